@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Train on this node's devices:
+#
+#   [NGPU=n] [LOG_RANK=0] ./run_train.sh <name in train_configs | path.toml> [--section.key=value ...]
+#   CONFIG_FILE=path.toml ./run_train.sh [--section.key=value ...]
+#
+# On several nodes, run it on each with NNODES, NODE_RANK and RDZV_ENDPOINT=host:port set (host: the first node).
+# MAX_RESTARTS=k restarts all processes up to k times after a failure. The exit code is the trainer's own.
+set -eu
+
+if [ -z "${CONFIG_FILE:-}" ]; then
+    if [ $# -eq 0 ] || [ "${1#--}" != "$1" ]; then
+        echo "usage: [NGPU=n] ./run_train.sh <name in train_configs | path.toml> [--section.key=value ...]" >&2
+        exit 2
+    fi
+    CONFIG_FILE=$1
+    shift
+    configs=$(dirname "$0")/train_configs
+    if [ ! -f "$CONFIG_FILE" ] && [ -f "$configs/$CONFIG_FILE.toml" ]; then
+        CONFIG_FILE=$configs/$CONFIG_FILE.toml
+    fi
+    if [ ! -f "$CONFIG_FILE" ]; then
+        echo "titanlite: no configuration '$CONFIG_FILE'; it is neither a file nor one of: $(cd "$configs" && echo *.toml | sed 's/\.toml//g')" >&2
+        exit 2
+    fi
+fi
+
+NGPU=${NGPU:-1}
+if [ "$NGPU" -gt 1 ]; then
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( $(getconf _NPROCESSORS_ONLN) / NGPU > 0 ? $(getconf _NPROCESSORS_ONLN) / NGPU : 1 ))}
+fi
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+export LOG_RANK=${LOG_RANK:-0}
+
+exec "${PYTHON:-python3}" -m titanlite.cli launch \
+    --nproc-per-node="$NGPU" \
+    --nnodes="${NNODES:-1}" \
+    --node-rank="${NODE_RANK:-0}" \
+    --rdzv-endpoint="${RDZV_ENDPOINT:-}" \
+    --max-restarts="${MAX_RESTARTS:-0}" \
+    "$CONFIG_FILE" "$@"

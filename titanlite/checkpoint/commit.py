@@ -1,0 +1,88 @@
+"""The commit protocol: `step-N/` exists only if it is whole.
+
+A checkpoint is written into `.partial-step-N/`, described by manifest.json (every file with its size; written last),
+synced to disk and renamed; then the folder itself is synced. Nothing is written inside a committed one. Deletion renames
+first, so a name never stands for half a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+def partial_path(folder: Path, step: int) -> Path:
+    """Where step N is written before it is committed."""
+    return folder / f".partial-step-{step}"
+
+
+def committed(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of the committed checkpoints, oldest first."""
+    found = [(m, p) for p in folder.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name)) and p.is_dir()]
+    return sorted((int(m[1]), p) for m, p in found)
+
+
+def commit(partial: Path, step: int) -> Path:
+    """Make the finished directory `partial` the checkpoint of `step`. By one rank, after all have written."""
+    files = sorted(p for p in partial.rglob("*") if p.is_file())
+    sizes = {p.relative_to(partial).as_posix(): p.stat().st_size for p in files}
+    manifest = {"format": FORMAT, "step": step, "files": {name: {"size": size} for name, size in sizes.items()}}
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    for file in [*files, partial / MANIFEST, partial]:
+        sync(file)
+    final = partial.with_name(f"step-{step}")
+    os.rename(partial, final)
+    sync(final.parent)
+    return final
+
+
+def fault(path: Path, step: int) -> str | None:
+    """Why a committed checkpoint cannot be trusted, or None: its manifest and the presence and size of its files."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest["format"] != FORMAT or manifest["step"] != step:
+            return f"manifest of format {manifest['format']}, step {manifest['step']}"
+        for name, entry in manifest["files"].items():
+            size = (path / name).stat().st_size
+            if size != entry["size"]:
+                return f"{name} has {size} bytes, {entry['size']} were written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        return f"{type(e).__name__}: {e}"
+    return None
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that cannot be used to `bad-...`, so that its step can be saved again."""
+    target = next(p for i in range(1 << 20) if not (p := path.with_name(f"bad-{path.name}-{i}")).exists())
+    os.rename(path, target)
+    sync(path.parent)
+    return target
+
+
+def retain(folder: Path, keep_latest: int) -> None:
+    """Delete all but the newest `keep_latest` committed checkpoints (0: keep all). Only after a commit."""
+    for _, path in committed(folder)[:-keep_latest] if keep_latest else []:
+        trash = path.with_name(f".trash-{path.name}")
+        os.rename(path, trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def clean(folder: Path) -> None:
+    """Remove what a killed run left half-written or half-deleted. Only while no other run uses the folder."""
+    for path in [*folder.glob(".partial-*"), *folder.glob(".trash-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,75 @@
+"""The `titanlite` command: finds the verb, turns its errors into one line and an exit code. Dispatch only.
+
+Exit codes: 0 done, 1 crash, 2 configuration or input error, 3 no usable checkpoint, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+
+TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)  # as in pyproject.toml
+
+VERBS = {
+    "train": ("titanlite.train", "train from a TOML file, in this process"),
+    "launch": ("titanlite.tools.launch", "train on several processes through torchrun; what run_train.sh calls"),
+    "generate": ("titanlite.tools.generate", "sample text from a checkpoint"),
+    "prepare": ("titanlite.tools.prepare", "tokenise text files into shards"),
+    "data": ("titanlite.tools.data", "verify shards"),
+    "tokenizer": ("titanlite.tools.tokenizer", "train a tokenizer"),
+    "config": ("titanlite.tools.config", "print a resolved configuration, or the reference of all keys"),
+}
+
+
+def main() -> int:
+    """Entry point of the console script."""
+    code = run(sys.argv[1:])
+    if runtime := sys.modules.get("titanlite.runtime"):
+        runtime.leave(code)  # a process that may have had process groups must not finalise
+    return code
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a verb; returns the exit code, all errors reported."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: titanlite VERB ...\n\n" + "\n".join(f"  {verb:10} {about}" for verb, (_, about) in VERBS.items()))
+        return 0 if argv else 2
+    if argv[0] not in VERBS:
+        print(f"titanlite: unknown verb {argv[0]!r} (known: {', '.join(VERBS)})", file=sys.stderr)
+        return 2
+    if complaint := unsupported_torch():
+        print(f"titanlite: {complaint}", file=sys.stderr)
+        return 2
+    try:
+        return importlib.import_module(VERBS[argv[0]][0]).main(argv[1:])
+    except KeyboardInterrupt:
+        print("titanlite: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        code = getattr(error, "exit_code", 1)
+        if code == 1:
+            traceback.print_exc()
+        else:
+            print(f"titanlite: {error}", file=sys.stderr)
+        return code
+
+
+def unsupported_torch() -> str | None:
+    """What is wrong with the installed torch, or None; does not import it."""
+    wanted = f"titanlite needs torch >= {TORCH_MIN[0]}.{TORCH_MIN[1]}, < {TORCH_BELOW[0]}.{TORCH_BELOW[1]}"
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return f"{wanted}; it is not installed"
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and TORCH_MIN <= (int(found[1]), int(found[2])) < TORCH_BELOW:
+        return None
+    return f"{wanted}; found {version}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

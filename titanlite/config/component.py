@@ -1,0 +1,60 @@
+"""Components: whatever a TOML `name = "..."` can select.
+
+A kind (`class Optimizer(Component)`) owns a registry; a choice (`class AdamW(Optimizer, name="adamw")`) is a frozen
+dataclass whose fields are its TOML keys, whose field docstrings are the reference, and whose `build()` makes the thing.
+Declaring the class is registering it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+
+class ConfigError(ValueError):
+    """A mistake in what the user gave us. The message says where it is, what is wrong and what would be right.
+
+    `key` is the dotted TOML path at fault, where there is one; loading a file turns it into file and line.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, key: str | None = None):
+        super().__init__(message)
+        self.key = key
+
+
+def suggest(word: str, known: Iterable[object]) -> str:
+    """`'; did you mean 'x'? (known: x, y)'` for an unknown word: the nearest valid one and the valid set."""
+    names = sorted(str(k) for k in known)
+    close = get_close_matches(word, names, n=1)
+    return (f"; did you mean {close[0]!r}?" if close else "") + f" (known: {', '.join(names)})"
+
+
+class Component:
+    """Base of every kind. Subclass without `name` to open a kind, with `name` to add a choice to it."""
+
+    choices: ClassVar[dict[str, type[Component]]]
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, *, name: str | None = None, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if name is None:
+            cls.choices = {}
+        elif name in cls.choices and cls.choices[name].__qualname__ != cls.__qualname__:
+            raise TypeError(f"{name!r} already names {cls.choices[name]}")
+        else:
+            cls.choices[name], cls.name = cls, name
+
+    @classmethod
+    def is_kind(cls) -> bool:
+        """True for a kind (chosen from by `name`), False for a choice."""
+        return "choices" in cls.__dict__
+
+    @classmethod
+    def choose(cls, name: object, key: str) -> type[Component]:
+        """The choice called `name`, or a ConfigError that lists them."""
+        if isinstance(name, str) and name in cls.choices:
+            return cls.choices[name]
+        raise ConfigError(f"unknown {cls.__name__} {name!r}{suggest(str(name), cls.choices)}", f"{key}.name")

@@ -1,0 +1,49 @@
+"""What training costs, by arithmetic: FLOPs a token, and the peak rate of the device to hold it against.
+
+An unknown device has no peak: utilisation is then absent, never a guess.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Dense bf16 tensor-core FLOP/s with fp32 accumulation, from the vendors' datasheets (sparsity figures halved).
+# The first pattern that matches the device's name counts; order matters where one name contains another.
+PEAK_BF16_FLOPS = [
+    (r"\bGB200\b", 2.5e15),
+    (r"\bB200\b", 2.25e15),
+    (r"\bH200 NVL\b", 835.5e12),
+    (r"\bH200\b", 989e12),
+    (r"\bGH200\b", 989e12),
+    (r"\bH100 NVL\b", 835.5e12),
+    (r"\bH100 PCIe\b", 756e12),
+    (r"\bH100\b", 989e12),
+    (r"\bH800\b", 989e12),
+    (r"\bA100\b", 312e12),
+    (r"\bA800\b", 312e12),
+    (r"\bL40S\b", 362e12),
+    (r"\bL4\b", 121e12),
+    (r"\bA10\b", 125e12),
+    (r"\bMI355X\b", 2.5e15),
+    (r"\bMI325X\b", 1307e12),
+    (r"\bMI300X\b", 1307e12),
+    (r"\bMI250X\b", 191.5e12),  # one of its two dies, which is what a process sees
+    (r"\bRTX 5090$", 209.5e12),
+    (r"\bRTX 4090$", 165.2e12),
+    (r"\bRTX 3090$", 71e12),
+]
+
+
+def peak_bf16_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of one device, or None where it is not in the table."""
+    return next((flops for pattern, flops in PEAK_BF16_FLOPS if re.search(pattern, device_name)), None)
+
+
+def flops_per_token(matmul_parameters: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int) -> int:
+    """FLOPs of forward and backward for one token: 6 N + 12 L H E T.
+
+    N: parameters that the token is multiplied with (an embedding looked up is not; a tied head is). The second term is
+    the two attention products over the whole row; causal masking is not deducted, as is usual (PaLM, appendix B).
+    Recomputation is not counted: utilisation is of model FLOPs.
+    """
+    return 6 * matmul_parameters + 12 * n_layers * n_heads * head_dim * seq_len

@@ -1,0 +1,1 @@
+"""From text to training rows: tokenizers, shards, sources, the order of rows, packing, the loader."""

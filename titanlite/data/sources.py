@@ -1,0 +1,104 @@
+"""Sources: where rows come from. Whatever a source reads, what it gives is TokenShards.
+
+`tokens` opens shards made by `titanlite prepare`. `text` and `python_stdlib` tokenise on first use into a cache whose
+key is the content and the tokenizer, so an edited file or another tokenizer never meets old tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.config.component import Component, ConfigError
+from titanlite.data.shards import TokenShards
+from titanlite.data.text import content_sha256, documents, find_files, write_shards
+from titanlite.data.tokenizer import TextCodec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(Component):
+    """Kind: `[[data.sources]] name = ...`."""
+
+    weight: float = 1.0
+    """Share of the training tokens that come from here, relative to the other sources' weights."""
+
+    def __post_init__(self) -> None:
+        if not self.weight > 0:
+            raise ConfigError(f"{self.weight} is not above 0; leave the source out instead", "weight")
+
+    def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
+        """The source's tokens. Raises ConfigError for missing, unreadable or empty input."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens(Source, name="tokens"):
+    """A directory of shards made by `titanlite prepare`."""
+
+    path: str
+    """The directory that holds dataset.json."""
+
+    def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
+        shards = TokenShards(self.path)
+        if shards.tokenizer != codec.fingerprint:
+            raise ConfigError(
+                f"{self.path} was made with tokenizer {shards.tokenizer}, this job's is {codec.fingerprint}: "
+                "use the same [tokenizer], or prepare the data again"
+            )
+        return shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Source, name="text"):
+    """Text files, tokenised on first use: .jsonl has a document a line, any other file is one document. For more than a
+    few gigabytes run `titanlite prepare` first."""
+
+    path: list[str]
+    """Files, directories (their .txt and .jsonl files) and globs."""
+    field: str = "text"
+    """The field of a .jsonl line that holds the text."""
+
+    def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
+        files = find_files(self.path, "data.sources.path")
+        return _cached(files, f"text {self.field}", codec, cache_dir, self.field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonStdlib(Source, name="python_stdlib"):
+    """The .py files of the running interpreter's standard library, tests left out: real text on every machine that runs
+    titanlite, about 3 million tokens. Which text depends on the Python version."""
+
+    def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
+        return _cached(stdlib_files(), "python_stdlib", codec, cache_dir, "")
+
+
+def stdlib_files() -> list[Path]:
+    """UTF-8 .py files of the standard library, without tests and installed packages, in the order of their names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    found = (p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
+    files = sorted((p for p in found if _is_utf8(p)), key=lambda p: p.relative_to(root).as_posix())
+    if not files:
+        raise ConfigError(f"source python_stdlib: no .py files under {root}; this Python ships without their source")
+    return files
+
+
+def _is_utf8(path: Path) -> bool:
+    # Python source may declare another encoding; the two or three files that use it are not worth a decoder here.
+    try:
+        path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def _cached(files: Iterable[Path], kind: str, codec: TextCodec, cache_dir: Path, field: str) -> TokenShards:
+    files = list(files)
+    content = f"{kind} {content_sha256(files)} {codec.fingerprint}"
+    path = cache_dir / f"{kind.split()[0]}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    if not path.exists():
+        write_shards(path, documents(files, field), codec, total_bytes=sum(f.stat().st_size for f in files))
+    return TokenShards(path)

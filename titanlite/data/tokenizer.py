@@ -1,0 +1,135 @@
+"""Tokenizers: text to token ids and back, with one fingerprint that data and checkpoints are checked against.
+
+Text is always only text: a special token's spelling inside a document is encoded as ordinary characters. Special
+tokens enter only through `encode_document`, which frames each document as BOS ... EOS (once, where they are the same).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.config.component import Component, ConfigError
+
+# Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation, blank runs.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+
+
+class TextCodec:
+    """What `Tokenizer.build()` returns.
+
+    `vocab_size`: ids are 0 .. vocab_size - 1. `fingerprint`: 16 hex digits; equal exactly when every text gets the same
+    ids. `bos`, `eos`: ids that frame a document.
+    """
+
+    vocab_size: int
+    fingerprint: str
+    bos: int
+    eos: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone, without BOS or EOS."""
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; bytes that are not UTF-8 become U+FFFD."""
+        raise NotImplementedError
+
+    def encode_documents(self, texts: Sequence[str], num_threads: int = 1) -> list[list[int]]:
+        """Each text framed as BOS ids EOS; BOS == EOS is written once, in front."""
+        end = [] if self.bos == self.eos else [self.eos]
+        return [[self.bos, *ids, *end] for ids in self._encode_batch(texts, num_threads)]
+
+    def _encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+
+class Tokenizer(Component):
+    """Kind: `[tokenizer] name = ...`."""
+
+    def build(self) -> TextCodec:
+        """Load it. Raises ConfigError if a file is missing or is not what it should be."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiktoken(Tokenizer, name="tiktoken"):
+    """Byte-level BPE in tiktoken's file format: Llama 3's `tokenizer.model`, or one made by `titanlite tokenizer train`."""
+
+    path: str = "assets/tokenizer/stdlib.tiktoken"
+    """File of `<base64 token> <rank>` lines, relative to the current directory."""
+    pattern: str = LLAMA3_PATTERN
+    """Regular expression that splits text before merging; the default is Llama 3's."""
+    num_special_tokens: int = 2
+    """Ids after the ranks: `<|begin_of_text|>`, `<|end_of_text|>`, then reserved ones. Llama 3 has 256."""
+
+    def __post_init__(self) -> None:
+        if self.num_special_tokens < 2:
+            raise ConfigError("at least 2: BOS and EOS", "num_special_tokens")
+
+    def build(self) -> TextCodec:
+        return _TiktokenCodec(self)
+
+
+class _TiktokenCodec(TextCodec):
+    def __init__(self, config: Tiktoken):
+        import tiktoken
+        import tiktoken.load
+
+        content = read_bytes(config.path, "tokenizer.path")
+        try:
+            ranks = tiktoken.load.load_tiktoken_bpe(str(config.path))
+            special = {BOS: len(ranks), EOS: len(ranks) + 1}
+            for i in range(2, config.num_special_tokens):
+                special[f"<|reserved_special_token_{i - 2}|>"] = len(ranks) + i
+            self._codec = tiktoken.Encoding(
+                Path(config.path).stem, pat_str=config.pattern, mergeable_ranks=ranks, special_tokens=special
+            )
+        except Exception as e:  # tiktoken raises whatever its parser met: ValueError, binascii.Error, a Rust panic
+            raise ConfigError(f"{config.path} is not a tiktoken file: {e}", "tokenizer.path") from None
+        self.vocab_size = len(ranks) + config.num_special_tokens
+        self.bos, self.eos = special[BOS], special[EOS]
+        parts = (content, config.pattern.encode(), str(config.num_special_tokens).encode())
+        self.fingerprint = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+    def encode(self, text: str) -> list[int]:
+        return self._codec.encode_ordinary(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._codec.decode(list(ids))
+
+    def _encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
+        return self._codec.encode_ordinary_batch(list(texts), num_threads=num_threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes(Tokenizer, name="bytes"):
+    """Raw UTF-8 bytes as ids 0-255, BOS 256, EOS 257. Needs no file."""
+
+    def build(self) -> TextCodec:
+        return _BytesCodec()
+
+
+class _BytesCodec(TextCodec):
+    vocab_size, bos, eos, fingerprint = 258, 256, 257, "bytes-0000000001"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+def read_bytes(path: str, key: str) -> bytes:
+    """The file's bytes, or a ConfigError that says where it was looked for."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as e:
+        where = "" if Path(path).is_absolute() else f" (relative to {Path.cwd()})"
+        raise ConfigError(f"cannot read {path!r}{where}: {e.strerror}", key) from None

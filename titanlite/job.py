@@ -1,0 +1,106 @@
+"""Job: the whole TOML schema, composed of the sections that each module owns, and the rules that span sections.
+
+Importing this module registers every choice that ships with titanlite; `[job] imports` adds those of other packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import titanlite.models.llama3  # noqa: F401 -- registers its choices
+from titanlite.checkpoint.checkpointer import Checkpoint
+from titanlite.config import toml
+from titanlite.config.component import ConfigError
+from titanlite.data.loader import Data
+from titanlite.data.tokenizer import Tiktoken, Tokenizer
+from titanlite.evaluate import Validation
+from titanlite.generate import Generation
+from titanlite.losses import CrossEntropy, Loss
+from titanlite.mesh import Parallelism
+from titanlite.metrics.meter import Metrics
+from titanlite.models.base import ModelFamily
+from titanlite.optim.adamw import AdamW
+from titanlite.optim.base import Optimizer
+from titanlite.optim.schedule import LRScheduler
+from titanlite.parallel.compile import Compile
+from titanlite.parallel.recompute import ActivationCheckpoint
+from titanlite.runtime import Comm, StepPlan, Training, parallelism_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobInfo:
+    """The run itself."""
+
+    dump_folder: str = "outputs"
+    """The run folder: metrics, samples and checkpoints of this run and no other."""
+    description: str = ""
+    """For people; not used."""
+    imports: list[str] = field(default_factory=list)
+    """Python modules to import first, which register components of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training job. Every part of titanlite is handed its own section; only programs see the whole."""
+
+    job: JobInfo = field(default_factory=JobInfo)
+    model: ModelFamily
+    tokenizer: Tokenizer = field(default_factory=Tiktoken)
+    data: Data
+    training: Training = field(default_factory=Training)
+    loss: Loss = field(default_factory=CrossEntropy)
+    optimizer: Optimizer = field(default_factory=AdamW)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    validation: Validation = field(default_factory=Validation)
+    generation: Generation = field(default_factory=Generation)
+    metrics: Metrics = field(default_factory=Metrics)
+    comm: Comm = field(default_factory=Comm)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.job.dump_folder)
+
+    def check(self, world_size: int) -> None:
+        """Rules that span sections, before any process group or file exists. Raises ConfigError."""
+        StepPlan.of(self.training, parallelism_ranks(self.parallelism, world_size))
+        if self.validation.enable and not self.data.holdout_rows:
+            raise ConfigError(
+                "validation.enable needs rows to validate on: set data.holdout_rows, for example to 256", "validation.enable"
+            )
+        total = self.lr_scheduler.total_steps or self.training.steps
+        if self.lr_scheduler.warmup_steps >= total:
+            raise ConfigError(
+                f"{self.lr_scheduler.warmup_steps} steps of warmup leave nothing of a schedule of {total} steps",
+                "lr_scheduler.warmup_steps",
+            )
+
+    def recipe(self, data: dict[str, Any]) -> dict[str, Any]:
+        """What a run that continues this one must share: the model's shape, the loss, and `data`, Rows.recipe."""
+        model = {"name": self.model.name, **toml.as_tree(self.model.config)}
+        return {"model": model, "loss": toml.as_tree(self.loss), "data": data}
+
+
+def load_job(path: str | Path | None, overrides: Sequence[str] = (), world_size: int = 1) -> Job:
+    """The checked job of a TOML file and command-line overrides. Raises ConfigError, which says where."""
+    tree, locator = toml.read(path, overrides)
+    imports = tree.get("job", {}).get("imports", []) if isinstance(tree.get("job"), dict) else []
+    for module in toml.plain(imports) if isinstance(toml.plain(imports), list) else []:
+        try:
+            importlib.import_module(str(module))
+        except ImportError as e:
+            raise locator.located(ConfigError(f"cannot import {module!r}: {e}", "job.imports")) from None
+    job = toml.build(Job, tree, locator)
+    try:
+        job.check(world_size)
+    except ConfigError as e:
+        raise locator.located(e) from None
+    return job

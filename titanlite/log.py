@@ -1,0 +1,20 @@
+"""The logger: one line an event, with time and rank. Nothing else in titanlite sets up logging.
+
+By default rank 0 reports progress and every rank reports warnings and errors.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+logger = logging.getLogger("titanlite")
+
+
+def set_up_logging(rank: int, verbose: bool) -> None:
+    """Log to standard error with the rank in front; quiet ranks report only warnings and errors."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"[rank{rank}] %(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)

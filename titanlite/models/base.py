@@ -1,0 +1,112 @@
+"""The contract of a model family: what the rest of titanlite may ask of a model, and nothing more.
+
+A family is a TOML choice (`[model] name`) with flavors, a plain dict of config dataclasses beside the model. Its module
+knows no ranks and no job; parallel/ shards and compiles it from outside, by block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from titanlite.config.component import Component, ConfigError, suggest
+
+# hidden [B, T, D], head weight [V, D], targets int64 [B, T] -> sum over the targets that count, fp32 scalar
+LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model under Hugging Face's parameter names.
+
+    A pipeline stage is the same class with ends or blocks missing; what is missing passes its input through.
+    """
+
+    vocab_size: int
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        loss: LossFunction | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [B, T, V] for tokens int64 [B, T]; with `loss`, the sum of the token losses instead (fp32 scalar).
+
+        The loss is taken inside the forward, on hidden states and the head's weight, so that a chunked loss can
+        avoid the full logits and FSDP has the weight at hand. `positions` int64 [T] or [B, T]; default 0 .. T - 1.
+        """
+        raise NotImplementedError
+
+    def blocks(self) -> nn.ModuleDict:
+        """The transformer blocks in order: the unit of recompute, compile and sharding."""
+        raise NotImplementedError
+
+    def initial(self, name: str) -> tuple[float, float]:
+        """Mean and standard deviation of the normal that the parameter `name` starts from."""
+        raise NotImplementedError
+
+    def num_matmul_parameters(self) -> int:
+        """Parameters that every token is multiplied with: all but an embedding that is only looked up."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Fields that every family's flavors have; families add their own."""
+
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily(Component):
+    """Kind: `[model] name = ...`."""
+
+    flavor: str
+    """Size of the model: a key of the family's flavors."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Fields of the flavor to change, for example `{ n_layers = 4 }`."""
+
+    flavors: ClassVar[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        if self.flavor not in self.flavors:
+            raise ConfigError(f"unknown {self.name} flavor {self.flavor!r}{suggest(self.flavor, self.flavors)}", "flavor")
+        base = self.flavors[self.flavor]
+        known = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
+        for key, value in self.overrides.items():
+            where = f"overrides.{key}"
+            if key not in known:
+                raise ConfigError(f"unknown field {key!r}{suggest(key, known)}", where)
+            if type(value) is not type(known[key]) and not (type(known[key]) is float and type(value) is int):
+                raise ConfigError(f"expected {type(known[key]).__name__}, got {value!r}", where)
+        self.config  # noqa: B018 -- a flavor checks its own fields when it is made
+
+    @property
+    def config(self) -> Any:
+        """The flavor's config with the overrides applied."""
+        return dataclasses.replace(self.flavors[self.flavor], **self.overrides)
+
+    def build(self) -> Decoder:
+        """The module, on the current default device (meta, when training)."""
+        raise NotImplementedError
+
+    def hf_config(self) -> dict[str, Any]:
+        """The `config.json` under which Hugging Face's implementation is the same model."""
+        raise NotImplementedError
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises ConfigError if the tokenizer has ids that the embedding lacks."""
+        if vocab_size > self.config.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {vocab_size} ids, {self.name} {self.flavor} embeds {self.config.vocab_size}: "
+                f"set --model.overrides.vocab_size={-(-vocab_size // 64) * 64}, or use the tokenizer it was made for"
+            )

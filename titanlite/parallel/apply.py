@@ -1,0 +1,31 @@
+"""The order of the transforms: recompute, compile, shard. One line each; a new one gets its file and its line here."""
+
+from __future__ import annotations
+
+import torch
+
+from titanlite.mesh import Mesh
+from titanlite.models.base import Decoder, LossFunction
+from titanlite.parallel.compile import Compile, apply_compile
+from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.recompute import ActivationCheckpoint, apply_recompute
+from titanlite.parallel.sharded import ShardedModel
+
+
+def parallelize(
+    net: Decoder,
+    loss: LossFunction,
+    mesh: Mesh,
+    *,
+    recompute: ActivationCheckpoint,
+    compile: Compile,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: str,
+) -> ShardedModel:
+    """This rank's part of `net`, still on meta. A single fp32 process is left unsharded."""
+    apply_recompute(net, recompute)
+    loss = apply_compile(net, loss, compile)
+    if mesh.device_mesh is not None:
+        apply_fsdp(net, mesh, param_dtype, reduce_dtype, reshard_after_forward)
+    return ShardedModel(net, loss)

@@ -1,0 +1,26 @@
+"""Gradient clipping by total norm, over all parameters of all ranks, whatever meshes they lie on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Scale gradients so that their total norm is at most `max_norm` (0: leave them). Returns the norm before, fp32
+    scalar, equal on all ranks; no host sync."""
+    by_mesh: dict[object, list[nn.Parameter]] = defaultdict(list)  # torch cannot stack norms of different meshes
+    for p in parameters:
+        if p.grad is not None:
+            by_mesh[p.grad.device_mesh if isinstance(p.grad, DTensor) else None].append(p)
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
+    total = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
+    if max_norm > 0:
+        for group in by_mesh.values():
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total

@@ -1,0 +1,34 @@
+"""FSDP2 and HSDP: parameters sharded per block, gathered in the compute dtype, gradients summed in the reduce dtype.
+
+Gradients are sums, not averages: the loss is already divided by the tokens of all ranks, so FSDP's own division is off.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titanlite.mesh import Mesh
+from titanlite.models.base import Decoder
+
+
+def apply_fsdp(
+    net: Decoder, mesh: Mesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard_after_forward: str
+) -> None:
+    """Shard each block, and the rest (embedding, norm, head) as one group, in place."""
+    # Inputs are not cast: activations have the parameters' dtype from the embedding on, and the rotary tables must stay fp32.
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    reshard = {"always": True, "never": False, "default": mesh.shard > 1}[reshard_after_forward]
+    for block in net.blocks().values():
+        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(net, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def sync_gradients(net: Decoder, on: bool) -> None:
+    """Whether the coming backward reduces gradients; off while micro-batches accumulate."""
+    if isinstance(net, FSDPModule):
+        net.set_requires_gradient_sync(on)

@@ -1,0 +1,64 @@
+"""Initial weights as a pure function of (seed, parameter name, position): every layout and device starts alike.
+
+Each element is hashed from its index in the full parameter, so a rank computes just its own shard, on its own device,
+without the full tensor and without communication. (Seeding torch's generators per rank or per parameter gives values
+that depend on the shard, the device or the grid of a kernel.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+CHUNK = 1 << 22  # elements hashed at once: bounds the int64 temporaries
+
+
+@torch.no_grad()
+def fill_normal(parameter: torch.Tensor, name: str, mean: float, std: float, seed: int) -> None:
+    """Fill a parameter, or this rank's shard of one, with its share of normal(mean, std) values."""
+    local, offsets = parameter, (0,) * parameter.ndim
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
+        offsets = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )[1]
+    if std == 0.0 or local.numel() == 0:
+        local.fill_(mean)
+        return
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
+    index = torch.zeros((), dtype=torch.int64, device=local.device)
+    stride = 1
+    for dim in reversed(range(1, parameter.ndim)):
+        along = (torch.arange(local.shape[dim], device=local.device) + offsets[dim]) * stride
+        index = index + along.reshape(-1, *[1] * (parameter.ndim - 1 - dim))
+        stride *= parameter.shape[dim]
+    rows_at_once = max(CHUNK // max(local[0].numel(), 1), 1)
+    for begin in range(0, len(local), rows_at_once):
+        part = local[begin : begin + rows_at_once]
+        rows = torch.arange(begin, begin + len(part), device=local.device) + offsets[0]
+        part.copy_(_normal((rows * stride).reshape(-1, *[1] * (local.ndim - 1)) + index, key) * std + mean)
+
+
+def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
+    """Standard normals fp32 for int64 indices: a keyed 64-bit hash, its halves through Box and Muller's transform."""
+    bits = _hash64(index ^ key)
+    high, low = (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF
+    radius = torch.sqrt(-2.0 * torch.log((high.float() + 0.5) * 2.0**-32))
+    return radius * torch.cos((2.0 * math.pi * 2.0**-32) * low.float())
+
+
+def _hash64(x: torch.Tensor) -> torch.Tensor:
+    """splitmix64's finaliser in wrapping int64 arithmetic (Steele et al. 2014)."""
+    x = x + -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
+    x = (x ^ _shift(x, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    x = (x ^ _shift(x, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift right; torch's shifts int64 arithmetically."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,49 @@
+"""ShardedModel: all that the loop, validation and sampling see of a model, whatever its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from titanlite.data.batch import Batch
+from titanlite.models.base import Decoder, LossFunction
+from titanlite.parallel.fsdp import sync_gradients
+from titanlite.parallel.initialize import fill_normal
+
+
+class ShardedModel:
+    """`net` is this rank's part of the model under full-model parameter names; `loss` what is optimised."""
+
+    def __init__(self, net: Decoder, loss: LossFunction):
+        self.net, self.loss = net, loss
+
+    def materialize(self, device: torch.device, seed: int) -> None:
+        """Give the meta parameters memory and their initial values."""
+        self.net.to_empty(device=device)
+        for name, parameter in self.net.named_parameters():
+            mean, std = self.net.initial(name)
+            fill_normal(parameter, name, mean, std, seed)
+
+    def forward_backward(self, micro_batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
+        """Accumulate the gradient of (sum of token losses) / `tokens`; returns this rank's share of that loss, detached.
+
+        `tokens`: targets that count over all ranks and micro-batches. Gradients are reduced once, in the last backward.
+        """
+        total = torch.zeros((), device=tokens.device)
+        for i, batch in enumerate(micro_batches):
+            sync_gradients(self.net, i == len(micro_batches) - 1)
+            loss = self.net(batch.inputs, batch.targets, self.loss) / tokens.clamp(min=1)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """Sum of the token losses of one batch, fp32 scalar. Collective: every rank calls it equally often."""
+        return self.net(batch.inputs, batch.targets, self.loss)
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, V] for tokens int64 [B, T]. Collective like loss_sum."""
+        return self.net(tokens)

@@ -1,0 +1,260 @@
+"""What a process needs before it can train: device, process groups, mesh, seeds, the plan of a step -- and a clean exit.
+
+The only module that reads the environment, and the home of the collectives that the loop itself uses. A single process
+in fp32 needs no process group and makes none; everything else runs over torch.distributed, one rank included.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.component import ConfigError
+from titanlite.log import set_up_logging
+from titanlite.mesh import Mesh, Parallelism, build_mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The step: its size, its number, its precision, its seed."""
+
+    seq_len: int = 2048
+    """Targets a row; a row is seq_len + 1 tokens."""
+    local_batch_size: int = 8
+    """Rows of one micro-batch of one rank: what has to fit into memory at once."""
+    global_batch_size: int = -1
+    """Rows of one optimizer step over all ranks; what exceeds local_batch_size x ranks is accumulated. -1: that product."""
+    steps: int = 10000
+    """Optimizer steps until the run is done."""
+    max_norm: float = 1.0
+    """Gradients are scaled down to this total norm; 0: never."""
+    seed: int = 0
+    """Seed of the initial weights and of the data order."""
+    deterministic: bool = False
+    """Only deterministic kernels: bit-identical reruns on the same layout, at some cost in speed."""
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
+    """dtype of parameters and activations in forward and backward (the optimizer's copy is fp32). auto: bfloat16 on
+    CUDA, float32 elsewhere."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """dtype in which gradients are summed over ranks."""
+
+    def __post_init__(self) -> None:
+        for key in ("seq_len", "local_batch_size", "steps"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{getattr(self, key)} is below 1", key)
+        if self.global_batch_size < 1 and self.global_batch_size != -1:
+            raise ConfigError(f"{self.global_batch_size} is neither -1 nor at least 1", "global_batch_size")
+        if self.max_norm < 0:
+            raise ConfigError(f"{self.max_norm} is below 0", "max_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comm:
+    """Communication between ranks."""
+
+    init_timeout_seconds: int = 1800
+    """How long a rank waits for the others until the first step is done: tokenising, loading, compiling."""
+    train_timeout_seconds: int = 600
+    """The same from then on; a hang ends the run after this time."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How one optimizer step is cut: `rows` = micro_batches x micro_batch_rows x data-parallel ranks."""
+
+    rows: int
+    micro_batch_rows: int
+    micro_batches: int
+    tokens: int
+
+    @classmethod
+    def of(cls, training: Training, dp_size: int) -> StepPlan:
+        """Raises ConfigError if the global batch does not divide."""
+        at_once = training.local_batch_size * dp_size
+        rows = at_once if training.global_batch_size == -1 else training.global_batch_size
+        if rows % at_once:
+            raise ConfigError(
+                f"{rows} rows do not divide into local_batch_size {training.local_batch_size} x {dp_size} data-parallel "
+                f"ranks; the nearest that do: {max(rows // at_once, 1) * at_once}, {-(-rows // at_once) * at_once}",
+                "training.global_batch_size",
+            )
+        return cls(rows, training.local_batch_size, rows // at_once, rows * training.seq_len)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process among its peers."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    mesh: Mesh
+    plan: StepPlan
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    comm: Comm
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` summed over the data-parallel ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def sum_u64(self, value: int) -> str:
+        """The sum mod 2^64 of an unsigned integer over the data-parallel ranks, as 16 hex digits."""
+        signed = (value + (1 << 63)) % (1 << 64) - (1 << 63)  # int64 addition wraps, which is what is wanted
+        total = self.sum(torch.tensor(signed, dtype=torch.int64, device=self.device))
+        return f"{total.item() % (1 << 64):016x}"
+
+    def count(self, number: int) -> torch.Tensor:
+        """The sum of an integer over the data-parallel ranks, int64 on the device; no host sync."""
+        return self.sum(torch.full((), number, dtype=torch.int64, device=self.device))
+
+    def check_equal(self, what: str, value: str) -> None:
+        """Raises ConfigError on every rank if `value` differs between ranks."""
+        values: list[Any] = [None] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+            different = [r for r, v in enumerate(values) if v != values[0]]
+            if different:
+                raise ConfigError(f"rank {different[0]} has another {what} than rank 0: {values[different[0]]!r}, {values[0]!r}")
+
+    @contextmanager
+    def rank_zero_first(self) -> Iterator[None]:
+        """Rank 0 runs the body before the others: what it writes, they find."""
+        if self.world_size > 1 and self.rank > 0:
+            dist.barrier()
+        yield
+        if self.world_size > 1 and self.rank == 0:
+            dist.barrier()
+
+    def synchronize(self) -> None:
+        """Wait for the device: for clocks."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def shorten_timeouts(self) -> None:
+        """From the first step on, a collective that takes long is a hang."""
+        if self.world_size == 1:
+            return
+        assert self.mesh.device_mesh is not None
+        timeout = timedelta(seconds=self.comm.train_timeout_seconds)
+        for group in (None, *self.mesh.device_mesh.get_all_groups()):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def world_size() -> int:
+    """Ranks of this job, as the launcher says."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterator[Runtime]:
+    """Set the process up, and tear it down on a clean exit. On an error the peers are left to the launcher: a rank that
+    waits for them in a teardown would only hide the message."""
+    rank, size = int(os.environ.get("RANK", "0")), world_size()
+    if dist.is_initialized():
+        rank = dist.get_rank()
+    set_up_logging(rank, verbose=str(rank) in os.environ.get("LOG_RANK", "0").split(","))
+    plan = StepPlan.of(training, parallelism_ranks(parallelism, size))
+    device = pick_device()
+    param_dtype = _param_dtype(training, device)
+    distributed = size > 1 or param_dtype != torch.float32
+    ours = distributed and not dist.is_initialized()
+    if ours:
+        _init_process_group(device, size, comm)
+    _set_determinism(training.deterministic)
+    mesh = build_mesh(parallelism, device.type, rank, size, distributed)
+    reduce_dtype = getattr(torch, training.mixed_precision_reduce)
+    yield Runtime(device, rank, size, mesh, plan, param_dtype, reduce_dtype, comm)
+    _set_determinism(False)
+    if ours:
+        dist.destroy_process_group()
+        time.sleep(0.1)  # gloo's worker thread still needs the interpreter's lock once; see leave()
+
+
+def parallelism_ranks(parallelism: Parallelism, size: int) -> int:
+    """Data-parallel ranks among `size`."""
+    replicate, shard = parallelism.degrees(size)
+    return replicate * shard
+
+
+def pick_device() -> torch.device:
+    """This rank's CUDA device, else Apple's GPU, else the CPU."""
+    if torch.cuda.is_available():
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; lower NGPU")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    if torch.backends.mps.is_available() and world_size() == 1:
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name, as the vendor's driver gives it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else (platform.processor() or platform.machine())
+
+
+def environment(rt: Runtime) -> dict[str, Any]:
+    """What the numbers of a run depend on besides its job: versions and hardware."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device_name(rt.device),
+        "cuda": torch.version.cuda,
+        "world_size": rt.world_size,
+        "cpu_threads": torch.get_num_threads(),
+        "command": sys.argv,
+    }
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once with `code`.
+
+    An interpreter that finalises while gloo's threads run can abort a finished run (pytorch issue 179291), so a
+    distributed process does not finalise. Writers and loaders must be closed before.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _param_dtype(training: Training, device: torch.device) -> torch.dtype:
+    if training.mixed_precision_param == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if training.mixed_precision_param == "bfloat16" and device.type == "mps":
+        raise ConfigError("bfloat16 needs FSDP2, which MPS does not have; use float32", "training.mixed_precision_param")
+    return getattr(torch, training.mixed_precision_param)
+
+
+def _init_process_group(device: torch.device, size: int, comm: Comm) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
+    if size == 1 and "RANK" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+
+
+def _set_determinism(on: bool) -> None:
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False

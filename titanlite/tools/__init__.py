@@ -1,0 +1,1 @@
+"""One file a verb of the `titanlite` command. Programs: they may import anything and nobody imports them."""

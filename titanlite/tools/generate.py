@@ -1,0 +1,65 @@
+"""`titanlite generate RUN_OR_CHECKPOINT --prompt TEXT`: sample from a run's newest checkpoint, or from a given one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.checkpointer import load_tensors
+from titanlite.checkpoint.state import CheckpointError, model_tensors
+from titanlite.config.component import ConfigError
+from titanlite.generate import generate
+from titanlite.job import load_job
+from titanlite.runtime import pick_device
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the prompt and its continuation."""
+    parser = argparse.ArgumentParser(prog="titanlite generate", description=__doc__)
+    parser.add_argument("path", type=Path, help="a run folder, its checkpoint folder, or one step-N folder")
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens after the prompt, at most")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest token each time")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    options = parser.parse_args(argv)
+    if options.max_new_tokens < 1 or options.temperature < 0:
+        raise ConfigError("--max-new-tokens must be at least 1 and --temperature at least 0")
+    path = find_checkpoint(options.path)
+    job = load_job(path / "job.toml")
+    codec = job.tokenizer.build()
+    device = pick_device()
+    with torch.device("meta"):
+        net = job.model.build()
+    net.to_empty(device=device)
+    load_tensors(path, {"model": model_tensors(net)})
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    net.to(dtype).requires_grad_(False)
+    text = generate(
+        net, codec, options.prompt, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
+        seed=options.seed, device=device,
+    )  # fmt: skip
+    print(text)
+    return 0
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a step folder, a checkpoint folder or a run folder stands for. Raises ConfigError if there is
+    none, CheckpointError if it is not whole."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory")
+    if (path / commit.MANIFEST).exists():
+        step = int(path.resolve().name.rpartition("-")[2])
+        steps = [(step, path)]
+    else:
+        folders = [path, *sorted(p for p in path.iterdir() if p.is_dir())]
+        steps = next((found for f in folders if (found := commit.committed(f))), [])
+    if not steps:
+        raise ConfigError(f"{path} holds no checkpoint: give a run folder, or a step-N folder in its checkpoint folder")
+    step, newest = steps[-1]
+    if reason := commit.fault(newest, step):
+        raise CheckpointError(f"{newest} is not whole: {reason}")
+    return newest

@@ -1,0 +1,61 @@
+"""`titanlite tokenizer train`: byte-level BPE in tiktoken's file format, learned by Hugging Face's `tokenizers`.
+
+The tokenizer in assets/ is `titanlite tokenizer train --vocab-size 8190 --output assets/tokenizer/stdlib.tiktoken` under
+the CPython named in assets/tokenizer/README.md. The same text gives the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from titanlite.config.component import ConfigError
+from titanlite.data.sources import stdlib_files
+from titanlite.data.text import documents, find_files
+from titanlite.data.tokenizer import LLAMA3_PATTERN
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train on files, by default on the standard library's source."""
+    parser = argparse.ArgumentParser(prog="titanlite tokenizer", description=__doc__)
+    parser.add_argument("action", choices=["train"])
+    parser.add_argument("input", nargs="*", help="text files; none: the standard library's .py files")
+    parser.add_argument("--field", default="text", help="the field of a .jsonl line that holds the text")
+    parser.add_argument("--vocab-size", type=int, default=8190, help="ranks to learn, without special tokens")
+    parser.add_argument("--output", type=Path, required=True, help="the file to write")
+    options = parser.parse_args(argv)
+    if options.vocab_size < 256:
+        raise ConfigError("--vocab-size is below 256, the number of bytes")
+    files = find_files(options.input, "input") if options.input else stdlib_files()
+    tokens = train_bpe((text for text, _ in documents(files, options.field)), options.vocab_size)
+    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
+    options.output.write_bytes(b"".join(lines))
+    print(f"{options.output}: {len(tokens)} ranks from {len(files)} files")
+    return 0
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
+    """The tokens in the order of their ranks: the 256 bytes, then one for each merge."""
+    try:
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    except ImportError:
+        raise ConfigError("training needs Hugging Face's tokenizers: pip install 'titanlite[tokenizer]'") from None
+    bpe = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet))
+    to_byte = byte_alphabet()
+    ranks = sorted(bpe.get_vocab().items(), key=lambda entry: entry[1])
+    tokens = [bytes(to_byte[c] for c in token) for token, _ in ranks]
+    # In tiktoken a merge's rank is its token's; single bytes may have any, so put them in order.
+    return [bytes([b]) for b in range(256)] + [t for t in tokens if len(t) > 1]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: character to byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,0 +1,218 @@
+"""The trainer. Read `train` from top to bottom: everything that happens in a step is written there, in order.
+
+    titanlite train CONFIG.toml [--section.key=value ...]        one process
+    NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process a GPU, on torchrun
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.state import TrainState
+from titanlite.config import reference, toml
+from titanlite.config.component import ConfigError
+from titanlite.cost import flops_per_token, peak_bf16_flops
+from titanlite.data.loader import MicroBatches, Rows
+from titanlite.data.tokenizer import TextCodec
+from titanlite.evaluate import validate
+from titanlite.generate import generate
+from titanlite.job import Job, load_job
+from titanlite.log import logger
+from titanlite.metrics.meter import Meter
+from titanlite.models.base import Decoder
+from titanlite.optim.base import set_lr
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.clip import clip_grad_norm_
+from titanlite.parallel.sharded import ShardedModel
+from titanlite.runtime import Runtime, device_name, environment, runtime, world_size
+
+
+def train(job: Job) -> None:
+    """Train until `training.steps`, resuming from the run folder if it holds a checkpoint."""
+    with runtime(job.training, job.parallelism, job.comm) as rt:
+        run = build(job, rt)
+        model, optimizer, state, meter, checkpoints = run.model, run.optimizer, run.state, run.meter, run.checkpoints
+        order = MicroBatches(state.rows, rt.plan.rows, rt.plan.micro_batch_rows, rt.mesh.dp_rank, rt.mesh.dp_size)
+        batches = run.rows.batches(order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
+        first_step, last_step = state.step + 1, job.training.steps
+        evaluation: dict[str, Any] = {}
+
+        while state.step < last_step:
+            state.step += 1
+            lr = set_lr(optimizer, job.lr_scheduler.factor(state.step, last_step))
+            with meter.waiting_for_data():
+                micro_batches = [next(batches).to(rt.device) for _ in range(rt.plan.micro_batches)]
+            tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
+            loss = model.forward_backward(micro_batches, tokens)
+            grad_norm = clip_grad_norm_(model.net.parameters(), job.training.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            state.rows += rt.plan.rows
+            state.tokens += tokens
+            meter.step_done()
+
+            evaluation = {}
+            if job.validation.enable and due(job.validation.freq, state.step, last_step):
+                with meter.apart("time/validation_s"):
+                    evaluation = run.validate(job, rt)
+            if due(job.generation.freq, state.step, last_step):
+                with meter.apart("time/generation_s"):
+                    run.sample(job, rt)
+            if checkpoints.due(state.step, last_step):
+                with meter.apart("checkpoint/stall_s"):
+                    checkpoints.save(model.net, optimizer, state, {"global_batch_size": rt.plan.rows})
+            if evaluation or state.step == first_step or due(job.metrics.log_freq, state.step, last_step):
+                values = {
+                    "train/loss": rt.sum(loss).item(),
+                    "train/grad_norm": grad_norm.item(),
+                    "train/learning_rate": lr,
+                    "progress/total_tokens": int(state.tokens),
+                    "data/batch_sha": rt.sum_u64(sum(batch.sha for batch in micro_batches)),
+                }
+                meter.report(state.step, values | evaluation)
+            if state.step == first_step:
+                rt.shorten_timeouts()
+
+        checkpoints.close()
+        finish(job, rt, run, evaluation, trained=last_step - first_step + 1)
+
+
+def build(job: Job, rt: Runtime) -> Run:
+    """All parts of the run: data, model, optimizer, and the state they continue from."""
+    codec = job.tokenizer.build()
+    job.model.check_vocabulary(codec.vocab_size)
+    with rt.rank_zero_first():
+        rows = job.data.build(codec, seq_len=job.training.seq_len, seed=job.training.seed)
+    recipe = job.recipe(rows.recipe)
+    rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))
+
+    # Opening the checkpoints refuses a folder that holds another recipe's run, before anything is written to it.
+    checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, toml.dump(job))
+    check_global_batch(job, rt.plan.rows, checkpoints.resumed)
+
+    with torch.device("meta"):
+        net = job.model.build()
+    cost = flops_of(job, net)
+    model = parallelize(
+        net,
+        job.loss.build(),
+        rt.mesh,
+        recompute=job.activation_checkpoint,
+        compile=job.compile,
+        param_dtype=rt.param_dtype,
+        reduce_dtype=rt.reduce_dtype,
+        reshard_after_forward=job.parallelism.fsdp_reshard_after_forward,
+    )
+    model.materialize(rt.device, job.training.seed)
+    optimizer = job.optimizer.build(net.named_parameters())
+    state = TrainState(step=0, rows=0, tokens=rt.count(0))
+    checkpoints.load(net, optimizer, state)
+
+    describe(job, rt, net, rows, state)
+    sinks = job.metrics.sinks(job.folder, state.step, job.training.steps) if rt.rank == 0 else []
+    peak = peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None
+    meter = Meter(rt.device, sinks, rt.plan.tokens, cost, rt.world_size, peak, rt.synchronize)
+    return Run(codec, rows, model, optimizer, state, checkpoints, meter)
+
+
+@dataclass
+class Run:
+    """The parts of a run."""
+
+    codec: TextCodec
+    rows: Rows
+    model: ShardedModel
+    optimizer: torch.optim.Optimizer
+    state: TrainState
+    checkpoints: Checkpointer
+    meter: Meter
+
+    def validate(self, job: Job, rt: Runtime) -> dict[str, Any]:
+        """Validation loss on the held-out rows."""
+        num_rows = job.validation.num_rows(self.rows.num_held_out, rt.plan.rows)
+        return validate(self.model, self.rows, num_rows, rt)
+
+    def sample(self, job: Job, rt: Runtime) -> None:
+        """Log a sample for each prompt and append it to samples.txt."""
+        c = job.generation
+        for prompt in c.prompts:
+            text = generate(
+                self.model.logits, self.codec, prompt, max_new_tokens=c.max_new_tokens, temperature=c.temperature,
+                seed=job.training.seed, device=rt.device,
+            )  # fmt: skip
+            logger.info(f"sample at step {self.state.step}:\n{text}")
+            if rt.rank == 0:
+                with open(job.folder / "samples.txt", "a", encoding="utf-8") as f:
+                    f.write(f"--- step {self.state.step}\n{text}\n")
+
+
+def due(freq: int, step: int, last_step: int) -> bool:
+    """Every `freq` steps (0: never) and at the last one."""
+    return step == last_step or (freq > 0 and step % freq == 0)
+
+
+def flops_of(job: Job, net: Decoder) -> int:
+    """Model FLOPs a token of this job."""
+    c = job.model.config
+    return flops_per_token(net.num_matmul_parameters(), c.n_layers, c.n_heads, c.head_dim, job.training.seq_len)
+
+
+def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> None:
+    """A global batch that only follows from the number of ranks must not change unseen when that number does."""
+    before = resumed["global_batch_size"] if resumed else rows
+    if rows == before:
+        return
+    if job.training.global_batch_size == -1:
+        raise ConfigError(
+            f"this run takes {before} rows a step; global_batch_size = -1 would make it {rows} on these ranks. Set "
+            f"--training.global_batch_size={before} to keep it, or ={rows} to change it"
+        )
+    logger.info(f"the global batch changes from {before} to {rows} rows")
+
+
+def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows, state: TrainState) -> None:
+    """Say what is about to run, and write it beside the metrics."""
+    if rt.rank == 0:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        (job.folder / "job.toml").write_text(toml.dump(job))
+        (job.folder / "env.json").write_text(json.dumps(environment(rt), indent=1) + "\n")
+    parameters = sum(p.numel() for p in net.parameters())
+    logger.info(f"{job.model.name} {job.model.flavor}: {parameters:,} parameters, {device_name(rt.device)} x {rt.world_size}")
+    logger.info(
+        f"rows of {job.training.seq_len} tokens: {sum(rows.sizes):,} to train on, {rows.num_held_out:,} held out; "
+        f"{rt.plan.rows} a step = {rt.plan.micro_batches} micro-batches of {rt.plan.micro_batch_rows} x {rt.mesh.dp_size} ranks"
+    )
+    logger.info(f"steps {state.step + 1} to {job.training.steps}")
+
+
+def finish(job: Job, rt: Runtime, run: Run, evaluation: dict[str, Any], trained: int) -> None:
+    """Say what came of the run and where it is; a run that was finished already is evaluated again."""
+    if trained == 0:
+        logger.info(f"step {run.state.step} of {job.training.steps} is done: nothing to train; raise --training.steps to go on")
+        evaluation = run.validate(job, rt) if job.validation.enable else {}
+        run.sample(job, rt)
+    run.meter.close()
+    if evaluation:
+        logger.info(f"validation loss {evaluation['eval/loss']:.4f} over {evaluation['eval/tokens']:,} tokens")
+    logger.info(f"metrics      {job.folder / 'metrics.jsonl'}")
+    if job.metrics.enable_tensorboard:
+        logger.info(f"tensorboard  {job.folder / 'tb'}")
+    if job.checkpoint.enable:
+        logger.info(f"checkpoints  {job.folder / job.checkpoint.folder}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """`titanlite train`: a TOML file and overrides."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print("usage: titanlite train CONFIG.toml [--section.key=value ...]\n")
+        print(reference.help_text(Job))
+        return 0
+    path, overrides = (None, argv) if argv[0].startswith("--") else (argv[0], argv[1:])
+    train(load_job(path, overrides, world_size()))
+    return 0
