@@ -16,7 +16,10 @@ TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)  # as in pyproject.toml
 
 VERBS = {
     "train": ("titanlite.train", "train from a TOML file, in this process"),
-    "launch": ("titanlite.tools.launch", "train on several processes through torchrun; what run_train.sh calls"),
+    "launch": (
+        "titanlite.tools.launch",
+        "train on several processes through torchrun; what run_train.sh calls",
+    ),
     "generate": ("titanlite.tools.generate", "sample text from a checkpoint"),
     "prepare": ("titanlite.tools.prepare", "tokenise text files into shards"),
     "data": ("titanlite.tools.data", "verify shards"),
@@ -28,7 +31,7 @@ VERBS = {
 def main() -> int:
     """Entry point of the console script."""
     code = run(sys.argv[1:])
-    if runtime := sys.modules.get("titanlite.runtime"):
+    if runtime := sys.modules.get("titanlite.runtime"):  # loaded by the verb: importing it costs seconds
         runtime.leave(code)  # a process that may have had process groups must not finalise
     return code
 
@@ -36,7 +39,10 @@ def main() -> int:
 def run(argv: Sequence[str]) -> int:
     """Run a verb; returns the exit code, all errors reported."""
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: titanlite VERB ...\n\n" + "\n".join(f"  {verb:10} {about}" for verb, (_, about) in VERBS.items()))
+        print(
+            "usage: titanlite VERB ...\n\n"
+            + "\n".join(f"  {verb:10} {about}" for verb, (_, about) in VERBS.items())
+        )
         return 0 if argv else 2
     if argv[0] not in VERBS:
         print(f"titanlite: unknown verb {argv[0]!r} (known: {', '.join(VERBS)})", file=sys.stderr)
@@ -53,9 +59,15 @@ def run(argv: Sequence[str]) -> int:
         code = getattr(error, "exit_code", 1)
         if code == 1:
             traceback.print_exc()
-        else:
+        elif _speaks():
             print(f"titanlite: {error}", file=sys.stderr)
         return code
+
+
+def _speaks() -> bool:
+    """Errors of the user's are the same on all ranks: one on each node tells them."""
+    runtime = sys.modules.get("titanlite.runtime")
+    return runtime is None or runtime.local_rank() == 0
 
 
 def unsupported_torch() -> str | None:

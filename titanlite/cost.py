@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 
-# Dense bf16 tensor-core FLOP/s with fp32 accumulation, from the vendors' datasheets (sparsity figures halved).
-# The first pattern that matches the device's name counts; order matters where one name contains another.
+# Dense bf16 tensor-core FLOP/s with fp32 accumulation, from the vendors' datasheets (sparsity figures
+# halved). The first pattern that matches the device's name counts; order matters where one name contains
+# another.
 PEAK_BF16_FLOPS = [
     (r"\bGB200\b", 2.5e15),
     (r"\bB200\b", 2.25e15),
@@ -42,8 +43,8 @@ def peak_bf16_flops(device_name: str) -> float | None:
 def flops_per_token(matmul_parameters: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int) -> int:
     """FLOPs of forward and backward for one token: 6 N + 12 L H E T.
 
-    N: parameters that the token is multiplied with (an embedding looked up is not; a tied head is). The second term is
-    the two attention products over the whole row; causal masking is not deducted, as is usual (PaLM, appendix B).
-    Recomputation is not counted: utilisation is of model FLOPs.
+    N: parameters that the token is multiplied with (an embedding looked up is not; a tied head is). The
+    second term is the two attention products over the whole row; causal masking is not deducted, as is usual
+    (PaLM, appendix B). Recomputation is not counted: utilisation is of model FLOPs.
     """
     return 6 * matmul_parameters + 12 * n_layers * n_heads * head_dim * seq_len

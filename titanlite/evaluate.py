@@ -1,7 +1,7 @@
 """Validation: the mean loss over fixed held-out rows, token by token -- the same number on every layout.
 
-Rows are cut into the same micro-batches whatever the number of ranks, their sums are added in float64 on the host, and
-ranks that run out of rows run padding, so all of them enter every collective.
+Rows are cut into the same micro-batches whatever the number of ranks, their sums are added in float64 on the
+host, and ranks that run out of rows run padding, so all of them enter every collective.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ def validate(model: ShardedModel, rows: Rows, num_rows: int, rt: Runtime) -> dic
         batch = make_batch(numbers.tolist(), rows.held_out(numbers), num_rows=size, seq_len=rows.seq_len)
         loss_sum += model.loss_sum(batch.to(rt.device)).item()
         num_targets += batch.num_targets
-    total = rt.sum(torch.tensor([loss_sum, num_targets], dtype=torch.float64))  # on the host: MPS has no float64
+    total = rt.sum(
+        torch.tensor([loss_sum, num_targets], dtype=torch.float64)
+    )  # on the host: MPS has no float64
     loss = (total[0] / total[1]).item()
-    return {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf, "eval/tokens": int(total[1])}
+    return {
+        "eval/loss": loss,
+        "eval/perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "eval/tokens": int(total[1]),
+    }

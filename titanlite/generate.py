@@ -1,7 +1,8 @@
 """Sampling text from a model, whole or sharded.
 
-Every rank computes the same tokens from the same seed and takes the same number of forwards, so a sharded model samples
-in lockstep. The row is padded to its final length once: one shape for compile, and causal attention never looks right.
+Every rank computes the same tokens from the same seed and takes the same number of forwards, so a sharded
+model samples in lockstep. The row is padded to its final length once: one shape for compile, and causal
+attention never looks right.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Job: the whole TOML schema, composed of the sections that each module owns, and the rules that span sections.
+"""Job: the whole TOML schema, composed of the sections that each module owns, and the rules that span
+sections.
 
-Importing this module registers every choice that ships with titanlite; `[job] imports` adds those of other packages.
+Importing this module registers every choice that ships with titanlite; `[job] imports` adds those of other
+packages.
 """
 
 from __future__ import annotations
@@ -74,17 +76,19 @@ class Job:
         StepPlan.of(self.training, parallelism_ranks(self.parallelism, world_size))
         if self.validation.enable and not self.data.holdout_rows:
             raise ConfigError(
-                "validation.enable needs rows to validate on: set data.holdout_rows, for example to 256", "validation.enable"
+                "validation.enable needs rows to validate on: set data.holdout_rows, for example to 256",
+                "validation.enable",
             )
         total = self.lr_scheduler.total_steps or self.training.steps
         if self.lr_scheduler.warmup_steps >= total:
             raise ConfigError(
-                f"{self.lr_scheduler.warmup_steps} steps of warmup leave nothing of a schedule of {total} steps",
+                f"{self.lr_scheduler.warmup_steps} steps of warmup leave nothing of a schedule of {total}",
                 "lr_scheduler.warmup_steps",
             )
 
     def recipe(self, data: dict[str, Any]) -> dict[str, Any]:
-        """What a run that continues this one must share: the model's shape, the loss, and `data`, Rows.recipe."""
+        """What a run that continues this one must share: the model's shape, the loss, and `data`,
+        Rows.recipe."""
         model = {"name": self.model.name, **toml.as_tree(self.model.config)}
         return {"model": model, "loss": toml.as_tree(self.loss), "data": data}
 

@@ -1,6 +1,7 @@
 """The ranks as a mesh with named axes, and the one place that knows the order of the axes.
 
-Axes: `replicate` (HSDP: whole copies) and `shard` (FSDP: parts of one copy); together they are the data-parallel ranks.
+Axes: `replicate` (HSDP: whole copies) and `shard` (FSDP: parts of one copy); together they are the
+data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ class Parallelism:
     data_parallel_replicate_degree: int = 1
     """Copies of the sharded model; above 1 with sharding is HSDP."""
     data_parallel_shard_degree: int = -1
-    """Ranks that share one copy of parameters, gradients and optimizer state (FSDP); -1: all that are left."""
+    """Ranks that share one copy of parameters, gradients and optimizer state (FSDP); -1: all that are
+    left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters between forward and backward: `always`, `never`, or `default` (when sharded over more
-    than one rank)."""
+    """Free gathered parameters between forward and backward: `always`, `never`, or `default` (when sharded
+    over more than one rank)."""
 
     def __post_init__(self) -> None:
         if self.data_parallel_replicate_degree < 1:
-            raise ConfigError(f"{self.data_parallel_replicate_degree} is below 1", "data_parallel_replicate_degree")
+            raise ConfigError(
+                f"{self.data_parallel_replicate_degree} is below 1", "data_parallel_replicate_degree"
+            )
         if self.data_parallel_shard_degree < 1 and self.data_parallel_shard_degree != -1:
             raise ConfigError(
-                f"{self.data_parallel_shard_degree} is neither -1 nor at least 1", "data_parallel_shard_degree"
+                f"{self.data_parallel_shard_degree} is neither -1 nor at least 1",
+                "data_parallel_shard_degree",
             )
 
     def degrees(self, world_size: int) -> tuple[int, int]:
@@ -41,7 +46,7 @@ class Parallelism:
         if replicate * shard != world_size:
             raise ConfigError(
                 f"data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard} is "
-                f"{replicate * shard}, there are {world_size} ranks; set data_parallel_shard_degree = -1 to take the rest",
+                f"{replicate * shard}, there are {world_size} ranks; data_parallel_shard_degree = -1 takes the rest",
                 "parallelism",
             )
         return replicate, shard
@@ -73,7 +78,9 @@ class Mesh:
         return self.device_mesh if self.replicate > 1 else self.device_mesh["shard"]
 
 
-def build_mesh(parallelism: Parallelism, device_type: str, rank: int, world_size: int, distributed: bool) -> Mesh:
+def build_mesh(
+    parallelism: Parallelism, device_type: str, rank: int, world_size: int, distributed: bool
+) -> Mesh:
     """The mesh of this job; collective over all ranks when `distributed`."""
     replicate, shard = parallelism.degrees(world_size)
     names = ("replicate", "shard")

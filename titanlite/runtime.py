@@ -1,7 +1,9 @@
-"""What a process needs before it can train: device, process groups, mesh, seeds, the plan of a step -- and a clean exit.
+"""What a process needs before it can train: device, process groups, mesh, seeds, the plan of a step -- and a
+clean exit.
 
-The only module that reads the environment, and the home of the collectives that the loop itself uses. A single process
-in fp32 needs no process group and makes none; everything else runs over torch.distributed, one rank included.
+The only module that reads the environment, and the home of the collectives that the loop itself uses. A
+single process in fp32 needs no process group and makes none; everything else runs over torch.distributed, one
+rank included.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from titanlite.config.component import ConfigError
 from titanlite.log import set_up_logging
@@ -33,7 +36,8 @@ class Training:
     local_batch_size: int = 8
     """Rows of one micro-batch of one rank: what has to fit into memory at once."""
     global_batch_size: int = -1
-    """Rows of one optimizer step over all ranks; what exceeds local_batch_size x ranks is accumulated. -1: that product."""
+    """Rows of one optimizer step over all ranks; what exceeds local_batch_size x ranks is accumulated. -1:
+    that product."""
     steps: int = 10000
     """Optimizer steps until the run is done."""
     max_norm: float = 1.0
@@ -43,8 +47,8 @@ class Training:
     deterministic: bool = False
     """Only deterministic kernels: bit-identical reruns on the same layout, at some cost in speed."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
-    """dtype of parameters and activations in forward and backward (the optimizer's copy is fp32). auto: bfloat16 on
-    CUDA, float32 elsewhere."""
+    """dtype of parameters and activations in forward and backward (the optimizer's copy is fp32). auto:
+    bfloat16 on CUDA, float32 elsewhere."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """dtype in which gradients are summed over ranks."""
 
@@ -84,8 +88,8 @@ class StepPlan:
         rows = at_once if training.global_batch_size == -1 else training.global_batch_size
         if rows % at_once:
             raise ConfigError(
-                f"{rows} rows do not divide into local_batch_size {training.local_batch_size} x {dp_size} data-parallel "
-                f"ranks; the nearest that do: {max(rows // at_once, 1) * at_once}, {-(-rows // at_once) * at_once}",
+                f"{rows} rows do not divide into local_batch_size {training.local_batch_size} x {dp_size} ranks; "
+                f"the nearest that do: {max(rows // at_once, 1) * at_once}, {-(-rows // at_once) * at_once}",
                 "training.global_batch_size",
             )
         return cls(rows, training.local_batch_size, rows // at_once, rows * training.seq_len)
@@ -127,7 +131,9 @@ class Runtime:
             dist.all_gather_object(values, value)
             different = [r for r, v in enumerate(values) if v != values[0]]
             if different:
-                raise ConfigError(f"rank {different[0]} has another {what} than rank 0: {values[different[0]]!r}, {values[0]!r}")
+                raise ConfigError(
+                    f"rank {different[0]} has another {what} than rank 0: {values[different[0]]!r}, {values[0]!r}"
+                )
 
     @contextmanager
     def rank_zero_first(self) -> Iterator[None]:
@@ -160,10 +166,15 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_rank() -> int:
+    """Which of this node's processes this is."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 @contextmanager
 def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterator[Runtime]:
-    """Set the process up, and tear it down on a clean exit. On an error the peers are left to the launcher: a rank that
-    waits for them in a teardown would only hide the message."""
+    """Set the process up, and tear it down on a clean exit. On an error the peers are left to the launcher: a
+    rank that waits for them in a teardown would only hide the message."""
     rank, size = int(os.environ.get("RANK", "0")), world_size()
     if dist.is_initialized():
         rank = dist.get_rank()
@@ -194,10 +205,10 @@ def parallelism_ranks(parallelism: Parallelism, size: int) -> int:
 def pick_device() -> torch.device:
     """This rank's CUDA device, else Apple's GPU, else the CPU."""
     if torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if local_rank >= torch.cuda.device_count():
-            raise ConfigError(f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; lower NGPU")
-        device = torch.device("cuda", local_rank)
+        wanted, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if wanted > found:
+            raise ConfigError(f"{wanted} processes on this node, which has {found} GPUs; lower NGPU")
+        device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
         return device
     if torch.backends.mps.is_available() and world_size() == 1:
@@ -207,7 +218,11 @@ def pick_device() -> torch.device:
 
 def device_name(device: torch.device) -> str:
     """The device's name, as the vendor's driver gives it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else (platform.processor() or platform.machine())
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else (platform.processor() or platform.machine())
+    )
 
 
 def environment(rt: Runtime) -> dict[str, Any]:
@@ -227,8 +242,8 @@ def environment(rt: Runtime) -> dict[str, Any]:
 def leave(code: int) -> NoReturn:
     """End the process at once with `code`.
 
-    An interpreter that finalises while gloo's threads run can abort a finished run (pytorch issue 179291), so a
-    distributed process does not finalise. Writers and loaders must be closed before.
+    An interpreter that finalises while gloo's threads run can abort a finished run (pytorch issue 179291), so
+    a distributed process does not finalise. Writers and loaders must be closed before.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -239,7 +254,9 @@ def _param_dtype(training: Training, device: torch.device) -> torch.dtype:
     if training.mixed_precision_param == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if training.mixed_precision_param == "bfloat16" and device.type == "mps":
-        raise ConfigError("bfloat16 needs FSDP2, which MPS does not have; use float32", "training.mixed_precision_param")
+        raise ConfigError(
+            "bfloat16 needs FSDP2, which MPS does not have; use float32", "training.mixed_precision_param"
+        )
     return getattr(torch, training.mixed_precision_param)
 
 
@@ -247,7 +264,7 @@ def _init_process_group(device: torch.device, size: int, comm: Comm) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     if size == 1 and "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
 
@@ -256,5 +273,4 @@ def _set_determinism(on: bool) -> None:
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False

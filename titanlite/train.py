@@ -1,7 +1,7 @@
 """The trainer. Read `train` from top to bottom: everything that happens in a step is written there, in order.
 
-    titanlite train CONFIG.toml [--section.key=value ...]        one process
-    NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process a GPU, on torchrun
+titanlite train CONFIG.toml [--section.key=value ...]        one process
+NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process a GPU, on torchrun
 """
 
 from __future__ import annotations
@@ -37,8 +37,16 @@ def train(job: Job) -> None:
     """Train until `training.steps`, resuming from the run folder if it holds a checkpoint."""
     with runtime(job.training, job.parallelism, job.comm) as rt:
         run = build(job, rt)
-        model, optimizer, state, meter, checkpoints = run.model, run.optimizer, run.state, run.meter, run.checkpoints
-        order = MicroBatches(state.rows, rt.plan.rows, rt.plan.micro_batch_rows, rt.mesh.dp_rank, rt.mesh.dp_size)
+        model, optimizer, state, meter, checkpoints = (
+            run.model,
+            run.optimizer,
+            run.state,
+            run.meter,
+            run.checkpoints,
+        )
+        order = MicroBatches(
+            state.rows, rt.plan.rows, rt.plan.micro_batch_rows, rt.mesh.dp_rank, rt.mesh.dp_size
+        )
         batches = run.rows.batches(order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
         first_step, last_step = state.step + 1, job.training.steps
         evaluation: dict[str, Any] = {}
@@ -92,7 +100,8 @@ def build(job: Job, rt: Runtime) -> Run:
     recipe = job.recipe(rows.recipe)
     rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))
 
-    # Opening the checkpoints refuses a folder that holds another recipe's run, before anything is written to it.
+    # Opening the checkpoints refuses a folder that holds another recipe's run, before anything is written to
+    # it.
     checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, toml.dump(job))
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)
 
@@ -143,8 +152,8 @@ class Run:
         c = job.generation
         for prompt in c.prompts:
             text = generate(
-                self.model.logits, self.codec, prompt, max_new_tokens=c.max_new_tokens, temperature=c.temperature,
-                seed=job.training.seed, device=rt.device,
+                self.model.logits, self.codec, prompt, max_new_tokens=c.max_new_tokens,
+                temperature=c.temperature, seed=job.training.seed, device=rt.device,
             )  # fmt: skip
             logger.info(f"sample at step {self.state.step}:\n{text}")
             if rt.rank == 0:
@@ -160,18 +169,21 @@ def due(freq: int, step: int, last_step: int) -> bool:
 def flops_of(job: Job, net: Decoder) -> int:
     """Model FLOPs a token of this job."""
     c = job.model.config
-    return flops_per_token(net.num_matmul_parameters(), c.n_layers, c.n_heads, c.head_dim, job.training.seq_len)
+    return flops_per_token(
+        net.num_matmul_parameters(), c.n_layers, c.n_heads, c.head_dim, job.training.seq_len
+    )
 
 
 def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> None:
-    """A global batch that only follows from the number of ranks must not change unseen when that number does."""
+    """A global batch that only follows from the number of ranks must not change unseen when that number
+    does."""
     before = resumed["global_batch_size"] if resumed else rows
     if rows == before:
         return
     if job.training.global_batch_size == -1:
         raise ConfigError(
-            f"this run takes {before} rows a step; global_batch_size = -1 would make it {rows} on these ranks. Set "
-            f"--training.global_batch_size={before} to keep it, or ={rows} to change it"
+            f"this run takes {before} rows a step; global_batch_size = -1 would make it {rows} on these ranks: "
+            f"set --training.global_batch_size={before} to keep it, or ={rows} to change it"
         )
     logger.info(f"the global batch changes from {before} to {rows} rows")
 
@@ -182,11 +194,12 @@ def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows, state: TrainState)
         job.folder.mkdir(parents=True, exist_ok=True)
         (job.folder / "job.toml").write_text(toml.dump(job))
         (job.folder / "env.json").write_text(json.dumps(environment(rt), indent=1) + "\n")
-    parameters = sum(p.numel() for p in net.parameters())
-    logger.info(f"{job.model.name} {job.model.flavor}: {parameters:,} parameters, {device_name(rt.device)} x {rt.world_size}")
+    plan, size = rt.plan, sum(p.numel() for p in net.parameters())
+    logger.info(f"{job.model.name} {job.model.flavor}: {size:,} parameters")
+    logger.info(f"{rt.world_size} x {device_name(rt.device)}, {str(rt.param_dtype).removeprefix('torch.')}")
     logger.info(
         f"rows of {job.training.seq_len} tokens: {sum(rows.sizes):,} to train on, {rows.num_held_out:,} held out; "
-        f"{rt.plan.rows} a step = {rt.plan.micro_batches} micro-batches of {rt.plan.micro_batch_rows} x {rt.mesh.dp_size} ranks"
+        f"{plan.rows} a step ({plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank)"
     )
     logger.info(f"steps {state.step + 1} to {job.training.steps}")
 
@@ -194,12 +207,14 @@ def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows, state: TrainState)
 def finish(job: Job, rt: Runtime, run: Run, evaluation: dict[str, Any], trained: int) -> None:
     """Say what came of the run and where it is; a run that was finished already is evaluated again."""
     if trained == 0:
-        logger.info(f"step {run.state.step} of {job.training.steps} is done: nothing to train; raise --training.steps to go on")
+        logger.info(f"nothing to train: step {run.state.step} is done; raise --training.steps to go on")
         evaluation = run.validate(job, rt) if job.validation.enable else {}
         run.sample(job, rt)
     run.meter.close()
     if evaluation:
-        logger.info(f"validation loss {evaluation['eval/loss']:.4f} over {evaluation['eval/tokens']:,} tokens")
+        logger.info(
+            f"validation loss {evaluation['eval/loss']:.4f} over {evaluation['eval/tokens']:,} tokens"
+        )
     logger.info(f"metrics      {job.folder / 'metrics.jsonl'}")
     if job.metrics.enable_tensorboard:
         logger.info(f"tensorboard  {job.folder / 'tb'}")

@@ -1,7 +1,8 @@
 """When to save, what to resume from, what to keep. The protocol is in commit.py, the contents in state.py.
 
-Rank 0 chooses and all ranks follow; torch DCP writes each rank's shards. Async saves copy to host memory, then write in
-a thread over a process group of their own; sync saves run the same code in line, so both write the same bytes.
+Rank 0 chooses and all ranks follow; torch DCP writes each rank's shards. Async saves copy to host memory,
+then write in a thread over a process group of their own; sync saves run the same code in line, so both write
+the same bytes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.state import (
@@ -47,17 +50,21 @@ class Checkpoint:
     keep_latest_k: int = 10
     """Committed checkpoints to keep; 0: all."""
     allow_changed: list[str] = field(default_factory=list)
-    """Parts of the recipe that may differ on resume, for example `["data.seed"]`; anything else that differs is refused."""
+    """Parts of the recipe that may differ on resume, for example `["data.seed"]`; anything else that differs
+    is refused."""
 
     def __post_init__(self) -> None:
         if self.interval < 1:
             raise ConfigError(f"{self.interval} is below 1; use enable = false to save nothing", "interval")
         if self.keep_latest_k < 0 or self.keep_latest_k == 1:
-            raise ConfigError("keep 2 or more, or 0 for all: with 1, one bad checkpoint would be the run", "keep_latest_k")
+            raise ConfigError(
+                "keep 2 or more, or 0 for all: with 1, one bad checkpoint would be the run", "keep_latest_k"
+            )
 
 
 class Checkpointer:
-    """Checkpoints of one run. Opening it chooses what to resume from and refuses another recipe's folder (ConfigError).
+    """Checkpoints of one run. Opening it chooses what to resume from and refuses another recipe's folder
+    (ConfigError).
 
     `recipe`: nested plain values that a resumed run must share. `job_toml`: stored in every checkpoint.
     """
@@ -71,7 +78,9 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         on_gpu = torch.cuda.is_available()  # the staging buffers are kept and reused from save to save
-        self._stager = DefaultStager(StagingOptions(on_gpu, False, use_async_staging=False, use_non_blocking_copy=on_gpu))
+        self._stager = DefaultStager(
+            StagingOptions(on_gpu, False, use_async_staging=False, use_non_blocking_copy=on_gpu)
+        )
         self._resume_step = self._agree(self._choose) if config.enable else None
         self.resumed = self._read_train_json() if self._resume_step is not None else None
 
@@ -89,7 +98,9 @@ class Checkpointer:
         """Whether the step that was just taken is to be saved."""
         return self.config.enable and (step % self.config.interval == 0 or step == last_step)
 
-    def save(self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, extra: dict[str, Any]) -> None:
+    def save(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, extra: dict[str, Any]
+    ) -> None:
         """Save now. Waits for a save still in flight and raises what went wrong with it."""
         self.wait()
         if self._path(state.step).exists():  # the step this run resumed from: it is there already, and whole
@@ -100,7 +111,7 @@ class Checkpointer:
             self._write(state.step, tensors, small)
         else:
             staged = self._stager.stage(tensors)
-            self._pending = self._writer.submit(self._write, state.step, staged, small)
+            self._pending = self._writer.submit(self._write, state.step, staged, small)  # type: ignore[arg-type]
 
     def wait(self) -> None:
         """Until the save in flight is committed; raises CheckpointError if it failed."""
@@ -119,8 +130,8 @@ class Checkpointer:
     def _write(self, step: int, tensors: dict[str, dict[str, torch.Tensor]], small: str) -> None:
         partial = commit.partial_path(self.folder, step)
         try:
-            writer = dcp.FileSystemWriter(partial, overwrite=False)
-            dcp.save(tensors, storage_writer=writer, process_group=self._group, no_dist=not self._distributed)
+            writer = FileSystemWriter(partial, overwrite=False)
+            save(tensors, storage_writer=writer, process_group=self._group, no_dist=not self._distributed)
         except CheckpointException as e:  # a BaseException
             raise CheckpointError(f"step {step} could not be saved: {_cause(e)}") from e
         if self._rank == 0:  # DCP's save ends with rank 0 holding every rank's result: all have written
@@ -131,7 +142,8 @@ class Checkpointer:
             logger.info(f"saved {path}")
 
     def _choose(self) -> int | None:
-        """On rank 0: the newest checkpoint without fault; bad ones are set aside. CheckpointError if all are bad."""
+        """On rank 0: the newest checkpoint without fault; bad ones are set aside. CheckpointError if all are
+        bad."""
         self.folder.mkdir(parents=True, exist_ok=True)
         commit.clean(self.folder)
         reasons = []
@@ -171,13 +183,14 @@ class Checkpointer:
         changed = [
             f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}"
             for key in sorted(theirs.keys() | ours.keys())
-            if theirs.get(key) != ours.get(key) and not any(key == a or key.startswith(a + ".") for a in allowed)
+            if theirs.get(key) != ours.get(key)
+            and not any(key == a or key.startswith(a + ".") for a in allowed)
         ]
         if changed:
+            more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
             raise ConfigError(
-                f"{self.folder} holds checkpoints of another recipe: {'; '.join(changed[:3])}"
-                f"{f' (and {len(changed) - 3} more)' if len(changed) > 3 else ''}. Choose another --job.dump_folder, set "
-                "it back, or name it in --checkpoint.allow_changed"
+                f"{self.folder} holds checkpoints of another recipe: {'; '.join(changed[:3])}{more}. "
+                "Choose another --job.dump_folder, set it back, or name it in --checkpoint.allow_changed"
             )
         return values
 
@@ -191,9 +204,9 @@ def load_tensors(
     """Load `{"model": {name: tensor}, ...}` in place, strictly. Collective when process groups exist. Raises
     CheckpointError if anything is missing, unexpected or of another shape or dtype."""
     try:
-        reader = dcp.FileSystemReader(path)
+        reader = FileSystemReader(path)
         check_same_tensors(tensors, reader.read_metadata(), str(path))
-        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=not dist.is_initialized())
+        load(tensors, storage_reader=reader, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as e:  # a BaseException
         raise CheckpointError(f"{path} cannot be loaded: {_cause(e)}") from e
     except OSError as e:

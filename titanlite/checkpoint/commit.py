@@ -1,8 +1,8 @@
 """The commit protocol: `step-N/` exists only if it is whole.
 
-A checkpoint is written into `.partial-step-N/`, described by manifest.json (every file with its size; written last),
-synced to disk and renamed; then the folder itself is synced. Nothing is written inside a committed one. Deletion renames
-first, so a name never stands for half a checkpoint.
+A checkpoint is written into `.partial-step-N/`, described by manifest.json (every file with its size; written
+last), synced to disk and renamed; then the folder itself is synced. Nothing is written inside a committed
+one. Deletion renames first, so a name never stands for half a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def partial_path(folder: Path, step: int) -> Path:
 
 def committed(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of the committed checkpoints, oldest first."""
-    found = [(m, p) for p in folder.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name)) and p.is_dir()]
+    found = [
+        (m, p) for p in folder.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name)) and p.is_dir()
+    ]
     return sorted((int(m[1]), p) for m, p in found)
 
 
@@ -32,7 +34,11 @@ def commit(partial: Path, step: int) -> Path:
     """Make the finished directory `partial` the checkpoint of `step`. By one rank, after all have written."""
     files = sorted(p for p in partial.rglob("*") if p.is_file())
     sizes = {p.relative_to(partial).as_posix(): p.stat().st_size for p in files}
-    manifest = {"format": FORMAT, "step": step, "files": {name: {"size": size} for name, size in sizes.items()}}
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "files": {name: {"size": size} for name, size in sizes.items()},
+    }
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     for file in [*files, partial / MANIFEST, partial]:
         sync(file)
@@ -43,7 +49,8 @@ def commit(partial: Path, step: int) -> Path:
 
 
 def fault(path: Path, step: int) -> str | None:
-    """Why a committed checkpoint cannot be trusted, or None: its manifest and the presence and size of its files."""
+    """Why a committed checkpoint cannot be trusted, or None: its manifest and the presence and size of its
+    files."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         if manifest["format"] != FORMAT or manifest["step"] != step:

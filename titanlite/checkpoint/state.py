@@ -1,7 +1,8 @@
 """What a checkpoint holds: all that cannot be recomputed, under names that do not depend on the layout.
 
-Tensors go through torch DCP, which reshards them; the rest is a few numbers in train.json. The learning rate, the data
-order and the schedule are functions of these and are not stored, so a changed one is never overwritten by a resume.
+Tensors go through torch DCP, which reshards them; the rest is a few numbers in train.json. The learning rate,
+the data order and the schedule are functions of these and are not stored, so a changed one is never
+overwritten by a resume.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class CheckpointError(RuntimeError):
 
 @dataclass
 class TrainState:
-    """The small state. `rows`: rows of the run's order consumed. `tokens`: targets counted, int64 on the device."""
+    """The small state. `rows`: rows of the run's order consumed. `tokens`: targets counted, int64 on the
+    device."""
 
     step: int
     rows: int
@@ -45,17 +47,20 @@ def model_tensors(net: nn.Module) -> dict[str, torch.Tensor]:
 
 def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's tensors by parameter name: `model.norm.weight.exp_avg`."""
-    names = {p: name for name, p in net.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in net.named_parameters()}
     tensors = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            assert isinstance(value, torch.Tensor), f"{key} of the optimizer is not a tensor: it would not be saved"
+            assert isinstance(value, torch.Tensor), (
+                f"{key} of the optimizer is not a tensor: it would not be saved"
+            )
             tensors[f"{names[parameter]}.{key}"] = value
     return tensors
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer allocate its state, by a step that changes no weight: zero gradients at a rate of zero."""
+    """Have the optimizer allocate its state, by a step that changes no weight: zero gradients at a rate of
+    zero."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -87,4 +92,3 @@ def check_same_tensors(wanted: dict[str, dict[str, torch.Tensor]], saved: Metada
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise CheckpointError(f"{where} does not fit this job: {'; '.join(sorted(problems)[:3])}{more}")
-

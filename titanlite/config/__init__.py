@@ -1,1 +1,2 @@
-"""Mechanism of the configuration: components, strict TOML, reference text. Knows nothing of training or torch."""
+"""Mechanism of the configuration: components, strict TOML, reference text. Knows nothing of training or
+torch."""

@@ -1,8 +1,8 @@
 """Components: whatever a TOML `name = "..."` can select.
 
-A kind (`class Optimizer(Component)`) owns a registry; a choice (`class AdamW(Optimizer, name="adamw")`) is a frozen
-dataclass whose fields are its TOML keys, whose field docstrings are the reference, and whose `build()` makes the thing.
-Declaring the class is registering it.
+A kind (`class Optimizer(Component)`) owns a registry; a choice (`class AdamW(Optimizer, name="adamw")`) is a
+frozen dataclass whose fields are its TOML keys, whose field docstrings are the reference, and whose `build()`
+makes the thing. Declaring the class is registering it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 
 class ConfigError(ValueError):
-    """A mistake in what the user gave us. The message says where it is, what is wrong and what would be right.
+    """A mistake in what the user gave us. The message says where it is, what is wrong and what would be
+    right.
 
     `key` is the dotted TOML path at fault, where there is one; loading a file turns it into file and line.
     """

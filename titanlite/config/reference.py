@@ -1,4 +1,5 @@
-"""The reference of a schema: every key with its type, default and docstring, as `--help` text and as Markdown.
+"""The reference of a schema: every key with its type, default and docstring, as `--help` text and as
+Markdown.
 
 A field's docstring is the string literal under it in the class body, read from the source with ast.
 """
@@ -13,10 +14,10 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+import tomli_w
+
 from titanlite.config.component import Component
 from titanlite.config.toml import as_tree
-
-import tomli_w
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One table: its dotted path, the choice it describes ("" for a plain section), its docstring, its keys."""
+    """One table: its dotted path, the choice it describes ("" for a plain section), its docstring, its
+    keys."""
 
     path: str
     choice: str
@@ -84,9 +86,10 @@ def field_docs(cls: type) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, text in zip(body.body, body.body[1:]):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                    docs[field.target.id] = inspect.cleandoc(str(text.value.value))
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                docs[field.target.id] = inspect.cleandoc(str(text.value.value))
     return docs
 
 
@@ -105,7 +108,11 @@ def _default(field: dataclasses.Field) -> str:
         value = field.default_factory()
     else:
         return ""
-    return tomli_w.dumps({"v": as_tree(value)}).partition("=")[2].strip() if value not in ({}, []) else str(value)
+    return (
+        tomli_w.dumps({"v": as_tree(value)}).partition("=")[2].strip()
+        if value not in ({}, [])
+        else str(value)
+    )
 
 
 def help_text(schema: type) -> str:
@@ -131,5 +138,7 @@ def markdown(schema: type) -> str:
             lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in section.keys:
             doc, kind = (" ".join(text.split()).replace("|", "\\|") for text in (key.doc, key.type))
-            lines.append(f"| `{key.name}` | {kind} | {f'`{key.default}`' if key.default else 'required'} | {doc} |")
+            lines.append(
+                f"| `{key.name}` | {kind} | {f'`{key.default}`' if key.default else 'required'} | {doc} |"
+            )
     return "\n".join(lines).strip() + "\n"

@@ -1,8 +1,8 @@
 """One TOML file and dotted overrides in, a tree of frozen dataclasses out -- strictly -- and back to TOML.
 
-Unknown keys, wrong types and unknown choices are errors that name file and line (or the command line), the key, the
-nearest valid one and the valid set. The one trick: values from the command line stay text until the field that takes
-them is known, so `--model.flavor=125M` and `--job.description=7` are strings without quotes.
+Unknown keys, wrong types and unknown choices are errors that name file and line (or the command line), the
+key, the nearest valid one and the valid set. The one trick: values from the command line stay text until the
+field that takes them is known, so `--model.flavor=125M` and `--job.description=7` are strings without quotes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Word(str):
 
 
 def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Locator]:
-    """The raw tree of a TOML file (None: an empty one) with `overrides` applied, and where each key came from."""
+    """The raw tree of a TOML file (None: an empty one) with `overrides` applied, and where each key came
+    from."""
     text = ""
     if path is not None:
         try:
@@ -41,7 +42,7 @@ def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[s
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f"{path}: cannot read the configuration: {e}") from None
     try:
-        tree = tomllib.loads(text)
+        tree: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"{path}: not valid TOML: {e}") from None
     locator = Locator(str(path), text)
@@ -60,14 +61,15 @@ def build(schema: type[T], tree: dict[str, Any], locator: Locator) -> T:
 
 
 def dump(config: Any) -> str:
-    """The resolved configuration as TOML that reads back to an equal one. Fields that are None are left out."""
+    """The resolved configuration as TOML that reads back to an equal one. Fields that are None are left
+    out."""
     return tomli_w.dumps(as_tree(config))
 
 
 def as_tree(value: Any) -> Any:
     """Dataclasses to plain tables, a choice's `name` first, tuples to lists, None dropped."""
     if dataclasses.is_dataclass(value):
-        tree = {"name": value.name} if isinstance(value, Component) else {}
+        tree: dict[str, Any] = {"name": value.name} if isinstance(value, Component) else {}
         fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
         return tree | {k: as_tree(v) for k, v in fields if v is not None}
     if isinstance(value, dict):
@@ -226,7 +228,9 @@ _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "tru
 
 def _with_default_name(kind: type, value: Any, field: dataclasses.Field | None) -> Any:
     """A table without `name` means the field's default choice, where the field has one."""
-    if not (isinstance(value, dict) and "name" not in value and issubclass(kind, Component) and kind.is_kind()):
+    if not (
+        isinstance(value, dict) and "name" not in value and issubclass(kind, Component) and kind.is_kind()
+    ):
         return value
     if field is None or field.default_factory is dataclasses.MISSING:
         return value

@@ -18,8 +18,9 @@ _U64 = 1 << 64
 class Batch:
     """inputs, targets: int64 [rows, seq_len]; targets are IGNORE where they do not count.
 
-    `num_targets`: targets that count, known on the host before the forward. `sha`: sum of the rows' 64-bit hashes mod
-    2^64; summed over a step's micro-batches and ranks it names the global batch, however that was split.
+    `num_targets`: targets that count, known on the host before the forward. `sha`: sum of the rows' 64-bit
+    hashes mod 2^64; summed over a step's micro-batches and ranks it names the global batch, however that was
+    split.
     """
 
     inputs: torch.Tensor
@@ -38,9 +39,14 @@ class Batch:
 
 
 def make_batch(
-    numbers: Sequence[int], rows: Sequence[np.ndarray], *, num_rows: int | None = None, seq_len: int | None = None
+    numbers: Sequence[int],
+    rows: Sequence[np.ndarray],
+    *,
+    num_rows: int | None = None,
+    seq_len: int | None = None,
 ) -> Batch:
-    """Rows int64 [seq_len + 1] with their global numbers as a batch; filled up to `num_rows` rows that do not count."""
+    """Rows int64 [seq_len + 1] with their global numbers as a batch; filled up to `num_rows` rows that do not
+    count."""
     num_rows = len(rows) if num_rows is None else num_rows
     width = len(rows[0]) if seq_len is None else seq_len + 1
     tokens = torch.zeros((num_rows, width), dtype=torch.int64)

@@ -1,8 +1,8 @@
 """From `[data]` to batches: builds the sources, holds out validation rows, hands each rank its micro-batches.
 
-The only state is the number of rows consumed. torchdata's StatefulDataLoader does workers, prefetch and pinning over a
-map-style dataset addressed by global row number; its own state is not used, so that ranks, workers and micro-batches
-may change on resume and a resume costs nothing, however far in it is.
+The only state is the number of rows consumed. torchdata's StatefulDataLoader does workers, prefetch and
+pinning over a map-style dataset addressed by global row number; its own state is not used, so that ranks,
+workers and micro-batches may change on resume and a resume costs nothing, however far in it is.
 """
 
 from __future__ import annotations
@@ -50,32 +50,48 @@ class Data:
                 raise ConfigError(f"{getattr(self, key)} is below 0", key)
 
     def build(self, codec: TextCodec, *, seq_len: int, seed: int) -> Rows:
-        """Open (on first use: tokenise) the sources. Raises ConfigError for input that cannot be trained on."""
+        """Open (on first use: tokenise) the sources. Raises ConfigError for input that cannot be trained
+        on."""
         shards = [source.build(codec, Path(self.cache_dir)) for source in self.sources]
         if self.verify == "full":
             for s in shards:
                 s.verify()
         uids = [s.fingerprint for s in shards]
         if len(set(uids)) < len(uids):
-            raise ConfigError("two sources hold the same tokens; give one of them the sum of their weights", "data.sources")
+            raise ConfigError(
+                "two sources hold the same tokens; give one of them the sum of their weights", "data.sources"
+            )
         by_uid = sorted(range(len(shards)), key=lambda k: uids[k])  # the order in the file must not matter
         packed = [PACKINGS[self.packing](shards[k], seq_len) for k in by_uid]
         weights = [self.sources[k].weight for k in by_uid]
-        return Rows(packed, [uids[k] for k in by_uid], weights, self.holdout_rows, seed, self._recipe(seq_len, codec))
+        return Rows(
+            packed, [uids[k] for k in by_uid], weights, self.holdout_rows, seed, self._recipe(seq_len, codec)
+        )
 
     def _recipe(self, seq_len: int, codec: TextCodec) -> dict[str, Any]:
-        return {"seq_len": seq_len, "packing": self.packing, "holdout_rows": self.holdout_rows, "tokenizer": codec.fingerprint}
+        return {
+            "seq_len": seq_len,
+            "packing": self.packing,
+            "holdout_rows": self.holdout_rows,
+            "tokenizer": codec.fingerprint,
+        }
 
 
 class Rows(Dataset):
     """Every row of the run by number: `training` row g (without end) and `held_out` row v.
 
-    Which rows of a source are held out depends on its content alone, so runs with other seeds validate on the same
-    rows. `recipe`: all that determines training row g, for refusing to resume with another one.
+    Which rows of a source are held out depends on its content alone, so runs with other seeds validate on the
+    same rows. `recipe`: all that determines training row g, for refusing to resume with another one.
     """
 
     def __init__(
-        self, packed: list, uids: list[str], weights: list[float], holdout: int, seed: int, recipe: dict[str, Any]
+        self,
+        packed: list,
+        uids: list[str],
+        weights: list[float],
+        holdout: int,
+        seed: int,
+        recipe: dict[str, Any],
     ):
         self._packed, self._uids = packed, uids
         held = quotas(weights, holdout)
@@ -106,7 +122,8 @@ class Rows(Dataset):
         return self._read(sources, numbers - self._held[sources])
 
     def _read(self, sources: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-        # One content-keyed shuffle of each source's rows: the first ones are held out, the rest are for training.
+        # One content-keyed shuffle of each source's rows: the first ones are held out, the rest are for
+        # training.
         for k in np.unique(sources):
             here = sources == k
             rows[here] = permute(rows[here], len(self._packed[k]), key_of("holdout", self._uids[k]))
@@ -132,8 +149,8 @@ def _as_is(batch: Batch) -> Batch:
 class MicroBatches:
     """Which row numbers make up each of a rank's micro-batches.
 
-    Step s of the run takes `rows` rows; within it, micro-batch a of rank r is rows (a * num_ranks + r) * micro_batch
-    onward, so any split over ranks and accumulation covers the same rows.
+    Step s of the run takes `rows` rows; within it, micro-batch a of rank r is rows (a * num_ranks + r) *
+    micro_batch onward, so any split over ranks and accumulation covers the same rows.
     """
 
     from_row: int

@@ -1,9 +1,10 @@
 """The order of rows: pure functions of a seed and a row number, in explicit integer arithmetic.
 
-`permute` is a keyed bijection on [0, n) -- a balanced Feistel network with cycle walking (Black & Rogaway 2002), O(1) an
-index and no memory; small n, where a Feistel network is measurably biased, sort random keys instead. `Mixture` says which source, and which of its
-rows, training row g is: every block of BLOCK rows holds each source's exact quota. No numpy random stream is used (their values may change between versions: NEP 19);
-golden values are pinned in the tests.
+`permute` is a keyed bijection on [0, n) -- a balanced Feistel network with cycle walking (Black & Rogaway
+2002), O(1) an index and no memory; small n, where a Feistel network is measurably biased, sort random keys
+instead. `Mixture` says which source, and which of its rows, training row g is: every block of BLOCK rows
+holds each source's exact quota. No numpy random stream is used (their values may change between versions: NEP
+19); golden values are pinned in the tests.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     mask = (_U64(1) << half) - _U64(1)
     out = np.array(index, dtype=np.uint64)
     outside = np.ones(out.shape, dtype=bool)
-    while outside.any():  # the network permutes a power of four; walk until back inside [0, n): under 4 tries a row
+    while (
+        outside.any()
+    ):  # the network permutes a power of four; walk until back inside [0, n): under 4 tries a row
         x = out[outside]
         left, right = x >> half, x & mask
         for round_key in _round_keys(key):
@@ -76,8 +79,9 @@ def quotas(weights: Sequence[float], total: int) -> list[int]:
 class Mixture:
     """Training row g -> (source k, row r of it), for sources of `sizes` rows each.
 
-    Each source is passed through in full, in a new order every epoch, before any row of it comes again. `uids` (content
-    fingerprints) key the orders, so a source keeps its own order when others are added or the list is rearranged.
+    Each source is passed through in full, in a new order every epoch, before any row of it comes again.
+    `uids` (content fingerprints) key the orders, so a source keeps its own order when others are added or the
+    list is rearranged.
     """
 
     def __init__(self, sizes: Sequence[int], uids: Sequence[str], weights: Sequence[float], seed: int):
@@ -86,7 +90,8 @@ class Mixture:
         self._cumulative = np.cumsum([0, *self.quotas])
 
     def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For global row numbers int64 [n]: the source of each, int64 [n], and the row within it, int64 [n]."""
+        """For global row numbers int64 [n]: the source of each, int64 [n], and the row within it, int64
+        [n]."""
         block, place = np.divmod(np.asarray(rows, dtype=np.int64), BLOCK)
         source, taken = np.zeros_like(block), np.zeros_like(block)
         for b in np.unique(block):

@@ -1,7 +1,8 @@
 """Packing: how a source's tokens become rows of seq_len + 1 tokens, by row number.
 
-`chunk`: row i is tokens [i * seq_len, i * seq_len + seq_len] of the concatenated documents. Neighbouring rows share one
-token: the last target of one is the first input of the next, so every token is a target exactly once an epoch.
+`chunk`: row i is tokens [i * seq_len, i * seq_len + seq_len] of the concatenated documents. Neighbouring rows
+share one token: the last target of one is the first input of the next, so every token is a target exactly
+once an epoch.
 """
 
 from __future__ import annotations

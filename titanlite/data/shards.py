@@ -1,9 +1,10 @@
 """Token shards: the one format that training reads.
 
-A directory: `dataset.json`, and per shard `NNNNN.bin` (token ids, little-endian uint16, or uint32 for vocabularies over
-65,536) and `NNNNN.idx` (uint64 offsets of the documents in it, the total last). dataset.json records counts, the
-tokenizer's fingerprint and each file's SHA-256. The directory is written under another name and renamed when whole, so
-one that has a name is complete. Documents never span shards; readers see the concatenation of all shards.
+A directory: `dataset.json`, and per shard `NNNNN.bin` (token ids, little-endian uint16, or uint32 for
+vocabularies over 65,536) and `NNNNN.idx` (uint64 offsets of the documents in it, the total last).
+dataset.json records counts, the tokenizer's fingerprint and each file's SHA-256. The directory is written
+under another name and renamed when whole, so one that has a name is complete. Documents never span shards;
+readers see the concatenation of all shards.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ from titanlite.config.component import ConfigError
 from titanlite.data.tokenizer import TextCodec
 
 FORMAT = 1
-SHARD_TOKENS = 1 << 27  # 256 MiB of uint16: large enough to be few, small enough to hash and copy one at a time
+SHARD_TOKENS = (
+    1 << 27
+)  # 256 MiB of uint16: large enough to be few, small enough to hash and copy one at a time
 
 
 class ShardWriter:
-    """Context manager: `add` documents of token ids; on a clean exit the directory appears whole under `path`.
+    """Context manager: `add` documents of token ids; on a clean exit the directory appears whole under
+    `path`.
 
-    On an exception nothing is left. If `path` exists by then (another process was faster), this copy is dropped.
+    On an exception nothing is left. If `path` exists by then (another process was faster), this copy is
+    dropped.
     """
 
     def __init__(self, path: Path, codec: TextCodec, shard_tokens: int = SHARD_TOKENS):
@@ -49,7 +54,7 @@ class ShardWriter:
     def add(self, ids: Sequence[int]) -> None:
         """Append one document. Raises ConfigError for an id outside the vocabulary."""
         tokens = np.asarray(ids, dtype=np.int64)
-        if tokens.size and not (0 <= tokens.min() and tokens.max() < self.codec.vocab_size):
+        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.codec.vocab_size):
             raise ConfigError(f"token id {tokens.max()} outside the vocabulary of {self.codec.vocab_size}")
         if self._offsets[-1] and self._offsets[-1] + len(tokens) > self.shard_tokens:
             self._close_shard()
@@ -73,7 +78,7 @@ class ShardWriter:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _open_shard(self) -> None:
-        self._file = open(self._partial / f"{len(self._shards):05}.bin", "wb")
+        self._file = open(self._partial / f"{len(self._shards):05}.bin", "wb")  # noqa: SIM115 -- closed with the shard
         self._hash, self._offsets = hashlib.sha256(), [0]
 
     def _close_shard(self) -> None:
@@ -111,8 +116,8 @@ class ShardWriter:
 class TokenShards:
     """A directory of shards as one sequence of `num_tokens` token ids. Files are mapped on first use.
 
-    Opening checks the description and every file's size (ConfigError names the file); `verify()` re-hashes. Picklable:
-    a loader worker maps the files anew.
+    Opening checks the description and every file's size (ConfigError names the file); `verify()` re-hashes.
+    Picklable: a loader worker maps the files anew.
     """
 
     def __init__(self, path: str | Path):
@@ -159,7 +164,9 @@ class TokenShards:
             for kind in ("bin", "idx"):
                 file = self.path / f"{shard['name']}.{kind}"
                 if _file_sha256(file) != shard[f"{kind}_sha256"]:
-                    raise ConfigError(f"{file}: content differs from what dataset.json records; prepare it again")
+                    raise ConfigError(
+                        f"{file}: content differs from what dataset.json records; prepare it again"
+                    )
 
     def _map(self, shard: int) -> np.ndarray:
         if shard not in self._maps:
@@ -174,7 +181,9 @@ class TokenShards:
         except OSError as e:
             raise ConfigError(f"{self.path / name}: {e.strerror}") from None
         if size != expected:
-            raise ConfigError(f"{self.path / name}: {size} bytes, dataset.json says {expected}; prepare it again")
+            raise ConfigError(
+                f"{self.path / name}: {size} bytes, dataset.json says {expected}; prepare it again"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_maps": {}}

@@ -1,7 +1,8 @@
 """Sources: where rows come from. Whatever a source reads, what it gives is TokenShards.
 
-`tokens` opens shards made by `titanlite prepare`. `text` and `python_stdlib` tokenise on first use into a cache whose
-key is the content and the tokenizer, so an edited file or another tokenizer never meets old tokens.
+`tokens` opens shards made by `titanlite prepare`. `text` and `python_stdlib` tokenise on first use into a
+cache whose key is the content and the tokenizer, so an edited file or another tokenizer never meets old
+tokens.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Tokens(Source, name="tokens"):
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Source, name="text"):
-    """Text files, tokenised on first use: .jsonl has a document a line, any other file is one document. For more than a
-    few gigabytes run `titanlite prepare` first."""
+    """Text files, tokenised on first use: .jsonl has a document a line, any other file is one document. For
+    more than a few gigabytes run `titanlite prepare` first."""
 
     path: list[str]
     """Files, directories (their .txt and .jsonl files) and globs."""
@@ -68,26 +69,30 @@ class Text(Source, name="text"):
 
 @dataclass(frozen=True, kw_only=True)
 class PythonStdlib(Source, name="python_stdlib"):
-    """The .py files of the running interpreter's standard library, tests left out: real text on every machine that runs
-    titanlite, about 3 million tokens. Which text depends on the Python version."""
+    """The .py files of the running interpreter's standard library, tests left out: real text on every machine
+    that runs titanlite, about 3 million tokens. Which text depends on the Python version."""
 
     def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
         return _cached(stdlib_files(), "python_stdlib", codec, cache_dir, "")
 
 
 def stdlib_files() -> list[Path]:
-    """UTF-8 .py files of the standard library, without tests and installed packages, in the order of their names."""
+    """UTF-8 .py files of the standard library, without tests and installed packages, in the order of their
+    names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     found = (p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
     files = sorted((p for p in found if _is_utf8(p)), key=lambda p: p.relative_to(root).as_posix())
     if not files:
-        raise ConfigError(f"source python_stdlib: no .py files under {root}; this Python ships without their source")
+        raise ConfigError(
+            f"source python_stdlib: no .py files under {root}; this Python ships without their source"
+        )
     return files
 
 
 def _is_utf8(path: Path) -> bool:
-    # Python source may declare another encoding; the two or three files that use it are not worth a decoder here.
+    # Python source may declare another encoding; the two or three files that use it are not worth a decoder
+    # here.
     try:
         path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError):

@@ -1,8 +1,8 @@
 """Documents out of text files, and the one path from documents to shards.
 
-A .txt (or any other) file is one document; a .jsonl file has one document a line, under a field. Text must be UTF-8:
-a file that is not is an error naming file and byte, never skipped or patched. Both `titanlite prepare` and sources of
-raw text go through `write_shards`, so they give the same shards.
+A .txt (or any other) file is one document; a .jsonl file has one document a line, under a field. Text must be
+UTF-8: a file that is not is an error naming file and byte, never skipped or patched. Both `titanlite prepare`
+and sources of raw text go through `write_shards`, so they give the same shards.
 """
 
 from __future__ import annotations
@@ -71,8 +71,11 @@ def _jsonl_documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
                 yield text, len(line)
 
 
-def write_shards(path: Path, docs: Iterable[tuple[str, int]], codec: TextCodec, total_bytes: int) -> TokenShards:
-    """Tokenise `docs` on all cores into shards at `path`, with a progress bar; nothing is left if it fails."""
+def write_shards(
+    path: Path, docs: Iterable[tuple[str, int]], codec: TextCodec, total_bytes: int
+) -> TokenShards:
+    """Tokenise `docs` on all cores into shards at `path`, with a progress bar; nothing is left if it
+    fails."""
     docs, threads = iter(docs), os.cpu_count() or 1
     path.parent.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc=f"tokenising into {path}", mininterval=0.5)
@@ -99,4 +102,6 @@ def _decode(data: bytes, file: Path, line: int | None = None) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as e:
         place = f"{file}:{line}" if line else str(file)
-        raise ConfigError(f"{place}: not UTF-8 at byte {e.start}: convert it first, nothing is guessed") from None
+        raise ConfigError(
+            f"{place}: not UTF-8 at byte {e.start}: convert it first, nothing is guessed"
+        ) from None

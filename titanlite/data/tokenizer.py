@@ -1,7 +1,8 @@
 """Tokenizers: text to token ids and back, with one fingerprint that data and checkpoints are checked against.
 
-Text is always only text: a special token's spelling inside a document is encoded as ordinary characters. Special
-tokens enter only through `encode_document`, which frames each document as BOS ... EOS (once, where they are the same).
+Text is always only text: a special token's spelling inside a document is encoded as ordinary characters.
+Special tokens enter only through `encode_document`, which frames each document as BOS ... EOS (once, where
+they are the same).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 
 from titanlite.config.component import Component, ConfigError
 
-# Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation, blank runs.
+# Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation,
+# blank runs.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -24,8 +26,8 @@ BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 class TextCodec:
     """What `Tokenizer.build()` returns.
 
-    `vocab_size`: ids are 0 .. vocab_size - 1. `fingerprint`: 16 hex digits; equal exactly when every text gets the same
-    ids. `bos`, `eos`: ids that frame a document.
+    `vocab_size`: ids are 0 .. vocab_size - 1. `fingerprint`: 16 hex digits; equal exactly when every text
+    gets the same ids. `bos`, `eos`: ids that frame a document.
     """
 
     vocab_size: int
@@ -60,7 +62,8 @@ class Tokenizer(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiktoken(Tokenizer, name="tiktoken"):
-    """Byte-level BPE in tiktoken's file format: Llama 3's `tokenizer.model`, or one made by `titanlite tokenizer train`."""
+    """Byte-level BPE in tiktoken's file format: Llama 3's `tokenizer.model`, or one made by `titanlite
+    tokenizer train`."""
 
     path: str = "assets/tokenizer/stdlib.tiktoken"
     """File of `<base64 token> <rank>` lines, relative to the current directory."""
@@ -91,7 +94,9 @@ class _TiktokenCodec(TextCodec):
             self._codec = tiktoken.Encoding(
                 Path(config.path).stem, pat_str=config.pattern, mergeable_ranks=ranks, special_tokens=special
             )
-        except Exception as e:  # tiktoken raises whatever its parser met: ValueError, binascii.Error, a Rust panic
+        except (
+            Exception
+        ) as e:  # tiktoken raises whatever its parser met: ValueError, binascii.Error, a Rust panic
             raise ConfigError(f"{config.path} is not a tiktoken file: {e}", "tokenizer.path") from None
         self.vocab_size = len(ranks) + config.num_special_tokens
         self.bos, self.eos = special[BOS], special[EOS]

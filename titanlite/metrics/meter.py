@@ -1,6 +1,7 @@
 """Meter: times the steps and turns what a log step knows into the metrics that sinks get.
 
-Time spent outside training (validation, checkpoints, samples) is taken out of the step time and reported on its own.
+Time spent outside training (validation, checkpoints, samples) is taken out of the step time and reported on
+its own.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Metrics:
 
 @dataclass
 class Meter:
-    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token` by cost.py; `peak_flops` None where unknown."""
+    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token` by cost.py; `peak_flops` None where
+    unknown."""
 
     device: torch.device
     sinks: Sequence[Sink]
@@ -79,8 +81,8 @@ class Meter:
         self._steps += 1
 
     def report(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
-        """Add the measured metrics to `values`, send all to the sinks, start a new window. The caller has synchronised
-        the device (by reading the loss)."""
+        """Add the measured metrics to `values`, send all to the sinks, start a new window. The caller has
+        synchronised the device (by reading the loss)."""
         now = time.perf_counter()
         window_s, steps = now - self._began, max(self._steps, 1)
         step_s = max(window_s - self._paused_s, 1e-9) / steps

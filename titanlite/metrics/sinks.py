@@ -1,7 +1,7 @@
 """Where metrics go: the console, metrics.jsonl, TensorBoard. All get the same keys; only rank 0 has sinks.
 
-After a resume from step s both files show each step once: TensorBoard purges what came after s, and metrics.jsonl is
-cut there, the cut lines kept in metrics.superseded.jsonl.
+After a resume from step s both files show each step once: TensorBoard purges what came after s, and
+metrics.jsonl is cut there, the cut lines kept in metrics.superseded.jsonl.
 """
 
 from __future__ import annotations
@@ -61,11 +61,13 @@ def console_line(step: int, total_steps: int, values: Values) -> str:
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object a logged step, flushed at once. Numbers that JSON lacks (NaN, inf) are strings."""
+    """metrics.jsonl: one JSON object a logged step, flushed at once. Numbers that JSON lacks (NaN, inf) are
+    strings."""
 
     def __init__(self, path: Path, from_step: int):
         self.path = path
-        keep, cut = [], []
+        keep: list[str] = []
+        cut: list[str] = []
         for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
             (keep if _step_of(line) <= from_step else cut).append(line)
         if cut:

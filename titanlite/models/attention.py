@@ -1,4 +1,5 @@
-"""Attention behind one call. Today: causal attention within a row, through torch's scaled_dot_product_attention.
+"""Attention behind one call. Today: causal attention within a row, through torch's
+scaled_dot_product_attention.
 
 Shape suffixes: B batch, T tokens, H query heads, K key/value heads (H is a multiple of K), E head dim.
 """

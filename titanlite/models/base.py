@@ -1,7 +1,7 @@
 """The contract of a model family: what the rest of titanlite may ask of a model, and nothing more.
 
-A family is a TOML choice (`[model] name`) with flavors, a plain dict of config dataclasses beside the model. Its module
-knows no ranks and no job; parallel/ shards and compiles it from outside, by block.
+A family is a TOML choice (`[model] name`) with flavors, a plain dict of config dataclasses beside the model.
+Its module knows no ranks and no job; parallel/ shards and compiles it from outside, by block.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class Decoder(nn.Module):
         loss: LossFunction | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [B, T, V] for tokens int64 [B, T]; with `loss`, the sum of the token losses instead (fp32 scalar).
+        """Logits [B, T, V] for tokens int64 [B, T]; with `loss`, the sum of the token losses instead (fp32
+        scalar).
 
-        The loss is taken inside the forward, on hidden states and the head's weight, so that a chunked loss can
-        avoid the full logits and FSDP has the weight at hand. `positions` int64 [T] or [B, T]; default 0 .. T - 1.
+        The loss is taken inside the forward, on hidden states and the head's weight, so that a chunked loss
+        can avoid the full logits and FSDP has the weight at hand. `positions` int64 [T] or [B, T]; default 0
+        .. T - 1.
         """
         raise NotImplementedError
 
@@ -79,7 +81,9 @@ class ModelFamily(Component):
 
     def __post_init__(self) -> None:
         if self.flavor not in self.flavors:
-            raise ConfigError(f"unknown {self.name} flavor {self.flavor!r}{suggest(self.flavor, self.flavors)}", "flavor")
+            raise ConfigError(
+                f"unknown {self.name} flavor {self.flavor!r}{suggest(self.flavor, self.flavors)}", "flavor"
+            )
         base = self.flavors[self.flavor]
         known = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
         for key, value in self.overrides.items():
@@ -107,6 +111,6 @@ class ModelFamily(Component):
         """Raises ConfigError if the tokenizer has ids that the embedding lacks."""
         if vocab_size > self.config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {vocab_size} ids, {self.name} {self.flavor} embeds {self.config.vocab_size}: "
-                f"set --model.overrides.vocab_size={-(-vocab_size // 64) * 64}, or use the tokenizer it was made for"
+                f"the tokenizer has {vocab_size} ids, {self.name} {self.flavor} embeds {self.config.vocab_size}; "
+                f"--model.overrides.vocab_size={-(-vocab_size // 64) * 64} makes room, for a new model"
             )

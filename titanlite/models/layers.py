@@ -14,7 +14,8 @@ from torch import nn
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, computed in fp32, returned in x's dtype (Zhang & Sennrich 2019)."""
+    """x / rms(x) * weight over the last dim, computed in fp32, returned in x's dtype (Zhang & Sennrich
+    2019)."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -30,7 +31,8 @@ class RopeScaling:
     """Llama 3.1's stretch of the rotary frequencies; factor 1 is none.
 
     Wavelengths over original_max_position / low_freq_factor are stretched by `factor`, those under
-    original_max_position / high_freq_factor are kept, those between are blended (meta-llama/llama-models, apply_scaling).
+    original_max_position / high_freq_factor are kept, those between are blended (meta-llama/llama-models,
+    apply_scaling).
     """
 
     factor: float = 1.0
@@ -44,8 +46,8 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin for int64 positions [..., T]: fp32 [..., T, E], the two halves alike.
 
-    Computed anew in each forward: a few small kernels, and no buffer that a meta device, a checkpoint or a longer
-    sequence could get wrong.
+    Computed anew in each forward: a few small kernels, and no buffer that a meta device, a checkpoint or a
+    longer sequence could get wrong.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     frequencies = 1.0 / theta**exponents
@@ -60,7 +62,8 @@ def rope_tables(
 
 
 def apply_rope(x_BTHE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate each head by its position, in fp32 and real arithmetic (it fuses under compile, complex does not).
+    """Rotate each head by its position, in fp32 and real arithmetic (it fuses under compile, complex does
+    not).
 
     Element e is paired with e + E/2 ("rotate half", Hugging Face's layout); tables are [T, E] or [B, T, E].
     """

@@ -1,7 +1,8 @@
 """Llama 3 (Grattafiori et al. 2024): pre-norm decoder, grouped-query attention, rotary embedding, SwiGLU.
 
-Parameter names, shapes and the rotate-half layout are those of Hugging Face's LlamaForCausalLM, so that its safetensors
-load by name. Shape suffixes: B batch, T tokens, D model dim, H query heads, K key/value heads, E head dim, V vocabulary.
+Parameter names, shapes and the rotate-half layout are those of Hugging Face's LlamaForCausalLM, so that its
+safetensors load by name. Shape suffixes: B batch, T tokens, D model dim, H query heads, K key/value heads, E
+head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from titanlite.models.layers import RMSNorm, RopeScaling, SwiGLU, apply_rope, ro
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Config(DecoderConfig):
-    """The shape of one flavor. rope_factor 1 means no scaling; max_position is only what is told to Hugging Face."""
+    """The shape of one flavor. rope_factor 1 means no scaling; max_position is only what is told to Hugging
+    Face."""
 
     vocab_size: int = 128256
     hidden_dim: int
@@ -45,13 +47,16 @@ class Llama3Config(DecoderConfig):
     @property
     def rope_scaling(self) -> RopeScaling:
         return RopeScaling(
-            self.rope_factor, self.rope_low_freq_factor, self.rope_high_freq_factor, self.rope_original_max_position
+            self.rope_factor,
+            self.rope_low_freq_factor,
+            self.rope_high_freq_factor,
+            self.rope_original_max_position,
         )
 
 
 FLAVORS = {
     "debug": Llama3Config(
-        dim=256, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, hidden_dim=768, vocab_size=8192,
+        dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, vocab_size=8192,
         max_position=2048, tie_word_embeddings=True,
     ),
     "125M": Llama3Config(
@@ -80,7 +85,8 @@ FLAVORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3(ModelFamily, name="llama3"):
-    """Llama 3. 1B and 3B have Llama 3.2's shapes (tied embeddings), 8B to 405B Llama 3.1's; debug and 125M are ours."""
+    """Llama 3. 1B and 3B have Llama 3.2's shapes (tied embeddings), 8B to 405B Llama 3.1's; debug and 125M
+    are ours."""
 
     flavors = FLAVORS
 
@@ -133,7 +139,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         # -1: the number of heads here, which tensor parallelism divides
-        q, k, v = (p(x_BTD).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x_BTD).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         out_BTHE = causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
         return self.o_proj(out_BTHE.flatten(-2))
 
@@ -154,7 +162,8 @@ class Block(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, blocks, final norm. An end that is None belongs to another pipeline stage: its input passes through."""
+    """Embedding, blocks, final norm. An end that is None belongs to another pipeline stage: its input passes
+    through."""
 
     def __init__(self, c: Llama3Config):
         super().__init__()
@@ -175,7 +184,8 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(Decoder):
-    """The model with its head. Tied flavors have no lm_head: the head's weight is the embedding's, one tensor always."""
+    """The model with its head. Tied flavors have no lm_head: the head's weight is the embedding's, one tensor
+    always."""
 
     def __init__(self, c: Llama3Config):
         super().__init__()
@@ -202,8 +212,9 @@ class LlamaForCausalLM(Decoder):
     def _head_weight(self) -> torch.Tensor | None:
         if self.lm_head is not None:
             return self.lm_head.weight
-        tied = self.config.tie_word_embeddings and self.model.embed_tokens is not None
-        return self.model.embed_tokens.weight if tied else None
+        if self.config.tie_word_embeddings and self.model.embed_tokens is not None:
+            return self.model.embed_tokens.weight
+        return None
 
     def blocks(self) -> nn.ModuleDict:
         return self.model.layers
@@ -211,7 +222,8 @@ class LlamaForCausalLM(Decoder):
     def initial(self, name: str) -> tuple[float, float]:
         if name.endswith("norm.weight"):
             return 1.0, 0.0
-        # Projections that write to the residual stream shrink with depth (GPT-2), so its variance does not grow with it.
+        # Projections that write to the residual stream shrink with depth (GPT-2), so its variance does not
+        # grow with it.
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         return 0.0, 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
 

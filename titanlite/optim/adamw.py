@@ -1,4 +1,5 @@
-"""AdamW (Loshchilov & Hutter 2019), torch's fused one: one kernel a group, on CPU, CUDA and DTensors alike."""
+"""AdamW (Loshchilov & Hutter 2019), torch's fused one: one kernel a group, on CPU, CUDA and DTensors
+alike."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ class AdamW(Optimizer, name="adamw"):
     def build(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         params = [p for _, p in parameters if p.requires_grad]
         groups = [
-            {"params": [p for p in params if p.ndim >= 2], "weight_decay": self.weight_decay, "peak_lr": self.lr},
+            {
+                "params": [p for p in params if p.ndim >= 2],
+                "weight_decay": self.weight_decay,
+                "peak_lr": self.lr,
+            },
             {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0, "peak_lr": self.lr},
         ]
         groups = [g for g in groups if g["params"]]

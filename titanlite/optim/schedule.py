@@ -11,12 +11,14 @@ from titanlite.config.component import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
-    """Warmup to the peak, hold, decay to min_lr_factor. With decay_ratio unset there is no hold: decay follows warmup."""
+    """Warmup to the peak, hold, decay to min_lr_factor. With decay_ratio unset there is no hold: decay
+    follows warmup."""
 
     warmup_steps: int = 200
     """Steps of linear warmup; step s of them has factor s / warmup_steps."""
     total_steps: int = 0
-    """Length of the schedule; 0: training.steps. Apart from it so that a run can stop early without another schedule."""
+    """Length of the schedule; 0: training.steps. Apart from it so that a run can stop early without another
+    schedule."""
     decay_ratio: float = -1.0
     """Share of total_steps spent decaying at the end; below 0: everything after warmup; 0: never."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
@@ -43,7 +45,9 @@ class LRScheduler:
         decay_start = max(total - decay_steps, self.warmup_steps)
         if decay_steps <= 0 or step <= decay_start:
             return 1.0
-        progress = min((step - decay_start) / (total - decay_start + 1), 1.0)  # + 1: no step is spent at the end point
+        progress = min(
+            (step - decay_start) / (total - decay_start + 1), 1.0
+        )  # + 1: no step is spent at the end point
         shape = {
             "linear": 1 - progress,
             "sqrt": 1 - math.sqrt(progress),

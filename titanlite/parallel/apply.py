@@ -1,4 +1,5 @@
-"""The order of the transforms: recompute, compile, shard. One line each; a new one gets its file and its line here."""
+"""The order of the transforms: recompute, compile, shard. One line each; a new one gets its file and its line
+here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""FSDP2 and HSDP: parameters sharded per block, gathered in the compute dtype, gradients summed in the reduce dtype.
+"""FSDP2 and HSDP: parameters sharded per block, gathered in the compute dtype, gradients summed in the reduce
+dtype.
 
-Gradients are sums, not averages: the loss is already divided by the tokens of all ranks, so FSDP's own division is off.
+Gradients are sums, not averages: the loss is already divided by the tokens of all ranks, so FSDP's own
+division is off.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ def apply_fsdp(
     net: Decoder, mesh: Mesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard_after_forward: str
 ) -> None:
     """Shard each block, and the rest (embedding, norm, head) as one group, in place."""
-    # Inputs are not cast: activations have the parameters' dtype from the embedding on, and the rotary tables must stay fp32.
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    # Inputs are not cast: activations have the parameters' dtype from the embedding on, and the rotary tables
+    # must stay fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
     reshard = {"always": True, "never": False, "default": mesh.shard > 1}[reshard_after_forward]
     for block in net.blocks().values():
         fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
@@ -32,3 +37,11 @@ def sync_gradients(net: Decoder, on: bool) -> None:
     """Whether the coming backward reduces gradients; off while micro-batches accumulate."""
     if isinstance(net, FSDPModule):
         net.set_requires_gradient_sync(on)
+
+
+def reshard(net: Decoder) -> None:
+    """Free gathered parameters after a forward that no backward follows. The root group stays gathered
+    otherwise, and named_parameters() would give the gathered copies, not the optimizer's."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

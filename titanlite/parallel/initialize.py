@@ -1,8 +1,9 @@
-"""Initial weights as a pure function of (seed, parameter name, position): every layout and device starts alike.
+"""Initial weights as a pure function of (seed, parameter name, position): every layout and device starts
+alike.
 
-Each element is hashed from its index in the full parameter, so a rank computes just its own shard, on its own device,
-without the full tensor and without communication. (Seeding torch's generators per rank or per parameter gives values
-that depend on the shard, the device or the grid of a kernel.)
+Each element is hashed from its index in the full parameter, so a rank computes just its own shard, on its own
+device, without the full tensor and without communication. (Seeding torch's generators per rank or per
+parameter gives values that depend on the shard, the device or the grid of a kernel.)
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def fill_normal(parameter: torch.Tensor, name: str, mean: float, std: float, see
 
 
 def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
-    """Standard normals fp32 for int64 indices: a keyed 64-bit hash, its halves through Box and Muller's transform."""
+    """Standard normals fp32 for int64 indices: a keyed 64-bit hash, its halves through Box and Muller's
+    transform."""
     bits = _hash64(index ^ key)
     high, low = (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF
     radius = torch.sqrt(-2.0 * torch.log((high.float() + 0.5) * 2.0**-32))

@@ -1,4 +1,5 @@
-"""Activation checkpointing (recompute): less memory for more arithmetic. Names stay: only `forward` is replaced."""
+"""Activation checkpointing (recompute): less memory for more arithmetic. Names stay: only `forward` is
+replaced."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 
 from titanlite.data.batch import Batch
 from titanlite.models.base import Decoder, LossFunction
-from titanlite.parallel.fsdp import sync_gradients
+from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal
 
 
@@ -26,9 +26,11 @@ class ShardedModel:
             fill_normal(parameter, name, mean, std, seed)
 
     def forward_backward(self, micro_batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradient of (sum of token losses) / `tokens`; returns this rank's share of that loss, detached.
+        """Accumulate the gradient of (sum of token losses) / `tokens`; returns this rank's share of that
+        loss, detached.
 
-        `tokens`: targets that count over all ranks and micro-batches. Gradients are reduced once, in the last backward.
+        `tokens`: targets that count over all ranks and micro-batches. Gradients are reduced once, in the last
+        backward.
         """
         total = torch.zeros((), device=tokens.device)
         for i, batch in enumerate(micro_batches):
@@ -40,10 +42,15 @@ class ShardedModel:
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """Sum of the token losses of one batch, fp32 scalar. Collective: every rank calls it equally often."""
-        return self.net(batch.inputs, batch.targets, self.loss)
+        """Sum of the token losses of one batch, fp32 scalar. Collective: every rank calls it equally
+        often."""
+        loss = self.net(batch.inputs, batch.targets, self.loss)
+        reshard(self.net)
+        return loss
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] for tokens int64 [B, T]. Collective like loss_sum."""
-        return self.net(tokens)
+        logits = self.net(tokens)
+        reshard(self.net)
+        return logits

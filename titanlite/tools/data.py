@@ -17,5 +17,7 @@ def main(argv: Sequence[str]) -> int:
     for path in parser.parse_args(argv).path:
         shards = TokenShards(path)
         shards.verify()
-        print(f"{path}: {shards.num_documents:,} documents, {shards.num_tokens:,} tokens, every byte as written")
+        print(
+            f"{path}: {shards.num_documents:,} documents, {shards.num_tokens:,} tokens, every byte as written"
+        )
     return 0

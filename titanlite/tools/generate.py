@@ -1,4 +1,5 @@
-"""`titanlite generate RUN_OR_CHECKPOINT --prompt TEXT`: sample from a run's newest checkpoint, or from a given one."""
+"""`titanlite generate RUN_OR_CHECKPOINT --prompt TEXT`: sample from a run's newest checkpoint, or from a
+given one."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from titanlite.checkpoint.state import CheckpointError, model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.generate import generate
 from titanlite.job import load_job
+from titanlite.log import set_up_logging
 from titanlite.runtime import pick_device
 
 
@@ -28,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.max_new_tokens < 1 or options.temperature < 0:
         raise ConfigError("--max-new-tokens must be at least 1 and --temperature at least 0")
+    set_up_logging(rank=0, verbose=False)
     path = find_checkpoint(options.path)
     job = load_job(path / "job.toml")
     codec = job.tokenizer.build()
@@ -47,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a step folder, a checkpoint folder or a run folder stands for. Raises ConfigError if there is
-    none, CheckpointError if it is not whole."""
+    """The checkpoint that a step folder, a checkpoint folder or a run folder stands for. Raises ConfigError
+    if there is none, CheckpointError if it is not whole."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
     if (path / commit.MANIFEST).exists():
@@ -58,7 +61,9 @@ def find_checkpoint(path: Path) -> Path:
         folders = [path, *sorted(p for p in path.iterdir() if p.is_dir())]
         steps = next((found for f in folders if (found := commit.committed(f))), [])
     if not steps:
-        raise ConfigError(f"{path} holds no checkpoint: give a run folder, or a step-N folder in its checkpoint folder")
+        raise ConfigError(
+            f"{path} holds no checkpoint: give a run folder, or a step-N folder in its checkpoint folder"
+        )
     step, newest = steps[-1]
     if reason := commit.fault(newest, step):
         raise CheckpointError(f"{newest} is not whole: {reason}")

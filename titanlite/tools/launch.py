@@ -1,7 +1,7 @@
 """`titanlite launch`: several trainer processes on this node, through torchrun's agent.
 
-The job is loaded and checked here first, so a mistake is one line before any process starts. torchrun answers every
-failure with 1; here the code of the rank that failed first is passed on.
+The job is loaded and checked here first, so a mistake is one line before any process starts. torchrun answers
+every failure with 1; here the code of the rank that failed first is passed on.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--nproc-per-node", type=int, default=1, help="processes on this node")
     parser.add_argument("--nnodes", type=int, default=1, help="nodes")
     parser.add_argument("--node-rank", type=int, default=0, help="which of them this is")
-    parser.add_argument("--rdzv-endpoint", default="", help="host:port of the first node; needed for several nodes")
-    parser.add_argument("--max-restarts", type=int, default=0, help="restarts of all processes after a failure")
+    parser.add_argument(
+        "--rdzv-endpoint", default="", help="host:port of the first node; needed for several nodes"
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, help="restarts of all processes after a failure"
+    )
     parser.add_argument("config", help="the TOML file")
     options, overrides = parser.parse_known_args(argv)
     if {"-h", "--help"} & set(overrides):
@@ -40,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # its report of a failure is one line here, below
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     arguments = [
         f"--nproc-per-node={options.nproc_per_node}",
         f"--nnodes={options.nnodes}",
@@ -56,7 +62,10 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode > 0 else 1
-        print(f"titanlite: rank {rank} ended with {_describe(failure.exitcode)}; its message is above", file=sys.stderr)
+        print(
+            f"titanlite: rank {rank} ended with {_describe(failure.exitcode)}; its message is above",
+            file=sys.stderr,
+        )
         return code
     return 0
 

@@ -1,7 +1,7 @@
 """`titanlite prepare INPUT... --output DIR`: tokenise text files into shards for the source `tokens`.
 
-A .jsonl file has one document a line; any other file is one document. Text must be UTF-8. The directory appears whole
-or not at all.
+A .jsonl file has one document a line; any other file is one document. Text must be UTF-8. The directory
+appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Print what was made of the input."""
     parser = argparse.ArgumentParser(
         prog="titanlite prepare", description=__doc__, allow_abbrev=False,
-        epilog="--tokenizer.name, --tokenizer.path, ... choose the tokenizer, as in a TOML file's [tokenizer]",
+        epilog="--tokenizer.name, --tokenizer.path, ... choose the tokenizer, as [tokenizer] in TOML",
     )  # fmt: skip
     parser.add_argument("input", nargs="+", help="files, directories and globs")
     parser.add_argument("--output", type=Path, required=True, help="the directory to make")

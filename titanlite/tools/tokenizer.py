@@ -1,7 +1,9 @@
-"""`titanlite tokenizer train`: byte-level BPE in tiktoken's file format, learned by Hugging Face's `tokenizers`.
+"""`titanlite tokenizer train`: byte-level BPE in tiktoken's file format, learned by Hugging Face's
+`tokenizers`.
 
-The tokenizer in assets/ is `titanlite tokenizer train --vocab-size 8190 --output assets/tokenizer/stdlib.tiktoken` under
-the CPython named in assets/tokenizer/README.md. The same text gives the same file.
+The tokenizer in assets/ is `titanlite tokenizer train --vocab-size 8190 --output
+assets/tokenizer/stdlib.tiktoken` under the CPython named in assets/tokenizer/README.md. The same text gives
+the same file.
 """
 
 from __future__ import annotations
@@ -41,10 +43,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError:
-        raise ConfigError("training needs Hugging Face's tokenizers: pip install 'titanlite[tokenizer]'") from None
+        raise ConfigError(
+            "training needs Hugging Face's tokenizers: pip install 'titanlite[tokenizer]'"
+        ) from None
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet))
     to_byte = byte_alphabet()
