@@ -46,7 +46,7 @@ class Parallelism:
         if replicate * shard != world_size:
             raise ConfigError(
                 f"data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard} is "
-                f"{replicate * shard}, there are {world_size} ranks; data_parallel_shard_degree = -1 takes the rest",
+                f"{replicate * shard}, there are {world_size} ranks; a shard degree of -1 takes the rest",
                 "parallelism",
             )
         return replicate, shard

@@ -88,7 +88,7 @@ class StepPlan:
         rows = at_once if training.global_batch_size == -1 else training.global_batch_size
         if rows % at_once:
             raise ConfigError(
-                f"{rows} rows do not divide into local_batch_size {training.local_batch_size} x {dp_size} ranks; "
+                f"{rows} rows do not divide by local_batch_size {training.local_batch_size} x {dp_size} ranks; "
                 f"the nearest that do: {max(rows // at_once, 1) * at_once}, {-(-rows // at_once) * at_once}",
                 "training.global_batch_size",
             )
@@ -131,8 +131,9 @@ class Runtime:
             dist.all_gather_object(values, value)
             different = [r for r, v in enumerate(values) if v != values[0]]
             if different:
+                other = different[0]
                 raise ConfigError(
-                    f"rank {different[0]} has another {what} than rank 0: {values[different[0]]!r}, {values[0]!r}"
+                    f"rank {other} has another {what} than rank 0: {values[other]}, {values[0]}"
                 )
 
     @contextmanager

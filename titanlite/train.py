@@ -182,7 +182,7 @@ def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> N
         return
     if job.training.global_batch_size == -1:
         raise ConfigError(
-            f"this run takes {before} rows a step; global_batch_size = -1 would make it {rows} on these ranks: "
+            f"this run takes {before} rows a step; global_batch_size = -1 would make it {rows} here: "
             f"set --training.global_batch_size={before} to keep it, or ={rows} to change it"
         )
     logger.info(f"the global batch changes from {before} to {rows} rows")
@@ -198,8 +198,8 @@ def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows, state: TrainState)
     logger.info(f"{job.model.name} {job.model.flavor}: {size:,} parameters")
     logger.info(f"{rt.world_size} x {device_name(rt.device)}, {str(rt.param_dtype).removeprefix('torch.')}")
     logger.info(
-        f"rows of {job.training.seq_len} tokens: {sum(rows.sizes):,} to train on, {rows.num_held_out:,} held out; "
-        f"{plan.rows} a step ({plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank)"
+        f"rows of {job.training.seq_len} tokens: {sum(rows.sizes):,} to train on, {rows.num_held_out:,} held out"
+        f"; {plan.rows} a step ({plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank)"
     )
     logger.info(f"steps {state.step + 1} to {job.training.steps}")
 

@@ -137,8 +137,7 @@ def markdown(schema: type) -> str:
         if section.keys:
             lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in section.keys:
-            doc, kind = (" ".join(text.split()).replace("|", "\\|") for text in (key.doc, key.type))
-            lines.append(
-                f"| `{key.name}` | {kind} | {f'`{key.default}`' if key.default else 'required'} | {doc} |"
-            )
+            texts = (key.doc, key.type, key.default)
+            doc, kind, default = (" ".join(text.split()).replace("|", "\\|") for text in texts)
+            lines.append(f"| `{key.name}` | {kind} | {f'`{default}`' if default else 'required'} | {doc} |")
     return "\n".join(lines).strip() + "\n"
