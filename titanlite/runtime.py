@@ -88,7 +88,7 @@ class StepPlan:
         rows = at_once if training.global_batch_size == -1 else training.global_batch_size
         if rows % at_once:
             raise ConfigError(
-                f"{rows} rows do not divide by local_batch_size {training.local_batch_size} x {dp_size} ranks; "
+                f"{rows} rows are no multiple of local_batch_size {training.local_batch_size} x {dp_size}; "
                 f"the nearest that do: {max(rows // at_once, 1) * at_once}, {-(-rows // at_once) * at_once}",
                 "training.global_batch_size",
             )

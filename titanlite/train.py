@@ -198,8 +198,10 @@ def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows, state: TrainState)
     logger.info(f"{job.model.name} {job.model.flavor}: {size:,} parameters")
     logger.info(f"{rt.world_size} x {device_name(rt.device)}, {str(rt.param_dtype).removeprefix('torch.')}")
     logger.info(
-        f"rows of {job.training.seq_len} tokens: {sum(rows.sizes):,} to train on, {rows.num_held_out:,} held out"
-        f"; {plan.rows} a step ({plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank)"
+        f"{sum(rows.sizes):,} rows of {rows.seq_len} tokens to train on, {rows.num_held_out:,} held out"
+    )
+    logger.info(
+        f"{plan.rows} rows a step: {plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank"
     )
     logger.info(f"steps {state.step + 1} to {job.training.steps}")
 

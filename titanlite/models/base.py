@@ -111,6 +111,6 @@ class ModelFamily(Component):
         """Raises ConfigError if the tokenizer has ids that the embedding lacks."""
         if vocab_size > self.config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {vocab_size} ids, {self.name} {self.flavor} has {self.config.vocab_size}; "
+                f"the tokenizer has {vocab_size} ids, {self.flavor} has {self.config.vocab_size}; "
                 f"--model.overrides.vocab_size={-(-vocab_size // 64) * 64} makes room, for a new model"
             )

@@ -1,0 +1,50 @@
+"""Shared by all tests: tiny jobs on the raw-bytes tokenizer, and pools of gloo ranks that live as long as the
+run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.jobs import write_corpus
+from tests.pool import Pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests need a GPU."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two text files of a few hundred documents."""
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
+    """`pools(world_size)`: started once each, because starting one costs seconds and a test in it
+    hundredths."""
+    started: dict[int, Pool] = {}
+
+    def get(world_size: int) -> Pool:
+        if world_size not in started:
+            started[world_size] = Pool(world_size, tmp_path_factory.mktemp(f"pool{world_size}"))
+        return started[world_size]
+
+    yield get
+    for pool in started.values():
+        pool.close()
+
+
+@pytest.fixture
+def run_on(pools: Callable[[int], Pool]) -> Callable[..., list[Any]]:
+    """`run_on(world_size, function, *args)`: what the function returned on each rank."""
+    return lambda world_size, function, *args: pools(world_size)(function, *args)

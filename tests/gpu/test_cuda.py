@@ -1,0 +1,68 @@
+"""What only a GPU shows: bf16 FSDP2 in one process and over NCCL, compile, pinned asynchronous checkpoints.
+
+Run with `pytest -m gpu tests/gpu`; the tests over NCCL need two devices.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs import make_job, metrics_of, write_toml
+from titanlite.parallel.initialize import fill_normal
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(folder: Path, corpus: Path, *overrides: str, ngpu: int = 1, name: str = "run") -> list[dict]:
+    """The base job through run_train.sh; its metrics."""
+    folder.mkdir(parents=True, exist_ok=True)
+    where = [f"--job.dump_folder={folder / name}", f"--data.cache_dir={corpus / 'cache'}"]
+    env = os.environ | {"NGPU": str(ngpu), "PYTHON": sys.executable}
+    config = str(write_toml(folder, corpus))
+    subprocess.run([str(ROOT / "run_train.sh"), config, *where, *overrides], env=env, check=True)
+    return metrics_of(make_job(folder, corpus, *overrides, name=name, world_size=ngpu))
+
+
+def column(metrics: list[dict], key: str) -> list[float]:
+    """One metric over the steps."""
+    return [row[key] for row in metrics]
+
+
+def test_initial_weights_do_not_depend_on_the_device() -> None:
+    cpu, gpu = torch.empty(300, 70), torch.empty(300, 70, device="cuda")
+    fill_normal(cpu, "w", 0.0, 0.02, seed=1)
+    fill_normal(gpu, "w", 0.0, 0.02, seed=1)
+    assert torch.allclose(cpu, gpu.cpu(), atol=1e-7)
+
+
+def test_bf16_resumes_bit_identically(tmp_path: Path, corpus: Path) -> None:
+    whole = run(tmp_path, corpus, name="whole")
+    run(tmp_path, corpus, "--training.steps=3", name="parts")
+    parts = run(tmp_path, corpus, name="parts")
+    for key in ("train/loss", "train/grad_norm", "data/batch_sha"):
+        assert column(parts, key) == column(whole, key)
+
+
+def test_compile_and_recompute_give_the_same_loss(tmp_path: Path, corpus: Path) -> None:
+    plain = run(tmp_path, corpus, name="plain")
+    both = run(tmp_path, corpus, "--compile.enable", "--activation_checkpoint.mode=full", name="both")
+    assert column(both, "train/loss") == pytest.approx(column(plain, "train/loss"), rel=5e-3)  # bf16 rounding
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_equal_one_and_resume_across(tmp_path: Path, corpus: Path) -> None:
+    fp32 = "--training.mixed_precision_param=float32"
+    one = run(tmp_path, corpus, fp32, name="one")
+    two = run(tmp_path, corpus, fp32, ngpu=2, name="two")
+    run(tmp_path, corpus, fp32, "--training.steps=4", ngpu=2, name="across")
+    across = run(tmp_path, corpus, fp32, name="across")
+    for other in (two, across):
+        assert column(other, "data/batch_sha") == column(one, "data/batch_sha")
+        assert column(other, "train/loss") == pytest.approx(column(one, "train/loss"), abs=1e-5)

@@ -1,0 +1,89 @@
+"""Small jobs for tests: a two-block Llama on raw bytes of a generated corpus, seconds a run."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from titanlite.job import Job, load_job
+
+BASE = """
+[model]
+name = "llama3"
+flavor = "debug"
+overrides = { dim = 32, n_layers = 2, n_heads = 4, n_kv_heads = 2, head_dim = 8, hidden_dim = 64, vocab_size = 258 }
+
+[tokenizer]
+name = "bytes"
+
+[training]
+seq_len = 32
+local_batch_size = 2
+global_batch_size = 8
+steps = 8
+deterministic = true
+
+[optimizer]
+name = "adamw"
+lr = 1e-2
+
+[lr_scheduler]
+warmup_steps = 2
+total_steps = 16
+
+[checkpoint]
+interval = 4
+
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+
+[data]
+num_workers = 0
+holdout_rows = 10
+
+[[data.sources]]
+name = "text"
+path = ["CORPUS/a.jsonl"]
+weight = 3
+
+[[data.sources]]
+name = "text"
+path = ["CORPUS/b.txt"]
+"""
+
+
+def write_corpus(folder: Path, seed: int = 0) -> Path:
+    """a.jsonl and b.txt of made-up words; small enough that a run of 8 steps passes an epoch of b.txt."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(50)]
+
+    def text(n: int) -> str:
+        return " ".join(rng.choices(words, k=n))
+
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text(rng.randint(5, 60))}) + "\n" for _ in range(60))
+    )
+    (folder / "b.txt").write_text(text(90))
+    return folder
+
+
+def write_toml(folder: Path, corpus: Path) -> Path:
+    """The base job as a file."""
+    path = folder / "job.toml"
+    path.write_text(BASE.replace("CORPUS", str(corpus)))
+    return path
+
+
+def make_job(folder: Path, corpus: Path, *overrides: str, world_size: int = 1, name: str = "run") -> Job:
+    """The base job with its run folder under `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    where = [f"--job.dump_folder={folder / name}", f"--data.cache_dir={corpus / 'cache'}"]
+    return load_job(write_toml(folder, corpus), [*where, *overrides], world_size)
+
+
+def metrics_of(job: Job) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]
