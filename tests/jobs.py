@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ BASE = """
 [model]
 name = "llama3"
 flavor = "debug"
-overrides = { dim = 32, n_layers = 2, n_heads = 4, n_kv_heads = 2, head_dim = 8, hidden_dim = 64, vocab_size = 258 }
+
+[model.overrides]
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+head_dim = 8
+hidden_dim = 64
+vocab_size = 258
 
 [tokenizer]
 name = "bytes"
@@ -71,9 +80,11 @@ def write_corpus(folder: Path, seed: int = 0) -> Path:
 
 
 def write_toml(folder: Path, corpus: Path) -> Path:
-    """The base job as a file."""
+    """The base job as a file; ranks may write it at the same time."""
     path = folder / "job.toml"
-    path.write_text(BASE.replace("CORPUS", str(corpus)))
+    mine = folder / f".job-{os.getpid()}"
+    mine.write_text(BASE.replace("CORPUS", str(corpus)))
+    os.replace(mine, path)
     return path
 
 

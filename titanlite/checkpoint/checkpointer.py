@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from titanlite.checkpoint import commit
+from titanlite.checkpoint.staging import HostBuffers
 from titanlite.checkpoint.state import (
     CheckpointError,
     TrainState,
@@ -77,10 +77,7 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo") if self._distributed else None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        on_gpu = torch.cuda.is_available()  # the staging buffers are kept and reused from save to save
-        self._stager = DefaultStager(
-            StagingOptions(on_gpu, False, use_async_staging=False, use_non_blocking_copy=on_gpu)
-        )
+        self._host = HostBuffers()
         self._resume_step = self._agree(self._choose) if config.enable else None
         self.resumed = self._read_train_json() if self._resume_step is not None else None
 
@@ -110,8 +107,8 @@ class Checkpointer:
         if self.config.async_mode == "disabled":
             self._write(state.step, tensors, small)
         else:
-            staged = self._stager.stage(tensors)
-            self._pending = self._writer.submit(self._write, state.step, staged, small)  # type: ignore[arg-type]
+            staged = self._host.copy(tensors)
+            self._pending = self._writer.submit(self._write, state.step, staged, small)
 
     def wait(self) -> None:
         """Until the save in flight is committed; raises CheckpointError if it failed."""
@@ -123,7 +120,6 @@ class Checkpointer:
         """Wait for the last commit, and for all ranks to have seen it."""
         self.wait()
         self._writer.shutdown()
-        self._stager.close()
         if self._distributed:
             dist.barrier(self._group)
 
@@ -153,8 +149,11 @@ class Checkpointer:
                 return step
             reasons.append(f"{path}: {reason}")
             logger.warning(f"checkpoint set aside as {commit.set_aside(path)}: {reason}")
-        if reasons:
-            raise CheckpointError(f"no usable checkpoint in {self.folder}: {'; '.join(reasons)}")
+        reasons += [f"{path} was set aside" for path in commit.set_aside_before(self.folder)]
+        if reasons:  # a fresh start over the remains of a run would lose it in silence
+            raise CheckpointError(
+                f"no usable checkpoint in {self.folder}: {'; '.join(reasons)}; delete them to start afresh"
+            )
         return None
 
     def _agree(self, choose: Any) -> int | None:

@@ -72,6 +72,11 @@ def set_aside(path: Path) -> Path:
     return target
 
 
+def set_aside_before(folder: Path) -> list[Path]:
+    """Checkpoints that earlier starts have set aside."""
+    return sorted(folder.glob("bad-*"))
+
+
 def retain(folder: Path, keep_latest: int) -> None:
     """Delete all but the newest `keep_latest` committed checkpoints (0: keep all). Only after a commit."""
     for _, path in committed(folder)[:-keep_latest] if keep_latest else []:

@@ -1,0 +1,138 @@
+"""The gradient of a step does not depend on how its rows are split over ranks and micro-batches, whatever
+tokens count; and no transform renames a parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from titanlite.data.batch import IGNORE, Batch
+from titanlite.losses import cross_entropy
+from titanlite.mesh import Parallelism, build_mesh
+from titanlite.models.llama3 import Llama3
+from titanlite.parallel.apply import parallelize
+from titanlite.parallel.clip import clip_grad_norm_
+from titanlite.parallel.compile import Compile
+from titanlite.parallel.recompute import ActivationCheckpoint
+from titanlite.parallel.sharded import ShardedModel
+
+SHAPE = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 8,
+    "hidden_dim": 64,
+    "vocab_size": 250,
+}
+ROWS = 8
+
+
+def build(
+    world_size: int, rank: int, *, replicate: int = 1, tied: bool = True, **options: Any
+) -> ShardedModel:
+    """A small model on the given layout."""
+    family = Llama3(flavor="debug", overrides={**SHAPE, "tie_word_embeddings": tied})
+    with torch.device("meta"):
+        net = family.build()
+    parallelism = Parallelism(data_parallel_replicate_degree=replicate)
+    mesh = build_mesh(parallelism, "cpu", rank, world_size, distributed=world_size > 1)
+    model = parallelize(
+        net,
+        cross_entropy,
+        mesh,
+        recompute=ActivationCheckpoint(mode=options.get("recompute", "none")),
+        compile=Compile(enable=options.get("compile", False)),
+        param_dtype=torch.float32,
+        reduce_dtype=torch.float32,
+        reshard_after_forward="default",
+    )
+    model.materialize(torch.device("cpu"), seed=0)
+    return model
+
+
+def uneven_rows() -> Batch:
+    """Eight rows whose targets count anywhere from all to none."""
+    rng = np.random.default_rng(0)
+    tokens = torch.from_numpy(rng.integers(0, SHAPE["vocab_size"], (ROWS, 17)))
+    targets = tokens[:, 1:].clone()
+    for row in range(ROWS):
+        targets[row, : 2 * row + 2] = IGNORE  # the last row counts nothing
+    return Batch(tokens[:, :-1], targets, int((targets != IGNORE).sum()), 0)
+
+
+def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> dict[str, torch.Tensor]:
+    """Full gradients, loss and norm of one step over `uneven_rows`, this rank taking its share."""
+    model, batch = build(world_size, rank, **layout), uneven_rows()
+    size = ROWS // world_size // micro_batches
+    begins = [(a * world_size + rank) * size for a in range(micro_batches)]
+    mine = [Batch(batch.inputs[b : b + size], batch.targets[b : b + size], 0, 0) for b in begins]
+    loss = model.forward_backward(mine, torch.tensor(batch.num_targets))
+    if world_size > 1:
+        torch.distributed.all_reduce(loss)
+    result = {"loss": loss, "norm": clip_grad_norm_(model.net.parameters(), 0.0)}
+    for name, p in model.net.named_parameters():
+        result[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+    return result
+
+
+def on_rank(world_size: int, micro_batches: int, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return gradients(world_size, torch.distributed.get_rank(), micro_batches, **layout)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("world_size", "micro_batches", "replicate"), [(1, 4, 1), (4, 1, 1), (2, 2, 1), (4, 2, 2), (4, 1, 4)]
+)
+def test_gradient_is_the_same_for_any_split(run_on, world_size, micro_batches, replicate, tied) -> None:
+    whole = gradients(1, 0, 1, tied=tied)
+    if world_size == 1:
+        split = gradients(1, 0, micro_batches, tied=tied)
+    else:
+        split = run_on(
+            world_size, on_rank, world_size, micro_batches, {"replicate": replicate, "tied": tied}
+        )[0]
+    assert split.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
+
+
+def test_the_norm_is_that_of_the_gradients() -> None:
+    result = gradients(1, 0, 1)
+    squares = sum((g.double() ** 2).sum() for name, g in result.items() if name not in ("loss", "norm"))
+    assert result["norm"].item() == pytest.approx(squares.sqrt().item(), rel=1e-6)
+
+
+def test_a_step_without_counted_targets_is_finite() -> None:
+    model, batch = build(1, 0), uneven_rows()
+    nothing = Batch(batch.inputs, torch.full_like(batch.targets, IGNORE), 0, 0)
+    assert model.forward_backward([nothing], torch.tensor(0)).item() == 0.0
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.net.parameters())
+
+
+def names_on_rank(world_size: int, layout: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    model = build(world_size, torch.distributed.get_rank(), **layout)
+    batch = uneven_rows()
+    if not layout.get("compile"):  # after a forward and backward too, sharded or gathered
+        model.forward_backward([batch], torch.tensor(batch.num_targets))
+        model.loss_sum(batch)
+    return [(name, tuple(p.shape)) for name, p in model.net.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"replicate": 2}, {"recompute": "full"}, {"recompute": "full", "compile": True}, {"tied": False}],
+    ids=str,
+)
+def test_no_transform_renames_a_parameter(run_on, layout) -> None:
+    with torch.device("meta"):
+        overrides = {**SHAPE, "tie_word_embeddings": layout.get("tied", True)}
+        wanted = [
+            (n, tuple(p.shape))
+            for n, p in Llama3(flavor="debug", overrides=overrides).build().named_parameters()
+        ]
+    assert all(names == wanted for names in run_on(2, names_on_rank, 2, layout))

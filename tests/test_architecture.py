@@ -1,0 +1,123 @@
+"""The rules that keep the tree readable: who may import whom, where the world is touched, how long things may
+get."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "titanlite"
+LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
+    {"config", "log"},
+    {"models", "optim", "data", "losses", "cost", "mesh"},
+    {"parallel", "checkpoint", "metrics", "runtime", "profile"},
+    {"evaluate", "generate"},
+    {"job"},
+    {"train", "cli", "tools"},
+]
+LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
+SIBLINGS = {("tools", "train")}  # `launch` runs the trainer in its own process when there is one rank
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Full names of what is imported; RELATIVE for a relative import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield "RELATIVE"
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def layer_violations(root: Path) -> list[str]:
+    """Every import that goes up or sideways."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        unit = path.relative_to(root).parts[0].removesuffix(".py")
+        for name in imports(ast.parse(path.read_text())):
+            parts = name.split(".")
+            if name == "RELATIVE":
+                found.append(f"{path}: relative import")
+            elif parts[0] == "titanlite" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != unit:
+                allowed = LEVEL[parts[1]] < LEVEL.get(unit, 0) or (unit, parts[1]) in SIBLINGS
+                if not allowed:
+                    found.append(f"{path}: {unit} (layer {LEVEL.get(unit)}) imports {name}")
+    return found
+
+
+def test_units_import_only_lower_layers() -> None:
+    assert not layer_violations(PACKAGE)
+
+
+def test_every_unit_has_a_layer() -> None:
+    units = {
+        p.name.removesuffix(".py")
+        for p in PACKAGE.iterdir()
+        if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
+    assert units - {"__init__"} <= LEVEL.keys()
+
+
+@pytest.mark.parametrize(
+    "violation",
+    [
+        "from titanlite.job import Job",
+        "import titanlite.parallel.fsdp",
+        "from titanlite import data",
+        "from . import x",
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path: Path, violation: str) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "bad.py").write_text(violation + "\n")
+    assert len(layer_violations(tmp_path)) == 1
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def uses(path: Path, *prefixes: str) -> bool:
+    """Whether the file imports anything under the prefixes, or spells them as attributes (`os.environ`)."""
+    tree = ast.parse(path.read_text())
+    names = list(imports(tree)) + [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+    return any(name == p or name.startswith(p + ".") for name in names for p in prefixes)
+
+
+def users(*prefixes: str) -> set[str]:
+    return {path.relative_to(PACKAGE).as_posix() for path in sources() if uses(path, *prefixes)}
+
+
+def test_each_thing_is_touched_in_one_place() -> None:
+    assert users("os.environ", "os.getenv") == {"runtime.py"}
+    assert users("logging") == {"log.py", "tools/launch.py"}  # launch silences torchrun's own report
+    assert not {u for u in users("torch.distributed") if u.startswith("models/")}
+    assert not {u for u in users("torch") if u.startswith("config/")}
+    collectives = {u.split("/")[0] for u in users("torch.distributed")} - {
+        "parallel",
+        "checkpoint",
+        "runtime.py",
+    }
+    assert collectives == {"mesh.py", "tools"}  # the mesh's type, and torchrun
+
+
+def test_sizes_stay_readable() -> None:
+    for path in sources():
+        lines = path.read_text().splitlines()
+        assert len(lines) <= (350 if path.name == "train.py" else 400), f"{path}: {len(lines)} lines"
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 60, f"{path}:{node.lineno}: {node.name} has {length} lines"
+
+
+def test_every_file_says_what_it_is_in_ascii() -> None:
+    for path in sources():
+        text = path.read_text(encoding="utf-8")
+        assert text.isascii(), f"{path}: not ASCII"
+        assert ast.get_docstring(ast.parse(text)), f"{path}: no opening paragraph"

@@ -1,0 +1,206 @@
+"""Checkpoints are whole or absent, the newest good one is resumed from, and nothing that does not fit is
+loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.checkpointer import Checkpoint, Checkpointer, load_tensors
+from titanlite.checkpoint.state import CheckpointError, TrainState, model_tensors
+from titanlite.config.component import ConfigError
+
+RECIPE = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {"abc": 1000}}}
+
+
+class Parts:
+    """A one-layer run."""
+
+    def __init__(self, width: int = 4, seed: int = 0):
+        torch.manual_seed(seed)
+        self.net = nn.Linear(width, width)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1)
+        self.state = TrainState(0, 0, torch.zeros((), dtype=torch.int64))
+
+    def step(self) -> None:
+        self.net(torch.ones(2, self.net.in_features)).pow(2).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.state.step += 1
+        self.state.rows += 8
+        self.state.tokens += 80
+
+    def values(self) -> list[torch.Tensor]:
+        moments = [t for state in self.optimizer.state.values() for t in state.values()]
+        return [t.clone() for t in [*self.net.parameters(), *moments]]
+
+
+def open_run(folder: Path, recipe: dict = RECIPE, **config: object) -> Checkpointer:
+    return Checkpointer(Checkpoint(interval=1, **config), folder, recipe, "[job]\n")
+
+
+def save_steps(folder: Path, steps: int, **config: object) -> tuple[Parts, Checkpointer]:
+    run, parts = open_run(folder, **config), Parts()
+    for _ in range(steps):
+        parts.step()
+        run.save(parts.net, parts.optimizer, parts.state, {"global_batch_size": 8})
+    run.wait()
+    return parts, run
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoint").iterdir())
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_round_trip(tmp_path: Path, mode: str) -> None:
+    parts, run = save_steps(tmp_path, 3, async_mode=mode)
+    run.close()
+    other = Parts(seed=1)
+    open_run(tmp_path).load(other.net, other.optimizer, other.state)
+    assert all(torch.equal(a, b) for a, b in zip(other.values(), parts.values()))
+    assert other.state.as_json() == {"step": 3, "rows": 24, "tokens": 240}
+    step = tmp_path / "checkpoint/step-3"
+    assert (step / "job.toml").read_text() == "[job]\n"
+    assert json.loads((step / "train.json").read_text())["recipe"] == RECIPE
+    assert set(json.loads((step / "manifest.json").read_text())["files"]) == {
+        p.name for p in step.iterdir() if p.name != "manifest.json"
+    }
+
+
+def test_training_may_go_on_at_once_after_an_asynchronous_save(tmp_path: Path) -> None:
+    run, parts = open_run(tmp_path), Parts()
+    parts.step()
+    saved = parts.values()
+    run.save(parts.net, parts.optimizer, parts.state, {})
+    for _ in range(3):
+        parts.step()
+    run.close()
+    other = Parts(seed=1)
+    open_run(tmp_path).load(other.net, other.optimizer, other.state)
+    assert all(torch.equal(a, b) for a, b in zip(other.values(), saved))
+    assert other.state.step == 1
+
+
+def test_a_changed_rate_is_not_overwritten_by_a_resume(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)[1].close()
+    other = Parts()
+    for group in other.optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 0.5, 0.25
+    open_run(tmp_path).load(other.net, other.optimizer, other.state)
+    assert [(g["lr"], g["weight_decay"]) for g in other.optimizer.param_groups] == [(0.5, 0.25)]
+
+
+def test_retention_keeps_the_newest(tmp_path: Path) -> None:
+    save_steps(tmp_path, 5, keep_latest_k=2)
+    assert names(tmp_path) == ["step-4", "step-5"]
+
+
+def test_retention_does_not_count_what_is_not_committed(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2, keep_latest_k=2)
+    commit.partial_path(tmp_path / "checkpoint", 9).mkdir()
+    (tmp_path / "checkpoint/bad-step-8-0").mkdir()
+    commit.retain(tmp_path / "checkpoint", 2)
+    assert {"step-1", "step-2"} <= set(names(tmp_path))
+
+
+def test_what_a_killed_run_left_is_cleaned_and_never_resumed_from(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    folder = tmp_path / "checkpoint"
+    (folder / "step-2").rename(folder / ".partial-step-3")
+    (folder / ".trash-step-0").mkdir()
+    run = open_run(tmp_path)
+    assert run.resumed is not None
+    assert run.resumed["step"] == 1
+    assert names(tmp_path) == ["step-1"]
+
+
+def damage_missing(step: Path) -> None:
+    next(step.glob("*.distcp")).unlink()
+
+
+def damage_short(step: Path) -> None:
+    file = next(step.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def damage_manifest(step: Path) -> None:
+    (step / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize("damage", [damage_missing, damage_short, damage_manifest])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(tmp_path: Path, damage) -> None:
+    save_steps(tmp_path, 2)
+    damage(tmp_path / "checkpoint/step-2")
+    run = open_run(tmp_path)
+    assert run.resumed is not None
+    assert run.resumed["step"] == 1
+    assert names(tmp_path) == ["bad-step-2-0", "step-1"]
+
+
+def test_only_damaged_ones_end_the_run_instead_of_starting_afresh(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    damage_short(tmp_path / "checkpoint/step-1")
+    with pytest.raises(CheckpointError, match="no usable checkpoint") as error:
+        open_run(tmp_path)
+    assert error.value.exit_code == 3
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):  # and again the next time
+        open_run(tmp_path)
+
+
+def test_another_recipe_is_refused_by_name_unless_allowed(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    changed = {**RECIPE, "data": {"seed": 7, "sources": {"abc": 1000}}}
+    with pytest.raises(ConfigError, match=r"data\.seed was 0, is 7"):
+        open_run(tmp_path, changed)
+    run = open_run(tmp_path, changed, allow_changed=["data.seed"])
+    assert run.resumed is not None
+    dropped = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {}}}
+    with pytest.raises(ConfigError, match=r"data\.sources\.abc was 1000, is None"):
+        open_run(tmp_path, dropped)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"weight": torch.zeros(4, 4)}, "model.bias is unexpected"),
+        (
+            {"weight": torch.zeros(4, 4), "bias": torch.zeros(4), "more": torch.zeros(1)},
+            "model.more is missing",
+        ),
+        ({"weight": torch.zeros(4, 5), "bias": torch.zeros(4)}, r"shape \(4, 4\), the model's is \(4, 5\)"),
+        (
+            {"weight": torch.zeros(4, 4).double(), "bias": torch.zeros(4)},
+            "float32, the model's is torch.float64",
+        ),
+    ],
+)
+def test_loading_is_strict(tmp_path: Path, tensors: dict, message: str) -> None:
+    save_steps(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=message):
+        load_tensors(tmp_path / "checkpoint/step-1", {"model": tensors})
+    load_tensors(tmp_path / "checkpoint/step-1", {"model": model_tensors(Parts().net)})
+
+
+def test_a_failed_save_is_an_error_at_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, parts = open_run(tmp_path), Parts()
+    parts.step()
+
+    def full(*args: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(commit, "commit", full)
+    run.save(parts.net, parts.optimizer, parts.state, {})
+    with pytest.raises(OSError, match="No space left"):
+        run.wait()
+    assert commit.committed(tmp_path / "checkpoint") == []
+
+
+def test_keeping_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="keep 2 or more"):
+        Checkpoint(keep_latest_k=1)

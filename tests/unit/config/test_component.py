@@ -1,0 +1,118 @@
+"""Pins titanlite.config.component: declaring a class registers it, kinds keep apart, a name is taken once, and an
+unknown name is told together with the nearest valid one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from titanlite.config.component import Component, ConfigError, suggest
+
+
+@pytest.fixture
+def shape() -> type[Component]:
+    """A kind with two choices."""
+
+    @dataclass(frozen=True)
+    class Shape(Component):
+        sides: int = 0
+
+    @dataclass(frozen=True)
+    class Square(Shape, name="square"):
+        sides: int = 4
+
+    @dataclass(frozen=True)
+    class Circle(Shape, name="circle"):
+        pass
+
+    return Shape
+
+
+def test_declaring_a_choice_registers_it(shape):
+    assert sorted(shape.choices) == ["circle", "square"]
+    assert shape.choices["square"](sides=5).sides == 5
+    assert shape.choices["square"].name == "square"
+
+
+def test_kinds_do_not_share_choices(shape):
+    @dataclass(frozen=True)
+    class Sound(Component):
+        pass
+
+    @dataclass(frozen=True)
+    class Square(Sound, name="square"):
+        pass
+
+    assert Sound.choices == {"square": Square}
+    assert shape.choices["square"] is not Square
+
+
+def test_a_choice_of_a_choice_belongs_to_the_same_kind(shape):
+    class Rhombus(shape.choices["square"], name="rhombus"):
+        pass
+
+    assert shape.choices["rhombus"] is Rhombus
+    assert (Rhombus.name, shape.choices["square"].name) == ("rhombus", "square")
+
+
+def test_kind_or_choice(shape):
+    assert shape.is_kind()
+    assert not shape.choices["square"].is_kind()
+
+
+def test_a_name_is_taken_once(shape):
+    with pytest.raises(TypeError, match="'square' already names"):
+
+        class Box(shape, name="square"):
+            pass
+
+    assert shape.choices["square"].__qualname__.endswith("Square"), "the first one keeps its name"
+
+
+def test_a_name_is_taken_once_even_by_a_class_that_is_called_the_same(shape):
+    # A package of the user's whose AdamW is called "adamw" must not replace titanlite's unseen.
+    namespace = {"__module__": "elsewhere", "__qualname__": shape.choices["square"].__qualname__}
+    with pytest.raises(TypeError, match="'square' already names"):
+        type(shape)("Square", (shape,), namespace, name="square")
+
+
+def test_a_class_made_anew_keeps_its_name(shape):
+    # dataclass(slots=True) makes the class a second time; so does reloading a module.
+    @dataclass(frozen=True, slots=True)
+    class Slotted(shape, name="slotted"):
+        corners: int = 3
+
+    assert shape.choices["slotted"] is Slotted
+    assert Slotted().corners == 3
+
+
+def test_choose(shape):
+    assert shape.choose("circle", "drawing") is shape.choices["circle"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sqare", "unknown Shape 'sqare'; did you mean 'square'? (known: circle, square)"),
+        ("xyz", "unknown Shape 'xyz' (known: circle, square)"),
+        (3, "unknown Shape 3 (known: circle, square)"),
+        (None, "unknown Shape None (known: circle, square)"),
+    ],
+)
+def test_choosing_what_is_not_there(shape, name, message):
+    with pytest.raises(ConfigError) as e:
+        shape.choose(name, "drawing")
+    assert (str(e.value), e.value.key) == (message, "drawing.name")
+
+
+def test_a_config_error_is_the_users_mistake():
+    error = ConfigError("wrong", "a.b")
+    assert isinstance(error, ValueError)
+    assert (str(error), error.key, error.exit_code) == ("wrong", "a.b", 2)
+
+
+def test_suggest_sorts_what_is_known_and_takes_other_types():
+    assert suggest("stesp", ["steps", "seed", "lr"]) == "; did you mean 'steps'? (known: lr, seed, steps)"
+    assert suggest("3", [2, 1]) == " (known: 1, 2)"

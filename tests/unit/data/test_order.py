@@ -1,0 +1,253 @@
+"""Pins the order of rows: `permute` is a bijection for every n and key, with golden values on both sides of the
+table/Feistel boundary; `quotas` are exact; `Mixture` gives every source its quota in every block, passes through each
+source in full before any of its rows comes again, and depends on the seed and on nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanlite.data import order
+from titanlite.data.order import BLOCK, TABLE, Mixture, key_of, permute, quotas
+
+# permute(i, n, key) for i = 0, 1, 2, 3, n // 2, n - 1 (mod n). A changed value changes the data of every run.
+GOLDEN = {
+    (2, 1): [0, 1, 0, 1, 1, 1],
+    (5, 7): [4, 2, 0, 3, 0, 1],
+    (4096, 3): [557, 1051, 3232, 1485, 857, 256],
+    (4097, 3): [4052, 2133, 1457, 2274, 3772, 2257],
+    (100003, 42): [39002, 60622, 48337, 6554, 83571, 64990],
+    (3 * 10**12, 99): [
+        1868649826847,
+        196640899928,
+        1224593684182,
+        1996900027813,
+        1319103328311,
+        1752165144881,
+    ],
+}
+
+
+def image(n: int, key: int) -> np.ndarray:
+    """All n images."""
+    return permute(np.arange(n), n, key)
+
+
+def assert_bijection(n: int, key: int) -> None:
+    images = image(n, key)
+    assert images.dtype == np.int64
+    assert np.array_equal(np.sort(images), np.arange(n)), f"permute is no bijection for n = {n}, key = {key}"
+
+
+def test_bijection_for_every_small_n() -> None:
+    for n in range(1, 701):
+        assert_bijection(n, key=n * 7919)
+
+
+def test_network_is_a_bijection_for_every_small_n(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Feistel network itself, where the table usually stands before it."""
+    monkeypatch.setattr(order, "TABLE", 0)
+    for n in range(1, 701):
+        assert_bijection(n, key=n * 7919)
+
+
+@pytest.mark.parametrize("n", [1000, TABLE - 1, TABLE, TABLE + 1, 16384, 16385, 65536, 65537, 100003])
+def test_bijection_across_the_boundary(n: int) -> None:
+    for key in (0, 1, 2**64 - 1, key_of("epoch", 0, "a", 0)):
+        assert_bijection(n, key)
+
+
+@given(st.integers(TABLE + 1, 2**40), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
+def test_injective_up_to_2_to_the_40(n: int, key: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    index = np.unique(np.concatenate([rng.integers(0, n, 200), np.arange(100), np.arange(n - 100, n)]))
+    images = permute(index, n, key)
+    assert images.min() >= 0
+    assert images.max() < n
+    assert len(np.unique(images)) == len(index)
+
+
+@given(st.sampled_from([3, 1000, TABLE, TABLE + 1, 10**6, 10**12]), st.data())
+def test_an_image_does_not_depend_on_what_else_is_asked(n: int, data: st.DataObject) -> None:
+    index = np.asarray(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)))
+    before = index.copy()
+    assert permute(index, n, 5).tolist() == [int(permute(np.asarray([i]), n, 5)[0]) for i in index]
+    assert np.array_equal(index, before)
+
+
+@pytest.mark.parametrize(("n", "key"), GOLDEN)
+def test_golden_images(n: int, key: int) -> None:
+    index = np.array([0, 1, 2, 3, n // 2, n - 1]) % n
+    assert permute(index, n, key).tolist() == GOLDEN[n, key]
+
+
+def test_golden_keys() -> None:
+    assert key_of() == 11823289474629449774
+    assert key_of("epoch", 1, "a", 0) == 13618391921173258152
+    assert key_of("mix", 0, 0) == 6968783187407017440
+
+
+def test_keys_tell_their_parts_apart() -> None:
+    parts = [("a", 1), ("a", "1"), ("a1",), ("a", 1, 0), ("a", 0, 1), ("a",), ("b", 1)]
+    assert len({key_of(*p) for p in parts}) == len(parts)
+
+
+def chi_squares(n: int, bins: int, permutation: Callable[[np.ndarray, int, int], np.ndarray]) -> list[float]:
+    """For 1000 keys, standard scores of two chi-squares: where ten rows land, and how far apart neighbours land."""
+    starts = np.linspace(0, n - 2, 10).astype(np.int64)
+    where, apart = np.zeros((10, bins)), np.zeros((10, bins))
+    for k in range(1000):
+        images = permutation(np.concatenate([starts, starts + 1]), n, key_of("mix", 0, k))
+        here, distance = images[:10], (images[10:] - images[:10]) % n - 1
+        where[np.arange(10), here * bins // n] += 1
+        apart[np.arange(10), distance * bins // (n - 1)] += 1
+    scores = []
+    for counts, size in ((where, n), (apart, n - 1)):
+        expected = np.bincount(np.arange(size) * bins // size) / size * 1000
+        freedom = 10 * (bins - 1)
+        scores.append((((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
+    return scores
+
+
+@pytest.mark.parametrize("n", [11, 1000, TABLE + 1, 10007, 10**9])
+def test_images_are_uniform_over_keys(n: int) -> None:
+    """Within five standard deviations, from below too: neither biased nor too even."""
+    assert max(abs(z) for z in chi_squares(n, 10, permute)) < 5
+
+
+def test_uniformity_bound_catches_bad_permutations() -> None:
+    """Negative control: the identity, and a random rotation (each image uniform, neighbours never parted)."""
+    assert chi_squares(1000, 10, lambda index, n, key: index)[0] > 100
+    where, apart = chi_squares(1000, 10, lambda index, n, key: (index + key % n) % n)
+    assert abs(where) < 5
+    assert apart > 100
+
+
+def test_fixed_points_are_as_many_as_chance_has() -> None:
+    """A random permutation has one fixed point on average, with variance one."""
+    for n in (50, TABLE + 1):
+        counts = [int((image(n, key_of(k)) == np.arange(n)).sum()) for k in range(300)]
+        assert abs(np.mean(counts) - 1) < 5 / 300**0.5
+
+
+@given(
+    st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=12),
+    st.one_of(st.just(BLOCK), st.integers(0, 10**6)),
+)
+def test_quotas_sum_and_are_within_one_of_the_share(weights: list[float], total: int) -> None:
+    counts = quotas(weights, total)
+    assert sum(counts) == total
+    whole = sum(Fraction(w) for w in weights)
+    for count, w in zip(counts, weights):
+        assert count >= 0
+        assert abs(count - Fraction(w) * total / whole) < 1 + Fraction(1, 10**6)
+
+
+def test_quotas_largest_remainder_and_ties() -> None:
+    assert quotas([1, 1, 1], 1000) == [334, 333, 333]
+    assert quotas([1, 1, 1, 1], 2) == [1, 1, 0, 0]
+    assert quotas([0.7, 0.2, 0.1], 1000) == [700, 200, 100]
+    assert quotas([1, 5], 10) == [2, 8]  # 1.67 and 8.33
+    assert quotas([3.5], 7) == [7]
+
+
+SIZES, UIDS, WEIGHTS = [7, 450, 6000], ["a", "b", "c"], [1, 2.5, 3]
+
+
+def test_every_block_holds_the_exact_quotas() -> None:
+    mixture = Mixture(SIZES, UIDS, WEIGHTS, seed=3)
+    assert mixture.quotas == quotas(WEIGHTS, BLOCK)
+    for block in (*range(20), 10**6, 10**9):
+        source, row = mixture.locate(np.arange(block * BLOCK, (block + 1) * BLOCK))
+        assert np.bincount(source, minlength=3).tolist() == mixture.quotas
+        assert (row >= 0).all()
+        assert (row < np.asarray(SIZES)[source]).all()
+
+
+def test_each_source_is_consumed_without_gaps() -> None:
+    """At every block's end, every row of a source was seen floor or ceil of its epochs so far: none skipped."""
+    mixture = Mixture(SIZES, UIDS, WEIGHTS, seed=3)
+    seen: list[Counter[int]] = [Counter() for _ in SIZES]
+    for block in range(20):
+        source, row = mixture.locate(np.arange(block * BLOCK, (block + 1) * BLOCK))
+        for k, size in enumerate(SIZES):
+            seen[k].update(row[source == k].tolist())
+            epochs, rest = divmod((block + 1) * mixture.quotas[k], size)
+            expected = {epochs: size - rest, epochs + 1: rest}
+            actual = Counter(seen[k][r] for r in range(size))
+            assert actual == Counter({times: rows for times, rows in expected.items() if rows})
+
+
+def test_a_source_is_read_in_the_order_of_its_own_key() -> None:
+    """The closed form: after b blocks, source k has given images 0 .. b * quota - 1 of its epoch's permutation."""
+    size, seed = 10**6, 11
+    mixture = Mixture([size, 500], ["big", "small"], [3, 1], seed)
+    source, row = mixture.locate(np.arange(4 * BLOCK))
+    taken = np.arange(4 * mixture.quotas[0])
+    expected = permute(taken, size, key_of("epoch", seed, "big", 0))
+    assert sorted(row[source == 0].tolist()) == sorted(expected.tolist())
+
+
+@pytest.mark.parametrize("size", [3000, 5000, 1000])
+def test_one_epoch_covers_every_row_once_and_epochs_differ(size: int) -> None:
+    _, rows = Mixture([size], ["a"], [1.0], seed=0).locate(np.arange(3 * size))
+    epochs = rows.reshape(3, size)
+    for epoch in epochs:
+        assert np.array_equal(np.sort(epoch), np.arange(size))
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert (epochs[i] == epochs[j]).sum() < 20  # one is expected by chance
+
+
+def test_epochs_that_end_within_a_block() -> None:
+    _, rows = Mixture([1500], ["a"], [1.0], seed=0).locate(np.arange(3000))
+    assert set(Counter(rows.tolist()).values()) == {2}
+    assert len(set(rows.tolist())) == 1500
+
+
+def rows_of(mixture: Mixture, uid: str, blocks: int) -> list[int]:
+    """The rows a source gave in the first blocks, as a sorted list."""
+    source, row = mixture.locate(np.arange(blocks * BLOCK))
+    return sorted(row[source == mixture.uids.index(uid)].tolist())
+
+
+def test_other_sources_and_their_places_leave_a_source_its_order() -> None:
+    """Alone, with one other and among four, in any place: the same first 2000 rows of `a`."""
+    size = 5000
+    alone = rows_of(Mixture([size], ["a"], [1], 0), "a", blocks=2)
+    assert len(set(alone)) == 2000
+    two = Mixture([size, 70], ["a", "b"], [1, 1], 0)
+    swapped = Mixture([70, size], ["b", "a"], [1, 1], 0)
+    four = Mixture([70, 900, size, 8], ["b", "c", "a", "d"], [1, 1, 1, 1], 0)
+    assert rows_of(two, "a", blocks=4) == alone
+    assert rows_of(swapped, "a", blocks=4) == alone
+    assert rows_of(four, "a", blocks=8) == alone
+    other = Mixture([size], ["another"], [1], 0)  # negative control: the order is the content's, not the place's
+    assert rows_of(other, "another", blocks=2) != alone
+
+
+def test_the_seed_changes_sources_and_rows() -> None:
+    numbers = np.arange(5 * BLOCK)
+    (source_a, row_a), (source_b, row_b) = (
+        Mixture(SIZES, UIDS, WEIGHTS, seed).locate(numbers) for seed in (0, 1)
+    )
+    assert (source_a != source_b).mean() > 0.3
+    assert (row_a != row_b).mean() > 0.8
+    again = Mixture(SIZES, UIDS, WEIGHTS, 0).locate(numbers)
+    assert np.array_equal(again[0], source_a)
+    assert np.array_equal(again[1], row_a)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=30), st.integers(0, 2**32))
+def test_a_place_does_not_depend_on_what_else_is_asked(numbers: list[int], seed: int) -> None:
+    mixture = Mixture(SIZES, UIDS, WEIGHTS, seed)
+    source, row = mixture.locate(np.asarray(numbers))
+    for i, number in enumerate(numbers):
+        one_source, one_row = mixture.locate(np.asarray([number]))
+        assert (one_source[0], one_row[0]) == (source[i], row[i])

@@ -1,0 +1,168 @@
+"""Llama 3 is Hugging Face's: the same names, shapes and logits; and its flavors are the published models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from titanlite.config.component import ConfigError
+from titanlite.losses import cross_entropy
+from titanlite.models.base import Decoder
+from titanlite.models.layers import RMSNorm, RopeScaling, rope_tables
+from titanlite.models.llama3 import FLAVORS, Llama3
+
+SHAPE = {
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 8,
+    "n_kv_heads": 2,
+    "head_dim": 16,
+    "hidden_dim": 96,
+    "vocab_size": 300,
+}
+
+
+def build(**overrides: object) -> tuple[Llama3, Decoder]:
+    family = Llama3(flavor="debug", overrides={**SHAPE, **overrides})
+    net = family.build()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1 + (p.ndim == 1))
+    return family, net
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("factor", [1.0, 8.0], ids=["rope", "scaled rope"])
+def test_logits_equal_hugging_face(tied: bool, factor: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    # A short original context, so that positions fall into all three regimes of the scaling.
+    family, net = build(
+        tie_word_embeddings=tied, rope_factor=factor, rope_original_max_position=64, rope_theta=1e4
+    )
+    reference = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig.from_dict(family.hf_config()), attn_implementation="eager"
+    ).eval()
+    missing, unexpected = reference.load_state_dict(net.state_dict(), strict=False)
+    assert not unexpected
+    assert missing == (["lm_head.weight"] if tied else [])
+    names = {name: p.shape for name, p in net.named_parameters()}
+    assert names == {name: p.shape for name, p in reference.named_parameters()}
+    tokens = torch.randint(0, SHAPE["vocab_size"], (2, 200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        difference = (net(tokens) - reference(tokens).logits).abs().max()
+    assert difference < 1e-4
+
+
+def test_rope_scaling_matters() -> None:
+    positions = torch.arange(200)
+    plain = rope_tables(positions, 16, 1e4, RopeScaling())[0]
+    scaled = rope_tables(positions, 16, 1e4, RopeScaling(8.0, 1.0, 4.0, 64))[0]
+    assert (plain - scaled).abs().max() > 0.1
+
+
+def test_positions_shift_the_rotation() -> None:
+    _, net = build()
+    tokens = torch.randint(0, 300, (1, 10))
+    with torch.no_grad():
+        assert torch.allclose(net(tokens), net(tokens, positions=torch.arange(10)))
+        shifted = net(tokens, positions=torch.arange(10)[None] + 5)  # rotary positions are relative
+        stretched = net(tokens, positions=torch.arange(10)[None] * 3)
+        assert torch.allclose(net(tokens), shifted, atol=1e-4)
+        assert not torch.allclose(net(tokens), stretched, atol=1e-2)
+
+
+def test_no_token_sees_the_ones_after_it() -> None:
+    _, net = build()
+    tokens = torch.randint(0, 300, (1, 20))
+    changed = tokens.clone()
+    changed[0, 12:] = (changed[0, 12:] + 1) % 300
+    with torch.no_grad():
+        a, b = net(tokens), net(changed)
+    assert torch.equal(a[:, :12], b[:, :12])
+    assert not torch.allclose(a[:, 12:], b[:, 12:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_in_the_forward_is_fp32_cross_entropy(dtype: torch.dtype) -> None:
+    _, net = build()
+    net.to(dtype)
+    tokens = torch.randint(0, 300, (2, 33))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, :7] = -100
+    with torch.no_grad():
+        loss = net(inputs, targets, cross_entropy)
+        log_p = torch.log_softmax(net(inputs).double(), dim=-1)
+    counted = targets != -100
+    wanted = -log_p[counted].gather(-1, targets[counted][:, None]).sum()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_rms_norm_is_computed_in_fp32() -> None:
+    x = torch.randn(4, 4096, dtype=torch.float64) * 100
+    norm = RMSNorm(4096, 1e-5)
+    torch.nn.init.ones_(norm.weight)
+    wanted = x.bfloat16().double()
+    wanted = wanted * torch.rsqrt(wanted.pow(2).mean(-1, keepdim=True) + 1e-5)
+    out = norm.to(torch.bfloat16)(x.bfloat16())
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, wanted.to(torch.bfloat16)) or (out.double() - wanted).abs().max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("flavor", "parameters"),
+    [
+        ("1B", 1_235_814_400),
+        ("3B", 3_212_749_824),
+        ("8B", 8_030_261_248),
+        ("70B", 70_553_706_496),
+        ("405B", 405_853_388_800),
+    ],
+)
+def test_flavors_have_the_published_sizes(flavor: str, parameters: int) -> None:
+    with torch.device("meta"):
+        assert sum(p.numel() for p in Llama3(flavor=flavor).build().parameters()) == parameters
+
+
+def test_flavors_are_not_shared_state() -> None:
+    Llama3(flavor="debug", overrides={"n_layers": 1})
+    assert FLAVORS["debug"].n_layers == 4
+    assert Llama3(flavor="debug").config.n_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"n_layer": 2}, "unknown field 'n_layer'; did you mean 'n_layers'?"),
+        ({"n_layers": "2"}, "expected int, got '2'"),
+        ({"n_layers": True}, "expected int, got True"),
+        ({"n_kv_heads": 3}, "not a multiple"),
+        ({"head_dim": 15}, "odd"),
+    ],
+)
+def test_wrong_overrides_are_named(overrides: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        Llama3(flavor="debug", overrides=overrides)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused() -> None:
+    family = Llama3(flavor="debug")
+    family.check_vocabulary(8192)
+    with pytest.raises(ConfigError, match="has 8193 ids"):
+        family.check_vocabulary(8193)
+
+
+def test_missing_ends_pass_through() -> None:
+    _, net = build(tie_word_embeddings=False)
+    tokens = torch.randint(0, 300, (1, 12))
+    with torch.no_grad():
+        whole = net(tokens)
+        _, first = build(tie_word_embeddings=False)
+        _, last = build(tie_word_embeddings=False)
+        first.model.norm = first.lm_head = last.model.embed_tokens = None
+        del first.model.layers["1"], last.model.layers["0"]
+        assert torch.allclose(last(first(tokens)), whole, atol=1e-6)
+        assert {n for n, _ in [*first.named_parameters(), *last.named_parameters()]} == dict(
+            net.named_parameters()
+        ).keys()
