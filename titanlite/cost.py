@@ -19,7 +19,7 @@ PEAK_BF16_FLOPS = [
     (r"\bH100 NVL\b", 835.5e12),
     (r"\bH100 PCIe\b", 756e12),
     (r"\bH100\b", 989e12),
-    (r"\bH800\b", 989e12),
+    (r"\bH800$", 989e12),
     (r"\bA100\b", 312e12),
     (r"\bA800\b", 312e12),
     (r"\bL40S\b", 362e12),
@@ -37,6 +37,8 @@ PEAK_BF16_FLOPS = [
 
 def peak_bf16_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of one device, or None where it is not in the table."""
+    if " MIG " in device_name:  # a slice of a device
+        return None
     return next((flops for pattern, flops in PEAK_BF16_FLOPS if re.search(pattern, device_name)), None)
 
 

@@ -58,6 +58,6 @@ def validate(model: ShardedModel, rows: Rows, num_rows: int, rt: Runtime) -> dic
     loss = (total[0] / total[1]).item()
     return {
         "eval/loss": loss,
-        "eval/perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "eval/perplexity": math.inf if loss > 700 else math.exp(loss),
         "eval/tokens": int(total[1]),
     }

@@ -97,10 +97,11 @@ def load_job(path: str | Path | None, overrides: Sequence[str] = (), world_size:
     """The checked job of a TOML file and command-line overrides. Raises ConfigError, which says where."""
     tree, locator = toml.read(path, overrides)
     imports = tree.get("job", {}).get("imports", []) if isinstance(tree.get("job"), dict) else []
-    for module in toml.plain(imports) if isinstance(toml.plain(imports), list) else []:
+    imports = toml.listed(toml.plain(imports))
+    for module in imports if isinstance(imports, list) else []:
         try:
             importlib.import_module(str(module))
-        except ImportError as e:
+        except (ImportError, TypeError, ValueError) as e:
             raise locator.located(ConfigError(f"cannot import {module!r}: {e}", "job.imports")) from None
     job = toml.build(Job, tree, locator)
     try:

@@ -87,9 +87,10 @@ class StepPlan:
         at_once = training.local_batch_size * dp_size
         rows = at_once if training.global_batch_size == -1 else training.global_batch_size
         if rows % at_once:
+            nearest = sorted({max(rows // at_once, 1) * at_once, (rows // at_once + 1) * at_once})
             raise ConfigError(
-                f"{rows} rows are no multiple of local_batch_size {training.local_batch_size} x {dp_size}; "
-                f"the nearest that do: {max(rows // at_once, 1) * at_once}, {-(-rows // at_once) * at_once}",
+                f"{rows} rows are no multiple of local_batch_size {training.local_batch_size} x {dp_size} "
+                f"ranks = {at_once}; the nearest: {' or '.join(str(n) for n in nearest)}",
                 "training.global_batch_size",
             )
         return cls(rows, training.local_batch_size, rows // at_once, rows * training.seq_len)
@@ -138,12 +139,21 @@ class Runtime:
 
     @contextmanager
     def rank_zero_first(self) -> Iterator[None]:
-        """Rank 0 runs the body before the others: what it writes, they find."""
+        """Rank 0 runs the body before the others: what it writes, they find. Its ConfigError is
+        everybody's."""
+        failure: list[Any] = [None]
         if self.world_size > 1 and self.rank > 0:
-            dist.barrier()
-        yield
-        if self.world_size > 1 and self.rank == 0:
-            dist.barrier()
+            dist.broadcast_object_list(failure, src=0)
+            if failure[0] is not None:
+                raise ConfigError(failure[0])
+        try:
+            yield
+        except ConfigError as e:
+            failure = [str(e)]
+            raise
+        finally:
+            if self.world_size > 1 and self.rank == 0:
+                dist.broadcast_object_list(failure, src=0)
 
     def synchronize(self) -> None:
         """Wait for the device: for clocks."""
@@ -240,6 +250,12 @@ def environment(rt: Runtime) -> dict[str, Any]:
     }
 
 
+def isolate_restarts() -> None:
+    """For the launcher: give each restart a store of its own. torchrun's shared one still has the addresses
+    of the ranks that died, and a new gloo group may wait for them forever (seen with torch 2.13)."""
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
 def leave(code: int) -> NoReturn:
     """End the process at once with `code`.
 
@@ -248,6 +264,8 @@ def leave(code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    if code == 1 and world_size() > 1:
+        time.sleep(2)  # this crash may only echo a peer's end, whose own code the launcher is to see first
     os._exit(code)
 
 

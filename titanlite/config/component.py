@@ -43,7 +43,7 @@ class Component:
         super().__init_subclass__(**kwargs)
         if name is None:
             cls.choices = {}
-        elif name in cls.choices and cls.choices[name].__qualname__ != cls.__qualname__:
+        elif name in cls.choices and not _same_class(cls, cls.choices[name]):
             raise TypeError(f"{name!r} already names {cls.choices[name]}")
         else:
             cls.choices[name], cls.name = cls, name
@@ -59,3 +59,8 @@ class Component:
         if isinstance(name, str) and name in cls.choices:
             return cls.choices[name]
         raise ConfigError(f"unknown {cls.__name__} {name!r}{suggest(str(name), cls.choices)}", f"{key}.name")
+
+
+def _same_class(a: type, b: type) -> bool:
+    # A module imported anew defines its classes anew.
+    return (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)

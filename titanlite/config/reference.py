@@ -104,6 +104,8 @@ def _type_name(hint: Any) -> str:
 def _default(field: dataclasses.Field) -> str:
     if field.default is not dataclasses.MISSING:
         value = field.default
+        if value is None:
+            return "unset"
     elif field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
     else:

@@ -45,7 +45,7 @@ def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[s
         tree: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"{path}: not valid TOML: {e}") from None
-    locator = Locator(str(path), text)
+    locator = Locator("command line" if path is None else str(path), text)
     for key, value in split_overrides(overrides):
         put(tree, key, value)
         locator.overridden.add(key)
@@ -110,7 +110,8 @@ class Locator:
         message = f"{error.key}: {error}" if error.key else str(error)
         key = error.key
         while key:
-            if key in self.overridden:
+            inside = any(o.startswith(f"{key}.") for o in self.overridden)
+            if key in self.overridden or (inside and key not in self._lines):
                 return ConfigError(f"command line, --{message}", error.key)
             if key in self._lines:
                 return ConfigError(f"{self.path}:{self._lines[key]}: {message}", error.key)
@@ -151,7 +152,7 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
             node[int(leaf)] = value
         else:
             node[leaf] = value
-    except (ValueError, IndexError, TypeError):
+    except (ValueError, IndexError, TypeError, AttributeError):
         raise ConfigError(f"command line: --{key}: there is no such place in the configuration") from None
 
 
@@ -199,6 +200,7 @@ def _convert(hint: Any, value: Any, key: str, field: dataclasses.Field | None = 
         (inner,) = [a for a in args if a is not type(None)]
         return _convert(inner, value, key, field)
     if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or issubclass(hint, Component)):
+        value = plain(value) if isinstance(value, Word) else value
         return _build(hint, _with_default_name(hint, value, field), key)
     if isinstance(value, Word):
         value = str(value) if hint is str else plain(value)
@@ -209,6 +211,7 @@ def _convert(hint: Any, value: Any, key: str, field: dataclasses.Field | None = 
             raise ConfigError(f"{value!r} is not allowed{suggest(str(value), args)}", key)
         return value
     if origin in (list, tuple):
+        value = listed(value)
         if not isinstance(value, list):
             raise ConfigError(f"expected a list, got {value!r}", key)
         return origin(_convert(args[0], v, f"{key}.{i}") for i, v in enumerate(value))
@@ -235,6 +238,13 @@ def _with_default_name(kind: type, value: Any, field: dataclasses.Field | None) 
     if field is None or field.default_factory is dataclasses.MISSING:
         return value
     return {"name": field.default_factory().name, **value}
+
+
+def listed(value: Any) -> Any:
+    """A table with the keys "0", "1", ..., which `--list.0=x` makes where there is no list, as a list."""
+    if isinstance(value, dict) and list(value) == [str(i) for i in range(len(value))]:
+        return list(value.values())
+    return value
 
 
 def plain(value: Any) -> Any:

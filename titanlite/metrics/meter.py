@@ -85,7 +85,8 @@ class Meter:
         synchronised the device (by reading the loss)."""
         now = time.perf_counter()
         window_s, steps = now - self._began, max(self._steps, 1)
-        step_s = max(window_s - self._paused_s, 1e-9) / steps
+        training_s = max(window_s - self._paused_s, 1e-9)
+        step_s = training_s / steps
         tokens_per_s = self.tokens_per_step / step_s
         flops = tokens_per_s / self.world_size * self.flops_per_token
         values = {
@@ -95,7 +96,7 @@ class Meter:
             "throughput/tokens_per_second_per_device": tokens_per_s / self.world_size,
             "throughput/tflops": flops / 1e12,
             "time/step_s": step_s,
-            "time/data_wait_pct": 100 * self._data_wait_s / window_s,
+            "time/data_wait_pct": 100 * self._data_wait_s / training_s,
             **peak_memory(self.device),
             **self._extra,
         }
@@ -117,4 +118,4 @@ class Meter:
 
 
 def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)

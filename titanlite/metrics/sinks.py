@@ -68,13 +68,15 @@ class JsonLines:
         self.path = path
         keep: list[str] = []
         cut: list[str] = []
-        for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        for line in path.read_text().splitlines() if path.exists() else []:
             (keep if _step_of(line) <= from_step else cut).append(line)
+        text = "".join(f"{line}\n" for line in keep)
         if cut:
             with open(path.with_name("metrics.superseded.jsonl"), "a") as f:
-                f.writelines(cut)
+                f.writelines(f"{line}\n" for line in cut)
+        if path.exists() and path.read_text() != text:  # cut, or a last line without its end
             partial = path.with_suffix(".partial")
-            partial.write_text("".join(keep))
+            partial.write_text(text)
             os.replace(partial, path)
         self._file = open(path, "a")  # noqa: SIM115 -- open for the whole run
 

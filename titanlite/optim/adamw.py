@@ -32,7 +32,7 @@ class AdamW(Optimizer, name="adamw"):
             if not 0 <= getattr(self, key) < 1:
                 raise ConfigError(f"{getattr(self, key)} is not in [0, 1)", key)
         for key in ("eps", "weight_decay"):
-            if getattr(self, key) < 0:
+            if not getattr(self, key) >= 0:
                 raise ConfigError(f"{getattr(self, key)} is below 0", key)
 
     def build(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -31,13 +31,14 @@ class LRScheduler:
             raise ConfigError(f"{self.warmup_steps} is below 0", "warmup_steps")
         if self.total_steps < 0:
             raise ConfigError(f"{self.total_steps} is below 0; 0 means training.steps", "total_steps")
-        if self.decay_ratio > 1:
+        if not self.decay_ratio <= 1:
             raise ConfigError(f"{self.decay_ratio} is above 1", "decay_ratio")
         if not 0 <= self.min_lr_factor <= 1:
             raise ConfigError(f"{self.min_lr_factor} is not in [0, 1]", "min_lr_factor")
 
     def factor(self, step: int, training_steps: int) -> float:
-        """Factor of the peak rate at `step` = 1, 2, ...; min_lr_factor past the end of the schedule."""
+        """Factor of the peak rate at `step` = 1, 2, ...; min_lr_factor past the end of a
+        schedule that decays."""
         total = self.total_steps or training_steps
         if step < self.warmup_steps:
             return step / self.warmup_steps

@@ -16,11 +16,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from titanlite import train
 from titanlite.job import load_job
+from titanlite.runtime import isolate_restarts
 
 
 def main(argv: Sequence[str]) -> int:
     """Options of the launcher, then the trainer's own arguments."""
-    parser = argparse.ArgumentParser(prog="titanlite launch", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="titanlite launch", description=__doc__, allow_abbrev=False, add_help=False
+    )
     parser.add_argument("--nproc-per-node", type=int, default=1, help="processes on this node")
     parser.add_argument("--nnodes", type=int, default=1, help="nodes")
     parser.add_argument("--node-rank", type=int, default=0, help="which of them this is")
@@ -31,6 +34,9 @@ def main(argv: Sequence[str]) -> int:
         "--max-restarts", type=int, default=0, help="restarts of all processes after a failure"
     )
     parser.add_argument("config", help="the TOML file")
+    if argv[:1] in (["-h"], ["--help"]) or not argv:
+        parser.print_help()
+        return 0
     options, overrides = parser.parse_known_args(argv)
     if {"-h", "--help"} & set(overrides):
         return train.main([options.config, *overrides])
@@ -44,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
+    isolate_restarts()
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # its report of a failure is one line here, below
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,5 +1,5 @@
-"""Pins titanlite.config.reference: every key of a schema appears with its type, default and docstring, once as
-terminal help and once as Markdown, and the trainer's own schema leaves no key without a docstring.
+"""Pins titanlite.config.reference: every key of a schema appears with its type, default and docstring, once
+as terminal help and once as Markdown, and the trainer's own schema leaves no key without a docstring.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Pins the shard format: what is written is read back, over any number of shards and for both widths; a directory
-appears whole or not at all; a wrong size, a changed byte, a missing file and a bad description are each an error that
-names the file."""
+"""Pins the shard format: what is written is read back, over any number of shards and for both widths; a
+directory appears whole or not at all; a wrong size, a changed byte, a missing file and a bad description are
+each an error that names the file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(
     return TokenShards(path)
 
 
-@pytest.mark.parametrize(("shard_tokens", "num_shards"), [(1 << 20, 1), (5, 5), (1, 6), (10, 3)])
+@pytest.mark.parametrize(("shard_tokens", "num_shards"), [(1 << 20, 1), (5, 4), (1, 6), (10, 3)])
 def test_round_trip_over_shards(tmp_path: Path, shard_tokens: int, num_shards: int) -> None:
     shards = write(tmp_path / "d", shard_tokens=shard_tokens)
     assert len(list((tmp_path / "d").glob("*.bin"))) == num_shards
@@ -64,13 +64,11 @@ def test_only_the_directory_remains(tmp_path: Path) -> None:
 
 
 def test_documents_never_span_shards(tmp_path: Path) -> None:
+    """One longer than a shard makes its shard longer."""
     shards = write(tmp_path / "d", shard_tokens=5)
-    ends = [shards.document_offsets(k).tolist() for k in range(5)]
-    assert ends == [[0, 3, 4], [0, 9], [0, 0, 2, 3], [0, 4]] or sum(len(e) - 1 for e in ends) == 7
-    for k, offsets in enumerate(ends):
-        size = (tmp_path / "d" / f"{k:05}.bin").stat().st_size // 2
-        assert offsets[0] == 0
-        assert offsets[-1] == size
+    offsets = [shards.document_offsets(k).tolist() for k in range(4)]
+    assert offsets == [[0, 3, 4], [0, 9], [0, 0, 2, 3], [0, 4]]
+    assert [(tmp_path / "d" / f"{k:05}.bin").stat().st_size for k in range(4)] == [8, 18, 6, 8]
 
 
 @pytest.mark.parametrize(("vocab_size", "width"), [(1 << 16, 2), ((1 << 16) + 1, 4), (1 << 20, 4)])
@@ -92,7 +90,9 @@ def test_bytes_on_disk_are_little_endian(tmp_path: Path) -> None:
 def many(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
     """500 tokens in some 60 shards."""
     return write(
-        tmp_path_factory.mktemp("many") / "d", [[t, t + 1, t + 2, t + 3] for t in range(0, 500, 4)], shard_tokens=9
+        tmp_path_factory.mktemp("many") / "d",
+        [[t, t + 1, t + 2, t + 3] for t in range(0, 500, 4)],
+        shard_tokens=9,
     )
 
 
@@ -109,7 +109,7 @@ def test_an_exception_leaves_nothing(tmp_path: Path, error: type[BaseException])
         with ShardWriter(tmp_path / "d", Codec(), shard_tokens=5) as writer:
             for ids in DOCUMENTS:
                 writer.add(ids)
-            assert len(list(tmp_path.glob(".partial-d-*/*.bin"))) == 5
+            assert len(list(tmp_path.glob("*/*.bin"))) == 4  # some is on disk by now
             raise error
 
     with pytest.raises(error):
@@ -197,7 +197,8 @@ def test_a_missing_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"{}", b"null", b"7", b"\xff\xfe", b'{"format": 1, "shards": 3, "tokens": 3}']
+    "content",
+    [b"", b"{", b"[]", b"{}", b"null", b"7", b"\xff\xfe", b'{"format": 1, "shards": 3, "tokens": 3}'],
 )
 def test_a_description_that_is_none(tmp_path: Path, content: bytes) -> None:
     write(tmp_path / "d")
@@ -214,7 +215,9 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file.write_text(json.dumps(description))
 
 
-@pytest.mark.parametrize("key", ["format", "dtype", "tokenizer", "vocab_size", "tokens", "documents", "shards"])
+@pytest.mark.parametrize(
+    "key", ["format", "dtype", "tokenizer", "vocab_size", "tokens", "documents", "shards"]
+)
 def test_a_description_without_a_key(tmp_path: Path, key: str) -> None:
     write(tmp_path / "d")
     edit(tmp_path / "d", lambda d: d.pop(key))

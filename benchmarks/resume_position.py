@@ -1,0 +1,119 @@
+"""Time from a start at a row to its first batch, and the size of the loader's state, at rows 0 to 10^12.
+
+    python benchmarks/resume_position.py [--output benchmarks/results/resume_position.json]
+
+Two sources of made-up text, one of a few rows (10^12 rows in are billions of its epochs), one of some
+thousands. Every start opens the sources anew and shares nothing with the one before but the operating
+system's file cache; tokenising the text happens once and is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from titanlite.data import order
+from titanlite.data.loader import Data, MicroBatches
+from titanlite.data.sources import Text
+from titanlite.data.tokenizer import Bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+POSITIONS = (0, 10**6, 10**9, 10**12)
+SEQ_LEN, MICRO_BATCH, REPEATS = 1024, 8, 9
+
+
+def main() -> None:
+    """Measure, write, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/resume_position.json")
+    output = parser.parse_args().output
+    with tempfile.TemporaryDirectory() as folder:
+        data = make_data(Path(folder))
+        measured = [measure(data, row, num_workers) for num_workers in (0, 2) for row in POSITIONS]
+    result = {
+        "what": "seconds from opening prepared sources to the first micro-batch",
+        "seq_len": SEQ_LEN,
+        "micro_batch": MICRO_BATCH,
+        "repeats": REPEATS,
+        "results": measured,
+        "env": environment(),
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    for line in measured:
+        print(json.dumps(line))
+
+
+def make_data(folder: Path) -> Data:
+    """A few rows and some thousands of rows, tokenised."""
+    rng, paths = random.Random(0), []
+    for size in (10_000, 8_000_000):
+        paths.append(folder / f"{size}.txt")
+        paths[-1].write_text("".join(rng.choices("abcdefghijklmnop ", k=size)))
+    data = Data(sources=[Text(path=[str(p)]) for p in paths], cache_dir=str(folder / "cache"))
+    data.build(Bytes().build(), seq_len=SEQ_LEN, seed=0)
+    return data
+
+
+def measure(data: Data, row: int, num_workers: int) -> dict[str, Any]:
+    """Median and range over fresh starts at a row, after one that is not counted."""
+    times = [start_s(data, row, num_workers) for _ in range(REPEATS + 1)][1:]
+    return {
+        "row": row,
+        "num_workers": num_workers,
+        "first_batch_s": statistics.median(times),
+        "min_s": min(times),
+        "max_s": max(times),
+        "state_bytes": len(json.dumps(row)),  # the loader's whole state: the number of rows consumed
+    }
+
+
+def start_s(data: Data, row: int, num_workers: int) -> float:
+    """Seconds of one start."""
+    order._table.cache_clear()
+    order._round_keys.cache_clear()
+    began = time.perf_counter()
+    rows = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=0)
+    start = MicroBatches(from_row=row, rows=MICRO_BATCH, micro_batch=MICRO_BATCH, rank=0, num_ranks=1)
+    next(rows.batches(start, num_workers, pin_memory=False))
+    return time.perf_counter() - began
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and the time."""
+    packages = ("titanlite", "torch", "torchdata", "numpy")
+    return {
+        "cpu": cpu_name(),
+        "num_cpus": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's model, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next(
+        (line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+if __name__ == "__main__":
+    main()

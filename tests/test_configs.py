@@ -1,0 +1,178 @@
+"""Pins what users' files rest on: every file in train_configs/ loads, checks and reads back from its dump;
+the reference in docs/ is current; and the set of public keys is the frozen one, so that adding or dropping
+a key is a deliberate act. After such a change, `python tests/test_configs.py --update` writes
+tests/golden/public_keys.txt and docs/config.md anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from titanlite.config import reference, toml
+from titanlite.config.component import Component, ConfigError
+from titanlite.job import Job, load_job
+from titanlite.tools import config as config_tool
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+PUBLIC_KEYS = ROOT / "tests" / "golden" / "public_keys.txt"
+REFERENCE = ROOT / "docs" / "config.md"
+UPDATE = "python tests/test_configs.py --update"
+
+# The smallest of these that a file's parallelism and global batch divide over is what it is checked on.
+WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@contextmanager
+def shipped_choices() -> Iterator[None]:
+    """Only titanlite's own choices, whatever other tests registered in this process."""
+    kinds = [kind for kind in all_subclasses(Component) if kind.is_kind()]
+    before = {kind: kind.choices for kind in kinds}
+    for kind in kinds:
+        kind.choices = {n: c for n, c in kind.choices.items() if c.__module__.startswith("titanlite.")}
+    try:
+        yield
+    finally:
+        for kind, choices in before.items():
+            kind.choices = choices
+
+
+def all_subclasses(cls: type[Component]) -> list[type[Component]]:
+    return [cls_ for child in cls.__subclasses__() for cls_ in (child, *all_subclasses(child))]
+
+
+def public_keys() -> list[str]:
+    """`section.key`, or `section[choice].key`, of every key that a TOML file may have, sorted."""
+    with shipped_choices():
+        found = [
+            f"{section.path.strip('[]')}{f'[{section.choice}]' if section.choice else ''}.{key}"
+            for section in reference.sections(Job)
+            for key in [*(["name"] if section.choice else []), *(key.name for key in section.keys)]
+        ]
+    return sorted(found)
+
+
+def printed_reference(capsys: pytest.CaptureFixture[str]) -> str:
+    """What `titanlite config --reference` prints."""
+    with shipped_choices():
+        assert config_tool.main(["--reference"]) == 0
+    return capsys.readouterr().out
+
+
+def load(path: Path) -> tuple[Job, int]:
+    """The checked job of a file, and the smallest number of ranks on which it is one."""
+    complaints = []
+    for world_size in WORLD_SIZES:
+        try:
+            return load_job(path, world_size=world_size), world_size
+        except ConfigError as e:
+            complaints.append(str(e))
+    raise AssertionError(f"{path.name} loads on no number of ranks: {complaints[0]}")
+
+
+def opening(path: Path) -> str:
+    """The comment that a file opens with."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return "\n".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
+
+
+@pytest.fixture(params=CONFIGS, ids=lambda path: path.stem)
+def config(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_there_are_configurations():
+    assert "debug" in {path.stem for path in CONFIGS}
+
+
+def test_a_shipped_configuration_loads_and_checks(config):
+    job, _ = load(config)
+    assert job.training.steps > 0
+
+
+def test_the_dump_of_a_shipped_configuration_reads_back_equal(config, tmp_path):
+    job, world_size = load(config)
+    dumped = tmp_path / "job.toml"
+    dumped.write_text(toml.dump(job), encoding="utf-8")
+    assert load_job(dumped, world_size=world_size) == job
+
+
+def test_a_shipped_configuration_opens_with_its_hardware(config):
+    assert re.search(r"\b(GPUs?|CPU)\b", opening(config))
+
+
+def test_a_shipped_configuration_loads_on_the_gpus_that_it_names(config):
+    named = re.search(r"\b(\d+) (?:\w+ )?GPUs?\b", opening(config))
+    assert load_job(config, world_size=int(named[1]) if named else 1)
+
+
+def test_shipped_configurations_have_run_folders_of_their_own():
+    folders = [load(path)[0].job.dump_folder for path in CONFIGS]
+    assert len(set(folders)) == len(folders)
+
+
+def test_the_debug_configuration_runs_on_one_rank_from_what_is_in_the_tree():
+    job, world_size = load(ROOT / "train_configs" / "debug.toml")
+    assert world_size == 1
+    assert (ROOT / job.tokenizer.path).is_file()
+    assert [source.name for source in job.data.sources] == ["python_stdlib"]
+
+
+def test_a_key_that_is_wrong_does_not_load(tmp_path):
+    # The negative control of the tests above.
+    path = tmp_path / "wrong.toml"
+    path.write_text((ROOT / "train_configs" / "debug.toml").read_text().replace("seq_len", "sequence_len"))
+    with pytest.raises(AssertionError, match="unknown key 'sequence_len'"):
+        load(path)
+
+
+def test_the_reference_is_current(capsys):
+    assert REFERENCE.read_text(encoding="utf-8") == printed_reference(capsys), (
+        f"docs/config.md is not what `titanlite config --reference` prints; run: {UPDATE}"
+    )
+
+
+def test_the_public_keys_are_the_frozen_ones():
+    frozen, found = PUBLIC_KEYS.read_text().splitlines(), public_keys()
+    added, gone = sorted(set(found) - set(frozen)), sorted(set(frozen) - set(found))
+    assert found == frozen, (
+        f"the public keys have changed: added {added}, gone {gone}. A key that is gone breaks users' files "
+        f"and the resumption of their runs; if this is meant, say so in CHANGELOG.md and run: {UPDATE}"
+    )
+
+
+def test_the_public_keys_are_the_keys_of_a_resolved_job():
+    def keys_of(path: str, table: dict) -> Iterator[str]:
+        choice = f"[{table['name']}]" if "name" in table else ""
+        for key, value in table.items():
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                for inner in value:
+                    yield from keys_of(f"{path}.{key}", inner)
+            else:
+                yield f"{path}{choice}.{key}"
+
+    job, _ = load(ROOT / "train_configs" / "debug.toml")
+    used = {key for section, table in toml.as_tree(job).items() for key in keys_of(section, table)}
+    assert len(used) > 40
+    assert used <= set(public_keys())
+
+
+def update() -> None:
+    """Write what the tests above compare with."""
+    PUBLIC_KEYS.write_text("".join(f"{key}\n" for key in public_keys()))
+    with shipped_choices():
+        REFERENCE.write_text(config_tool.HEAD + reference.markdown(Job), encoding="utf-8")
+    print(f"wrote {PUBLIC_KEYS.relative_to(ROOT)} and {REFERENCE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--update"]:
+        sys.exit(f"usage: {UPDATE}")
+    update()

@@ -1,0 +1,166 @@
+"""The commands of the README as a user types them: the debug run, several ranks, several nodes, and how they
+fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import make_job, metrics_of, write_toml
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUGIN = """
+import os
+from dataclasses import dataclass
+import torch
+from titanlite.optim.adamw import AdamW
+
+@dataclass(frozen=True, kw_only=True)
+class Dying(AdamW, name="dying"):
+    "AdamW that ends the process of rank 1 with a code of its own at its third step."
+
+    def build(self, parameters):
+        optimizer, steps = super().build(parameters), []
+        def die(*args):
+            steps.append(0)
+            if len(steps) == 3 and os.environ.get("RANK") == "1":
+                os._exit(7)
+        optimizer.register_step_pre_hook(die)
+        return optimizer
+"""
+
+
+def start(arguments: list[str], **environment: str) -> subprocess.Popen:
+    """run_train.sh in the repository's root, on the interpreter of the tests."""
+    env = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environment
+    command = [str(ROOT / "run_train.sh"), *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def launch(*arguments: str, timeout_s: int = 100, **environment: str) -> subprocess.CompletedProcess:
+    """The same, to its end."""
+    process = start(list(arguments), **environment)
+    out, err = process.communicate(timeout=timeout_s)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def tiny(folder: Path, corpus: Path, name: str = "run") -> list[str]:
+    """Arguments of the tiny job."""
+    return [
+        str(write_toml(folder, corpus)),
+        f"--job.dump_folder={folder / name}",
+        f"--data.cache_dir={corpus / 'cache'}",
+    ]
+
+
+def test_the_debug_run_learns_and_says_where_everything_is(tmp_path: Path) -> None:
+    folder = tmp_path / "debug"
+    where = [f"--job.dump_folder={folder}", f"--data.cache_dir={tmp_path / 'cache'}"]
+    run = launch("debug", *where, OMP_NUM_THREADS="2", timeout_s=400)
+    assert run.returncode == 0, run.stderr
+    assert "tokenising into" in run.stderr
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["train/loss"] - metrics[-1]["train/loss"] > 3
+    assert metrics[0]["train/loss"] - metrics[-1]["eval/loss"] > 3
+    for line in (
+        "sample at step 160:\ndef main(",
+        "validation loss ",
+        f"metrics      {folder / 'metrics.jsonl'}",
+    ):
+        assert line in run.stderr
+    assert list((folder / "tb").glob("events.*"))
+    assert (folder / "checkpoint/step-160/manifest.json").exists()
+    assert (folder / "samples.txt").read_text().startswith("--- step 160\ndef main(")
+
+    again = launch("debug", *where, OMP_NUM_THREADS="2", timeout_s=400)
+    assert again.returncode == 0, again.stderr
+    assert "nothing to train: step 160 is done" in again.stderr
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == len(metrics)
+
+    command = [
+        sys.executable,
+        "-m",
+        "titanlite.cli",
+        "generate",
+        str(folder),
+        "--prompt",
+        "import ",
+        "--seed",
+        "1",
+    ]
+    sample = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert sample.startswith("import ")
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == sample
+
+
+def test_two_ranks_through_the_launcher(tmp_path: Path, corpus: Path) -> None:
+    run = launch(*tiny(tmp_path, corpus), "--data.num_workers=1", NGPU="2")
+    assert run.returncode == 0, run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stderr.count("step 8/8") == 1, "ranks other than LOG_RANK report too"
+    assert metrics_of(make_job(tmp_path, corpus))[-1]["step"] == 8
+
+
+def test_two_nodes(tmp_path: Path, corpus: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    nodes = [
+        start(tiny(tmp_path, corpus), NNODES="2", NODE_RANK=str(n), RDZV_ENDPOINT=f"localhost:{port}")
+        for n in (0, 1)
+    ]
+    errors = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], errors
+    assert metrics_of(make_job(tmp_path, corpus))[-1]["step"] == 8
+
+
+def test_the_code_of_the_rank_that_failed_comes_through(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "dying.py").write_text(PLUGIN)
+    plugin = ['--job.imports=["dying"]', "--optimizer.name=dying"]
+    run = launch(*tiny(tmp_path, corpus), *plugin, NGPU="2", PYTHONPATH=str(tmp_path))
+    assert run.returncode == 7, run.stderr
+    assert "rank 1 ended with exit code 7" in run.stderr
+
+
+def test_restarts_go_on_from_the_last_checkpoint(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "dying.py").write_text(PLUGIN)
+    plugin = [
+        '--job.imports=["dying"]',
+        "--optimizer.name=dying",
+        "--checkpoint.interval=2",
+        "--training.steps=4",
+    ]
+    run = launch(*tiny(tmp_path, corpus), *plugin, NGPU="2", PYTHONPATH=str(tmp_path), MAX_RESTARTS="1")
+    assert run.returncode == 0, run.stderr
+    assert "resumed from" in run.stderr
+    assert [row["step"] for row in metrics_of(make_job(tmp_path, corpus))] == [1, 2, 3, 4]
+
+
+def test_no_usable_checkpoint_is_3(tmp_path: Path, corpus: Path) -> None:
+    bad = tmp_path / "run/checkpoint/step-4"
+    bad.mkdir(parents=True)
+    (bad / "manifest.json").write_text("{}")
+    run = launch(*tiny(tmp_path, corpus), NGPU="2")
+    assert run.returncode == 3, run.stderr
+    assert run.stderr.count("no usable checkpoint") == 1
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("ngpu", ["1", "2"])
+def test_input_that_cannot_be_read_is_2_and_leaves_nothing(tmp_path: Path, ngpu: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n')
+    (tmp_path / "b.txt").write_bytes(b"abc\xff")
+    run = launch(*tiny(tmp_path, tmp_path), NGPU=ngpu)
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.count("b.txt: not UTF-8 at byte 3") == 1
+    assert "Traceback" not in run.stderr
+    assert not (tmp_path / "run").exists()
+    assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.startswith("text-")] == []

@@ -1,0 +1,421 @@
+"""Pins the loader: a training row is a function of its number and the recipe alone, so ranks, micro-batches,
+workers, resumes and changed batch sizes neither lose nor repeat nor alter one; held-out rows are never
+trained on; input that cannot be trained on is refused; whatever changes a row changes the recipe."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanlite.config.component import ConfigError
+from titanlite.data.batch import IGNORE, Batch, make_batch, row_hash
+from titanlite.data.loader import Data, MicroBatches, Rows
+from titanlite.data.order import BLOCK, quotas
+from titanlite.data.sources import Text
+from titanlite.data.tokenizer import Bytes
+
+SEQ_LEN, SEED = 16, 7
+SIZES = {
+    "a": 40_000,
+    "b": 3_000,
+    "c": 9_000,
+}  # characters; all but `a` pass through epochs in the tests below
+U64 = 1 << 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """a.txt, b.txt, c.txt of random letters (so that no two rows are alike), and a cache."""
+    root, rng = tmp_path_factory.mktemp("data"), random.Random(0)
+    for name, size in SIZES.items():
+        (root / f"{name}.txt").write_text("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=size)))
+    return root
+
+
+def make_data(folder: Path, weights: dict[str, float] | None = None, **options: Any) -> Data:
+    weights = {"a": 3, "b": 1, "c": 2} if weights is None else weights
+    sources = [Text(path=[str(folder / f"{name}.txt")], weight=w) for name, w in weights.items()]
+    return Data(sources=sources, cache_dir=str(folder / "cache"), **{"holdout_rows": 30, **options})
+
+
+def make_rows(
+    folder: Path,
+    weights: dict[str, float] | None = None,
+    *,
+    seed: int = SEED,
+    seq_len: int = SEQ_LEN,
+    **options: Any,
+) -> Rows:
+    return make_data(folder, weights, **options).build(Bytes().build(), seq_len=seq_len, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> Rows:
+    return make_rows(folder)
+
+
+def all_chunks(folder: Path, name: str) -> set[bytes]:
+    """Every row of a source, cut by hand."""
+    tokens = np.asarray([256, *(folder / f"{name}.txt").read_bytes(), 257])
+    return {tokens[i : i + SEQ_LEN + 1].tobytes() for i in range(0, len(tokens) - SEQ_LEN, SEQ_LEN)}
+
+
+def contents(rows: list[np.ndarray]) -> list[bytes]:
+    return [row.tobytes() for row in rows]
+
+
+def take(rows: Rows, order: MicroBatches, number: int, num_workers: int = 0) -> list[Batch]:
+    """The first micro-batches of an order."""
+    return list(islice(rows.batches(order, num_workers, pin_memory=False), number))
+
+
+def sha(batches: list[Batch]) -> int:
+    return sum(b.sha for b in batches) % U64
+
+
+def reference_sha(rows: Rows, first: int, last: int) -> int:
+    """What the hash of training rows [first, last) has to be, read one row at a time."""
+    return sum(row_hash(g, rows.training(np.asarray([g]))[0]) for g in range(first, last)) % U64
+
+
+def test_held_out_rows_are_never_trained_on(folder: Path, rows: Rows) -> None:
+    """20,000 training rows are two and more epochs of each source; together they are all there is."""
+    held = contents(rows.held_out(np.arange(rows.num_held_out)))
+    assert len(set(held)) == rows.num_held_out == 30
+    trained = Counter(contents(rows.training(np.arange(20 * BLOCK))))
+    assert not trained.keys() & set(held)
+    everything = {chunk for name in SIZES for chunk in all_chunks(folder, name)}
+    assert trained.keys() | set(held) == everything
+    assert min(trained.values()) >= 2
+    assert sum(rows.sizes) == len(everything) - 30
+
+
+def test_held_out_rows_are_split_by_weight(folder: Path, rows: Rows) -> None:
+    held = set(contents(rows.held_out(np.arange(30))))
+    assert {name: len(held & all_chunks(folder, name)) for name in SIZES} == {"a": 15, "b": 5, "c": 10}
+
+
+def test_held_out_rows_do_not_depend_on_the_seed(folder: Path, rows: Rows) -> None:
+    other = make_rows(folder, seed=SEED + 1)
+    numbers = np.arange(30)
+    assert contents(other.held_out(numbers)) == contents(rows.held_out(numbers))
+    assert contents(other.training(numbers)) != contents(rows.training(numbers))
+
+
+def test_held_out_rows_are_scattered_over_the_source(folder: Path) -> None:
+    rows = make_rows(folder, {"a": 1}, holdout_rows=100)
+    text = (folder / "a.txt").read_text()
+    held = [bytes(r[1:-1].astype(np.uint8)).decode() for r in rows.held_out(np.arange(100))]
+    places = sorted(text.index(chunk) for chunk in held)
+    assert places[0] < SIZES["a"] * 0.1
+    assert places[-1] > SIZES["a"] * 0.9
+
+
+def test_reading_held_out_rows_leaves_training_alone(rows: Rows) -> None:
+    expected = contents(rows.training(np.arange(50)))
+    stream = rows.batches(MicroBatches(0, 10, 10, 0, 1), 0, pin_memory=False)
+    seen = []
+    for _ in range(5):
+        rows.held_out(np.arange(30))
+        batch = next(stream)
+        seen += contents([np.append(i, t[-1]) for i, t in zip(batch.inputs.numpy(), batch.targets.numpy())])
+    assert seen == expected
+
+
+def test_without_holdout_every_row_is_trained_on(folder: Path) -> None:
+    rows = make_rows(folder, {"a": 1}, holdout_rows=0)
+    assert rows.num_held_out == 0
+    assert rows.held_out(np.arange(0)) == []
+    assert set(contents(rows.training(np.arange(3 * BLOCK)))) == all_chunks(folder, "a")
+
+
+def test_a_rows_source_follows_the_weights(folder: Path, rows: Rows) -> None:
+    trained = contents(rows.training(np.arange(5 * BLOCK, 6 * BLOCK)))
+    for name, quota in {"a": 500, "b": 167, "c": 333}.items():
+        chunks = all_chunks(folder, name)
+        assert sum(row in chunks for row in trained) == quota
+
+
+def test_the_order_of_sources_in_the_file_does_not_matter(folder: Path, rows: Rows) -> None:
+    other = make_rows(folder, {"c": 2, "b": 1, "a": 3})
+    assert other.recipe == rows.recipe
+    numbers = np.arange(2 * BLOCK)
+    assert contents(other.training(numbers)) == contents(rows.training(numbers))
+    assert contents(other.held_out(np.arange(30))) == contents(rows.held_out(np.arange(30)))
+
+
+def test_a_batch_holds_its_rows_shifted_by_one(rows: Rows) -> None:
+    (batch,) = take(rows, MicroBatches(5, 3, 3, 0, 1), 1)
+    expected = np.stack(rows.training(np.arange(5, 8)))
+    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+    assert batch.inputs.tolist() == expected[:, :-1].tolist()
+    assert batch.targets.tolist() == expected[:, 1:].tolist()
+    assert batch.num_targets == 3 * SEQ_LEN
+    assert batch.sha == reference_sha(rows, 5, 8)
+
+
+def test_rows_that_fill_up_a_batch_do_not_count(rows: Rows) -> None:
+    some = rows.held_out(np.arange(2))
+    batch, full = make_batch([0, 1], some), make_batch([0, 1], some, num_rows=4, seq_len=SEQ_LEN)
+    assert full.inputs.shape == full.targets.shape == (4, SEQ_LEN)
+    assert full.targets[:2].tolist() == batch.targets.tolist()
+    assert (full.targets[2:] == IGNORE).all()
+    assert (full.num_targets, full.sha) == (batch.num_targets, batch.sha) == (2 * SEQ_LEN, batch.sha)
+    nothing = make_batch([], [], num_rows=4, seq_len=SEQ_LEN)
+    assert (nothing.num_targets, nothing.sha) == (0, 0)
+
+
+def test_the_hash_knows_tokens_and_places() -> None:
+    row, other = np.arange(5), np.array([0, 1, 2, 3, 5])
+    hashes = {row_hash(0, row), row_hash(1, row), row_hash(0, other), row_hash(0, row[:-1])}
+    assert len(hashes) == 4
+    assert all(0 <= h < U64 for h in hashes)
+    swapped = make_batch([0, 1], [other, row]).sha
+    assert (
+        make_batch([0, 1], [row, other]).sha != swapped
+    )  # a sum over rows, and still not blind to their order
+
+
+SPLITS = [(dp, mb) for dp in (1, 2, 3, 4, 6) for mb in (1, 2, 4, 12, 24) if 24 % (dp * mb) == 0]
+
+
+@pytest.mark.parametrize(("dp", "micro_batch"), SPLITS)
+def test_ranks_cover_a_steps_rows_exactly(dp: int, micro_batch: int) -> None:
+    first, size, per_step = 1_000, 24, 24 // (dp * micro_batch)
+    orders = [iter(MicroBatches(first, size, micro_batch, rank, dp)) for rank in range(dp)]
+    for step in range(3):
+        begin = first + step * size
+        taken = [next(order) for order in orders for _ in range(per_step)]
+        assert all(len(numbers) == micro_batch for numbers in taken)
+        assert sorted(g for numbers in taken for g in numbers) == list(range(begin, begin + size))
+
+
+@pytest.mark.parametrize(("dp", "micro_batch"), SPLITS)
+def test_batches_are_equal_for_any_split(rows: Rows, dp: int, micro_batch: int) -> None:
+    """Two steps, their hashes summed over ranks and micro-batches, against rows read one by one."""
+    per_step = 24 // (dp * micro_batch)
+    ranks = [take(rows, MicroBatches(990, 24, micro_batch, r, dp), 2 * per_step) for r in range(dp)]
+    for step in range(2):
+        batches = [b for rank in ranks for b in rank[step * per_step : (step + 1) * per_step]]
+        assert sha(batches) == reference_sha(rows, 990 + 24 * step, 990 + 24 * (step + 1))
+        assert sum(b.num_targets for b in batches) == 24 * SEQ_LEN
+
+
+def test_workers_give_the_same_batches(rows: Rows) -> None:
+    order = MicroBatches(995, 12, 3, 1, 2)
+    alone, workers = (take(rows, order, 7, num_workers=n) for n in (0, 2))
+    assert len(alone) == len(workers) == 7
+    for a, b in zip(alone, workers):
+        assert torch.equal(a.inputs, b.inputs)
+        assert torch.equal(a.targets, b.targets)
+        assert (a.sha, a.num_targets) == (b.sha, b.num_targets)
+    assert len({b.sha for b in alone}) == 7
+
+
+def train_on(rows: Rows, kill: bool) -> None:
+    """Two hundred batches from two workers, of which one is killed after the first batch."""
+    stream = rows.batches(MicroBatches(0, 4, 4, 0, 1), 2, pin_memory=False)
+    for step in range(200):
+        next(stream)
+        if kill and step == 0:
+            (worker, *_) = multiprocessing.active_children()
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["control", "killed"])
+def test_a_killed_worker_ends_the_run(rows: Rows, kill: bool) -> None:
+    """It neither hangs nor goes on without its batches. In a process of its own: errors may come late."""
+    process = multiprocessing.get_context("fork").Process(target=train_on, args=(rows, kill))
+    process.start()
+    process.join(timeout=60)
+    hung = process.is_alive()
+    process.kill()
+    process.join()
+    assert not hung
+    assert (process.exitcode != 0) == kill
+
+
+def test_random_number_generators_do_not_enter(folder: Path) -> None:
+    found = []
+    for seed in (0, 1):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        rows = make_rows(folder)
+        found.append(
+            (sha(take(rows, MicroBatches(0, 8, 8, 0, 1), 3)), contents(rows.held_out(np.arange(30))))
+        )
+    assert found[0] == found[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    first=st.one_of(st.integers(0, 3 * BLOCK), st.integers(0, 10**10)),
+    runs=st.lists(st.integers(1, 3), min_size=4, max_size=4),
+    dp=st.sampled_from([1, 2, 3]),
+)
+def test_resuming_is_skipping(rows: Rows, first: int, runs: list[int], dp: int) -> None:
+    """Run, and resume three times where the run before stopped; an uninterrupted run is the reference."""
+    size, micro_batch = 12, 2
+    per_step = size // (micro_batch * dp)
+    for rank in range(dp):
+        straight = take(rows, MicroBatches(first, size, micro_batch, rank, dp), sum(runs) * per_step)
+        resumed, consumed = [], first
+        for steps in runs:
+            resumed += take(rows, MicroBatches(consumed, size, micro_batch, rank, dp), steps * per_step)
+            consumed += steps * size
+        assert [b.sha for b in resumed] == [b.sha for b in straight]
+        assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(resumed, straight))
+    late = take(rows, MicroBatches(first + 1, size, micro_batch, 0, dp), 1)  # negative control: a row too far
+    assert late[0].sha != take(rows, MicroBatches(first, size, micro_batch, 0, dp), 1)[0].sha
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 10**9),
+    st.lists(
+        st.tuples(
+            st.integers(1, 3), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 5]), st.integers(1, 3)
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+)
+def test_a_changed_batch_size_or_layout_loses_and_repeats_nothing(
+    rows: Rows, first: int, phases: list[tuple[int, int, int, int]]
+) -> None:
+    """Each phase runs with its own ranks, micro-batch and accumulation from where the last one ended."""
+    consumed, seen, total = first, [], 0
+    for steps, dp, micro_batch, accumulation in phases:
+        size = dp * micro_batch * accumulation
+        for rank in range(dp):
+            order = MicroBatches(consumed, size, micro_batch, rank, dp)
+            seen += [g for numbers in islice(order, steps * accumulation) for g in numbers]
+            total += sha(take(rows, order, steps * accumulation))
+        consumed += steps * size
+    assert sorted(seen) == list(range(first, consumed))
+    assert total % U64 == reference_sha(rows, first, consumed)
+
+
+def test_too_few_tokens(folder: Path) -> None:
+    tokens = SIZES["b"] + 2
+    longest = make_rows(folder, {"b": 1}, seq_len=tokens - 1, holdout_rows=0)
+    assert longest.sizes == [1]
+    assert len(longest.training(np.arange(1))[0]) == tokens
+    with pytest.raises(ConfigError) as e:
+        make_rows(folder, {"b": 1}, seq_len=tokens, holdout_rows=0)
+    assert f"{tokens} tokens" in str(e.value)
+    assert f"seq_len + 1 = {tokens + 1}" in str(e.value)
+
+
+def test_too_many_held_out_rows(folder: Path) -> None:
+    num_rows = len(all_chunks(folder, "b"))
+    assert make_rows(folder, {"b": 1}, holdout_rows=num_rows - 1).sizes == [1]
+    with pytest.raises(ConfigError, match=f"{num_rows} rows are held out") as e:
+        make_rows(folder, {"b": 1}, holdout_rows=num_rows)
+    assert e.value.key == "data.holdout_rows"
+    with pytest.raises(ConfigError):  # of one source of two
+        make_rows(folder, {"a": 1, "b": 1}, holdout_rows=2 * num_rows)
+
+
+def test_two_sources_with_the_same_tokens(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy.txt").write_bytes((folder / "b.txt").read_bytes())
+    sources = [Text(path=[str(path)]) for path in (folder / "b.txt", tmp_path / "copy.txt")]
+    data = Data(sources=sources, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match="same tokens") as e:
+        data.build(Bytes().build(), seq_len=SEQ_LEN, seed=SEED)
+    assert e.value.key == "data.sources"
+
+
+def test_a_weight_too_small_for_a_row_in_a_block(folder: Path) -> None:
+    """It would leave its source out without a word; the smallest that gets a row is taken."""
+    assert sorted(make_rows(folder, {"a": 999, "b": 1}, holdout_rows=0).recipe["sources"].values()) == [
+        1,
+        999,
+    ]
+    with pytest.raises(ConfigError, match="weight"):
+        make_rows(folder, {"a": 10_000, "b": 1}, holdout_rows=0)
+
+
+@pytest.mark.parametrize("key", ["holdout_rows", "num_workers"])
+def test_negative_numbers(folder: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match="below 0") as e:
+        make_data(folder, **{key: -1})
+    assert e.value.key == key
+
+
+def test_no_sources() -> None:
+    with pytest.raises(ConfigError) as e:
+        Data(sources=[])
+    assert e.value.key == "sources"
+
+
+def test_full_verification_finds_a_changed_byte(folder: Path, tmp_path: Path) -> None:
+    options = {"cache_dir": str(tmp_path)}
+    sources = [Text(path=[str(folder / "b.txt")])]
+    build = {"seq_len": SEQ_LEN, "seed": SEED}
+    Data(sources=sources, verify="full", **options).build(Bytes().build(), **build)
+    (file,) = tmp_path.glob("*/00000.bin")
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    Data(sources=sources, verify="sizes", **options).build(Bytes().build(), **build)
+    with pytest.raises(ConfigError, match=r"00000\.bin"):
+        Data(sources=sources, verify="full", **options).build(Bytes().build(), **build)
+
+
+def test_the_recipe_changes_with_all_that_changes_rows(folder: Path, rows: Rows, tmp_path: Path) -> None:
+    edited = Path(tmp_path)
+    for name in SIZES:
+        (edited / f"{name}.txt").write_bytes((folder / f"{name}.txt").read_bytes())
+    (edited / "b.txt").write_text((folder / "b.txt").read_text()[:-1] + "!")
+    others = {
+        "seed": make_rows(folder, seed=SEED + 1),
+        "seq_len": make_rows(folder, seq_len=SEQ_LEN - 1),
+        "weights": make_rows(folder, {"a": 3, "b": 1, "c": 2.1}),
+        "a source less": make_rows(folder, {"a": 3, "b": 1}),
+        "content": make_rows(edited),
+        "holdout": make_rows(folder, holdout_rows=31),
+    }
+    recipes = [json.dumps(r.recipe, sort_keys=True) for r in (rows, *others.values())]
+    assert len(set(recipes)) == len(recipes), dict(zip(["base", *others], recipes))
+
+
+def test_the_recipe_does_not_change_with_what_changes_no_row(
+    folder: Path, rows: Rows, tmp_path: Path
+) -> None:
+    for name in SIZES:
+        (tmp_path / f"renamed_{name}.txt").write_bytes((folder / f"{name}.txt").read_bytes())
+    moved = make_rows(
+        tmp_path, {"renamed_c": 4, "renamed_a": 6, "renamed_b": 2}, num_workers=5, verify="full"
+    )
+    assert moved.recipe == rows.recipe
+    assert contents(moved.training(np.arange(200))) == contents(rows.training(np.arange(200)))
+
+
+def test_the_recipe_is_json(rows: Rows) -> None:
+    assert json.loads(json.dumps(rows.recipe)) == rows.recipe
+    assert sorted(rows.recipe["sources"].values()) == sorted(quotas([3, 1, 2], BLOCK)) == [167, 333, 500]
+
+
+def test_equal_recipes_give_equal_rows(folder: Path) -> None:
+    """Weights that differ by less than a row in a block still may hold out other rows."""
+    options = {"seq_len": 4, "holdout_rows": 1400}
+    even, uneven = (make_rows(folder, {"a": 1, "c": w}, **options) for w in (1, 1.0018))
+    numbers = np.arange(200)
+    same = contents(even.training(numbers)) == contents(uneven.training(numbers))
+    assert same or even.recipe != uneven.recipe

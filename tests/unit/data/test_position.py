@@ -1,0 +1,96 @@
+"""Pins that a run may start at any row for the same price: the state is one integer, and the time to the
+first batch and the tokens read for it do not grow with the row, also after millions of epochs of a small
+source."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from titanlite.data import order
+from titanlite.data.loader import Data, MicroBatches, Rows
+from titanlite.data.shards import TokenShards
+from titanlite.data.sources import Text
+from titanlite.data.tokenizer import Bytes
+
+POSITIONS = (0, 10**6, 10**9, 10**12)
+MICRO_BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """Sources of about 6 rows, 600 rows (tables) and 9,000 rows (networks)."""
+    folder, rng = tmp_path_factory.mktemp("position"), random.Random(0)
+    paths = [folder / f"{size}.txt" for size in (100, 10_000, 150_000)]
+    for path in paths:
+        path.write_text("".join(rng.choices("abcdefgh", k=int(path.stem))))
+    data = Data(sources=[Text(path=[str(p)]) for p in paths], cache_dir=str(folder / "cache"))
+    return data.build(Bytes().build(), seq_len=16, seed=0)
+
+
+def first_batch_s(rows: Rows, from_row: int) -> float:
+    """Seconds from a fresh start at a row to its batch; the best of five, nothing remembered between them."""
+    times = []
+    for _ in range(5):
+        order._table.cache_clear()
+        order._round_keys.cache_clear()
+        began = time.perf_counter()
+        next(rows.batches(MicroBatches(from_row, MICRO_BATCH, MICRO_BATCH, 0, 1), 0, pin_memory=False))
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def test_time_to_first_batch_does_not_depend_on_the_row(rows: Rows) -> None:
+    first_batch_s(rows, 0)  # imports and maps
+    times = {row: first_batch_s(rows, row) for row in POSITIONS}
+    assert max(times.values()) < 1, times
+    assert max(times.values()) < 20 * max(min(times.values()), 0.005), times
+
+
+@pytest.mark.parametrize("from_row", POSITIONS)
+def test_tokens_read_do_not_depend_on_the_row(
+    rows: Rows, from_row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, counts = TokenShards.read, []
+
+    def counting(self: TokenShards, start: int, count: int) -> np.ndarray:
+        counts.append(count)
+        return read(self, start, count)
+
+    monkeypatch.setattr(TokenShards, "read", counting)
+    batches = rows.batches(MicroBatches(from_row, MICRO_BATCH, MICRO_BATCH, 0, 1), 0, pin_memory=False)
+    for _ in range(3):
+        next(batches)
+    assert counts == [17] * (3 * MICRO_BATCH)
+
+
+def test_the_state_is_one_integer(rows: Rows) -> None:
+    """From it alone, through JSON, a run goes on where another would be, however far in."""
+    for position in POSITIONS:
+        start = MicroBatches(position, MICRO_BATCH, MICRO_BATCH, 0, 1)
+        running = rows.batches(start, 0, pin_memory=False)
+        consumed = position
+        for _ in range(3):
+            next(running)
+            consumed += MICRO_BATCH
+        state = json.dumps(consumed)
+        assert len(state) <= 13
+        resumed = rows.batches(replace(start, from_row=json.loads(state)), 0, pin_memory=False)
+        assert next(resumed).sha == next(running).sha
+
+
+def test_epochs_stay_complete_far_in(rows: Rows) -> None:
+    """A thousand rows deep in still hold each row of the smallest source as often as any other, to one."""
+    small = min(range(3), key=lambda k: rows.sizes[k])
+    assert rows.sizes[small] == 6
+    for block in (0, 10**6, 10**9):
+        numbers = np.arange(block * order.BLOCK, (block + 1) * order.BLOCK)
+        source, row = rows._mixture.locate(numbers)
+        counts = np.bincount(row[source == small], minlength=6)
+        assert counts.sum() == rows._mixture.quotas[small]
+        assert counts.max() - counts.min() <= 2  # an epoch may be cut at both ends

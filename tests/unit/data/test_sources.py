@@ -1,0 +1,214 @@
+"""Pins what a source of data is keyed and checked by: the cache of raw text knows content, tokenizer and the
+way of reading, so old tokens are never met and good ones never made twice; shards of another tokenizer and
+weights that are none are refused; python_stdlib is the library's own source and nothing else."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.config.component import ConfigError
+from titanlite.data import sources
+from titanlite.data.shards import TokenShards
+from titanlite.data.sources import PythonStdlib, Source, Text, Tokens, stdlib_files
+from titanlite.data.text import write_shards
+from titanlite.data.tokenizer import Bytes, TextCodec
+
+
+class Shifted(TextCodec):
+    """Another tokenizer than bytes, that counts the documents it is given."""
+
+    vocab_size, bos, eos, fingerprint = 300, 256, 257, "shifted"
+
+    def __init__(self) -> None:
+        self.encoded = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.encoded += 1
+        return [b ^ 1 for b in text.encode()]
+
+
+def tokens_of(shards: TokenShards) -> list[int]:
+    return shards.read(0, shards.num_tokens).tolist()
+
+
+def framed(*texts: str) -> list[int]:
+    """What the bytes tokenizer makes of documents."""
+    return [t for text in texts for t in (256, *text.encode(), 257)]
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file's identity and time of last change."""
+    return {str(p): (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.rglob("*")}
+
+
+def test_unchanged_text_is_not_tokenised_again(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    codec, source, cache = Shifted(), Text(path=[str(tmp_path / "a.txt")]), tmp_path / "cache"
+    first = source.build(codec, cache)
+    assert codec.encoded == 1
+    before = snapshot(cache)
+    again = source.build(codec, cache)
+    assert codec.encoded == 1
+    assert snapshot(cache) == before
+    assert tokens_of(again) == tokens_of(first)
+    assert again.path == first.path
+
+
+def test_an_edited_file_gives_new_tokens(tmp_path: Path) -> None:
+    """Even with the same size and time of change."""
+    file, cache, codec = tmp_path / "a.txt", tmp_path / "cache", Bytes().build()
+    source = Text(path=[str(file)])
+    file.write_text("hello")
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    old = source.build(codec, cache)
+    file.write_text("jello")
+    os.utime(file, ns=times)
+    new = source.build(codec, cache)
+    assert tokens_of(new) == framed("jello")
+    assert new.path != old.path
+    file.write_text("hello")
+    assert source.build(codec, cache).path == old.path
+
+
+def test_a_file_more_or_less_gives_new_tokens(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    source, codec = Text(path=[str(tmp_path / "in")]), Bytes().build()
+    (tmp_path / "in" / "a.txt").write_text("ab")
+    assert tokens_of(source.build(codec, tmp_path / "cache")) == framed("ab")
+    (tmp_path / "in" / "b.txt").write_text("cd")
+    assert tokens_of(source.build(codec, tmp_path / "cache")) == framed("ab", "cd")
+    (tmp_path / "in" / "a.txt").write_text("abcd")  # the same bytes in one file
+    (tmp_path / "in" / "b.txt").unlink()
+    assert tokens_of(source.build(codec, tmp_path / "cache")) == framed("abcd")
+
+
+def test_another_tokenizer_has_another_directory(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    source, cache = Text(path=[str(tmp_path / "a.txt")]), tmp_path / "cache"
+    plain, shifted = source.build(Bytes().build(), cache), source.build(Shifted(), cache)
+    assert plain.path != shifted.path
+    assert plain.path.parent == shifted.path.parent == cache
+    assert tokens_of(plain) == framed("hello")
+    assert tokens_of(shifted) == [256, *(b ^ 1 for b in b"hello"), 257]
+
+
+def test_another_field_gives_other_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "body": "two"}\n')
+    path, codec = [str(tmp_path / "a.jsonl")], Bytes().build()
+    assert tokens_of(Text(path=path).build(codec, tmp_path / "cache")) == framed("one")
+    assert tokens_of(Text(path=path, field="body").build(codec, tmp_path / "cache")) == framed("two")
+
+
+def test_another_way_of_reading_gives_other_tokens(tmp_path: Path) -> None:
+    """The same bytes under .txt and .jsonl are other documents."""
+    content, codec = '{"text": "one"}\n', Bytes().build()
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_text(content)
+    as_text = Text(path=[str(tmp_path / "a.txt")]).build(codec, tmp_path / "cache")
+    assert tokens_of(as_text) == framed(content)
+    as_lines = Text(path=[str(tmp_path / "a.jsonl")]).build(codec, tmp_path / "cache")
+    assert tokens_of(as_lines) == framed("one")
+
+
+def test_a_damaged_cache_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    source, codec = Text(path=[str(tmp_path / "a.txt")]), Bytes().build()
+    file = source.build(codec, tmp_path / "cache").path / "00000.bin"
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(ConfigError, match=r"00000\.bin"):
+        source.build(codec, tmp_path / "cache")
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    codec = Bytes().build()
+    made = write_shards(tmp_path / "d", [("hello", 5)], codec, total_bytes=5)
+    source = Tokens(path=str(tmp_path / "d"))
+    assert tokens_of(source.build(codec, tmp_path)) == tokens_of(made) == framed("hello")
+    with pytest.raises(ConfigError) as e:
+        source.build(Shifted(), tmp_path)
+    for part in (str(tmp_path / "d"), codec.fingerprint, "shifted"):
+        assert part in str(e.value)
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, -1, -0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["tokens", "text", "python_stdlib"])
+def test_a_weight_that_is_no_share_is_refused(kind: str, weight: float) -> None:
+    options: dict[str, Any] = {"tokens": {"path": "d"}, "text": {"path": ["a"]}, "python_stdlib": {}}[kind]
+    choice = Source.choose(kind, "data.sources")
+    choice(**options, weight=1e-3)
+    with pytest.raises(ConfigError, match=r"above 0|finite") as e:
+        choice(**options, weight=weight)
+    assert e.value.key == "weight"
+
+
+def test_the_standard_library_is_there_without_tests_and_packages() -> None:
+    files, root = stdlib_files(), Path(sysconfig.get_paths()["stdlib"])
+    names = [f.relative_to(root).as_posix() for f in files]
+    assert {"os.py", "json/decoder.py", "collections/__init__.py"} <= set(names)
+    assert names == sorted(names)
+    assert len(files) > 300
+    for name in names:
+        assert name.endswith(".py")
+        parts = set(name.split("/"))
+        assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def fake_library(root: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+
+
+def test_which_files_are_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders above the library may have any name; a file in another encoding is left out."""
+    root = tmp_path / "test" / "lib"
+    names = ("b.py", "a/z.py", "a/b.pyc", "test/t.py", "a/tests/t.py", "testing.py")
+    files = dict.fromkeys(names, b"x = 1\n")
+    files |= {"site-packages/p.py": b"", "latin.py": b"# coding: latin-1\n# \xe9\n", "a/idle_test/i.py": b""}
+    fake_library(root, monkeypatch, files)
+    assert [f.relative_to(root).as_posix() for f in stdlib_files()] == ["a/z.py", "b.py", "testing.py"]
+
+
+def test_a_python_without_source_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_library(tmp_path, monkeypatch, {"os.pyc": b""})
+    with pytest.raises(ConfigError, match="python_stdlib"):
+        stdlib_files()
+
+
+def test_python_stdlib_is_cached_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, cache, codec = tmp_path / "lib", tmp_path / "cache", Bytes().build()
+    fake_library(library, monkeypatch, {"a.py": b"a = 1", "b.py": b"b = 2"})
+    first = PythonStdlib().build(codec, cache)
+    assert tokens_of(first) == framed("a = 1", "b = 2")
+    before = snapshot(cache)
+    assert PythonStdlib().build(codec, cache).path == first.path
+    assert snapshot(cache) == before
+    (library / "a.py").write_text("a = 3")
+    assert tokens_of(PythonStdlib().build(codec, cache)) == framed("a = 3", "b = 2")
+
+
+def test_the_cache_is_read_only_when_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run killed while it tokenises leaves no directory that a later one would take for its cache."""
+    (tmp_path / "a.txt").write_text("hello")
+    source, cache, codec = Text(path=[str(tmp_path / "a.txt")]), tmp_path / "cache", Bytes().build()
+
+    def killed(path: Path, docs: Sequence[Any], *args: Any, **kwargs: Any) -> TokenShards:
+        def some() -> Any:
+            yield next(iter(docs))
+            raise KeyboardInterrupt
+
+        return write_shards(path, some(), *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "write_shards", killed)
+        with pytest.raises(KeyboardInterrupt):
+            source.build(codec, cache)
+    assert list(cache.iterdir()) == []
+    assert tokens_of(source.build(codec, cache)) == framed("hello")

@@ -1,0 +1,193 @@
+"""Pins the meter on a clock of the test's own: what a step's time is, what is taken out of it, throughput
+and FLOPs from it, MFU only where the device's peak is known, and a new window after each report.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from titanlite.config.component import ConfigError
+from titanlite.metrics import meter as meter_module
+from titanlite.metrics.meter import Meter, Metrics
+from titanlite.metrics.sinks import Console, JsonLines, TensorBoard
+
+
+class Clock:
+    """Stands in for the module `time`: moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Collected:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, dict[str, Any]]] = []
+        self.closed = False
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        self.written.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+def make_meter(clock: Clock, *sinks: Collected, peak_flops: float | None = None) -> Meter:
+    """1000 tokens a step over 4 ranks, 2 GFLOP a token."""
+    return Meter(
+        device=torch.device("cpu"), sinks=sinks, tokens_per_step=1000, flops_per_token=2 * 10**9,
+        world_size=4, peak_flops=peak_flops, synchronize=lambda: None, _began=clock.now,
+    )  # fmt: skip
+
+
+def take_steps(meter: Meter, clock: Clock, steps: int, seconds: float) -> None:
+    for _ in range(steps):
+        clock.sleep(seconds)
+        meter.step_done()
+
+
+def report_one_step(clock: Clock, values: dict[str, Any], *sinks: Collected) -> dict[str, Any]:
+    meter = make_meter(clock, *sinks)
+    take_steps(meter, clock, steps=1, seconds=2.0)
+    return meter.report(1, values)
+
+
+LOSS = {"train/loss": 2.0}
+
+
+def test_throughput_is_that_of_the_steps_since_the_last_report(clock):
+    meter = make_meter(clock)
+    take_steps(meter, clock, steps=5, seconds=2.0)
+    values = meter.report(5, LOSS)
+    assert values["time/step_s"] == pytest.approx(2.0)
+    assert values["throughput/tokens_per_second"] == pytest.approx(500.0)
+    assert values["throughput/tokens_per_second_per_device"] == pytest.approx(125.0)
+    assert values["throughput/tflops"] == pytest.approx(0.25)  # of one device: 125 x 2 GFLOP
+    take_steps(meter, clock, steps=3, seconds=4.0)
+    assert meter.report(8, LOSS)["time/step_s"] == pytest.approx(4.0)
+
+
+def test_mfu_is_absent_where_the_peak_is_unknown(clock):
+    meter = make_meter(clock, peak_flops=None)
+    take_steps(meter, clock, steps=1, seconds=2.0)
+    assert "throughput/mfu" not in meter.report(1, LOSS)
+
+
+def test_mfu_is_flops_of_one_device_over_its_peak(clock):
+    meter = make_meter(clock, peak_flops=1e12)
+    take_steps(meter, clock, steps=1, seconds=2.0)
+    assert meter.report(1, LOSS)["throughput/mfu"] == pytest.approx(0.25)
+
+
+def test_time_apart_is_not_step_time_and_is_reported_once(clock):
+    meter = make_meter(clock)
+    take_steps(meter, clock, steps=4, seconds=2.0)
+    for _ in range(2):
+        with meter.apart("checkpoint/stall_s"):
+            clock.sleep(15.0)
+    values = meter.report(4, LOSS)
+    assert values["checkpoint/stall_s"] == pytest.approx(30.0)
+    assert values["time/step_s"] == pytest.approx(2.0)
+    take_steps(meter, clock, steps=1, seconds=2.0)
+    values = meter.report(5, LOSS)
+    assert "checkpoint/stall_s" not in values
+    assert values["time/step_s"] == pytest.approx(2.0)
+
+
+def test_what_the_device_still_has_to_do_of_the_steps_is_not_time_apart(clock):
+    meter = make_meter(clock)
+    pending = [3.0, 5.0]  # of the steps, then of the body
+    meter.synchronize = lambda: clock.sleep(pending.pop(0))
+    meter.step_done()
+    with meter.apart("time/validation_s"):
+        pass
+    values = meter.report(1, LOSS)
+    assert values["time/validation_s"] == pytest.approx(5.0)
+    assert values["time/step_s"] == pytest.approx(3.0)
+
+
+def test_data_wait_is_a_share_of_the_time(clock):
+    meter = make_meter(clock)
+    for _ in range(2):
+        with meter.waiting_for_data():
+            clock.sleep(0.5)
+        take_steps(meter, clock, steps=1, seconds=1.5)
+    assert meter.report(2, LOSS)["time/data_wait_pct"] == pytest.approx(25.0)
+    take_steps(meter, clock, steps=1, seconds=1.0)
+    assert meter.report(3, LOSS)["time/data_wait_pct"] == 0.0
+
+
+def test_data_wait_is_a_share_of_the_time_of_the_steps(clock):
+    # A validation in the window must not make a starved loader look fed.
+    meter = make_meter(clock)
+    with meter.waiting_for_data():
+        clock.sleep(1.0)
+    take_steps(meter, clock, steps=1, seconds=1.0)
+    with meter.apart("time/validation_s"):
+        clock.sleep(98.0)
+    assert meter.report(1, LOSS)["time/data_wait_pct"] == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "perplexity"), [(0.0, 1.0), (2.0, math.exp(2.0)), (1e6, math.inf), (math.inf, math.inf)]
+)
+def test_perplexity(clock, loss, perplexity):
+    assert report_one_step(clock, {"train/loss": loss})["train/perplexity"] == perplexity
+
+
+def test_the_perplexity_of_a_loss_that_is_not_a_number_is_not_a_number(clock):
+    assert math.isnan(report_one_step(clock, {"train/loss": math.nan})["train/perplexity"])
+
+
+def test_a_cpu_reports_no_memory(clock):
+    assert not [key for key in report_one_step(clock, LOSS) if key.startswith("memory/")]
+
+
+def test_every_sink_gets_what_is_returned(clock):
+    sinks = [Collected(), Collected()]
+    values = report_one_step(clock, LOSS | {"data/batch_sha": "00ff"}, *sinks)
+    assert values["data/batch_sha"] == "00ff"
+    assert [sink.written for sink in sinks] == [[(1, values)], [(1, values)]]
+
+
+def test_closing_closes_every_sink(clock):
+    sinks = [Collected(), Collected()]
+    make_meter(clock, *sinks).close()
+    assert all(sink.closed for sink in sinks)
+
+
+@pytest.mark.parametrize("tensorboard", [True, False])
+def test_sinks_of_a_run(tmp_path: Path, tensorboard):
+    sinks = Metrics(enable_tensorboard=tensorboard).sinks(tmp_path, from_step=0, total_steps=10)
+    assert [type(sink) for sink in sinks] == [Console, JsonLines] + [TensorBoard] * tensorboard
+    for sink in sinks:
+        sink.write(1, LOSS)
+        sink.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": 2.0}\n'
+    assert (tmp_path / "tb").exists() == tensorboard
+
+
+def test_a_log_freq_below_one_is_refused():
+    with pytest.raises(ConfigError) as e:
+        Metrics(log_freq=0)
+    assert e.value.key == "log_freq"

@@ -1,0 +1,128 @@
+"""Pins the AdamW choice: equality with AdamW as its paper writes it, weight decay on matrices alone, the
+learning rate set from outside through `peak_lr`, and what its section refuses.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from titanlite.config.component import ConfigError
+from titanlite.optim.adamw import AdamW
+from titanlite.optim.base import Optimizer, set_lr
+
+
+def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
+    """A matrix, a stack of matrices, a bias and a scalar."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = {"linear.weight": (4, 3), "experts": (2, 3, 3), "linear.bias": (4,), "scale": ()}
+    return {name: nn.Parameter(torch.randn(shape, generator=g)) for name, shape in shapes.items()}
+
+
+def gradients(params: dict[str, nn.Parameter], seed: int) -> dict[str, torch.Tensor]:
+    """A gradient for each parameter."""
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=g) for name, p in params.items()}
+
+
+def adamw_by_hand(w, gradient, m, v, step, *, lr, beta1, beta2, eps, weight_decay):
+    """One step of Loshchilov & Hutter 2019, algorithm 2, in float64; returns w, m and v."""
+    m = beta1 * m + (1 - beta1) * gradient
+    v = beta2 * v + (1 - beta2) * gradient**2
+    m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
+    return w - lr * (m_hat / (v_hat.sqrt() + eps) + weight_decay * w), m, v
+
+
+def test_five_steps_equal_adamw_written_by_hand():
+    config = AdamW(lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.3)
+    params = parameters()
+    expected = {name: p.detach().double() for name, p in params.items()}
+    m = {name: torch.zeros_like(w) for name, w in expected.items()}
+    v = {name: torch.zeros_like(w) for name, w in expected.items()}
+    optimizer = config.build(params.items())
+    for step in range(1, 6):
+        lr = set_lr(optimizer, step / 5)
+        for name, gradient in gradients(params, seed=step).items():
+            params[name].grad = gradient
+            expected[name], m[name], v[name] = adamw_by_hand(
+                expected[name], gradient.double(), m[name], v[name], step,
+                lr=lr, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.3 if gradient.ndim >= 2 else 0.0,
+            )  # fmt: skip
+        optimizer.step()
+    for name, p in params.items():
+        torch.testing.assert_close(p.detach(), expected[name].float(), rtol=1e-5, atol=1e-6)
+
+
+def test_vectors_and_scalars_do_not_decay():
+    params = parameters()
+    before = {name: p.detach().clone() for name, p in params.items()}
+    optimizer = AdamW(lr=0.1, weight_decay=0.5).build(params.items())
+    for p in params.values():
+        p.grad = torch.zeros_like(p)  # a gradient of zero: what moves is decay
+    optimizer.step()
+    for name in ("linear.bias", "scale"):
+        assert torch.equal(params[name], before[name])
+    for name in ("linear.weight", "experts"):
+        torch.testing.assert_close(params[name].detach(), before[name] * (1 - 0.1 * 0.5))
+
+
+def test_every_parameter_is_in_one_group():
+    params = parameters()
+    optimizer = AdamW().build(params.items())
+    grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in params.values())
+
+
+def test_frozen_parameters_are_left_out():
+    params = parameters()
+    params["experts"].requires_grad_(False)
+    optimizer = AdamW().build(params.items())
+    assert not any(p is params["experts"] for group in optimizer.param_groups for p in group["params"])
+
+
+@pytest.mark.parametrize("names", [["linear.weight"], ["linear.bias"]])
+def test_a_group_without_parameters_is_left_out(names):
+    params = parameters()
+    optimizer = AdamW().build((name, params[name]) for name in names)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1]
+
+
+def test_set_lr_scales_the_peak_and_not_what_was_set_before():
+    optimizer = AdamW(lr=0.2).build(parameters().items())
+    assert set_lr(optimizer, 0.5) == pytest.approx(0.1)
+    assert set_lr(optimizer, 0.5) == pytest.approx(0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
+
+
+def test_groups_keep_their_own_peaks():
+    optimizer = AdamW(lr=0.2).build(parameters().items())
+    optimizer.param_groups[1]["peak_lr"] = 0.8
+    set_lr(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.2])
+
+
+def test_it_is_chosen_by_name():
+    assert Optimizer.choices["adamw"] is AdamW
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr", 0.0),
+        ("lr", -1.0),
+        ("lr", math.nan),
+        ("beta1", 1.0),
+        ("beta1", -0.1),
+        ("beta2", 1.0),
+        ("eps", -1e-8),
+        ("weight_decay", -0.1),
+        ("weight_decay", math.nan),
+    ],
+)
+def test_values_that_cannot_train_are_refused(key, value):
+    with pytest.raises(ConfigError) as e:
+        AdamW(**{key: value})
+    assert e.value.key == key

@@ -1,0 +1,108 @@
+"""Pins the learning-rate schedule: linear warmup, the hold, each shape of decay with its end points, and
+that the factor is a function of the step and the schedule's length alone.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from titanlite.config.component import ConfigError
+from titanlite.optim.schedule import LRScheduler
+
+
+def factors(schedule: LRScheduler, training_steps: int) -> list[float]:
+    """The factors of steps 1 .. training_steps."""
+    return [schedule.factor(step, training_steps) for step in range(1, training_steps + 1)]
+
+
+def test_warmup_is_linear_and_reaches_the_peak_at_its_last_step():
+    schedule = LRScheduler(warmup_steps=4, decay_ratio=0.0)
+    assert factors(schedule, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_no_warmup():
+    assert factors(LRScheduler(warmup_steps=0, decay_ratio=0.0), 3) == [1.0, 1.0, 1.0]
+
+
+def test_warmup_stable_decay():
+    schedule = LRScheduler(warmup_steps=2, decay_ratio=0.4)
+    assert factors(schedule, 10) == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_without_a_ratio_decay_follows_warmup():
+    schedule = LRScheduler(warmup_steps=2)
+    assert factors(schedule, 6) == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
+def test_shapes_of_decay(decay_type):
+    schedule = LRScheduler(warmup_steps=0, decay_ratio=0.5, decay_type=decay_type)
+    shape = {
+        "linear": lambda x: 1 - x,
+        "sqrt": lambda x: 1 - x**0.5,
+        "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
+    }[decay_type]
+    # 100 steps, the last 50 decay: step 50 is the last at the peak, step 101 would be at the end point
+    assert schedule.factor(50, 100) == 1.0
+    assert schedule.factor(75, 100) == pytest.approx(shape(25 / 51), abs=1e-12)
+    assert schedule.factor(100, 100) == pytest.approx(shape(50 / 51), abs=1e-12)
+    assert schedule.factor(101, 100) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
+def test_decay_never_rises_and_no_step_is_wasted_at_zero(decay_type):
+    decay = factors(LRScheduler(warmup_steps=10, decay_type=decay_type), 100)[9:]
+    assert all(later < earlier for earlier, later in pairwise(decay))
+    assert decay[-1] > 0
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
+def test_decay_ends_at_min_lr_factor_and_stays_there(decay_type):
+    schedule = LRScheduler(warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1)
+    assert schedule.factor(100, 100) > 0.1
+    assert [schedule.factor(step, 100) for step in (101, 102, 5000)] == pytest.approx([0.1, 0.1, 0.1])
+
+
+def test_min_lr_factor_scales_the_decay_and_leaves_warmup_alone():
+    schedule = LRScheduler(warmup_steps=4, decay_ratio=0.5, min_lr_factor=0.2)
+    assert schedule.factor(1, 20) == 0.25
+    # halfway of a decay of 10 steps + 1: 0.2 + 0.8 x (1 - 5/11)
+    assert schedule.factor(15, 20) == pytest.approx(0.2 + 0.8 * (1 - 5 / 11))
+
+
+def test_a_decay_longer_than_what_warmup_leaves_starts_at_its_end():
+    schedule = LRScheduler(warmup_steps=6, decay_ratio=1.0)
+    assert factors(schedule, 10)[:6] == pytest.approx([step / 6 for step in range(1, 7)])
+    assert factors(schedule, 10)[6:] == pytest.approx([0.8, 0.6, 0.4, 0.2])
+
+
+def test_total_steps_sets_the_length_apart_from_where_the_run_stops():
+    schedule = LRScheduler(warmup_steps=2, total_steps=100)
+    assert factors(schedule, 10) == [schedule.factor(step, 100) for step in range(1, 11)]
+    assert factors(schedule, 10) == factors(LRScheduler(warmup_steps=2), 100)[:10]
+
+
+def test_total_steps_zero_means_the_steps_of_the_training():
+    schedule = LRScheduler(warmup_steps=2)
+    assert schedule.factor(10, 20) != schedule.factor(10, 40)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("warmup_steps", -1),
+        ("total_steps", -1),
+        ("decay_ratio", 1.1),
+        ("decay_ratio", math.nan),
+        ("min_lr_factor", -0.1),
+        ("min_lr_factor", 1.1),
+        ("min_lr_factor", math.nan),
+    ],
+)
+def test_values_that_make_no_schedule_are_refused(key, value):
+    with pytest.raises(ConfigError) as e:
+        LRScheduler(**{key: value})
+    assert e.value.key == key

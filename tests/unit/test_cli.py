@@ -1,0 +1,363 @@
+"""Pins what a user sees of the command line: exit codes, one line on standard error for a mistake of the
+user's and a traceback for one of ours, help, and how run_train.sh finds a configuration and hands its
+arguments on.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from titanlite import cli, train
+from titanlite.config.component import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_TRAIN = ROOT / "run_train.sh"
+DEBUG = str(ROOT / "train_configs" / "debug.toml")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(Path(DEBUG).read_text())
+    return path
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`run("config", path)`: exit code, standard output and standard error, in this process."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = cli.run([str(word) for word in argv])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The arguments of each training that would have begun."""
+    calls: list[list[str]] = []
+
+    def main(argv: list[str]) -> int:
+        calls.append(list(argv))
+        return 0
+
+    monkeypatch.setattr(train, "main", main)
+    return calls
+
+
+def complaint_of(result: tuple[int, str, str]) -> str:
+    """The one line of an error of the user's."""
+    code, out, err = result
+    assert code == 2, err
+    assert out == ""
+    assert err.startswith("titanlite: ")
+    assert err.count("\n") == 1, "more than one line"
+    assert err.endswith("\n"), "not a whole line"
+    return err.removeprefix("titanlite: ").rstrip("\n")
+
+
+# ---- verbs
+
+
+def test_an_unknown_verb_is_told_with_the_known_ones(run):
+    assert complaint_of(run("tarin")) == f"unknown verb 'tarin' (known: {', '.join(cli.VERBS)})"
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_lists_every_verb(run, flag):
+    code, out, err = run(flag)
+    assert (code, err) == (0, "")
+    for verb, (_, about) in cli.VERBS.items():
+        assert any(line.split()[:1] == [verb] and about in line for line in out.splitlines())
+
+
+def test_no_verb_is_a_mistake_that_shows_the_help(run):
+    code, out, err = run()
+    assert code == 2
+    assert "train from a TOML file" in out + err
+
+
+@pytest.mark.parametrize("verb", ["train", "launch", "config", "generate", "prepare", "data", "tokenizer"])
+def test_every_verb_has_help(verb, capsys):
+    try:
+        code = cli.run([verb, "--help"])
+    except SystemExit as exit:  # argparse's way
+        code = exit.code
+    assert code == 0
+    assert f"titanlite {verb}" in capsys.readouterr().out
+
+
+def test_the_verbs_of_the_help_are_all_tested():
+    tested = next(m for m in test_every_verb_has_help.pytestmark if m.name == "parametrize").args[1]
+    assert sorted(tested) == sorted(cli.VERBS)
+
+
+def test_the_help_of_train_lists_the_keys(run):
+    code, out, _ = run("train", "--help")
+    assert code == 0
+    assert "  --training.seq_len=2048   <int>" in out.splitlines()
+    assert "      Targets a row; a row is seq_len + 1 tokens." in out.splitlines()
+
+
+def test_the_reference_is_printed(run):
+    code, out, err = run("config", "--reference")
+    assert (code, err) == (0, "")
+    assert out.startswith("# Configuration\n")
+
+
+def test_config_prints_the_resolved_job(run, config):
+    code, out, err = run("config", config, "--training.steps=77")
+    assert (code, err) == (0, "")
+    assert "steps = 77" in out.splitlines()
+    assert 'mixed_precision_param = "auto"' in out.splitlines(), "a default"
+
+
+# ---- which torch
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu128", "2.13.0+cpu", "2.13.0a0+git1234"])
+def test_supported_torch(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert cli.unsupported_torch() is None
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "1.13.1", "3.0.0", "unknown"])
+def test_unsupported_torch_is_refused_before_anything_is_imported(run, monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: pytest.fail(f"imported {name}"))
+    assert complaint_of(run("train", DEBUG)) == f"titanlite needs torch >= 2.11, < 2.14; found {version}"
+
+
+def test_missing_torch(run, monkeypatch):
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert complaint_of(run("train", DEBUG)) == "titanlite needs torch >= 2.11, < 2.14; it is not installed"
+
+
+def test_the_range_of_torch_is_that_of_the_package():
+    low, high = (".".join(map(str, version)) for version in (cli.TORCH_MIN, cli.TORCH_BELOW))
+    assert f'"torch>={low},<{high}"' in (ROOT / "pyproject.toml").read_text()
+
+
+# ---- mistakes in a configuration
+
+
+def test_an_unknown_key_is_told_with_file_line_and_the_nearest_name(run, config):
+    config.write_text(config.read_text().replace("seq_len = 128", "seqlen = 128"))
+    line = config.read_text().splitlines().index("seqlen = 128") + 1
+    message = complaint_of(run("train", config))
+    assert message.startswith(
+        f"{config}:{line}: training.seqlen: unknown key 'seqlen'; did you mean 'seq_len'? (known: "
+    )
+
+
+def test_an_unknown_key_on_the_command_line(run, config):
+    message = complaint_of(run("train", config, "--optimizer.beta3=0.9"))
+    assert message.startswith("command line, --optimizer.beta3: unknown key 'beta3'; did you mean 'beta2'?")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("steps = 160", 'steps = "160"', "training.steps: expected an integer, got '160'"),
+        (
+            'name = "adamw"',
+            'name = "adamv"',
+            "optimizer.name: unknown Optimizer 'adamv'; did you mean 'adamw'?",
+        ),
+        ('verify = "full"', 'verify = "ful"', "data.verify: 'ful' is not allowed; did you mean 'full'?"),
+        ("warmup_steps = 10", "warmup_steps = 160", "lr_scheduler.warmup_steps: 160 steps of warmup"),
+    ],
+    ids=["wrong type", "unknown choice", "bad literal", "cross-section rule"],
+)
+def test_a_bad_value_is_told_with_file_and_line(run, config, before, after, message):
+    config.write_text(config.read_text().replace(before, after))
+    line = config.read_text().splitlines().index(after) + 1
+    assert complaint_of(run("train", config)).startswith(f"{config}:{line}: {message}")
+
+
+@pytest.mark.parametrize("verb", ["train", "launch", "config"])
+def test_a_missing_configuration_file(run, tmp_path, verb):
+    message = complaint_of(run(verb, tmp_path / "none.toml"))
+    assert message.startswith(f"{tmp_path / 'none.toml'}: cannot read the configuration: ")
+    assert "No such file" in message
+
+
+def test_a_file_that_is_not_toml(run, config):
+    config.write_text("[training\n")
+    assert complaint_of(run("train", config)).startswith(f"{config}: not valid TOML: ")
+
+
+def test_an_override_into_a_number_is_no_crash(run, config):
+    assert "--training.steps.x.y" in complaint_of(run("train", config, "--training.steps.x.y=3"))
+
+
+# ---- other endings
+
+
+def fake_verb(monkeypatch: pytest.MonkeyPatch, main: Callable[[list[str]], int]) -> None:
+    monkeypatch.setitem(cli.VERBS, "fake", ("fake_verb_module", "for a test"))
+    monkeypatch.setitem(sys.modules, "fake_verb_module", SimpleNamespace(main=main))
+
+
+def raising(error: BaseException) -> Callable[[list[str]], int]:
+    def main(argv: list[str]) -> int:
+        raise error
+
+    return main
+
+
+def test_the_code_of_a_verb_is_passed_on(run, monkeypatch):
+    fake_verb(monkeypatch, lambda argv: 75 if argv == ["a", "--b"] else 0)
+    assert run("fake", "a", "--b") == (75, "", "")
+
+
+def test_a_crash_shows_its_traceback_and_is_1(run, monkeypatch):
+    fake_verb(monkeypatch, raising(ValueError("ours")))
+    code, _, err = run("fake")
+    assert code == 1
+    assert err.startswith("Traceback (most recent call last):")
+    assert err.endswith("ValueError: ours\n")
+
+
+def test_an_error_may_say_its_code(run, monkeypatch):
+    error = RuntimeError("no usable checkpoint")
+    error.exit_code = 3
+    fake_verb(monkeypatch, raising(error))
+    assert run("fake") == (3, "", "titanlite: no usable checkpoint\n")
+
+
+def test_an_interrupt_is_130(run, monkeypatch):
+    fake_verb(monkeypatch, raising(KeyboardInterrupt()))
+    assert run("fake") == (130, "", "titanlite: interrupted\n")
+
+
+@pytest.mark.parametrize(("local_rank", "spoken"), [("0", True), ("1", False)])
+def test_one_rank_of_a_node_tells_the_users_mistake(run, monkeypatch, local_rank, spoken):
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    fake_verb(monkeypatch, raising(ConfigError("wrong")))
+    assert run("fake") == (2, "", "titanlite: wrong\n" if spoken else "")
+
+
+# ---- launch
+
+
+def test_launch_of_one_process_trains_in_this_one(run, trained, config):
+    arguments = ["--training.steps", "70", "--lr_scheduler.decay_ratio", "-1", "--no-validation.enable"]
+    assert run("launch", "--nproc-per-node=1", config, *arguments)[0] == 0
+    assert trained == [[str(config), *arguments]]
+
+
+def test_launch_checks_the_job_for_all_ranks_before_it_starts_any(run, trained, config):
+    message = complaint_of(run("launch", "--nproc-per-node=3", config))
+    assert "training.global_batch_size: 16 rows " in message
+    assert trained == []
+
+
+def test_launch_with_a_configuration_and_help_lists_the_keys(config, capsys):
+    try:
+        code = cli.run(["launch", "--nproc-per-node=1", str(config), "--help"])
+    except SystemExit as exit:
+        code = exit.code
+    assert code == 0
+    assert "--training.seq_len=2048" in capsys.readouterr().out
+
+
+# ---- run_train.sh
+
+
+@pytest.fixture
+def run_train(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """`run_train("debug", NGPU="2")`: the script with a Python that only says how it was called."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 42\n')
+    python.chmod(0o755)
+
+    def run_train(*argv: str, **environ: str) -> tuple[int, str, str]:
+        ours = {"PATH": os.environ["PATH"], "PYTHON": str(python)}
+        done = subprocess.run(
+            [str(RUN_TRAIN), *argv], capture_output=True, text=True, env=ours | environ, cwd=tmp_path
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return run_train
+
+
+def test_a_name_is_looked_up_in_train_configs(run_train):
+    code, out, err = run_train("debug", "--training.steps=3", "--job.description=a b")
+    assert (code, err) == (42, ""), "the code of the trainer is passed on"
+    words = out.splitlines()
+    assert words[:3] == ["-m", "titanlite.cli", "launch"]
+    assert words[-3:] == [DEBUG, "--training.steps=3", "--job.description=a b"]
+    assert "--nproc-per-node=1" in words
+
+
+def test_a_path_is_taken_as_it_is(run_train, config):
+    assert run_train(str(config))[1].splitlines()[-1] == str(config)
+
+
+def test_the_config_file_form(run_train, config):
+    code, out, _ = run_train("--training.steps=3", CONFIG_FILE=str(config))
+    assert code == 42
+    assert out.splitlines()[-2:] == [str(config), "--training.steps=3"]
+    assert run_train(CONFIG_FILE=str(config))[1].splitlines()[-1] == str(config)
+
+
+def test_several_processes_and_nodes(run_train):
+    _, out, _ = run_train(
+        "debug", NGPU="8", NNODES="2", NODE_RANK="1", RDZV_ENDPOINT="h:29500", MAX_RESTARTS="3"
+    )
+    assert out.splitlines()[3:-1] == [
+        "--nproc-per-node=8",
+        "--nnodes=2",
+        "--node-rank=1",
+        "--rdzv-endpoint=h:29500",
+        "--max-restarts=3",
+    ]
+
+
+def test_an_unknown_name_is_told_with_the_known_ones(run_train):
+    message = complaint_of(run_train("debgu"))
+    assert message.startswith("no configuration 'debgu'; it is neither a file nor one of: ")
+    assert {path.stem for path in (ROOT / "train_configs").glob("*.toml")} <= set(message.split())
+
+
+@pytest.mark.parametrize("argv", [[], ["--training.steps=3"]])
+def test_no_name_shows_the_usage(run_train, argv):
+    code, out, err = run_train(*argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: ")
+
+
+# ---- the real thing, once
+
+
+def test_a_mistake_ends_the_whole_chain_with_2_and_one_line(tmp_path):
+    done = subprocess.run(
+        [str(RUN_TRAIN), "debug", "--training.stesp=3", f"--job.dump_folder={tmp_path / 'run'}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHON": sys.executable},
+        cwd=tmp_path,
+    )
+    message = complaint_of((done.returncode, done.stdout, done.stderr))
+    assert message.startswith("command line, --training.stesp: unknown key 'stesp'; did you mean 'steps'?")
+    assert not (tmp_path / "run").exists(), "nothing is written before the job is checked"
+
+
+def test_the_module_runs_without_torch_for_help_alone():
+    code = "import sys; from titanlite import cli; cli.run(['--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")

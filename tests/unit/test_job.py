@@ -1,0 +1,341 @@
+"""Pins the whole job: the rules of job.check, where load_job's errors say they are, components registered
+from outside the tree by [job] imports, precedence, and that a resolved job's dump reads back to an equal
+job.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from titanlite.config import toml
+from titanlite.config.component import ConfigError
+from titanlite.job import Job, load_job
+from titanlite.optim.adamw import AdamW
+from titanlite.optim.base import Optimizer
+
+BASE = """\
+[model]
+name = "llama3"
+flavor = "debug"
+
+[training]
+local_batch_size = 2
+global_batch_size = 16
+steps = 100
+
+[lr_scheduler]
+warmup_steps = 10
+
+[data]
+holdout_rows = 8
+
+[[data.sources]]
+name = "python_stdlib"
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(BASE)
+    return path
+
+
+@pytest.fixture
+def complaint(path: Path) -> Callable[..., str]:
+    """`complaint(*overrides, world_size=1)`: what load_job says, the folder left out."""
+
+    def complaint(*overrides: str, world_size: int = 1) -> str:
+        with pytest.raises(ConfigError) as e:
+            load_job(path, overrides, world_size)
+        return str(e.value).replace(f"{path.parent}/", "")
+
+    return complaint
+
+
+# ---- precedence and the way back
+
+
+def test_precedence_is_command_line_then_file_then_default(path):
+    job = load_job(path, ["--training.steps=200"])
+    assert job.training.steps == 200
+    assert job.training.local_batch_size == 2
+    assert job.training.seed == 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["--model.overrides.n_layers=2", "--model.overrides={ dim = 64 }", "--job.description=7"],
+        [
+            "--model.overrides.rope_theta=5e5",
+            "--optimizer.lr=1e-300",
+            "--checkpoint.allow_changed=['data.seed']",
+        ],
+        [
+            "--tokenizer.name=bytes",
+            "--generation.prompts=['caf\u00e9 \"x\"\\n', '']",
+            "--no-checkpoint.enable",
+        ],
+        [
+            "--data.sources.1.name=text",
+            "--data.sources.1.path=['a.txt', 'b/*.jsonl']",
+            "--data.sources.1.weight=3",
+        ],
+    ],
+)
+def test_the_dump_of_a_job_reads_back_equal(path, tmp_path, overrides):
+    job = load_job(path, overrides)
+    dumped = tmp_path / "resolved.toml"
+    dumped.write_text(toml.dump(job), encoding="utf-8")
+    assert load_job(dumped) == job
+    assert toml.dump(load_job(dumped)) == toml.dump(job)
+
+
+def test_model_overrides_change_the_flavor(path):
+    job = load_job(path, ["--model.overrides.n_layers=2"])
+    assert job.model.config.n_layers == 2
+    assert job.model.config.dim == load_job(path).model.config.dim
+
+
+# ---- rules that span sections
+
+
+def test_a_job_that_keeps_the_rules(path):
+    assert isinstance(load_job(path, world_size=8), Job)
+
+
+@pytest.mark.parametrize("world_size", [3, 16])
+def test_the_global_batch_divides_over_the_ranks(complaint, world_size):
+    message = complaint(world_size=world_size)
+    assert message.startswith("job.toml:7: training.global_batch_size: 16 rows ")
+    assert f"local_batch_size 2 x {world_size}" in message
+
+
+def test_the_nearest_global_batches_are_named(complaint):
+    assert complaint(world_size=3).endswith("the nearest: 12 or 18")
+
+
+def test_a_global_batch_of_minus_one_follows_the_ranks(path):
+    assert load_job(path, ["--training.global_batch_size=-1"], world_size=3).training.global_batch_size == -1
+
+
+def test_the_degrees_multiply_to_the_ranks(complaint):
+    assert complaint("--parallelism.data_parallel_shard_degree=4", world_size=2).endswith(
+        "data_parallel_replicate_degree 1 x data_parallel_shard_degree 4 is 4, there are 2 ranks; "
+        "a shard degree of -1 takes the rest"
+    )
+
+
+def test_replicas_divide_the_ranks(path, complaint):
+    override = "--parallelism.data_parallel_replicate_degree=2"
+    assert load_job(path, [override], world_size=4).parallelism.degrees(4) == (2, 2)
+    assert "there are 3 ranks" in complaint(override, world_size=3)
+
+
+def test_validation_needs_rows_to_validate_on(path, complaint):
+    assert load_job(path, ["--validation.enable"]).validation.enable
+    message = complaint("--validation.enable", "--data.holdout_rows=0")
+    assert message.startswith("command line, --validation.enable: ")
+    assert "set data.holdout_rows" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["--training.steps=10"],
+            "job.toml:11: lr_scheduler.warmup_steps: 10 steps of warmup leave nothing of",
+        ),
+        (
+            ["--lr_scheduler.total_steps=10"],
+            "job.toml:11: lr_scheduler.warmup_steps: 10 steps of warmup leave",
+        ),
+        (
+            ["--lr_scheduler.warmup_steps=100"],
+            "command line, --lr_scheduler.warmup_steps: 100 steps of warmup",
+        ),
+    ],
+)
+def test_warmup_is_shorter_than_the_schedule(complaint, overrides, message):
+    assert complaint(*overrides).startswith(message)
+
+
+def test_a_schedule_longer_than_the_run_may_have_a_warmup_as_long_as_the_run(path):
+    job = load_job(path, ["--training.steps=5", "--lr_scheduler.total_steps=100"])
+    assert job.lr_scheduler.factor(5, 5) == 0.5
+
+
+# ---- errors of one section, with their place
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--trainin.steps=1", "command line, --trainin: unknown key 'trainin'; did you mean 'training'?"),
+        ("--training.stesp=1", "command line, --training.stesp: unknown key 'stesp'; did you mean 'steps'?"),
+        ("--training.steps=0", "command line, --training.steps: 0 is below 1"),
+        ("--training.seq_len=0", "command line, --training.seq_len: 0 is below 1"),
+        ("--training.global_batch_size=0", "command line, --training.global_batch_size: 0 is neither -1 nor"),
+        ("--training.max_norm=-1", "command line, --training.max_norm: -1.0 is below 0"),
+        (
+            "--training.deterministic=1",
+            "command line, --training.deterministic: expected true or false, got 1",
+        ),
+        (
+            "--training.mixed_precision_param=bf16",
+            "command line, --training.mixed_precision_param: 'bf16' is not",
+        ),
+        (
+            "--model.name=lama3",
+            "command line, --model.name: unknown ModelFamily 'lama3'; did you mean 'llama3'?",
+        ),
+        (
+            "--model.flavor=debgu",
+            "command line, --model.flavor: unknown llama3 flavor 'debgu'; did you mean 'debug'?",
+        ),
+        (
+            "--model.overrides.n_layer=2",
+            "command line, --model.overrides.n_layer: unknown field 'n_layer'; did you",
+        ),
+        ("--model.overrides.n_layers=2.0", "command line, --model.overrides.n_layers: expected int, got 2.0"),
+        (
+            "--model.overrides.tie_word_embeddings=1",
+            "command line, --model.overrides.tie_word_embeddings: expected bool",
+        ),
+        (
+            "--model.overrides.n_kv_heads=3",
+            "job.toml:1: model: n_heads = 4 is not a multiple of n_kv_heads = 3",
+        ),
+        (
+            "--optimizer.name=adam",
+            "command line, --optimizer.name: unknown Optimizer 'adam'; did you mean 'adamw'?",
+        ),
+        ("--optimizer.lr=0", "command line, --optimizer.lr: 0.0 is not above 0"),
+        ("--tokenizer.num_special_tokens=1", "command line, --tokenizer.num_special_tokens: at least 2"),
+        ("--data.sources=[]", "command line, --data.sources: empty"),
+        ("--data.sources.0.weight=0", "command line, --data.sources.0.weight: 0.0 is not above 0"),
+        ("--data.sources.0.path=x", "command line, --data.sources.0.path: unknown key 'path'"),
+        ("--data.num_workers=-1", "command line, --data.num_workers: -1 is below 0"),
+        ("--checkpoint.interval=0", "command line, --checkpoint.interval: 0 is below 1"),
+        ("--checkpoint.keep_latest_k=1", "command line, --checkpoint.keep_latest_k: keep 2 or more"),
+        ("--validation.freq=0", "command line, --validation.freq: 0 is below 1"),
+        ("--generation.temperature=-1", "command line, --generation.temperature: -1.0 is below 0"),
+        ("--metrics.log_freq=0", "command line, --metrics.log_freq: 0 is below 1"),
+        (
+            "--parallelism.data_parallel_shard_degree=0",
+            "command line, --parallelism.data_parallel_shard_degree: 0 is",
+        ),
+    ],
+)
+def test_a_bad_value_is_told_with_its_place(complaint, override, message):
+    assert complaint(override).startswith(message)
+
+
+def test_a_bad_value_in_the_file_is_told_with_its_line(path, complaint):
+    path.write_text(BASE.replace("steps = 100", "steps = 0"))
+    assert complaint() == "job.toml:8: training.steps: 0 is below 1"
+
+
+def test_a_job_without_a_model_is_refused(path, complaint):
+    path.write_text(BASE.partition("\n\n")[2])
+    assert complaint() == "job.toml: missing required key 'model'"
+
+
+def test_a_job_without_a_file_names_no_file():
+    with pytest.raises(ConfigError, match="missing required key 'model'") as e:
+        load_job(None, ["--training.steps=500"])
+    assert "None" not in str(e.value)
+
+
+# ---- components from outside the tree
+
+
+PLUGIN = '''
+from dataclasses import dataclass
+
+import torch
+
+from titanlite.optim.base import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer, name="sgd"):
+    """Plain gradient descent."""
+
+    momentum: float = 0.0
+    """Of the gradient."""
+
+    def build(self, parameters):
+        params = [p for _, p in parameters]
+        return torch.optim.SGD([{"params": params, "peak_lr": self.lr}], lr=self.lr, momentum=self.momentum)
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package outside the tree that registers `[optimizer] name = "sgd"`; its module's name."""
+    package = tmp_path / "elsewhere"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sgd.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(Optimizer, "choices", dict(Optimizer.choices))
+    yield "elsewhere.sgd"
+    for module in [name for name in sys.modules if name.partition(".")[0] == "elsewhere"]:
+        del sys.modules[module]
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["--job.imports=['elsewhere.sgd']", "--job.imports.0=elsewhere.sgd", "in the file"],
+)
+def test_imports_register_components(path, plugin, imports):
+    overrides = [imports]
+    if imports == "in the file":
+        path.write_text(f"job.imports = ['{plugin}']\n{BASE}")
+        overrides = []
+    with pytest.raises(ConfigError, match="unknown Optimizer 'sgd'"):
+        load_job(path, ["--job.imports=[]", "--optimizer.name=sgd"])
+    job = load_job(path, [*overrides, "--optimizer.name=sgd", "--optimizer.momentum=0.5"])
+    assert toml.as_tree(job.optimizer) == {"name": "sgd", "lr": 3e-4, "momentum": 0.5}
+
+
+def test_the_dump_of_a_job_with_imports_reads_back_equal(path, plugin, tmp_path):
+    job = load_job(path, [f"--job.imports=['{plugin}']", "--optimizer.name=sgd"])
+    dumped = tmp_path / "resolved.toml"
+    dumped.write_text(toml.dump(job))
+    assert load_job(dumped) == job
+
+
+def test_an_import_does_not_replace_a_component_of_titanlites_unseen(path, plugin, tmp_path):
+    text = PLUGIN.replace('class SGD(Optimizer, name="sgd")', 'class AdamW(Optimizer, name="adamw")')
+    (tmp_path / "elsewhere" / "sgd.py").write_text(text)
+    with pytest.raises((TypeError, ConfigError), match="'adamw' already names"):
+        load_job(path, [f"--job.imports=['{plugin}']"])
+    assert Optimizer.choices["adamw"] is AdamW
+
+
+@pytest.mark.parametrize("module", ["no.such.module", "", ".relative"])
+def test_an_import_that_fails_is_an_error_with_its_place(complaint, module):
+    message = complaint(f"--job.imports=['{module}']")
+    assert message.startswith(f"command line, --job.imports: cannot import '{module}'")
+
+
+def test_a_failing_import_inside_an_imported_module_is_told(path, plugin, tmp_path, complaint):
+    (tmp_path / "elsewhere" / "sgd.py").write_text("import missing_dependency_of_it\n")
+    assert "No module named 'missing_dependency_of_it'" in complaint(f"--job.imports=['{plugin}']")
+
+
+def test_imports_of_the_wrong_type_are_refused(complaint):
+    assert complaint("--job.imports=5") == "command line, --job.imports: expected a list, got 5"
+
+
+def test_a_job_section_that_is_no_table_is_refused(path, complaint):
+    path.write_text(f"job = 3\n{BASE}")
+    assert complaint() == "job.toml:1: job: expected a table, got 3"
