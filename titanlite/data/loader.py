@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch, make_batch
-from titanlite.data.order import Mixture, key_of, permute, quotas
+from titanlite.data.order import BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS
 from titanlite.data.sources import Source
 from titanlite.data.tokenizer import TextCodec
@@ -94,7 +94,15 @@ class Rows(Dataset):
         recipe: dict[str, Any],
     ):
         self._packed, self._uids = packed, uids
-        held = quotas(weights, holdout)
+        shares = quotas(weights, BLOCK)
+        if 0 in shares:
+            k = shares.index(0)
+            raise ConfigError(
+                f"weight {weights[k]:g} of {packed[k].shards.path} is too small of {sum(weights):g}: "
+                f"the smallest share is 1/{BLOCK}; raise it, or leave the source out",
+                "data.sources",
+            )
+        held = quotas(shares, holdout)  # from the shares, so that equal recipes hold out equal rows
         for rows, h in zip(packed, held):
             if h >= len(rows):
                 raise ConfigError(
@@ -103,8 +111,8 @@ class Rows(Dataset):
         self._held = np.cumsum([0, *held])
         self.num_held_out = holdout
         self.sizes = [len(rows) - h for rows, h in zip(packed, held)]
-        self._mixture = Mixture(self.sizes, uids, weights, seed)
-        self.recipe = recipe | {"seed": seed, "sources": dict(zip(uids, self._mixture.quotas))}
+        self._mixture = Mixture(self.sizes, uids, shares, seed)
+        self.recipe = recipe | {"seed": seed, "sources": dict(zip(uids, shares))}
 
     @property
     def seq_len(self) -> int:

@@ -26,6 +26,8 @@ from titanlite.config.component import ConfigError
 from titanlite.data.tokenizer import TextCodec
 
 FORMAT = 1
+DATASET_KEYS = {"format", "dtype", "tokenizer", "vocab_size", "tokens", "documents", "shards"}
+SHARD_KEYS = {"name", "tokens", "documents", "bin_sha256", "idx_sha256"}
 SHARD_TOKENS = (
     1 << 27
 )  # 256 MiB of uint16: large enough to be few, small enough to hash and copy one at a time
@@ -54,8 +56,10 @@ class ShardWriter:
     def add(self, ids: Sequence[int]) -> None:
         """Append one document. Raises ConfigError for an id outside the vocabulary."""
         tokens = np.asarray(ids, dtype=np.int64)
-        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.codec.vocab_size):
-            raise ConfigError(f"token id {tokens.max()} outside the vocabulary of {self.codec.vocab_size}")
+        outside = (tokens < 0) | (tokens >= self.codec.vocab_size)
+        if outside.any():
+            bad = tokens[outside][0]
+            raise ConfigError(f"token id {bad} outside the vocabulary of {self.codec.vocab_size}")
         if self._offsets[-1] and self._offsets[-1] + len(tokens) > self.shard_tokens:
             self._close_shard()
             self._open_shard()
@@ -71,19 +75,27 @@ class ShardWriter:
             if error is None:
                 self._close_shard()
                 self._write_description()
-                if not self.path.exists():
-                    os.rename(self._partial, self.path)
+                self._appear()
         finally:
             self._file.close()
             shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _appear(self) -> None:
+        for file in [*self._partial.iterdir(), self._partial]:
+            _sync(file)
+        try:
+            if not self.path.exists():
+                os.rename(self._partial, self.path)
+                _sync(self.path.parent)
+        except OSError:
+            if not self.path.exists():  # otherwise another process was faster, and has made the same
+                raise
 
     def _open_shard(self) -> None:
         self._file = open(self._partial / f"{len(self._shards):05}.bin", "wb")  # noqa: SIM115 -- closed with the shard
         self._hash, self._offsets = hashlib.sha256(), [0]
 
     def _close_shard(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         index = np.asarray(self._offsets, dtype="<u8").tobytes()
         name = f"{len(self._shards):05}"
@@ -193,17 +205,31 @@ def _read_description(path: Path) -> dict[str, Any]:
     file = path / "dataset.json"
     try:
         description = json.loads(file.read_text())
+        tables = [(description, DATASET_KEYS), *((shard, SHARD_KEYS) for shard in description["shards"])]
+        if missing := {key for table, keys in tables for key in keys - table.keys()}:
+            raise ConfigError(f"{file}: no {', '.join(sorted(missing))} in it")
         if description["format"] != FORMAT:
             raise ConfigError(f"{file}: format {description['format']}, this titanlite reads {FORMAT}")
-        if sum(s["tokens"] for s in description["shards"]) != description["tokens"]:
-            raise ConfigError(f"{file}: the token counts of its shards do not add up")
+        if description["dtype"] not in ("uint16", "uint32"):
+            raise ConfigError(f"{file}: dtype {description['dtype']!r} is neither uint16 nor uint32")
+        for key in ("tokens", "documents"):
+            if sum(shard[key] for shard in description["shards"]) != description[key]:
+                raise ConfigError(f"{file}: the {key} of its shards do not add up to {description[key]}")
         return description
     except OSError as e:
         raise ConfigError(f"{file}: {e.strerror}; a directory made by `titanlite prepare` has one") from None
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         if isinstance(e, ConfigError):
             raise
         raise ConfigError(f"{file}: not a dataset description: {e!r}") from None
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _file_sha256(path: Path) -> str:

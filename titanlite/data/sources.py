@@ -15,7 +15,7 @@ from pathlib import Path
 
 from titanlite.config.component import Component, ConfigError
 from titanlite.data.shards import TokenShards
-from titanlite.data.text import content_sha256, documents, find_files, write_shards
+from titanlite.data.text import content_sha256, documents, find_files, is_jsonl, write_shards
 from titanlite.data.tokenizer import TextCodec
 
 
@@ -27,8 +27,11 @@ class Source(Component):
     """Share of the training tokens that come from here, relative to the other sources' weights."""
 
     def __post_init__(self) -> None:
-        if not self.weight > 0:
-            raise ConfigError(f"{self.weight} is not above 0; leave the source out instead", "weight")
+        if not 0 < self.weight <= 1e9:
+            raise ConfigError(
+                f"{self.weight} is not above 0 and finite (up to 1e9); to leave a source out, delete it",
+                "weight",
+            )
 
     def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
         """The source's tokens. Raises ConfigError for missing, unreadable or empty input."""
@@ -102,7 +105,10 @@ def _is_utf8(path: Path) -> bool:
 
 def _cached(files: Iterable[Path], kind: str, codec: TextCodec, cache_dir: Path, field: str) -> TokenShards:
     files = list(files)
-    content = f"{kind} {content_sha256(files)} {codec.fingerprint}"
+    ways = "".join(
+        "l" if is_jsonl(f) else "t" for f in files
+    )  # the same bytes read another way are other documents
+    content = f"{kind} {ways} {content_sha256(files)} {codec.fingerprint}"
     path = cache_dir / f"{kind.split()[0]}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     if not path.exists():
         write_shards(path, documents(files, field), codec, total_bytes=sum(f.stat().st_size for f in files))

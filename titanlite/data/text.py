@@ -26,15 +26,22 @@ BATCH_DOCUMENTS = 256  # handed to the tokenizer's threads at once
 
 def find_files(patterns: Iterable[str], key: str) -> list[Path]:
     """Files named by paths, directories (all .txt and .jsonl below) and globs, sorted by path, each once."""
-    files: set[Path] = set()
+    files: dict[Path, Path] = {}  # by what they resolve to: one file under two names is read once
     for pattern in patterns:
-        found = [Path(p) for p in glob.glob(pattern, recursive=True)]
+        literal = Path(pattern)  # a name may hold a glob's characters
+        found = [literal] if literal.exists() else [Path(p) for p in glob.glob(pattern, recursive=True)]
         if not found:
             raise ConfigError(f"no such file: {pattern!r} (relative paths start at {Path.cwd()})", key)
         for path in found:
             below = path.rglob("*") if path.is_dir() else [path]
-            files.update(p for p in below if p.is_file() and (p == path or p.suffix in (".txt", ".jsonl")))
-    return sorted(files)
+            wanted = (p for p in below if p.is_file() and (p == path or p.suffix in (".txt", ".jsonl")))
+            files |= {p.resolve(): p for p in wanted}
+    return sorted(files.values())
+
+
+def is_jsonl(file: Path) -> bool:
+    """Whether the file has a document a line."""
+    return file.suffix == ".jsonl"
 
 
 def content_sha256(files: Iterable[Path]) -> str:
@@ -48,27 +55,41 @@ def content_sha256(files: Iterable[Path]) -> str:
 def documents(files: Iterable[Path], field: str) -> Iterator[tuple[str, int]]:
     """Each document's text and how many bytes of input it stands for; empty documents are left out."""
     for file in files:
-        if file.suffix == ".jsonl":
+        if is_jsonl(file):
             yield from _jsonl_documents(file, field)
         elif text := _decode(data := _read(file), file):
             yield text, len(data)
 
 
 def _jsonl_documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(_decode(line, file, number))[field]
-            except (KeyError, TypeError):
-                raise ConfigError(f"{file}:{number}: no field {field!r} in this line") from None
-            except json.JSONDecodeError as e:
-                raise ConfigError(f"{file}:{number}: not valid JSON: {e}") from None
+    for number, line in enumerate(_lines(file), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(_decode(line, file, number))[field]
             if not isinstance(text, str):
                 raise ConfigError(f"{file}:{number}: field {field!r} is not a string")
-            if text:
-                yield text, len(line)
+            text.encode()  # JSON can spell half a character, a lone surrogate
+        except ConfigError:
+            raise
+        except (KeyError, TypeError):
+            raise ConfigError(f"{file}:{number}: no field {field!r} in this line") from None
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{file}:{number}: field {field!r} holds a lone surrogate, which is no text"
+            ) from None
+        except (ValueError, RecursionError) as e:
+            raise ConfigError(f"{file}:{number}: not valid JSON: {e}") from None
+        if text:
+            yield text, len(line)
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    try:
+        with open(file, "rb") as lines:
+            yield from lines
+    except OSError as e:
+        raise ConfigError(f"{file}: {e.strerror}") from None
 
 
 def write_shards(

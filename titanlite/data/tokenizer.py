@@ -7,7 +7,9 @@ they are the same).
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LONGEST_RUN = 25_000  # characters; Llama 3 cuts its text at the same place
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 
@@ -83,34 +86,63 @@ class Tiktoken(Tokenizer, name="tiktoken"):
 class _TiktokenCodec(TextCodec):
     def __init__(self, config: Tiktoken):
         import tiktoken
-        import tiktoken.load
 
         content = read_bytes(config.path, "tokenizer.path")
+        ranks = _parse_ranks(content, config.path)
+        special = {BOS: len(ranks), EOS: len(ranks) + 1}
+        for i in range(2, config.num_special_tokens):
+            special[f"<|reserved_special_token_{i - 2}|>"] = len(ranks) + i
         try:
-            ranks = tiktoken.load.load_tiktoken_bpe(str(config.path))
-            special = {BOS: len(ranks), EOS: len(ranks) + 1}
-            for i in range(2, config.num_special_tokens):
-                special[f"<|reserved_special_token_{i - 2}|>"] = len(ranks) + i
             self._codec = tiktoken.Encoding(
                 Path(config.path).stem, pat_str=config.pattern, mergeable_ranks=ranks, special_tokens=special
             )
-        except (
-            Exception
-        ) as e:  # tiktoken raises whatever its parser met: ValueError, binascii.Error, a Rust panic
-            raise ConfigError(f"{config.path} is not a tiktoken file: {e}", "tokenizer.path") from None
+        except ValueError as e:
+            raise ConfigError(f"not a regular expression: {e}", "tokenizer.pattern") from None
         self.vocab_size = len(ranks) + config.num_special_tokens
         self.bos, self.eos = special[BOS], special[EOS]
         parts = (content, config.pattern.encode(), str(config.num_special_tokens).encode())
         self.fingerprint = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        return self._codec.encode_ordinary(text)
+        return self._encode_batch([text], 1)[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._codec.decode(list(ids))
 
     def _encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
-        return self._codec.encode_ordinary_batch(list(texts), num_threads=num_threads)
+        pieces = [_without_long_runs(text) for text in texts]
+        flat = self._codec.encode_ordinary_batch([p for of in pieces for p in of], num_threads=num_threads)
+        encoded = iter(flat)
+        return [[i for _ in of for i in next(encoded)] for of in pieces]
+
+
+def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
+    """Token to rank. (tiktoken's own loader keeps a cache on disk by path: an edited file would stay the old
+    one.)"""
+    lines = [line.split() for line in content.splitlines() if line.strip()]
+    try:
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as e:
+        raise ConfigError(f"{path} is not a tiktoken file: {e}", "tokenizer.path") from None
+    whole = len(ranks) == len(lines) and sorted(ranks.values()) == list(range(len(lines)))
+    if not whole or not all(bytes([b]) in ranks for b in range(256)):
+        raise ConfigError(
+            f"{path} is not a whole tiktoken file: ranks must be 0, 1, 2, ... and all 256 bytes be tokens",
+            "tokenizer.path",
+        )
+    return ranks
+
+
+def _without_long_runs(text: str) -> list[str]:
+    """The text in pieces without runs of over LONGEST_RUN blanks or non-blanks: tiktoken's regular expression
+    recurses once a character and would overflow its stack."""
+    if len(text) <= LONGEST_RUN:
+        return [text]
+    pieces, begin = [], 0
+    for run in re.finditer(rf"\s{{{LONGEST_RUN}}}|\S{{{LONGEST_RUN}}}", text):
+        pieces.append(text[begin : run.end()])
+        begin = run.end()
+    return [*pieces, text[begin:]]
 
 
 @dataclass(frozen=True, kw_only=True)
