@@ -1,6 +1,7 @@
 """The `titanlite` command: finds the verb, turns its errors into one line and an exit code. Dispatch only.
 
-Exit codes: 0 done, 1 crash, 2 configuration or input error, 3 no usable checkpoint, 130 interrupted.
+Exit codes: 0 done, 1 crash, 2 configuration or input error, 3 no usable checkpoint or one that could not be
+written, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ attention never looks right.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,8 +33,8 @@ class Generation:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError(f"{self.max_new_tokens} is below 1", "max_new_tokens")
-        if self.temperature < 0:
-            raise ConfigError(f"{self.temperature} is below 0", "temperature")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"{self.temperature} is not 0 or above, and finite", "temperature")
 
 
 def generate(

@@ -8,6 +8,7 @@ packages.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,10 @@ class JobInfo:
     """For people; not used."""
     imports: list[str] = field(default_factory=list)
     """Python modules to import first, which register components of their own."""
+
+    def __post_init__(self) -> None:
+        if not self.dump_folder:
+            raise ConfigError("empty; name a folder for this run", "dump_folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +85,19 @@ class Job:
                 "validation.enable",
             )
         total = self.lr_scheduler.total_steps or self.training.steps
+        if total < self.training.steps:
+            raise ConfigError(
+                f"{total} is below training.steps = {self.training.steps}: the rest has no schedule",
+                "lr_scheduler.total_steps",
+            )
         if self.lr_scheduler.warmup_steps >= total:
             raise ConfigError(
                 f"{self.lr_scheduler.warmup_steps} steps of warmup leave nothing of a schedule of {total}",
                 "lr_scheduler.warmup_steps",
             )
+
+        check_writable(self.folder, "job.dump_folder")
+        check_writable(Path(self.data.cache_dir), "data.cache_dir")
 
     def recipe(self, data: dict[str, Any]) -> dict[str, Any]:
         """What a run that continues this one must share: the model's shape, the loss, and `data`,
@@ -93,8 +106,21 @@ class Job:
         return {"model": model, "loss": toml.as_tree(self.loss), "data": data}
 
 
-def load_job(path: str | Path | None, overrides: Sequence[str] = (), world_size: int = 1) -> Job:
-    """The checked job of a TOML file and command-line overrides. Raises ConfigError, which says where."""
+def check_writable(folder: Path, key: str) -> None:
+    """Raises ConfigError unless the folder can be made and written; makes nothing."""
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder} cannot be written: {there} is no writable directory", key)
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """A command line's TOML file, if it begins with one, and its overrides."""
+    return (None, argv) if argv[0].startswith("--") else (argv[0], argv[1:])
+
+
+def load_job(path: str | Path | None, overrides: Sequence[str] = (), world_size: int | None = 1) -> Job:
+    """The checked job of a TOML file and command-line overrides; without `world_size`, for use other than
+    training, unchecked across sections. Raises ConfigError, which says where."""
     tree, locator = toml.read(path, overrides)
     imports = tree.get("job", {}).get("imports", []) if isinstance(tree.get("job"), dict) else []
     imports = toml.listed(toml.plain(imports))
@@ -105,7 +131,8 @@ def load_job(path: str | Path | None, overrides: Sequence[str] = (), world_size:
             raise locator.located(ConfigError(f"cannot import {module!r}: {e}", "job.imports")) from None
     job = toml.build(Job, tree, locator)
     try:
-        job.check(world_size)
+        if world_size is not None:
+            job.check(world_size)
     except ConfigError as e:
         raise locator.located(e) from None
     return job

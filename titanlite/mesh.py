@@ -26,6 +26,10 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters between forward and backward: `always`, `never`, or `default` (when sharded
     over more than one rank)."""
+    fsdp_reduce: Literal["step", "micro_batch"] = "step"
+    """When gradients are summed over ranks: once a step, which is fastest but keeps a whole model's gradients
+    on every rank while micro-batches accumulate, or after each micro-batch, which keeps only the rank's
+    shard."""
 
     def __post_init__(self) -> None:
         if self.data_parallel_replicate_degree < 1:

@@ -58,8 +58,10 @@ class Training:
                 raise ConfigError(f"{getattr(self, key)} is below 1", key)
         if self.global_batch_size < 1 and self.global_batch_size != -1:
             raise ConfigError(f"{self.global_batch_size} is neither -1 nor at least 1", "global_batch_size")
-        if self.max_norm < 0:
-            raise ConfigError(f"{self.max_norm} is below 0", "max_norm")
+        if not self.max_norm >= 0:
+            raise ConfigError(f"{self.max_norm} is not 0 or above", "max_norm")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"{self.seed} is not in [0, 2^63)", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,11 @@ class Comm:
     """How long a rank waits for the others until the first step is done: tokenising, loading, compiling."""
     train_timeout_seconds: int = 600
     """The same from then on; a hang ends the run after this time."""
+
+    def __post_init__(self) -> None:
+        for key in ("init_timeout_seconds", "train_timeout_seconds"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{getattr(self, key)} is below 1", key)
 
 
 @dataclass(frozen=True)
@@ -141,19 +148,19 @@ class Runtime:
     def rank_zero_first(self) -> Iterator[None]:
         """Rank 0 runs the body before the others: what it writes, they find. Its ConfigError is
         everybody's."""
-        failure: list[Any] = [None]
+        error: list[Any] = [None]
         if self.world_size > 1 and self.rank > 0:
-            dist.broadcast_object_list(failure, src=0)
-            if failure[0] is not None:
-                raise ConfigError(failure[0])
+            dist.broadcast_object_list(error, src=0)
+            if error[0] is not None:
+                raise error[0]
         try:
             yield
-        except ConfigError as e:
-            failure = [str(e)]
+        except Exception as e:
+            error = [e if isinstance(e, ConfigError) else RuntimeError(f"rank 0: {type(e).__name__}: {e}")]
             raise
         finally:
             if self.world_size > 1 and self.rank == 0:
-                dist.broadcast_object_list(failure, src=0)
+                dist.broadcast_object_list(error, src=0)
 
     def synchronize(self) -> None:
         """Wait for the device: for clocks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from titanlite.data.loader import MicroBatches, Rows
 from titanlite.data.tokenizer import TextCodec
 from titanlite.evaluate import validate
 from titanlite.generate import generate
-from titanlite.job import Job, load_job
+from titanlite.job import Job, load_job, split_arguments
 from titanlite.log import logger
 from titanlite.metrics.meter import Meter
 from titanlite.models.base import Decoder
@@ -35,8 +36,7 @@ from titanlite.runtime import Runtime, device_name, environment, runtime, world_
 
 def train(job: Job) -> None:
     """Train until `training.steps`, resuming from the run folder if it holds a checkpoint."""
-    with runtime(job.training, job.parallelism, job.comm) as rt:
-        run = build(job, rt)
+    with runtime(job.training, job.parallelism, job.comm) as rt, build(job, rt) as run:
         model, optimizer, state, meter, checkpoints = (
             run.model,
             run.optimizer,
@@ -64,6 +64,7 @@ def train(job: Job) -> None:
             state.rows += rt.plan.rows
             state.tokens += tokens
             meter.step_done()
+            checkpoints.check()
 
             evaluation = {}
             if job.validation.enable and due(job.validation.freq, state.step, last_step):
@@ -71,7 +72,7 @@ def train(job: Job) -> None:
                     evaluation = run.validate(job, rt)
             if due(job.generation.freq, state.step, last_step):
                 with meter.apart("time/generation_s"):
-                    run.sample(job, rt)
+                    run.sample(job, rt, record=False)
             if checkpoints.due(state.step, last_step):
                 with meter.apart("checkpoint/stall_s"):
                     checkpoints.save(model.net, optimizer, state, {"global_batch_size": rt.plan.rows})
@@ -87,7 +88,6 @@ def train(job: Job) -> None:
             if state.step == first_step:
                 rt.shorten_timeouts()
 
-        checkpoints.close()
         finish(job, rt, run, evaluation, trained=last_step - first_step + 1)
 
 
@@ -116,14 +116,14 @@ def build(job: Job, rt: Runtime) -> Run:
         compile=job.compile,
         param_dtype=rt.param_dtype,
         reduce_dtype=rt.reduce_dtype,
-        reshard_after_forward=job.parallelism.fsdp_reshard_after_forward,
+        parallelism=job.parallelism,
     )
     model.materialize(rt.device, job.training.seed)
     optimizer = job.optimizer.build(net.named_parameters())
     state = TrainState(step=0, rows=0, tokens=rt.count(0))
     checkpoints.load(net, optimizer, state)
 
-    describe(job, rt, net, rows, state)
+    describe(job, rt, net, rows, state, checkpoints)
     sinks = job.metrics.sinks(job.folder, state.step, job.training.steps) if rt.rank == 0 else []
     peak = peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None
     meter = Meter(rt.device, sinks, rt.plan.tokens, cost, rt.world_size, peak, rt.synchronize)
@@ -132,7 +132,8 @@ def build(job: Job, rt: Runtime) -> Run:
 
 @dataclass
 class Run:
-    """The parts of a run."""
+    """The parts of a run. Leaving it closes the sinks; after an error, a checkpoint in flight may still
+    become whole."""
 
     codec: TextCodec
     rows: Rows
@@ -142,12 +143,20 @@ class Run:
     checkpoints: Checkpointer
     meter: Meter
 
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.checkpoints.abandon()
+        self.meter.close()
+
     def validate(self, job: Job, rt: Runtime) -> dict[str, Any]:
         """Validation loss on the held-out rows."""
         num_rows = job.validation.num_rows(self.rows.num_held_out, rt.plan.rows)
         return validate(self.model, self.rows, num_rows, rt)
 
-    def sample(self, job: Job, rt: Runtime) -> None:
+    def sample(self, job: Job, rt: Runtime, record: bool = True) -> None:
         """Log a sample for each prompt and append it to samples.txt."""
         c = job.generation
         for prompt in c.prompts:
@@ -156,7 +165,7 @@ class Run:
                 temperature=c.temperature, seed=job.training.seed, device=rt.device,
             )  # fmt: skip
             logger.info(f"sample at step {self.state.step}:\n{text}")
-            if rt.rank == 0:
+            if rt.rank == 0 and record:
                 with open(job.folder / "samples.txt", "a", encoding="utf-8") as f:
                     f.write(f"--- step {self.state.step}\n{text}\n")
 
@@ -188,12 +197,17 @@ def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> N
     logger.info(f"the global batch changes from {before} to {rows} rows")
 
 
-def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows, state: TrainState) -> None:
+def describe(
+    job: Job, rt: Runtime, net: Decoder, rows: Rows, state: TrainState, checkpoints: Checkpointer
+) -> None:
     """Say what is about to run, and write it beside the metrics."""
     if rt.rank == 0:
         job.folder.mkdir(parents=True, exist_ok=True)
-        (job.folder / "job.toml").write_text(toml.dump(job))
-        (job.folder / "env.json").write_text(json.dumps(environment(rt), indent=1) + "\n")
+        (job.folder / "job.toml").write_text(toml.dump(job), encoding="utf-8")
+        (job.folder / "env.json").write_text(json.dumps(environment(rt), indent=1) + "\n", encoding="utf-8")
+        (job.folder / "recipe.json").write_text(
+            json.dumps(checkpoints.recipe, indent=1) + "\n", encoding="utf-8"
+        )
     plan, size = rt.plan, sum(p.numel() for p in net.parameters())
     logger.info(f"{job.model.name} {job.model.flavor}: {size:,} parameters")
     logger.info(f"{rt.world_size} x {device_name(rt.device)}, {str(rt.param_dtype).removeprefix('torch.')}")
@@ -203,16 +217,17 @@ def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows, state: TrainState)
     logger.info(
         f"{plan.rows} rows a step: {plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank"
     )
-    logger.info(f"steps {state.step + 1} to {job.training.steps}")
+    if state.step < job.training.steps:
+        logger.info(f"steps {state.step + 1} to {job.training.steps}")
 
 
 def finish(job: Job, rt: Runtime, run: Run, evaluation: dict[str, Any], trained: int) -> None:
     """Say what came of the run and where it is; a run that was finished already is evaluated again."""
-    if trained == 0:
+    run.checkpoints.close()
+    if trained <= 0:
         logger.info(f"nothing to train: step {run.state.step} is done; raise --training.steps to go on")
         evaluation = run.validate(job, rt) if job.validation.enable else {}
-        run.sample(job, rt)
-    run.meter.close()
+        run.sample(job, rt, record=False)
     if evaluation:
         logger.info(
             f"validation loss {evaluation['eval/loss']:.4f} over {evaluation['eval/tokens']:,} tokens"
@@ -230,6 +245,10 @@ def main(argv: Sequence[str]) -> int:
         print("usage: titanlite train CONFIG.toml [--section.key=value ...]\n")
         print(reference.help_text(Job))
         return 0
-    path, overrides = (None, argv) if argv[0].startswith("--") else (argv[0], argv[1:])
-    train(load_job(path, overrides, world_size()))
+    path, overrides = split_arguments(argv)
+    job = load_job(path, overrides, world_size())
+    try:
+        train(job)
+    except ConfigError as e:  # of an input that the job names: say where it names it
+        raise toml.read(path, overrides)[1].located(e) from None
     return 0

@@ -39,7 +39,8 @@ def build(
     family = Llama3(flavor="debug", overrides={**SHAPE, "tie_word_embeddings": tied})
     with torch.device("meta"):
         net = family.build()
-    parallelism = Parallelism(data_parallel_replicate_degree=replicate)
+    reduce = options.get("reduce", "step")
+    parallelism = Parallelism(data_parallel_replicate_degree=replicate, fsdp_reduce=reduce)
     mesh = build_mesh(parallelism, "cpu", rank, world_size, distributed=world_size > 1)
     model = parallelize(
         net,
@@ -49,7 +50,7 @@ def build(
         compile=Compile(enable=options.get("compile", False)),
         param_dtype=torch.float32,
         reduce_dtype=torch.float32,
-        reshard_after_forward="default",
+        parallelism=parallelism,
     )
     model.materialize(torch.device("cpu"), seed=0)
     return model
@@ -84,18 +85,16 @@ def on_rank(world_size: int, micro_batches: int, layout: dict[str, Any]) -> dict
     return gradients(world_size, torch.distributed.get_rank(), micro_batches, **layout)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", [{}, {"tied": False}, {"reduce": "micro_batch"}], ids=str)
 @pytest.mark.parametrize(
     ("world_size", "micro_batches", "replicate"), [(1, 4, 1), (4, 1, 1), (2, 2, 1), (4, 2, 2), (4, 1, 4)]
 )
-def test_gradient_is_the_same_for_any_split(run_on, world_size, micro_batches, replicate, tied) -> None:
-    whole = gradients(1, 0, 1, tied=tied)
+def test_gradient_is_the_same_for_any_split(run_on, world_size, micro_batches, replicate, layout) -> None:
+    whole = gradients(1, 0, 1, **layout)
     if world_size == 1:
-        split = gradients(1, 0, micro_batches, tied=tied)
+        split = gradients(1, 0, micro_batches, **layout)
     else:
-        split = run_on(
-            world_size, on_rank, world_size, micro_batches, {"replicate": replicate, "tied": tied}
-        )[0]
+        split = run_on(world_size, on_rank, world_size, micro_batches, {"replicate": replicate, **layout})[0]
     assert split.keys() == whole.keys()
     for name, value in whole.items():
         assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
@@ -117,9 +116,8 @@ def test_a_step_without_counted_targets_is_finite() -> None:
 def names_on_rank(world_size: int, layout: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     model = build(world_size, torch.distributed.get_rank(), **layout)
     batch = uneven_rows()
-    if not layout.get("compile"):  # after a forward and backward too, sharded or gathered
-        model.forward_backward([batch], torch.tensor(batch.num_targets))
-        model.loss_sum(batch)
+    model.forward_backward([batch], torch.tensor(batch.num_targets))  # names must hold after use, too
+    model.loss_sum(batch)
     return [(name, tuple(p.shape)) for name, p in model.net.named_parameters()]
 
 

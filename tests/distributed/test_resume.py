@@ -9,6 +9,7 @@ losses within 1e-5.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from titanlite.checkpoint.checkpointer import Checkpointer, load_tensors
 from titanlite.checkpoint.state import TrainState, model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
+from titanlite.tools import generate
 from titanlite.train import train
 
 KEYS = (
@@ -181,6 +183,25 @@ def test_validation_is_the_same_number_on_any_ranks(tmp_path: Path, corpus: Path
         losses[world_size] = last["eval/loss"]
     assert losses[2] == pytest.approx(losses[1], abs=1e-6)
     assert losses[4] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_generate_reads_any_layout_and_a_copy(tmp_path: Path, corpus: Path, run_on, capsys) -> None:
+    overrides = ["--training.steps=2", "--parallelism.data_parallel_replicate_degree=2"]
+    run_on(2, train_on_rank, tmp_path, corpus, overrides, "hsdp", 2)
+    shutil.copytree(tmp_path / "hsdp/checkpoint/step-2", tmp_path / "a copy")
+    texts = []
+    for path in (tmp_path / "hsdp", tmp_path / "a copy"):
+        assert generate.main([str(path), "--prompt", "ab", "--max-new-tokens", "5"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("ab")
+
+
+def test_fewer_steps_than_done_changes_nothing(whole: Job, corpus: Path) -> None:
+    before = history(whole)
+    train(make_job(whole.folder.parent, corpus, "--training.steps=4", name="whole"))
+    assert history(whole) == before
+    assert {p.name for p in (whole.folder / "checkpoint").iterdir()} == {"step-4", "step-8", "step-12"}
 
 
 def refused_on_rank(folder: Path, corpus: Path, world_size: int) -> str:

@@ -154,7 +154,7 @@ def test_validation_needs_rows_to_validate_on(path, complaint):
         ),
         (
             ["--lr_scheduler.total_steps=10"],
-            "job.toml:11: lr_scheduler.warmup_steps: 10 steps of warmup leave",
+            "command line, --lr_scheduler.total_steps: 10 is below training.steps = 100",
         ),
         (
             ["--lr_scheduler.warmup_steps=100"],
@@ -182,7 +182,7 @@ def test_a_schedule_longer_than_the_run_may_have_a_warmup_as_long_as_the_run(pat
         ("--training.steps=0", "command line, --training.steps: 0 is below 1"),
         ("--training.seq_len=0", "command line, --training.seq_len: 0 is below 1"),
         ("--training.global_batch_size=0", "command line, --training.global_batch_size: 0 is neither -1 nor"),
-        ("--training.max_norm=-1", "command line, --training.max_norm: -1.0 is below 0"),
+        ("--training.max_norm=-1", "command line, --training.max_norm: -1.0 is not 0 or above"),
         (
             "--training.deterministic=1",
             "command line, --training.deterministic: expected true or false, got 1",
@@ -225,7 +225,10 @@ def test_a_schedule_longer_than_the_run_may_have_a_warmup_as_long_as_the_run(pat
         ("--checkpoint.interval=0", "command line, --checkpoint.interval: 0 is below 1"),
         ("--checkpoint.keep_latest_k=1", "command line, --checkpoint.keep_latest_k: keep 2 or more"),
         ("--validation.freq=0", "command line, --validation.freq: 0 is below 1"),
-        ("--generation.temperature=-1", "command line, --generation.temperature: -1.0 is below 0"),
+        (
+            "--generation.temperature=-1",
+            "command line, --generation.temperature: -1.0 is not 0 or above, and finite",
+        ),
         ("--metrics.log_freq=0", "command line, --metrics.log_freq: 0 is below 1"),
         (
             "--parallelism.data_parallel_shard_degree=0",

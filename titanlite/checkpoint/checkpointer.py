@@ -8,10 +8,12 @@ the same bytes.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +24,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from titanlite.checkpoint import commit
+from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.staging import HostBuffers
 from titanlite.checkpoint.state import (
-    CheckpointError,
     TrainState,
     check_same_tensors,
     make_optimizer_state,
@@ -54,12 +56,19 @@ class Checkpoint:
     is refused."""
 
     def __post_init__(self) -> None:
+        folder = Path(self.folder)
+        if folder.is_absolute() or ".." in folder.parts or folder == Path():
+            raise ConfigError(f"{self.folder!r} is not a folder below job.dump_folder", "folder")
         if self.interval < 1:
             raise ConfigError(f"{self.interval} is below 1; use enable = false to save nothing", "interval")
         if self.keep_latest_k < 0 or self.keep_latest_k == 1:
             raise ConfigError(
                 "keep 2 or more, or 0 for all: with 1, one bad checkpoint would be the run", "keep_latest_k"
             )
+
+
+TIMEOUT = timedelta(hours=1)  # of collectives among checkpoint writers: a slow disk is not a hang
+T = TypeVar("T")
 
 
 class Checkpointer:
@@ -72,24 +81,25 @@ class Checkpointer:
     def __init__(self, config: Checkpoint, dump_folder: Path, recipe: dict[str, Any], job_toml: str):
         self.config, self.folder = config, dump_folder / config.folder
         self.recipe, self.job_toml = recipe, job_toml
+        self._recipe_file = dump_folder / "recipe.json"
         self._distributed = dist.is_initialized()
         self._rank = dist.get_rank() if self._distributed else 0
-        self._group = dist.new_group(backend="gloo") if self._distributed else None
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self._distributed else None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._host = HostBuffers()
-        self._resume_step = self._agree(self._choose) if config.enable else None
-        self.resumed = self._read_train_json() if self._resume_step is not None else None
+        self.resumed: dict[str, Any] | None = self._agree(self._open)
 
     def load(self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> None:
         """Restore all three in place from the chosen checkpoint; a run without one starts fresh."""
-        if self._resume_step is None or self.resumed is None:
+        if self.resumed is None:
             return
         make_optimizer_state(optimizer)
         tensors = {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
-        load_tensors(self._path(self._resume_step), tensors, self._group)
+        path = self._path(self.resumed["step"])
+        load_tensors(path, tensors, self._group)
         state.restore(self.resumed)
-        logger.info(f"resumed from {self._path(self._resume_step)}")
+        logger.info(f"resumed from {path}")
 
     def due(self, step: int, last_step: int) -> bool:
         """Whether the step that was just taken is to be saved."""
@@ -100,8 +110,6 @@ class Checkpointer:
     ) -> None:
         """Save now. Waits for a save still in flight and raises what went wrong with it."""
         self.wait()
-        if self._path(state.step).exists():  # the step this run resumed from: it is there already, and whole
-            return
         tensors = {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
         small = json.dumps({**state.as_json(), **extra, "recipe": self.recipe}, indent=1) + "\n"
         if self.config.async_mode == "disabled":
@@ -110,18 +118,30 @@ class Checkpointer:
             staged = self._host.copy(tensors)
             self._pending = self._writer.submit(self._write, state.step, staged, small)
 
+    def check(self) -> None:
+        """Raise what went wrong with a save in flight, if it has ended. Each step: an error must not wait for
+        the next save."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
     def wait(self) -> None:
         """Until the save in flight is committed; raises CheckpointError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
+    def abandon(self) -> None:
+        """After an error elsewhere: let a save in flight become whole if it still can."""
+        try:
+            if self._pending is not None:
+                self._pending.result(timeout=60)
+        except Exception as e:
+            logger.error(f"the checkpoint that was being written is lost: {type(e).__name__}: {e}")
+
     def close(self) -> None:
-        """Wait for the last commit, and for all ranks to have seen it."""
+        """Wait for the last commit."""
         self.wait()
         self._writer.shutdown()
-        if self._distributed:
-            dist.barrier(self._group)
 
     def _write(self, step: int, tensors: dict[str, dict[str, torch.Tensor]], small: str) -> None:
         partial = commit.partial_path(self.folder, step)
@@ -130,68 +150,83 @@ class Checkpointer:
             save(tensors, storage_writer=writer, process_group=self._group, no_dist=not self._distributed)
         except CheckpointException as e:  # a BaseException
             raise CheckpointError(f"step {step} could not be saved: {_cause(e)}") from e
-        if self._rank == 0:  # DCP's save ends with rank 0 holding every rank's result: all have written
-            (partial / "train.json").write_text(small)
-            (partial / "job.toml").write_text(self.job_toml)
-            path = commit.commit(partial, step)
-            commit.retain(self.folder, self.config.keep_latest_k)
-            logger.info(f"saved {path}")
+        # DCP's save ends with rank 0 holding every rank's result: all have written.
+        self._agree(lambda: self._commit(partial, step, small))
 
-    def _choose(self) -> int | None:
-        """On rank 0: the newest checkpoint without fault; bad ones are set aside. CheckpointError if all are
-        bad."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        commit.clean(self.folder)
-        reasons = []
+    def _commit(self, partial: Path, step: int, small: str) -> None:
+        (partial / "train.json").write_text(small, encoding="utf-8")
+        (partial / "job.toml").write_text(self.job_toml, encoding="utf-8")
+        path = commit.commit(partial, step)
+        commit.retain(self.folder, self.config.keep_latest_k)
+        logger.info(f"saved {path}")
+
+    def _open(self) -> dict[str, Any] | None:
+        """On rank 0: the train.json of the newest checkpoint without fault, None for a new run.
+
+        Nothing in the folder is touched before it is known to be this run's. ConfigError if it is another
+        recipe's, CheckpointError if it holds the remains of a run that cannot be resumed.
+        """
+        newest, faults = None, []
         for step, path in reversed(commit.committed(self.folder)):
             reason = commit.fault(path, step)
             if reason is None:
-                return step
-            reasons.append(f"{path}: {reason}")
-            logger.warning(f"checkpoint set aside as {commit.set_aside(path)}: {reason}")
-        reasons += [f"{path} was set aside" for path in commit.set_aside_before(self.folder)]
-        if reasons:  # a fresh start over the remains of a run would lose it in silence
+                newest = json.loads((path / "train.json").read_text(encoding="utf-8"))
+                self._check_recipe(newest["recipe"], self.folder)
+                break
+            faults.append((path, reason))
+        if self._recipe_file.exists():
+            self._check_recipe(json.loads(self._recipe_file.read_text(encoding="utf-8")), self.folder.parent)
+        if not self.config.enable:
+            if newest or faults:
+                raise ConfigError(
+                    f"{self.folder} holds a run; choose another --job.dump_folder to go without",
+                    "checkpoint.enable",
+                )
+            return None
+        remains = [f"{path}: {reason}" for path, reason in faults]
+        remains += [f"{path} was set aside" for path in commit.set_aside_before(self.folder)]
+        if newest is None and remains:  # a fresh start over the remains of a run would lose it in silence
+            why = "; ".join(remains)
             raise CheckpointError(
-                f"no usable checkpoint in {self.folder}: {'; '.join(reasons)}; delete them to start afresh"
+                f"no usable checkpoint in {self.folder}: {why}; delete them to start afresh"
             )
-        return None
+        commit.clean(self.folder)
+        for path, reason in faults:
+            logger.warning(f"checkpoint set aside as {commit.set_aside(path)}: {reason}")
+        return newest
 
-    def _agree(self, choose: Any) -> int | None:
-        """`choose()` of rank 0, its error included, on every rank."""
-        box: list[Any] = [None]
-        if self._rank == 0:
-            try:
-                box = [choose()]
-            except (CheckpointError, OSError) as e:
-                box = [CheckpointError(str(e))]
-        if self._distributed:
-            dist.broadcast_object_list(box, group=self._group, group_src=0)
-        if isinstance(box[0], Exception):
-            raise box[0]
-        return box[0]
-
-    def _read_train_json(self) -> dict[str, Any]:
-        assert self._resume_step is not None
-        file = self._path(self._resume_step) / "train.json"
-        try:
-            values = json.loads(file.read_text())
-        except (OSError, ValueError) as e:
-            raise CheckpointError(f"{file}: {e}") from None
-        theirs, ours = flatten(values["recipe"]), flatten(self.recipe)
+    def _check_recipe(self, theirs: dict[str, Any], where: Path) -> None:
+        before, now = flatten(theirs), flatten(self.recipe)
         allowed = tuple(self.config.allow_changed)
         changed = [
-            f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}"
-            for key in sorted(theirs.keys() | ours.keys())
-            if theirs.get(key) != ours.get(key)
+            f"{key} was {before.get(key, 'absent')!r}, is {now.get(key, 'absent')!r}"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)
             and not any(key == a or key.startswith(a + ".") for a in allowed)
         ]
         if changed:
             more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
             raise ConfigError(
-                f"{self.folder} holds checkpoints of another recipe: {'; '.join(changed[:3])}{more}. "
-                "Choose another --job.dump_folder, set it back, or name it in --checkpoint.allow_changed"
+                f"{where} holds a run of another recipe: {'; '.join(changed[:3])}{more}. Choose another "
+                "--job.dump_folder, delete that one, set it back, or name it in --checkpoint.allow_changed",
+                "job.dump_folder",
             )
-        return values
+
+    def _agree(self, act: Callable[[], T]) -> T:
+        """What `act()` gave on rank 0, its error included, on every rank."""
+        box: list[Any] = [None]
+        if self._rank == 0:
+            try:
+                box = [act()]
+            except (CheckpointError, ConfigError) as e:
+                box = [e]
+            except (OSError, ValueError, KeyError) as e:
+                box = [CheckpointError(f"{self.folder}: {type(e).__name__}: {e}")]
+        if self._distributed:
+            dist.broadcast_object_list(box, group=self._group, group_src=0)
+        if isinstance(box[0], Exception):
+            raise box[0]
+        return box[0]
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step}"

@@ -13,6 +13,13 @@ import re
 import shutil
 from pathlib import Path
 
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used or written, and the run must not go on without it."""
+
+    exit_code = 3
+
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 
@@ -48,19 +55,24 @@ def commit(partial: Path, step: int) -> Path:
     return final
 
 
-def fault(path: Path, step: int) -> str | None:
-    """Why a committed checkpoint cannot be trusted, or None: its manifest and the presence and size of its
-    files."""
+def fault(path: Path, step: int | None = None) -> str | None:
+    """Why a committed checkpoint cannot be trusted, or None: its manifest, the presence and size of its
+    files, and that it is of `step`. Raises CheckpointError for one of another format: that is not damage, and
+    OSError for a disk that does not answer."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["format"] != FORMAT or manifest["step"] != step:
-            return f"manifest of format {manifest['format']}, step {manifest['step']}"
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {manifest['format']}, this titanlite reads {FORMAT}")
+        if step not in (None, manifest["step"]):
+            return f"its manifest is of step {manifest['step']}"
         for name, entry in manifest["files"].items():
             size = (path / name).stat().st_size
             if size != entry["size"]:
                 return f"{name} has {size} bytes, {entry['size']} were written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        return f"{type(e).__name__}: {e}"
+    except FileNotFoundError as e:
+        return f"{Path(e.filename).name} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        return f"its manifest cannot be read: {type(e).__name__}: {e}"
     return None
 
 

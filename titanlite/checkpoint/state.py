@@ -14,11 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used or written, and the run must not go on without it."""
-
-    exit_code = 3
+from titanlite.checkpoint.commit import CheckpointError
 
 
 @dataclass

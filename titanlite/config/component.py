@@ -22,8 +22,11 @@ class ConfigError(ValueError):
     exit_code = 2
 
     def __init__(self, message: str, key: str | None = None):
-        super().__init__(message)
+        super().__init__(message, key)  # both: errors travel between ranks
         self.key = key
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 def suggest(word: str, known: Iterable[object]) -> str:

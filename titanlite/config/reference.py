@@ -135,7 +135,7 @@ def markdown(schema: type) -> str:
     lines: list[str] = []
     for section in sections(schema):
         choice = f' name = "{section.choice}"' if section.choice else ""
-        lines += ["", f"## `[{section.path}]`{choice}", "", section.doc.replace("\n\n", "\n\n")]
+        lines += ["", f"## `[{section.path}]`{choice}", "", section.doc]
         if section.keys:
             lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in section.keys:

@@ -30,7 +30,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`; asynchronous from pinned memory."""
-        inputs, targets = (t.to(device, non_blocking=True) for t in (self.inputs, self.targets))
+        # From pageable memory that is freed at once an asynchronous copy may read anything (MPS: pytorch
+        # 189690).
+        inputs, targets = (t.to(device, non_blocking=t.is_pinned()) for t in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets)
 
     def pin_memory(self) -> Batch:

@@ -22,7 +22,7 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LONGEST_RUN = 25_000  # characters; Llama 3 cuts its text at the same place
+LONGEST_RUN = 25_000  # characters; where Llama 3's reference code cuts runs, too
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 
@@ -139,9 +139,10 @@ def _without_long_runs(text: str) -> list[str]:
     if len(text) <= LONGEST_RUN:
         return [text]
     pieces, begin = [], 0
-    for run in re.finditer(rf"\s{{{LONGEST_RUN}}}|\S{{{LONGEST_RUN}}}", text):
-        pieces.append(text[begin : run.end()])
-        begin = run.end()
+    for run in re.finditer(r"\s+|\S+", text):
+        for end in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
+            pieces.append(text[begin:end])
+            begin = end
     return [*pieces, text[begin:]]
 
 

@@ -7,6 +7,7 @@ Its module knows no ranks and no job; parallel/ shards and compiles it from outs
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -66,6 +67,12 @@ class DecoderConfig:
     n_layers: int
     n_heads: int
     head_dim: int
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if type(value) in (int, float) and not 0 < value < math.inf:
+                raise ConfigError(f"{f.name} = {value} is not above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

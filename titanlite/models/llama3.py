@@ -39,6 +39,7 @@ class Llama3Config(DecoderConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}")
         if self.head_dim % 2:
@@ -60,7 +61,7 @@ FLAVORS = {
         max_position=2048, tie_word_embeddings=True,
     ),
     "125M": Llama3Config(
-        dim=768, n_layers=12, n_heads=12, n_kv_heads=4, head_dim=64, hidden_dim=2048, vocab_size=32768,
+        dim=768, n_layers=16, n_heads=12, n_kv_heads=4, head_dim=64, hidden_dim=2048, vocab_size=32768,
         max_position=8192, tie_word_embeddings=True,
     ),
     "1B": Llama3Config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,8 +20,8 @@ class Optimizer(Component):
     """Peak learning rate, what the schedule's factor is applied to."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ConfigError(f"{self.lr} is not above 0", "lr")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"{self.lr} is not above 0 and finite", "lr")
 
     def build(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer of this rank's named parameters. Every group keeps its peak rate under `peak_lr`."""

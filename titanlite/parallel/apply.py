@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from titanlite.mesh import Mesh
+from titanlite.mesh import Mesh, Parallelism
 from titanlite.models.base import Decoder, LossFunction
 from titanlite.parallel.compile import Compile, apply_compile
 from titanlite.parallel.fsdp import apply_fsdp
@@ -22,11 +22,11 @@ def parallelize(
     compile: Compile,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-    reshard_after_forward: str,
+    parallelism: Parallelism,
 ) -> ShardedModel:
     """This rank's part of `net`, still on meta. A single fp32 process is left unsharded."""
     apply_recompute(net, recompute)
     loss = apply_compile(net, loss, compile)
     if mesh.device_mesh is not None:
-        apply_fsdp(net, mesh, param_dtype, reduce_dtype, reshard_after_forward)
-    return ShardedModel(net, loss)
+        apply_fsdp(net, mesh, param_dtype, reduce_dtype, parallelism.fsdp_reshard_after_forward)
+    return ShardedModel(net, loss, reduce_each=parallelism.fsdp_reduce == "micro_batch")

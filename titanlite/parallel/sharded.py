@@ -13,10 +13,13 @@ from titanlite.parallel.initialize import fill_normal
 
 
 class ShardedModel:
-    """`net` is this rank's part of the model under full-model parameter names; `loss` what is optimised."""
+    """`net` is this rank's part of the model under full-model parameter names; `loss` what is optimised.
 
-    def __init__(self, net: Decoder, loss: LossFunction):
-        self.net, self.loss = net, loss
+    `reduce_each`: gradients are reduced after each micro-batch instead of once, in the last backward.
+    """
+
+    def __init__(self, net: Decoder, loss: LossFunction, reduce_each: bool = False):
+        self.net, self.loss, self.reduce_each = net, loss, reduce_each
 
     def materialize(self, device: torch.device, seed: int) -> None:
         """Give the meta parameters memory and their initial values."""
@@ -29,12 +32,12 @@ class ShardedModel:
         """Accumulate the gradient of (sum of token losses) / `tokens`; returns this rank's share of that
         loss, detached.
 
-        `tokens`: targets that count over all ranks and micro-batches. Gradients are reduced once, in the last
-        backward.
+        `tokens`: targets that count over all ranks and micro-batches. Gradients are reduced in the last
+        backward, or in each.
         """
         total = torch.zeros((), device=tokens.device)
         for i, batch in enumerate(micro_batches):
-            sync_gradients(self.net, i == len(micro_batches) - 1)
+            sync_gradients(self.net, self.reduce_each or i == len(micro_batches) - 1)
             loss = self.net(batch.inputs, batch.targets, self.loss) / tokens.clamp(min=1)
             loss.backward()
             total += loss.detach()

@@ -1,4 +1,5 @@
-"""`titanlite config CONFIG.toml [--section.key=value ...]`: check a job and print it resolved, as TOML.
+"""`titanlite config CONFIG.toml [--section.key=value ...]`: check a job, but for what depends on the number
+of ranks, and print it resolved, as TOML.
 
 `titanlite config --reference` prints every key with its type, default and meaning as Markdown:
 docs/config.md.
@@ -9,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlite.config import reference, toml
-from titanlite.job import Job, load_job
-from titanlite.runtime import world_size
+from titanlite.job import Job, load_job, split_arguments
 
 HEAD = """# Configuration
 
@@ -30,6 +30,6 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] == "--reference":
         print(HEAD + reference.markdown(Job), end="")
         return 0
-    path, overrides = (None, argv) if argv[0].startswith("--") else (argv[0], argv[1:])
-    print(toml.dump(load_job(path, overrides, world_size())), end="")
+    path, overrides = split_arguments(argv)
+    print(toml.dump(load_job(path, overrides, world_size=None)), end="")
     return 0

@@ -11,7 +11,8 @@ import torch
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import load_tensors
-from titanlite.checkpoint.state import CheckpointError, model_tensors
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.generate import generate
 from titanlite.job import load_job
@@ -28,11 +29,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest token each time")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     options = parser.parse_args(argv)
-    if options.max_new_tokens < 1 or options.temperature < 0:
+    if options.max_new_tokens < 1 or not options.temperature >= 0:
         raise ConfigError("--max-new-tokens must be at least 1 and --temperature at least 0")
     set_up_logging(rank=0, verbose=False)
     path = find_checkpoint(options.path)
-    job = load_job(path / "job.toml")
+    job = load_job(path / "job.toml", world_size=None)
     codec = job.tokenizer.build()
     device = pick_device()
     with torch.device("meta"):
@@ -55,16 +56,13 @@ def find_checkpoint(path: Path) -> Path:
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
     if (path / commit.MANIFEST).exists():
-        step = int(path.resolve().name.rpartition("-")[2])
-        steps = [(step, path)]
+        newest = path
     else:
         folders = [path, *sorted(p for p in path.iterdir() if p.is_dir())]
-        steps = next((found for f in folders if (found := commit.committed(f))), [])
-    if not steps:
-        raise ConfigError(
-            f"{path} holds no checkpoint: give a run folder, or a step-N folder in its checkpoint folder"
-        )
-    step, newest = steps[-1]
-    if reason := commit.fault(newest, step):
+        steps = next((found for f in folders if (found := commit.committed(f))), None)
+        if steps is None:
+            raise ConfigError(f"{path} holds no checkpoint: give a run folder, or one of its step-N folders")
+        newest = steps[-1][1]
+    if reason := commit.fault(newest):
         raise CheckpointError(f"{newest} is not whole: {reason}")
     return newest

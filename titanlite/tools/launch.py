@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from titanlite import train
@@ -74,6 +75,9 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
             file=sys.stderr,
         )
         return code
+    except SignalException as error:
+        print(f"titanlite: ended by signal {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
     return 0
 
 

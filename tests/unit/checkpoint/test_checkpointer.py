@@ -4,6 +4,7 @@ loaded."""
 from __future__ import annotations
 
 import json
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -161,7 +162,7 @@ def test_another_recipe_is_refused_by_name_unless_allowed(tmp_path: Path) -> Non
     run = open_run(tmp_path, changed, allow_changed=["data.seed"])
     assert run.resumed is not None
     dropped = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {}}}
-    with pytest.raises(ConfigError, match=r"data\.sources\.abc was 1000, is None"):
+    with pytest.raises(ConfigError, match=r"data\.sources\.abc was 1000, is 'absent'"):
         open_run(tmp_path, dropped)
 
 
@@ -187,7 +188,7 @@ def test_loading_is_strict(tmp_path: Path, tensors: dict, message: str) -> None:
     load_tensors(tmp_path / "checkpoint/step-1", {"model": model_tensors(Parts().net)})
 
 
-def test_a_failed_save_is_an_error_at_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_an_error_soon_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, parts = open_run(tmp_path), Parts()
     parts.step()
 
@@ -196,9 +197,56 @@ def test_a_failed_save_is_an_error_at_the_next_one(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(commit, "commit", full)
     run.save(parts.net, parts.optimizer, parts.state, {})
-    with pytest.raises(OSError, match="No space left"):
-        run.wait()
+    wait([run._pending])
+    with pytest.raises(CheckpointError, match="No space left"):
+        run.check()  # what the loop calls after each step
     assert commit.committed(tmp_path / "checkpoint") == []
+
+
+def test_a_save_in_flight_becomes_whole_after_an_error_elsewhere(tmp_path: Path) -> None:
+    run, parts = open_run(tmp_path), Parts()
+    parts.step()
+    run.save(parts.net, parts.optimizer, parts.state, {})
+    run.abandon()
+    assert [step for step, _ in commit.committed(tmp_path / "checkpoint")] == [1]
+
+
+def test_a_refused_run_touches_nothing(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    commit.partial_path(tmp_path / "checkpoint", 3).mkdir()  # its owner may be alive, and writing this
+    damage_short(tmp_path / "checkpoint/step-2")
+    before = names(tmp_path)
+    with pytest.raises(ConfigError):
+        open_run(tmp_path, {**RECIPE, "model": {"dim": 5}})
+    assert names(tmp_path) == before
+
+
+def test_the_recipe_of_a_run_without_checkpoints_counts_too(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text(json.dumps(RECIPE))
+    assert open_run(tmp_path).resumed is None
+    with pytest.raises(ConfigError, match=r"model\.dim was 4, is 5"):
+        open_run(tmp_path, {**RECIPE, "model": {"dim": 5}}, enable=False)
+
+
+def test_a_run_with_checkpoints_is_not_started_over_without(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    with pytest.raises(ConfigError, match="holds a run"):
+        open_run(tmp_path, enable=False)
+
+
+def test_a_newer_format_is_not_damage(tmp_path: Path) -> None:
+    save_steps(tmp_path, 2)
+    file = tmp_path / "checkpoint/step-2/manifest.json"
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(CheckpointError, match="has format 2, this titanlite reads 1"):
+        open_run(tmp_path)
+    assert names(tmp_path) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("folder", ["", ".", "/somewhere", "../other"])
+def test_a_folder_outside_the_run_is_refused(folder: str) -> None:
+    with pytest.raises(ConfigError, match="not a folder below"):
+        Checkpoint(folder=folder)
 
 
 def test_keeping_one_is_refused() -> None:
