@@ -63,6 +63,8 @@ def test_two_gpus_equal_one_and_resume_across(tmp_path: Path, corpus: Path) -> N
     two = run(tmp_path, corpus, fp32, ngpu=2, name="two")
     run(tmp_path, corpus, fp32, "--training.steps=4", ngpu=2, name="across")
     across = run(tmp_path, corpus, fp32, name="across")
-    for other in (two, across):
+    hsdp = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.fsdp_reduce=micro_batch"]
+    copies = run(tmp_path, corpus, fp32, *hsdp, ngpu=2, name="hsdp")
+    for other in (two, across, copies):
         assert column(other, "data/batch_sha") == column(one, "data/batch_sha")
         assert column(other, "train/loss") == pytest.approx(column(one, "train/loss"), abs=1e-5)
