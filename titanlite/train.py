@@ -72,7 +72,7 @@ def train(job: Job) -> None:
                     evaluation = run.validate(job, rt)
             if due(job.generation.freq, state.step, last_step):
                 with meter.apart("time/generation_s"):
-                    run.sample(job, rt, record=False)
+                    run.sample(job, rt)
             if checkpoints.due(state.step, last_step):
                 with meter.apart("checkpoint/stall_s"):
                     checkpoints.save(model.net, optimizer, state, {"global_batch_size": rt.plan.rows})
