@@ -7,7 +7,7 @@ NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process a GPU, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from titanlite.checkpoint.state import TrainState
 from titanlite.config import reference, toml
 from titanlite.config.component import ConfigError
 from titanlite.cost import flops_per_token, peak_bf16_flops
+from titanlite.data.batch import Batch
 from titanlite.data.loader import MicroBatches, Rows
 from titanlite.data.tokenizer import TextCodec
 from titanlite.evaluate import validate
@@ -37,17 +38,9 @@ from titanlite.runtime import Runtime, device_name, environment, runtime, world_
 def train(job: Job) -> None:
     """Train until `training.steps`, resuming from the run folder if it holds a checkpoint."""
     with runtime(job.training, job.parallelism, job.comm) as rt, build(job, rt) as run:
-        model, optimizer, state, meter, checkpoints = (
-            run.model,
-            run.optimizer,
-            run.state,
-            run.meter,
-            run.checkpoints,
-        )
-        order = MicroBatches(
-            state.rows, rt.plan.rows, rt.plan.micro_batch_rows, rt.mesh.dp_rank, rt.mesh.dp_size
-        )
-        batches = run.rows.batches(order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
+        model, optimizer, state = run.model, run.optimizer, run.state
+        meter, checkpoints = run.meter, run.checkpoints
+        batches = run.batches(job, rt)
         first_step, last_step = state.step + 1, job.training.steps
         evaluation: dict[str, Any] = {}
 
@@ -150,6 +143,12 @@ class Run:
         if error is not None:
             self.checkpoints.abandon()
         self.meter.close()
+
+    def batches(self, job: Job, rt: Runtime) -> Iterator[Batch]:
+        """This rank's micro-batches from the run's place in the data on."""
+        plan, mesh = rt.plan, rt.mesh
+        order = MicroBatches(self.state.rows, plan.rows, plan.micro_batch_rows, mesh.dp_rank, mesh.dp_size)
+        return self.rows.batches(order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
 
     def validate(self, job: Job, rt: Runtime) -> dict[str, Any]:
         """Validation loss on the held-out rows."""
