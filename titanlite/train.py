@@ -93,8 +93,7 @@ def build(job: Job, rt: Runtime) -> Run:
     recipe = job.recipe(rows.recipe)
     rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))
 
-    # Opening the checkpoints refuses a folder that holds another recipe's run, before anything is written to
-    # it.
+    # Opening the checkpoints refuses a folder that holds another recipe's run, before it is written to.
     checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, toml.dump(job))
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)
 
@@ -111,12 +110,13 @@ def build(job: Job, rt: Runtime) -> Run:
         reduce_dtype=rt.reduce_dtype,
         parallelism=job.parallelism,
     )
+    describe(job, rt, net, rows)
     model.materialize(rt.device, job.training.seed)
     optimizer = job.optimizer.build(net.named_parameters())
     state = TrainState(step=0, rows=0, tokens=rt.count(0))
     checkpoints.load(net, optimizer, state)
 
-    describe(job, rt, net, rows, state, checkpoints)
+    record(job, rt, state, checkpoints)
     sinks = job.metrics.sinks(job.folder, state.step, job.training.steps) if rt.rank == 0 else []
     peak = peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None
     meter = Meter(rt.device, sinks, rt.plan.tokens, cost, rt.world_size, peak, rt.synchronize)
@@ -155,7 +155,7 @@ class Run:
         num_rows = job.validation.num_rows(self.rows.num_held_out, rt.plan.rows)
         return validate(self.model, self.rows, num_rows, rt)
 
-    def sample(self, job: Job, rt: Runtime, record: bool = True) -> None:
+    def sample(self, job: Job, rt: Runtime, keep: bool = True) -> None:
         """Log a sample for each prompt and append it to samples.txt."""
         c = job.generation
         for prompt in c.prompts:
@@ -164,7 +164,7 @@ class Run:
                 temperature=c.temperature, seed=job.training.seed, device=rt.device,
             )  # fmt: skip
             logger.info(f"sample at step {self.state.step}:\n{text}")
-            if rt.rank == 0 and record:
+            if rt.rank == 0 and keep:
                 with open(job.folder / "samples.txt", "a", encoding="utf-8") as f:
                     f.write(f"--- step {self.state.step}\n{text}\n")
 
@@ -196,17 +196,8 @@ def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> N
     logger.info(f"the global batch changes from {before} to {rows} rows")
 
 
-def describe(
-    job: Job, rt: Runtime, net: Decoder, rows: Rows, state: TrainState, checkpoints: Checkpointer
-) -> None:
-    """Say what is about to run, and write it beside the metrics."""
-    if rt.rank == 0:
-        job.folder.mkdir(parents=True, exist_ok=True)
-        (job.folder / "job.toml").write_text(toml.dump(job), encoding="utf-8")
-        (job.folder / "env.json").write_text(json.dumps(environment(rt), indent=1) + "\n", encoding="utf-8")
-        (job.folder / "recipe.json").write_text(
-            json.dumps(checkpoints.recipe, indent=1) + "\n", encoding="utf-8"
-        )
+def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows) -> None:
+    """Say what is about to run."""
     plan, size = rt.plan, sum(p.numel() for p in net.parameters())
     logger.info(f"{job.model.name} {job.model.flavor}: {size:,} parameters")
     logger.info(f"{rt.world_size} x {device_name(rt.device)}, {str(rt.param_dtype).removeprefix('torch.')}")
@@ -216,8 +207,23 @@ def describe(
     logger.info(
         f"{plan.rows} rows a step: {plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank"
     )
+    logger.info("initialising the weights")
+
+
+def record(job: Job, rt: Runtime, state: TrainState, checkpoints: Checkpointer) -> None:
+    """Write beside the metrics what runs, from what recipe, on what."""
+    if rt.rank == 0:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        files = {
+            "job.toml": toml.dump(job),
+            "env.json": json.dumps(environment(rt), indent=1) + "\n",
+            "recipe.json": json.dumps(checkpoints.recipe, indent=1) + "\n",
+        }
+        for name, text in files.items():
+            (job.folder / name).write_text(text, encoding="utf-8")
     if state.step < job.training.steps:
-        logger.info(f"steps {state.step + 1} to {job.training.steps}")
+        compiling = " (the first one compiles)" if job.compile.enable else ""
+        logger.info(f"steps {state.step + 1} to {job.training.steps}{compiling}")
 
 
 def finish(job: Job, rt: Runtime, run: Run, evaluation: dict[str, Any], trained: int) -> None:
@@ -226,7 +232,7 @@ def finish(job: Job, rt: Runtime, run: Run, evaluation: dict[str, Any], trained:
     if trained <= 0:
         logger.info(f"nothing to train: step {run.state.step} is done; raise --training.steps to go on")
         evaluation = run.validate(job, rt) if job.validation.enable else {}
-        run.sample(job, rt, record=False)
+        run.sample(job, rt, keep=False)
     if evaluation:
         logger.info(
             f"validation loss {evaluation['eval/loss']:.4f} over {evaluation['eval/tokens']:,} tokens"
