@@ -27,8 +27,9 @@ if [ ! -f "$CONFIG_FILE" ]; then
 fi
 
 NGPU=${NGPU:-1}
-if [ "$NGPU" -gt 1 ]; then
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( $(getconf _NPROCESSORS_ONLN) / NGPU > 0 ? $(getconf _NPROCESSORS_ONLN) / NGPU : 1 ))}
+cores=$(getconf _NPROCESSORS_ONLN)
+if [ "$NGPU" -gt 1 ] 2>/dev/null; then  # the trainer says what is wrong with one that is no number
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
 fi
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export LOG_RANK=${LOG_RANK:-0}

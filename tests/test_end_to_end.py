@@ -171,3 +171,10 @@ def test_input_that_cannot_be_read_is_2_and_leaves_nothing(tmp_path: Path, ngpu:
     assert "Traceback" not in run.stderr
     assert not (tmp_path / "run").exists()
     assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.startswith("text-")] == []
+
+
+@pytest.mark.parametrize("ngpu", ["0", "abc", "-1"])
+def test_a_number_of_processes_that_is_none_is_2(tmp_path: Path, corpus: Path, ngpu: str) -> None:
+    run = launch(*tiny(tmp_path, corpus), NGPU=ngpu)
+    assert run.returncode == 2
+    assert run.stderr == f"titanlite: NGPU={ngpu}: expected a whole number from 1 on\n"

@@ -21,7 +21,8 @@ class ChunkRows:
         if len(self) == 0:
             raise ConfigError(
                 f"{shards.path} holds {shards.num_tokens} tokens, fewer than one row: "
-                f"training.seq_len + 1 = {seq_len + 1}"
+                f"training.seq_len + 1 = {seq_len + 1}",
+                "training.seq_len",
             )
 
     def __len__(self) -> int:

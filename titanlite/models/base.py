@@ -119,5 +119,6 @@ class ModelFamily(Component):
         if vocab_size > self.config.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {vocab_size} ids, {self.flavor} has {self.config.vocab_size}; "
-                f"--model.overrides.vocab_size={-(-vocab_size // 64) * 64} makes room, for a new model"
+                f"--model.overrides.vocab_size={-(-vocab_size // 64) * 64} makes room, for a new model",
+                "model.flavor",
             )

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from titanlite import train
+from titanlite.config.component import ConfigError
 from titanlite.job import load_job
 from titanlite.runtime import isolate_restarts
 
@@ -25,15 +26,13 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="titanlite launch", description=__doc__, allow_abbrev=False, add_help=False
     )
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="processes on this node")
-    parser.add_argument("--nnodes", type=int, default=1, help="nodes")
-    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is")
+    parser.add_argument("--nproc-per-node", default="1", help="processes on this node")
+    parser.add_argument("--nnodes", default="1", help="nodes")
+    parser.add_argument("--node-rank", default="0", help="which of them this is")
     parser.add_argument(
         "--rdzv-endpoint", default="", help="host:port of the first node; needed for several nodes"
     )
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, help="restarts of all processes after a failure"
-    )
+    parser.add_argument("--max-restarts", default="0", help="restarts of all processes after a failure")
     parser.add_argument("config", help="the TOML file")
     if argv[:1] in (["-h"], ["--help"]) or not argv:
         parser.print_help()
@@ -41,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     if {"-h", "--help"} & set(overrides):
         return train.main([options.config, *overrides])
+    for key, least in (("nproc_per_node", 1), ("nnodes", 1), ("node_rank", 0), ("max_restarts", 0)):
+        setattr(options, key, _number(key, getattr(options, key), least))
     world_size = options.nproc_per_node * options.nnodes
     load_job(options.config, overrides, world_size)
     if world_size == 1 and options.max_restarts == 0:
@@ -48,6 +49,13 @@ def main(argv: Sequence[str]) -> int:
     if options.nnodes > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint (RDZV_ENDPOINT=host:port for run_train.sh)")
     return _torchrun(options, [options.config, *overrides])
+
+
+def _number(key: str, text: str, least: int) -> int:
+    if text.isdecimal() and int(text) >= least:
+        return int(text)
+    name = {"nproc_per_node": "NGPU"}.get(key, key.upper())
+    raise ConfigError(f"{name}={text}: expected a whole number from {least} on")
 
 
 def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
