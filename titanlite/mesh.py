@@ -21,8 +21,7 @@ class Parallelism:
     data_parallel_replicate_degree: int = 1
     """Copies of the sharded model; above 1 with sharding is HSDP."""
     data_parallel_shard_degree: int = -1
-    """Ranks that share one copy of parameters, gradients and optimizer state (FSDP); -1: all that are
-    left."""
+    """Ranks that share one copy of parameters, gradients and optimizer state (FSDP); -1: the rest."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters between forward and backward: `always`, `never`, or `default` (when sharded
     over more than one rank)."""

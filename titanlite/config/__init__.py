@@ -1,2 +1,1 @@
-"""Mechanism of the configuration: components, strict TOML, reference text. Knows nothing of training or
-torch."""
+"""Mechanism of the configuration: components, strict TOML, reference text. Knows nothing of torch."""

@@ -32,8 +32,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One table: its dotted path, the choice it describes ("" for a plain section), its docstring, its
-    keys."""
+    """One table: its dotted path, the choice it describes ("" for a plain section), docstring, keys."""
 
     path: str
     choice: str

@@ -33,8 +33,7 @@ class Word(str):
 
 
 def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Locator]:
-    """The raw tree of a TOML file (None: an empty one) with `overrides` applied, and where each key came
-    from."""
+    """The raw tree of a TOML file (None: an empty one) with `overrides` applied, and its Locator."""
     text = ""
     if path is not None:
         try:
@@ -61,8 +60,7 @@ def build(schema: type[T], tree: dict[str, Any], locator: Locator) -> T:
 
 
 def dump(config: Any) -> str:
-    """The resolved configuration as TOML that reads back to an equal one. Fields that are None are left
-    out."""
+    """The resolved configuration as TOML that reads back to an equal one. None is left out."""
     return tomli_w.dumps(as_tree(config))
 
 

@@ -47,8 +47,7 @@ def make_batch(
     num_rows: int | None = None,
     seq_len: int | None = None,
 ) -> Batch:
-    """Rows int64 [seq_len + 1] with their global numbers as a batch; filled up to `num_rows` rows that do not
-    count."""
+    """Rows int64 [seq_len + 1] with their global numbers as a batch; padded to `num_rows`."""
     num_rows = len(rows) if num_rows is None else num_rows
     width = len(rows[0]) if seq_len is None else seq_len + 1
     tokens = torch.zeros((num_rows, width), dtype=torch.int64)

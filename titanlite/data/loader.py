@@ -50,8 +50,7 @@ class Data:
                 raise ConfigError(f"{getattr(self, key)} is below 0", key)
 
     def build(self, codec: TextCodec, *, seq_len: int, seed: int) -> Rows:
-        """Open (on first use: tokenise) the sources. Raises ConfigError for input that cannot be trained
-        on."""
+        """Open (on first use: tokenise) the sources. Raises ConfigError for unusable input."""
         shards = [source.build(codec, Path(self.cache_dir)) for source in self.sources]
         if self.verify == "full":
             for s in shards:

@@ -80,8 +80,7 @@ class PythonStdlib(Source, name="python_stdlib"):
 
 
 def stdlib_files() -> list[Path]:
-    """UTF-8 .py files of the standard library, without tests and installed packages, in the order of their
-    names."""
+    """UTF-8 .py files of the standard library, without tests and packages, ordered by name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     found = (p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))

@@ -95,8 +95,7 @@ def _lines(file: Path) -> Iterator[bytes]:
 def write_shards(
     path: Path, docs: Iterable[tuple[str, int]], codec: TextCodec, total_bytes: int
 ) -> TokenShards:
-    """Tokenise `docs` on all cores into shards at `path`, with a progress bar; nothing is left if it
-    fails."""
+    """Tokenise `docs` on all cores into shards at `path`, with a progress bar; all or nothing."""
     docs, threads = iter(docs), os.cpu_count() or 1
     path.parent.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc=f"tokenising into {path}", mininterval=0.5)

@@ -65,8 +65,7 @@ class Tokenizer(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiktoken(Tokenizer, name="tiktoken"):
-    """Byte-level BPE in tiktoken's file format: Llama 3's `tokenizer.model`, or one made by `titanlite
-    tokenizer train`."""
+    """Byte-level BPE in tiktoken's file format: Llama 3's `tokenizer.model`, or one that titanlite trained."""
 
     path: str = "assets/tokenizer/stdlib.tiktoken"
     """File of `<base64 token> <rank>` lines, relative to the current directory."""
@@ -117,8 +116,7 @@ class _TiktokenCodec(TextCodec):
 
 
 def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
-    """Token to rank. (tiktoken's own loader keeps a cache on disk by path: an edited file would stay the old
-    one.)"""
+    """Token to rank. (tiktoken's own loader keeps a cache on disk by path: an edited one would stay.)"""
     lines = [line.split() for line in content.splitlines() if line.strip()]
     try:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}

@@ -8,8 +8,7 @@ GIB = 1 << 30
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak allocated and reserved GiB since the last call, which starts a new peak; {} without a CUDA
-    device."""
+    """Peak allocated and reserved GiB since the last call; {} without a CUDA device."""
     if device.type != "cuda":
         return {}
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)

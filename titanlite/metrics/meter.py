@@ -42,8 +42,7 @@ class Metrics:
 
 @dataclass
 class Meter:
-    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token` by cost.py; `peak_flops` None where
-    unknown."""
+    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token` by cost.py; `peak_flops`: None is unknown."""
 
     device: torch.device
     sinks: Sequence[Sink]

@@ -23,8 +23,7 @@ from titanlite.models.layers import RMSNorm, RopeScaling, SwiGLU, apply_rope, ro
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Config(DecoderConfig):
-    """The shape of one flavor. rope_factor 1 means no scaling; max_position is only what is told to Hugging
-    Face."""
+    """The shape of one flavor. rope_factor 1 means no scaling; max_position is only told to Hugging Face."""
 
     vocab_size: int = 128256
     hidden_dim: int
@@ -86,8 +85,7 @@ FLAVORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3(ModelFamily, name="llama3"):
-    """Llama 3. 1B and 3B have Llama 3.2's shapes (tied embeddings), 8B to 405B Llama 3.1's; debug and 125M
-    are ours."""
+    """Llama 3. 1B and 3B have Llama 3.2's shapes (tied embeddings), 8B to 405B Llama 3.1's."""
 
     flavors = FLAVORS
 
@@ -163,8 +161,7 @@ class Block(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, blocks, final norm. An end that is None belongs to another pipeline stage: its input passes
-    through."""
+    """Embedding, blocks, final norm. An end that is None is another pipeline stage's: input passes through."""
 
     def __init__(self, c: Llama3Config):
         super().__init__()
@@ -185,8 +182,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(Decoder):
-    """The model with its head. Tied flavors have no lm_head: the head's weight is the embedding's, one tensor
-    always."""
+    """The model with its head. Tied flavors have no lm_head: the embedding's weight serves as the head's."""
 
     def __init__(self, c: Llama3Config):
         super().__init__()

@@ -1,5 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019), torch's fused one: one kernel a group, on CPU, CUDA and DTensors
-alike."""
+"""AdamW (Loshchilov & Hutter 2019), torch's fused one, on CPU, CUDA and DTensors alike."""
 
 from __future__ import annotations
 

@@ -11,14 +11,12 @@ from titanlite.config.component import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
-    """Warmup to the peak, hold, decay to min_lr_factor. With decay_ratio unset there is no hold: decay
-    follows warmup."""
+    """Warmup to the peak, hold, decay to min_lr_factor. Unless decay_ratio is set, there is no hold."""
 
     warmup_steps: int = 200
     """Steps of linear warmup; step s of them has factor s / warmup_steps."""
     total_steps: int = 0
-    """Length of the schedule; 0: training.steps. Apart from it so that a run can stop early without another
-    schedule."""
+    """Length of the schedule; 0: training.steps. A run may stop before its schedule ends."""
     decay_ratio: float = -1.0
     """Share of total_steps spent decaying at the end; below 0: everything after warmup; 0: never."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"

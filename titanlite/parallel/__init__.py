@@ -1,2 +1,1 @@
-"""What turns a model on the meta device into this rank's part of it. One file a transform; none renames a
-parameter."""
+"""What turns a model on the meta device into this rank's part of it. One file a transform; none renames."""

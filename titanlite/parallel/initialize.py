@@ -45,8 +45,7 @@ def fill_normal(parameter: torch.Tensor, name: str, mean: float, std: float, see
 
 
 def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
-    """Standard normals fp32 for int64 indices: a keyed 64-bit hash, its halves through Box and Muller's
-    transform."""
+    """Standard normals fp32 for int64 indices: a keyed 64-bit hash, its halves by Box and Muller."""
     bits = _hash64(index ^ key)
     high, low = (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF
     radius = torch.sqrt(-2.0 * torch.log((high.float() + 0.5) * 2.0**-32))

@@ -1,5 +1,4 @@
-"""Activation checkpointing (recompute): less memory for more arithmetic. Names stay: only `forward` is
-replaced."""
+"""Activation checkpointing (recompute): less memory for more arithmetic. Only `forward` is replaced."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """Sum of the token losses of one batch, fp32 scalar. Collective: every rank calls it equally
-        often."""
+        """Sum of the token losses of one batch, fp32 scalar. Collective over all ranks."""
         loss = self.net(batch.inputs, batch.targets, self.loss)
         reshard(self.net)
         return loss
