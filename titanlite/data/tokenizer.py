@@ -65,7 +65,7 @@ class Tokenizer(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiktoken(Tokenizer, name="tiktoken"):
-    """Byte-level BPE in tiktoken's file format: Llama 3's `tokenizer.model`, or one that titanlite trained."""
+    """Byte-level BPE in tiktoken's file format: Llama 3's `tokenizer.model`, or one of titanlite's."""
 
     path: str = "assets/tokenizer/stdlib.tiktoken"
     """File of `<base64 token> <rank>` lines, relative to the current directory."""

@@ -42,7 +42,7 @@ class Metrics:
 
 @dataclass
 class Meter:
-    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token` by cost.py; `peak_flops`: None is unknown."""
+    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token`, `peak_flops` by cost.py."""
 
     device: torch.device
     sinks: Sequence[Sink]

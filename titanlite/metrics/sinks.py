@@ -61,7 +61,7 @@ def console_line(step: int, total_steps: int, values: Values) -> str:
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object a logged step, flushed at once. NaN and inf, which JSON lacks, are strings."""
+    """metrics.jsonl: one JSON object a logged step, flushed at once. NaN and inf are strings."""
 
     def __init__(self, path: Path, from_step: int):
         self.path = path

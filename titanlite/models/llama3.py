@@ -161,7 +161,7 @@ class Block(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, blocks, final norm. An end that is None is another pipeline stage's: input passes through."""
+    """Embedding, blocks, final norm. An end that is None is another stage's: input passes through."""
 
     def __init__(self, c: Llama3Config):
         super().__init__()

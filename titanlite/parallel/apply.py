@@ -1,4 +1,4 @@
-"""The order of the transforms: recompute, compile, shard. One line each; a new one gets a file, and a line here."""
+"""The order of the transforms: recompute, compile, shard. A new one gets a file, and a line here."""
 
 from __future__ import annotations
 

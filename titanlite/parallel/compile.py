@@ -1,4 +1,4 @@
-"""torch.compile, in place and by block: names stay, one graph serves all blocks, a graph break is an error."""
+"""torch.compile, in place and by block: names stay, one graph serves all blocks, a break is an error."""
 
 from __future__ import annotations
 
