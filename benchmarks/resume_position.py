@@ -93,7 +93,7 @@ def start_s(data: Data, row: int, num_workers: int) -> float:
 
 def environment() -> dict[str, Any]:
     """Hardware, versions and the time."""
-    packages = ("titanlite", "torch", "torchdata", "numpy")
+    packages = ("titanlite", "torch", "numpy")
     return {
         "cpu": cpu_name(),
         "num_cpus": os.cpu_count(),

@@ -36,7 +36,7 @@ deterministic = true
 
 [optimizer]
 name = "adamw"
-lr = 1e-2
+lr = 3e-3
 
 [lr_scheduler]
 warmup_steps = 2

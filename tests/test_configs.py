@@ -1,17 +1,19 @@
 """Pins what users' files rest on: every file in train_configs/ loads, checks and reads back from its dump;
 the reference in docs/ is current; and the set of public keys is the frozen one, so that adding or dropping
 a key is a deliberate act. After such a change, `python tests/test_configs.py --update` writes
-tests/golden/public_keys.txt and docs/config.md anew.
+tests/golden/public_keys.txt and the references anew.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -19,11 +21,12 @@ from titanlite.config import reference, toml
 from titanlite.config.component import Component, ConfigError
 from titanlite.job import Job, load_job
 from titanlite.tools import config as config_tool
+from titanlite.tools import prepare as prepare_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 PUBLIC_KEYS = ROOT / "tests" / "golden" / "public_keys.txt"
-REFERENCE = ROOT / "docs" / "config.md"
+REFERENCES = {"config.md": config_tool, "prepare.md": prepare_tool}
 UPDATE = "python tests/test_configs.py --update"
 
 # The smallest of these that a file's parallelism and global batch divide over is what it is checked on.
@@ -52,18 +55,20 @@ def public_keys() -> list[str]:
     """`section.key`, or `section[choice].key`, of every key that a TOML file may have, sorted."""
     with shipped_choices():
         found = [
-            f"{section.path.strip('[]')}{f'[{section.choice}]' if section.choice else ''}.{key}"
-            for section in reference.sections(Job)
+            f"{section.path.strip('[]') or 'prepare'}{f'[{section.choice}]' if section.choice else ''}.{key}"
+            for schema in (Job, prepare_tool.Prepare)
+            for section in reference.sections(schema)
             for key in [*(["name"] if section.choice else []), *(key.name for key in section.keys)]
         ]
-    return sorted(found)
+    return sorted(set(found))
 
 
-def printed_reference(capsys: pytest.CaptureFixture[str]) -> str:
-    """What `titanlite config --reference` prints."""
-    with shipped_choices():
-        assert config_tool.main(["--reference"]) == 0
-    return capsys.readouterr().out
+def printed(verb: ModuleType) -> str:
+    """What `titanlite VERB --reference` prints."""
+    output = io.StringIO()
+    with shipped_choices(), redirect_stdout(output):
+        assert verb.main(["--reference"]) == 0
+    return output.getvalue()
 
 
 def load(path: Path) -> tuple[Job, int]:
@@ -133,10 +138,10 @@ def test_a_key_that_is_wrong_does_not_load(tmp_path):
         load(path)
 
 
-def test_the_reference_is_current(capsys):
-    assert REFERENCE.read_text(encoding="utf-8") == printed_reference(capsys), (
-        f"docs/config.md is not what `titanlite config --reference` prints; run: {UPDATE}"
-    )
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_reference_is_current(name):
+    file = ROOT / "docs" / name
+    assert file.read_text(encoding="utf-8") == printed(REFERENCES[name]), f"{file} is old; run: {UPDATE}"
 
 
 def test_the_public_keys_are_the_frozen_ones():
@@ -161,15 +166,16 @@ def test_the_public_keys_are_the_keys_of_a_resolved_job():
     job, _ = load(ROOT / "train_configs" / "debug.toml")
     used = {key for section, table in toml.as_tree(job).items() for key in keys_of(section, table)}
     assert len(used) > 40
+    used.remove("data.validation_sources")  # a table of which there is none
     assert used <= set(public_keys())
 
 
 def update() -> None:
     """Write what the tests above compare with."""
     PUBLIC_KEYS.write_text("".join(f"{key}\n" for key in public_keys()))
-    with shipped_choices():
-        REFERENCE.write_text(config_tool.HEAD + reference.markdown(Job), encoding="utf-8")
-    print(f"wrote {PUBLIC_KEYS.relative_to(ROOT)} and {REFERENCE.relative_to(ROOT)}")
+    for name, verb in REFERENCES.items():
+        (ROOT / "docs" / name).write_text(printed(verb), encoding="utf-8")
+    print(f"wrote {PUBLIC_KEYS.relative_to(ROOT)} and docs/: {', '.join(REFERENCES)}")
 
 
 if __name__ == "__main__":

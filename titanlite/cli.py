@@ -22,9 +22,9 @@ VERBS = {
         "train on several processes through torchrun; what run_train.sh calls",
     ),
     "generate": ("titanlite.tools.generate", "sample text from a checkpoint"),
-    "prepare": ("titanlite.tools.prepare", "tokenise text files into shards"),
-    "data": ("titanlite.tools.data", "verify shards"),
-    "tokenizer": ("titanlite.tools.tokenizer", "train a tokenizer"),
+    "prepare": ("titanlite.tools.prepare", "make a dataset of token shards from text"),
+    "data": ("titanlite.tools.data", "verify and show datasets"),
+    "tokenizer": ("titanlite.tools.tokenizer", "train and show tokenizers"),
     "config": ("titanlite.tools.config", "print a resolved configuration, or the reference of all keys"),
 }
 

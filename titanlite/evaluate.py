@@ -14,7 +14,6 @@ import torch
 from tqdm import tqdm
 
 from titanlite.config.component import ConfigError
-from titanlite.data.batch import make_batch
 from titanlite.data.loader import Rows
 from titanlite.parallel.sharded import ShardedModel
 from titanlite.runtime import Runtime
@@ -22,7 +21,7 @@ from titanlite.runtime import Runtime
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Validation on the rows that data.holdout_rows sets aside."""
+    """Validation on data.validation_sources, or on the rows that data.holdout_rows sets aside."""
 
     enable: bool = False
     """Validate while training and at the end."""
@@ -49,7 +48,7 @@ def validate(model: ShardedModel, rows: Rows, num_rows: int, rt: Runtime) -> dic
     begins = range(rt.mesh.dp_rank * size, -(-num_rows // (size * ranks)) * size * ranks, size * ranks)
     for begin in tqdm(begins, desc="validating", unit="batch", delay=2, leave=False, disable=rt.rank > 0):
         numbers = np.arange(begin, max(min(begin + size, num_rows), begin))
-        batch = make_batch(numbers.tolist(), rows.held_out(numbers), num_rows=size, seq_len=rows.seq_len)
+        batch = rows.batch(numbers.tolist(), rows.held_out(numbers), num_rows=size)
         loss_sum += model.loss_sum(batch.to(rt.device)).item()
         num_targets += batch.num_targets
     total = rt.sum(

@@ -25,6 +25,7 @@ from titanlite.generate import Generation
 from titanlite.losses import CrossEntropy, Loss
 from titanlite.mesh import Parallelism
 from titanlite.metrics.meter import Metrics
+from titanlite.models.attention import AttentionBackend
 from titanlite.models.base import ModelFamily
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer
@@ -63,6 +64,7 @@ class Job:
     optimizer: Optimizer = field(default_factory=AdamW)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    attention: AttentionBackend = field(default_factory=AttentionBackend)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -79,9 +81,10 @@ class Job:
     def check(self, world_size: int) -> None:
         """Rules that span sections, before any process group or file exists. Raises ConfigError."""
         StepPlan.of(self.training, parallelism_ranks(self.parallelism, world_size))
-        if self.validation.enable and not self.data.holdout_rows:
+        if self.validation.enable and not (self.data.holdout_rows or self.data.validation_sources):
             raise ConfigError(
-                "validation.enable needs rows to validate on: set data.holdout_rows, for example to 256",
+                "validation.enable needs rows to validate on: set data.holdout_rows, for example to 256, or "
+                "give [[data.validation_sources]]",
                 "validation.enable",
             )
         total = self.lr_scheduler.total_steps or self.training.steps
@@ -122,13 +125,8 @@ def load_job(path: str | Path | None, overrides: Sequence[str] = (), world_size:
     """The checked job of a TOML file and command-line overrides; without `world_size`, for use other than
     training, unchecked across sections. Raises ConfigError, which says where."""
     tree, locator = toml.read(path, overrides)
-    imports = tree.get("job", {}).get("imports", []) if isinstance(tree.get("job"), dict) else []
-    imports = toml.listed(toml.plain(imports))
-    for module in imports if isinstance(imports, list) else []:
-        try:
-            importlib.import_module(str(module))
-        except (ImportError, TypeError, ValueError) as e:
-            raise locator.located(ConfigError(f"cannot import {module!r}: {e}", "job.imports")) from None
+    section = tree.get("job", {})
+    import_components(section.get("imports", []) if isinstance(section, dict) else [], "job.imports", locator)
     job = toml.build(Job, tree, locator)
     try:
         if world_size is not None:
@@ -136,3 +134,13 @@ def load_job(path: str | Path | None, overrides: Sequence[str] = (), world_size:
     except ConfigError as e:
         raise locator.located(e) from None
     return job
+
+
+def import_components(modules: Any, key: str, locator: toml.Locator) -> None:
+    """Import the modules a configuration lists under `key`, before it is read: they register components."""
+    modules = toml.listed(toml.plain(modules))
+    for module in modules if isinstance(modules, list) else []:
+        try:
+            importlib.import_module(str(module))
+        except (ImportError, TypeError, ValueError) as e:
+            raise locator.located(ConfigError(f"cannot import {module!r}: {e}", key)) from None

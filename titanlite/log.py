@@ -20,7 +20,4 @@ def set_up_logging(rank: int, verbose: bool) -> None:
     logger.propagate = False
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     # Said by libraries about choices made here on purpose; each is named, so that nothing else is hidden.
-    warnings.filterwarnings(
-        "ignore", message="'set_vital' is deprecated"
-    )  # torchdata 0.11 under torch >= 2.12
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

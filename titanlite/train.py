@@ -104,6 +104,7 @@ def build(job: Job, rt: Runtime) -> Run:
         net,
         job.loss.build(),
         rt.mesh,
+        attention=job.attention.choose(rt.device, rt.param_dtype),
         recompute=job.activation_checkpoint,
         compile=job.compile,
         param_dtype=rt.param_dtype,
@@ -116,7 +117,7 @@ def build(job: Job, rt: Runtime) -> Run:
     state = TrainState(step=0, rows=0, tokens=rt.count(0))
     checkpoints.load(net, optimizer, state)
 
-    record(job, rt, state, checkpoints)
+    record(job, rt, rows, state, checkpoints)
     sinks = job.metrics.sinks(job.folder, state.step, job.training.steps) if rt.rank == 0 else []
     peak = peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None
     meter = Meter(rt.device, sinks, rt.plan.tokens, cost, rt.world_size, peak, rt.synchronize)
@@ -207,11 +208,17 @@ def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows) -> None:
     logger.info(
         f"{plan.rows} rows a step: {plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank"
     )
+    if job.data.mask_documents:
+        logger.info(
+            f"documents are masked from each other by {job.attention.choose(rt.device, rt.param_dtype)}"
+        )
     logger.info("initialising the weights")
 
 
-def record(job: Job, rt: Runtime, state: TrainState, checkpoints: Checkpointer) -> None:
-    """Write beside the metrics what runs, from what recipe, on what."""
+def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Checkpointer) -> None:
+    """Write beside the metrics what runs, from what recipe, on what; say what is read of each source."""
+    for line in rows.describe(state.rows + max(job.training.steps - state.step, 0) * rt.plan.rows):
+        logger.info(line)
     if rt.rank == 0:
         job.folder.mkdir(parents=True, exist_ok=True)
         files = {

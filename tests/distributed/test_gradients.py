@@ -46,6 +46,7 @@ def build(
         net,
         cross_entropy,
         mesh,
+        attention="sdpa",
         recompute=ActivationCheckpoint(mode=options.get("recompute", "none")),
         compile=Compile(enable=options.get("compile", False)),
         param_dtype=torch.float32,

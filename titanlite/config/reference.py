@@ -41,10 +41,12 @@ class Section:
 
 
 def sections(schema: type) -> Iterator[Section]:
-    """All tables of a schema in the order of their fields; one Section for each choice of a kind."""
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        yield from _sections_of(hints[field.name], field.name)
+    """The schema's own keys, if it has some, and all its tables in the order of their fields; one Section for
+    each choice of a kind."""
+    if keys := list(_keys(schema)):
+        yield Section("", "", inspect.getdoc(schema) or "", keys)
+    for field, hint in _tables(schema):
+        yield from _sections_of(hint, field.name)
 
 
 def _sections_of(hint: Any, path: str) -> Iterator[Section]:
@@ -121,10 +123,11 @@ def help_text(schema: type) -> str:
     lines = []
     for section in sections(schema):
         choice = f'  (name = "{section.choice}")' if section.choice else ""
-        lines.append(f"\n[{section.path}]{choice}  {section.doc.splitlines()[0] if section.doc else ''}")
-        dotted = section.path.replace("[", "").replace("]", ".0")
+        title = f"[{section.path}]{choice}  " if section.path else ""
+        lines.append(f"\n{title}{section.doc.splitlines()[0] if section.doc else ''}")
+        dotted = section.path.replace("[", "").replace("]", ".0") + "." if section.path else ""
         for key in section.keys:
-            lines.append(f"  --{dotted}.{key.name}={key.default or '(required)'}   <{key.type}>")
+            lines.append(f"  --{dotted}{key.name}={key.default or '(required)'}   <{key.type}>")
             lines += textwrap.wrap(key.doc, 100, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines).lstrip()
 
@@ -134,7 +137,7 @@ def markdown(schema: type) -> str:
     lines: list[str] = []
     for section in sections(schema):
         choice = f' name = "{section.choice}"' if section.choice else ""
-        lines += ["", f"## `[{section.path}]`{choice}", "", section.doc]
+        lines += ["", f"## `[{section.path}]`{choice}" if section.path else "", "", section.doc]
         if section.keys:
             lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in section.keys:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+
+from titanlite.data.packing import Row
 
 IGNORE = -100  # a target that does not count; cross_entropy's own default
 
@@ -18,48 +21,84 @@ _U64 = 1 << 64
 class Batch:
     """inputs, targets: int64 [rows, seq_len]; targets are IGNORE where they do not count.
 
-    `num_targets`: targets that count, known on the host before the forward. `sha`: sum of the rows' 64-bit
-    hashes mod 2^64; summed over a step's micro-batches and ranks it names the global batch, however that was
-    split.
-    """
+    `positions`: int64 [rows, seq_len], from 0 in each of `num_documents` documents and at each row's
+    beginning, where documents are masked from each other; else None. `num_targets`: targets that count, known
+    on the host before the forward. `sha`: sum of the rows' 64-bit hashes mod 2^64; summed over a step's
+    micro-batches and ranks it names the global batch, however that was split."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
     num_targets: int
     sha: int
+    positions: torch.Tensor | None = None
+    num_documents: int = 0
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`; asynchronous from pinned memory."""
         # From pageable memory that is freed at once an asynchronous copy may read anything (MPS: pytorch
         # 189690).
-        inputs, targets = (t.to(device, non_blocking=t.is_pinned()) for t in (self.inputs, self.targets))
-        return replace(self, inputs=inputs, targets=targets)
+        return self._map(lambda t: t.to(device, non_blocking=t.is_pinned()))
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked host memory; the loader's pinning thread calls it."""
-        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory())
+        return self._map(torch.Tensor.pin_memory)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A batch comes from a loader worker by value: shared memory costs a handshake of 0.4 ms a tensor.
+        tensors = (self.inputs, self.targets, self.positions)
+        small = [None if t is None else t.numpy().astype(np.int32) for t in tensors]
+        return _received, (*small, self.num_targets, self.sha, self.num_documents)
+
+    def _map(self, of: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        positions = None if self.positions is None else of(self.positions)
+        return replace(self, inputs=of(self.inputs), targets=of(self.targets), positions=positions)
+
+
+def _received(inputs: Any, targets: Any, positions: Any, *counts: int) -> Batch:
+    tensors = (
+        None if a is None else torch.from_numpy(a.astype(np.int64)) for a in (inputs, targets, positions)
+    )
+    inputs, targets, positions = tensors
+    num_targets, sha, num_documents = counts
+    return Batch(inputs, targets, num_targets, sha, positions, num_documents)
 
 
 def make_batch(
     numbers: Sequence[int],
-    rows: Sequence[np.ndarray],
+    rows: Sequence[Row],
     *,
+    seq_len: int,
     num_rows: int | None = None,
-    seq_len: int | None = None,
+    with_positions: bool = False,
 ) -> Batch:
-    """Rows int64 [seq_len + 1] with their global numbers as a batch; padded to `num_rows`."""
+    """Rows with their global numbers as a batch; padded to `num_rows`.
+
+    Where a row says where its documents begin, no target crosses from one to the next.
+    """
     num_rows = len(rows) if num_rows is None else num_rows
-    width = len(rows[0]) if seq_len is None else seq_len + 1
-    tokens = torch.zeros((num_rows, width), dtype=torch.int64)
+    inputs = np.zeros((num_rows, seq_len), dtype=np.int64)
+    targets = np.full((num_rows, seq_len), IGNORE, dtype=np.int64)
+    positions = np.tile(np.arange(seq_len), (num_rows, 1)) if with_positions else None
+    num_documents, ignored = num_rows, (num_rows - len(rows)) * seq_len
     for i, row in enumerate(rows):
-        tokens[i] = torch.from_numpy(row)
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    targets[len(rows) :] = IGNORE
-    sha = sum(row_hash(number, row) for number, row in zip(numbers, rows)) % _U64
-    return Batch(inputs, targets, num_targets=int((targets != IGNORE).sum()), sha=sha)
+        inputs[i], targets[i] = row.tokens[:-1], row.tokens[1:]
+        if row.begins is not None:
+            crossing = row.begins[row.begins > 0] - 1
+            targets[i, crossing] = IGNORE
+            targets[i, seq_len - row.num_padding :] = IGNORE
+            ignored += len(crossing) + row.num_padding
+            if positions is not None:
+                ends = np.append(row.begins[(row.begins > 0) & (row.begins < seq_len)], seq_len)
+                positions[i] -= np.repeat(np.append(0, ends[:-1]), np.diff(ends, prepend=0))
+                num_documents += len(ends) - 1
+    sha = sum(row_hash(number, row.tokens) for number, row in zip(numbers, rows)) % _U64
+    return Batch(
+        torch.from_numpy(inputs), torch.from_numpy(targets), targets.size - ignored, sha,
+        None if positions is None else torch.from_numpy(positions), num_documents,
+    )  # fmt: skip
 
 
 def row_hash(number: int, row: np.ndarray) -> int:
     """64-bit hash of a row's tokens and its place in the run's order."""
-    data = number.to_bytes(8, "little") + row.astype("<i8").tobytes()
+    data = number.to_bytes(8, "little") + row.astype("<u4").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -1,26 +1,25 @@
 """From `[data]` to batches: builds the sources, holds out validation rows, hands each rank its micro-batches.
 
-The only state is the number of rows consumed. torchdata's StatefulDataLoader does workers, prefetch and
-pinning over a map-style dataset addressed by global row number; its own state is not used, so that ranks,
-workers and micro-batches may change on resume and a resume costs nothing, however far in it is.
+The only state is the number of rows consumed. torch's DataLoader does workers, prefetch and pinning over a
+map-style dataset addressed by global row number, so ranks, workers and micro-batches may change on resume,
+and a resume costs nothing, however far in it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from torch.utils.data import Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.order import BLOCK, Mixture, key_of, permute, quotas
-from titanlite.data.packing import PACKINGS
+from titanlite.data.packing import PACKINGS, PackedRows, Row
 from titanlite.data.sources import Source
 from titanlite.data.tokenizer import TextCodec
 
@@ -31,10 +30,15 @@ class Data:
 
     sources: list[Source]
     """The sources, one `[[data.sources]]` table each."""
-    packing: Literal["chunk"] = "chunk"
-    """How documents become rows: `chunk` cuts the concatenated documents every seq_len tokens."""
+    validation_sources: list[Source] = field(default_factory=list)
+    """Sources to validate on, one `[[data.validation_sources]]` table each; their weights do not count."""
     holdout_rows: int = 0
-    """Rows set aside for validation, split over the sources by weight; they are never trained on."""
+    """Or: rows set aside for validation, split over `sources` by weight; they are never trained on."""
+    packing: Literal["chunk", "best_fit"] = "chunk"
+    """How documents become rows: `chunk` cuts the concatenated documents every seq_len tokens; `best_fit`
+    puts whole documents together and cuts only those longer than a row."""
+    mask_documents: bool = False
+    """Documents in a row do not see each other: attention and positions begin anew in each."""
     num_workers: int = 2
     """Loader processes a rank; 0 loads in the training process. Does not change what is loaded."""
     cache_dir: str = "outputs/cache"
@@ -45,72 +49,77 @@ class Data:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ConfigError("empty: give at least one [[data.sources]]", "sources")
+        if self.holdout_rows and self.validation_sources:
+            raise ConfigError("there are validation_sources; choose one of the two", "holdout_rows")
         for key in ("holdout_rows", "num_workers"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"{getattr(self, key)} is below 0", key)
 
     def build(self, codec: TextCodec, *, seq_len: int, seed: int) -> Rows:
         """Open (on first use: tokenise) the sources. Raises ConfigError for unusable input."""
-        shards = [source.build(codec, Path(self.cache_dir)) for source in self.sources]
-        if self.verify == "full":
-            for s in shards:
-                s.verify()
-        uids = [s.fingerprint for s in shards]
-        if len(set(uids)) < len(uids):
-            raise ConfigError(
-                "two sources hold the same tokens; give one of them the sum of their weights", "data.sources"
-            )
-        by_uid = sorted(range(len(shards)), key=lambda k: uids[k])  # the order in the file must not matter
-        packed = [PACKINGS[self.packing](shards[k], seq_len) for k in by_uid]
-        weights = [self.sources[k].weight for k in by_uid]
-        return Rows(
-            packed, [uids[k] for k in by_uid], weights, self.holdout_rows, seed, self._recipe(seq_len, codec)
-        )
-
-    def _recipe(self, seq_len: int, codec: TextCodec) -> dict[str, Any]:
-        return {
+        packed = self._open(self.sources, codec, seq_len, "data.sources")
+        validation = self._open(self.validation_sources, codec, seq_len, "data.validation_sources")
+        if both := {rows.uid for rows in packed} & {rows.uid for rows in validation}:
+            path = next(rows.shards.path for rows in packed if rows.uid in both)
+            raise ConfigError(f"{path} is trained on", "data.validation_sources")
+        recipe = {
             "seq_len": seq_len,
             "packing": self.packing,
+            "mask_documents": self.mask_documents,
             "holdout_rows": self.holdout_rows,
             "tokenizer": codec.fingerprint,
         }
+        by_uid = sorted(zip(packed, self.sources), key=lambda pair: pair[0].uid)  # not by place in the file
+        return Rows(by_uid, validation, self.holdout_rows, seed, recipe)
+
+    def _open(self, sources: Sequence[Source], codec: TextCodec, seq_len: int, key: str) -> list[PackedRows]:
+        shards = [source.build(codec, Path(self.cache_dir)) for source in sources]
+        for s in shards if self.verify == "full" else []:
+            s.verify()
+        if len({s.fingerprint for s in shards}) < len(shards):
+            raise ConfigError(
+                "two sources hold the same tokens; give one of them the sum of their weights", key
+            )
+        pack = PACKINGS[self.packing]
+        return [pack(s, seq_len, Path(self.cache_dir), self.mask_documents) for s in shards]
 
 
 class Rows(Dataset):
     """Every row of the run by number: `training` row g (without end) and `held_out` row v.
 
-    Which rows of a source are held out depends on its content alone, so runs with other seeds validate on the
-    same rows. `recipe`: all that determines training row g, for refusing to resume with another one.
+    Which rows are held out depends on the sources' content alone, so runs with other seeds validate on the
+    same ones. `recipe`: all that determines training row g, for refusing to resume with another one.
     """
 
     def __init__(
         self,
-        packed: list,
-        uids: list[str],
-        weights: list[float],
+        sources: Sequence[tuple[PackedRows, Source]],
+        validation: Sequence[PackedRows],
         holdout: int,
         seed: int,
         recipe: dict[str, Any],
     ):
-        self._packed, self._uids = packed, uids
-        shares = quotas(weights, BLOCK)
+        self._packed, self._sources = [p for p, _ in sources], [s for _, s in sources]
+        shares = quotas([s.weight for s in self._sources], BLOCK)
         if 0 in shares:
-            k = shares.index(0)
+            k, total = shares.index(0), sum(s.weight for s in self._sources)
             raise ConfigError(
-                f"weight {weights[k]:g} of {packed[k].shards.path} is too small of {sum(weights):g}: "
-                f"the smallest share is 1/{BLOCK}; raise it, or leave the source out",
+                f"weight {self._sources[k].weight:g} of {self._packed[k].shards.path} is too small of "
+                f"{total:g}: the smallest share is 1/{BLOCK}; raise it, or leave the source out",
                 "data.sources",
             )
         held = quotas(shares, holdout)  # from the shares, so that equal recipes hold out equal rows
-        for rows, h in zip(packed, held):
+        for rows, h in zip(self._packed, held):
             if h >= len(rows):
                 raise ConfigError(
                     f"{h} rows are held out of {rows.shards.path}, which has {len(rows)}", "data.holdout_rows"
                 )
-        self._held = np.cumsum([0, *held])
-        self.num_held_out = holdout
-        self.sizes = [len(rows) - h for rows, h in zip(packed, held)]
+        self._held, self._validation = np.cumsum([0, *held]), sorted(validation, key=lambda rows: rows.uid)
+        self._validation_ends = np.cumsum([0, *map(len, self._validation)])
+        self.sizes = [len(rows) - h for rows, h in zip(self._packed, held)]
+        uids = [rows.uid for rows in self._packed]
         self._mixture = Mixture(self.sizes, uids, shares, seed)
+        self._blocks: dict[int, np.ndarray] = {}
         self.recipe = recipe | {"seed": seed, "sources": dict(zip(uids, shares))}
 
     @property
@@ -118,37 +127,101 @@ class Rows(Dataset):
         """Targets a row."""
         return self._packed[0].seq_len
 
-    def training(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """Training rows by global number: int64 [seq_len + 1] each."""
-        sources, rows = self._mixture.locate(numbers)
-        return self._read(sources, rows + np.diff(self._held)[sources])
+    @property
+    def num_held_out(self) -> int:
+        """Rows to validate on."""
+        return int(self._validation_ends[-1] if self._validation else self._held[-1])
 
-    def held_out(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """Held-out rows by number in [0, num_held_out): int64 [seq_len + 1] each."""
-        sources = np.searchsorted(self._held, numbers, side="right") - 1
-        return self._read(sources, numbers - self._held[sources])
+    def describe(self, num_rows: int) -> list[str]:
+        """What a run of `num_rows` rows takes from each source, a line each. Raises ConfigError if one would
+        be passed through more often than its max_epochs."""
+        lines = []
+        for packed, source, size, taken in zip(
+            self._packed, self._sources, self.sizes, self._mixture.taken(num_rows)
+        ):
+            epochs, share = taken / size, taken / max(num_rows, 1)
+            padding = f", {packed.padding_share:.2%} padding" if packed.padding_share else ""
+            lines.append(
+                f"{packed.shards.path}: {share:.1%} of the rows, {epochs:.2f} epochs of {size:,}{padding}"
+            )
+            if source.max_epochs and epochs > source.max_epochs:
+                enough = int(num_rows * source.max_epochs / epochs)
+                raise ConfigError(
+                    f"{packed.shards.path} would be passed through {epochs:.2f} times, more than "
+                    f"max_epochs = {source.max_epochs:g}: train on at most {enough:,} of these {num_rows:,} "
+                    "rows (fewer training.steps), or give it less weight",
+                    "data.sources",
+                )
+        return lines
 
-    def _read(self, sources: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+    def training(self, numbers: np.ndarray) -> list[Row]:
+        """Training rows by global number."""
+        places = [self._block(int(b))[:, p] for b, p in zip(*np.divmod(numbers, BLOCK))]
+        return [self._packed[k][r] for k, r in places]
+
+    def held_out(self, numbers: np.ndarray) -> list[Row]:
+        """Held-out rows by number in [0, num_held_out)."""
+        if not self._validation:
+            sources = np.searchsorted(self._held, numbers, side="right") - 1
+            rows = self._shuffled(sources, numbers - self._held[sources])
+            return [self._packed[k][r] for k, r in zip(sources.tolist(), rows.tolist())]
+        key = key_of("validation", *(rows.uid for rows in self._validation))
+        places = permute(np.asarray(numbers), self.num_held_out, key)
+        sources = np.searchsorted(self._validation_ends, places, side="right") - 1
+        return [
+            self._validation[k][p - self._validation_ends[k]]
+            for k, p in zip(sources.tolist(), places.tolist())
+        ]
+
+    def origin(self, number: int) -> tuple[PackedRows, int]:
+        """The source that a training row comes from, and which of its rows it is."""
+        k, row = self._block(number // BLOCK)[:, number % BLOCK].tolist()
+        return self._packed[k], row
+
+    def _block(self, b: int) -> np.ndarray:
+        """Source, and row in it, of each training row of a mixing block: int64 [2, BLOCK]. Permuting a
+        thousand numbers costs little more than permuting one, so the last blocks are kept."""
+        if b not in self._blocks:
+            sources, rows = self._mixture.locate(np.arange(b * BLOCK, (b + 1) * BLOCK))
+            self._blocks[b] = np.stack(
+                [sources, self._shuffled(sources, rows + np.diff(self._held)[sources])]
+            )
+            if len(self._blocks) > 4:
+                self._blocks.pop(next(iter(self._blocks)))
+        return self._blocks[b]
+
+    def _shuffled(self, sources: np.ndarray, rows: np.ndarray) -> np.ndarray:
         # One content-keyed shuffle of each source's rows: the first ones are held out, the rest are for
         # training.
+        shuffled = np.empty_like(rows)
         for k in np.unique(sources):
             here = sources == k
-            rows[here] = permute(rows[here], len(self._packed[k]), key_of("holdout", self._uids[k]))
-        return [self._packed[k][r] for k, r in zip(sources.tolist(), rows.tolist())]
+            shuffled[here] = permute(rows[here], len(self._packed[k]), key_of("holdout", self._packed[k].uid))
+        return shuffled
+
+    def batch(self, numbers: Sequence[int], rows: Sequence[Row], num_rows: int | None = None) -> Batch:
+        """Rows with their numbers as a batch of `num_rows`."""
+        return make_batch(
+            numbers,
+            rows,
+            seq_len=self.seq_len,
+            num_rows=num_rows,
+            with_positions=self.recipe["mask_documents"],
+        )
 
     def __getitems__(self, numbers: list[int]) -> Batch:
-        return make_batch(numbers, self.training(np.asarray(numbers)))
+        return self.batch(numbers, self.training(np.asarray(numbers)))
 
     def batches(self, order: MicroBatches, num_workers: int, pin_memory: bool) -> Iterator[Batch]:
         """This rank's micro-batches from `order.from_row` on, without end."""
-        loader = StatefulDataLoader(
+        loader = DataLoader(
             self, batch_sampler=order, num_workers=num_workers, collate_fn=_as_is, pin_memory=pin_memory,
-            prefetch_factor=4 if num_workers else None, snapshot_every_n_steps=1 << 62,
+            prefetch_factor=4 if num_workers else None,
         )  # fmt: skip
         return iter(loader)
 
 
-def _as_is(batch: Batch) -> Batch:
+def _as_is(batch: Any) -> Any:
     return batch
 
 

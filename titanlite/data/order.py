@@ -105,6 +105,13 @@ class Mixture:
             row[here] = self._epoch_row(int(k), taken[here])
         return source, row
 
+    def taken(self, num_rows: int) -> list[int]:
+        """How many of training rows [0, num_rows) come from each source."""
+        whole, rest = divmod(num_rows, BLOCK)
+        sources, _ = self.locate(np.arange(num_rows - rest, num_rows))
+        counts = np.bincount(sources, minlength=len(self.sizes))
+        return [whole * quota + int(more) for quota, more in zip(self.quotas, counts)]
+
     def _epoch_row(self, k: int, taken: np.ndarray) -> np.ndarray:
         epoch, index = np.divmod(taken, self.sizes[k])
         row = np.empty_like(index)

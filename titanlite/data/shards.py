@@ -3,8 +3,8 @@
 A directory: `dataset.json`, and per shard `NNNNN.bin` (token ids, little-endian uint16, or uint32 for
 vocabularies over 65,536) and `NNNNN.idx` (uint64 offsets of the documents in it, the total last).
 dataset.json records counts, the tokenizer's fingerprint and each file's SHA-256. The directory is written
-under another name and renamed when whole, so one that has a name is complete. Documents never span shards;
-readers see the concatenation of all shards.
+under another name and renamed when whole (pipeline.py), so one that has a name is complete. Documents never
+span shards; readers see the concatenation of all shards.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import uuid
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -28,101 +25,54 @@ from titanlite.data.tokenizer import TextCodec
 FORMAT = 1
 DATASET_KEYS = {"format", "dtype", "tokenizer", "vocab_size", "tokens", "documents", "shards"}
 SHARD_KEYS = {"name", "tokens", "documents", "bin_sha256", "idx_sha256"}
-SHARD_TOKENS = (
-    1 << 27
-)  # 256 MiB of uint16: large enough to be few, small enough to hash and copy one at a time
 
 
-class ShardWriter:
-    """Context manager: `add` documents of token ids; on a clean exit the directory appears whole under
-    `path`.
+def token_dtype(vocab_size: int) -> np.dtype:
+    """How ids below `vocab_size` are stored."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
-    On an exception nothing is left. If `path` exists by then (another process was faster), this copy is
-    dropped.
-    """
 
-    def __init__(self, path: Path, codec: TextCodec, shard_tokens: int = SHARD_TOKENS):
-        self.path, self.codec, self.shard_tokens = path, codec, shard_tokens
-        self.dtype = np.dtype("<u2" if codec.vocab_size <= 1 << 16 else "<u4")
-        self.num_tokens = self.num_documents = 0
-        self._shards: list[dict[str, Any]] = []
-        self._partial = path.with_name(f".partial-{path.name}-{uuid.uuid4().hex[:8]}")
+def write_shard(folder: Path, name: str, documents: Iterable[np.ndarray], dtype: np.dtype) -> dict[str, Any]:
+    """Write `name`.bin and `name`.idx, hashed on the way and synced; returns the shard's entry for
+    dataset.json."""
+    digest, offsets = hashlib.sha256(), [0]
+    with open(folder / f"{name}.bin", "wb") as f:
+        for tokens in documents:
+            data = tokens.astype(dtype, copy=False).tobytes()
+            f.write(data)
+            digest.update(data)
+            offsets.append(offsets[-1] + len(tokens))
+    index = np.asarray(offsets, dtype="<u8").tobytes()
+    (folder / f"{name}.idx").write_bytes(index)
+    sync(folder / f"{name}.bin")
+    sync(folder / f"{name}.idx")
+    return {
+        "name": name,
+        "tokens": offsets[-1],
+        "documents": len(offsets) - 1,
+        "bin_sha256": digest.hexdigest(),
+        "idx_sha256": hashlib.sha256(index).hexdigest(),
+    }
 
-    def __enter__(self) -> ShardWriter:
-        self._partial.mkdir(parents=True)
-        self._open_shard()
-        return self
 
-    def add(self, ids: Sequence[int]) -> None:
-        """Append one document. Raises ConfigError for an id outside the vocabulary."""
-        tokens = np.asarray(ids, dtype=np.int64)
-        outside = (tokens < 0) | (tokens >= self.codec.vocab_size)
-        if outside.any():
-            bad = tokens[outside][0]
-            raise ConfigError(f"token id {bad} outside the vocabulary of {self.codec.vocab_size}")
-        if self._offsets[-1] and self._offsets[-1] + len(tokens) > self.shard_tokens:
-            self._close_shard()
-            self._open_shard()
-        data = tokens.astype(self.dtype).tobytes()
-        self._file.write(data)
-        self._hash.update(data)
-        self._offsets.append(self._offsets[-1] + len(tokens))
-        self.num_tokens += len(tokens)
-        self.num_documents += 1
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if error is None:
-                self._close_shard()
-                self._write_description()
-                self._appear()
-        finally:
-            self._file.close()
-            shutil.rmtree(self._partial, ignore_errors=True)
-
-    def _appear(self) -> None:
-        for file in [*self._partial.iterdir(), self._partial]:
-            _sync(file)
-        try:
-            if not self.path.exists():
-                os.rename(self._partial, self.path)
-                _sync(self.path.parent)
-        except OSError:
-            if not self.path.exists():  # otherwise another process was faster, and has made the same
-                raise
-
-    def _open_shard(self) -> None:
-        self._file = open(self._partial / f"{len(self._shards):05}.bin", "wb")  # noqa: SIM115 -- closed with the shard
-        self._hash, self._offsets = hashlib.sha256(), [0]
-
-    def _close_shard(self) -> None:
-        self._file.close()
-        index = np.asarray(self._offsets, dtype="<u8").tobytes()
-        name = f"{len(self._shards):05}"
-        (self._partial / f"{name}.idx").write_bytes(index)
-        self._shards.append(
-            {
-                "name": name,
-                "tokens": self._offsets[-1],
-                "documents": len(self._offsets) - 1,
-                "bin_sha256": self._hash.hexdigest(),
-                "idx_sha256": hashlib.sha256(index).hexdigest(),
-            }
-        )
-
-    def _write_description(self) -> None:
-        description = {
-            "format": FORMAT,
-            "dtype": self.dtype.name,
-            "tokenizer": self.codec.fingerprint,
-            "vocab_size": self.codec.vocab_size,
-            "bos": self.codec.bos,
-            "eos": self.codec.eos,
-            "tokens": self.num_tokens,
-            "documents": self.num_documents,
-            "shards": self._shards,
-        }
-        (self._partial / "dataset.json").write_text(json.dumps(description, indent=1) + "\n")
+def write_description(
+    folder: Path, codec: TextCodec, shards: Sequence[dict[str, Any]], prepared: dict[str, Any]
+) -> None:
+    """Write dataset.json over shards that `write_shard` made; `prepared` says from what, for people."""
+    description = {
+        "format": FORMAT,
+        "dtype": token_dtype(codec.vocab_size).name,
+        "tokenizer": codec.fingerprint,
+        "vocab_size": codec.vocab_size,
+        "bos": codec.bos,
+        "eos": codec.eos,
+        "tokens": sum(s["tokens"] for s in shards),
+        "documents": sum(s["documents"] for s in shards),
+        "prepared": prepared,
+        "shards": list(shards),
+    }
+    (folder / "dataset.json").write_text(json.dumps(description, indent=1) + "\n")
+    sync(folder / "dataset.json")
 
 
 class TokenShards:
@@ -137,11 +87,12 @@ class TokenShards:
         description = _read_description(self.path)
         self.num_tokens, self.num_documents = description["tokens"], description["documents"]
         self.tokenizer, self.vocab_size = description["tokenizer"], description["vocab_size"]
+        self.prepared: dict[str, Any] = description.get("prepared", {})
         self._dtype, self._shards = np.dtype(description["dtype"]), description["shards"]
         self._starts = np.cumsum([0] + [s["tokens"] for s in self._shards]).tolist()
         hashes = "".join(s["bin_sha256"] + s["idx_sha256"] for s in self._shards)
         self.fingerprint = hashlib.sha256(f"{self.tokenizer}{self._dtype}{hashes}".encode()).hexdigest()[:16]
-        self._maps: dict[int, np.ndarray] = {}
+        self._maps: dict[str, np.ndarray] = {}
         for shard in self._shards:
             self._check_size(f"{shard['name']}.bin", shard["tokens"] * self._dtype.itemsize)
             self._check_size(f"{shard['name']}.idx", (shard["documents"] + 1) * 8)
@@ -152,21 +103,46 @@ class TokenShards:
         shard = bisect_right(self._starts, start) - 1
         while done < count:
             offset = start + done - self._starts[shard]
-            part = self._map(shard)[offset : offset + count - done]
+            part = self._map(shard, "bin")[offset : offset + count - done]
             out[done : done + len(part)] = part
             done, shard = done + len(part), shard + 1
         return out
 
-    def document_offsets(self, shard: int) -> np.ndarray:
-        """Offsets of the shard's documents within it, the total last: uint64 [documents + 1]."""
-        return np.fromfile(self.path / f"{self._shards[shard]['name']}.idx", dtype="<u8")
+    def begins(self, start: int, count: int) -> np.ndarray:
+        """Where in tokens [start, start + count) documents begin: int64, ascending, relative to `start`."""
+        found, shard = [], bisect_right(self._starts, start) - 1
+        while shard < len(self._shards) and self._starts[shard] < start + count:
+            offsets = self._map(shard, "idx")[:-1]
+            begin, end = start - self._starts[shard], start + count - self._starts[shard]
+            inside = offsets[np.searchsorted(offsets, max(begin, 0)) : np.searchsorted(offsets, end)]
+            found.append(inside.astype(np.int64) - begin)
+            shard += 1
+        return np.unique(np.concatenate(found))  # an empty document begins where the next one does
+
+    def locate(self, token: int) -> tuple[int, int]:
+        """The number of the document that a token of the concatenation is in, and its place in it."""
+        shard = bisect_right(self._starts, token) - 1
+        offsets = self._map(shard, "idx")
+        place = token - self._starts[shard]
+        document = int(np.searchsorted(offsets, place, side="right")) - 1
+        return sum(self.documents_by_shard[:shard]) + document, place - int(offsets[document])
+
+    @property
+    def documents_by_shard(self) -> list[int]:
+        """How many documents each shard has."""
+        return [shard["documents"] for shard in self._shards]
+
+    def token_offsets(self, shard: int) -> np.ndarray:
+        """Where the shard's documents begin in the concatenation, the last one's end last: uint64
+        [documents + 1]."""
+        return self._map(shard, "idx") + np.uint64(self._starts[shard])
 
     def document(self, number: int) -> np.ndarray:
         """Token ids of one document, by its number over all shards."""
         for k, shard in enumerate(self._shards):
             if number < shard["documents"]:
-                begin, end = (int(x) for x in self.document_offsets(k)[number : number + 2])
-                return self.read(self._starts[k] + begin, end - begin)
+                begin, end = (int(x) for x in self.token_offsets(k)[number : number + 2])
+                return self.read(begin, end - begin)
             number -= shard["documents"]
         raise IndexError(number)
 
@@ -180,12 +156,14 @@ class TokenShards:
                         f"{file}: content differs from what dataset.json records; prepare it again"
                     )
 
-    def _map(self, shard: int) -> np.ndarray:
-        if shard not in self._maps:
-            file = self.path / f"{self._shards[shard]['name']}.bin"
-            empty = not self._shards[shard]["tokens"]  # an empty file cannot be mapped
-            self._maps[shard] = np.empty(0, self._dtype) if empty else np.memmap(file, self._dtype, mode="r")
-        return self._maps[shard]
+    def _map(self, shard: int, kind: str) -> np.ndarray:
+        name = f"{self._shards[shard]['name']}.{kind}"
+        if name not in self._maps:
+            dtype = self._dtype if kind == "bin" else np.dtype("<u8")
+            empty = kind == "bin" and not self._shards[shard]["tokens"]  # an empty file cannot be mapped
+            mapped = np.empty(0, dtype) if empty else np.memmap(self.path / name, dtype, mode="r")
+            self._maps[name] = np.asarray(mapped)  # slicing a memmap itself costs microseconds
+        return self._maps[name]
 
     def _check_size(self, name: str, expected: int) -> None:
         try:
@@ -224,7 +202,8 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: not a dataset description: {e!r}") from None
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file or directory to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -8,14 +8,17 @@ tokens.
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config.component import Component, ConfigError
+from titanlite.data.corpus import content_sha256, find_files, format_of
+from titanlite.data.pipeline import prepare, work_folder
 from titanlite.data.shards import TokenShards
-from titanlite.data.text import content_sha256, documents, find_files, is_jsonl, write_shards
+from titanlite.data.stages import VERSION, Recipe
 from titanlite.data.tokenizer import TextCodec
 
 
@@ -25,6 +28,8 @@ class Source(Component):
 
     weight: float = 1.0
     """Share of the training tokens that come from here, relative to the other sources' weights."""
+    max_epochs: float = 0.0
+    """How often the run may pass through the source, at most; 0: without limit."""
 
     def __post_init__(self) -> None:
         if not 0 < self.weight <= 1e9:
@@ -32,6 +37,8 @@ class Source(Component):
                 f"{self.weight} is not above 0 and finite (up to 1e9); to leave a source out, delete it",
                 "weight",
             )
+        if not 0 <= self.max_epochs < float("inf"):
+            raise ConfigError(f"{self.max_epochs} is below 0, or not finite", "max_epochs")
 
     def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
         """The source's tokens. Raises ConfigError for missing, unreadable or empty input."""
@@ -57,17 +64,17 @@ class Tokens(Source, name="tokens"):
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Source, name="text"):
-    """Text files, tokenised on first use: .jsonl has a document a line, any other file is one document. For
-    more than a few gigabytes run `titanlite prepare` first."""
+    """Text files, tokenised on first use: .jsonl has a document a line, .parquet a document a row, any other
+    file is one document. For more than a few gigabytes run `titanlite prepare` first."""
 
     path: list[str]
-    """Files, directories (their .txt and .jsonl files) and globs."""
+    """Files, directories (their .txt, .jsonl and .parquet files, compressed ones too) and globs."""
     field: str = "text"
-    """The field of a .jsonl line that holds the text."""
+    """The field of a .jsonl line, or the column of a .parquet file, that holds the text."""
 
     def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
         files = find_files(self.path, "data.sources.path")
-        return _cached(files, f"text {self.field}", codec, cache_dir, self.field)
+        return _cached(files, "text", codec, cache_dir, self.field)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +109,17 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def _cached(files: Iterable[Path], kind: str, codec: TextCodec, cache_dir: Path, field: str) -> TokenShards:
-    files = list(files)
-    ways = "".join(
-        "l" if is_jsonl(f) else "t" for f in files
-    )  # the same bytes read another way are other documents
-    content = f"{kind} {ways} {content_sha256(files)} {codec.fingerprint}"
-    path = cache_dir / f"{kind.split()[0]}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
-    if not path.exists():
-        write_shards(path, documents(files, field), codec, total_bytes=sum(f.stat().st_size for f in files))
-    return TokenShards(path)
+def _cached(files: Sequence[Path], kind: str, codec: TextCodec, cache_dir: Path, field: str) -> TokenShards:
+    # the same bytes read another way are other documents
+    ways = "".join("".join(format_of(f)) + " " for f in files)
+    content = f"{VERSION} {kind} {field} {ways}{content_sha256(files)} {codec.fingerprint}"
+    path = cache_dir / f"{kind}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    if path.exists():
+        return TokenShards(path)
+    try:
+        shards = prepare(files, path, codec, Recipe(field=field))
+    except ConfigError:  # the text has to change, and with it the name
+        shutil.rmtree(work_folder(path), ignore_errors=True)
+        raise
+    assert shards is not None  # there is one part
+    return shards

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from titanlite.config.component import Component, ConfigError
 
 # Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation,
@@ -37,6 +39,7 @@ class TextCodec:
     fingerprint: str
     bos: int
     eos: int
+    config: Tokenizer | None = None  # what it was built from
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, without BOS or EOS."""
@@ -46,13 +49,13 @@ class TextCodec:
         """Text of the ids; bytes that are not UTF-8 become U+FFFD."""
         raise NotImplementedError
 
-    def encode_documents(self, texts: Sequence[str], num_threads: int = 1) -> list[list[int]]:
-        """Each text framed as BOS ids EOS; BOS == EOS is written once, in front."""
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Each text framed as BOS ids EOS: uint32 [n]. BOS == EOS is written once, in front."""
         end = [] if self.bos == self.eos else [self.eos]
-        return [[self.bos, *ids, *end] for ids in self._encode_batch(texts, num_threads)]
+        return [np.concatenate([[self.bos], ids, end]).astype(np.uint32) for ids in self._encode_batch(texts)]
 
-    def _encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+    def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.asarray(self.encode(text), dtype=np.uint32) for text in texts]
 
 
 class Tokenizer(Component):
@@ -99,20 +102,21 @@ class _TiktokenCodec(TextCodec):
             raise ConfigError(f"not a regular expression: {e}", "tokenizer.pattern") from None
         self.vocab_size = len(ranks) + config.num_special_tokens
         self.bos, self.eos = special[BOS], special[EOS]
+        self.config = config
         parts = (content, config.pattern.encode(), str(config.num_special_tokens).encode())
         self.fingerprint = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        return self._encode_batch([text], 1)[0]
+        return self._encode_batch([text])[0].tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._codec.decode(list(ids))
 
-    def _encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
-        pieces = [_without_long_runs(text) for text in texts]
-        flat = self._codec.encode_ordinary_batch([p for of in pieces for p in of], num_threads=num_threads)
-        encoded = iter(flat)
-        return [[i for _ in of for i in next(encoded)] for of in pieces]
+    def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.concatenate([self._encode(p) for p in _without_long_runs(text)]) for text in texts]
+
+    def _encode(self, piece: str) -> np.ndarray:
+        return self._codec.encode_to_numpy(piece, disallowed_special=())
 
 
 def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
@@ -149,7 +153,9 @@ class Bytes(Tokenizer, name="bytes"):
     """Raw UTF-8 bytes as ids 0-255, BOS 256, EOS 257. Needs no file."""
 
     def build(self) -> TextCodec:
-        return _BytesCodec()
+        codec = _BytesCodec()
+        codec.config = self
+        return codec
 
 
 class _BytesCodec(TextCodec):

@@ -1,17 +1,116 @@
-"""Attention behind one call. Today: causal attention within a row, through torch's
-scaled_dot_product_attention.
+"""Attention behind one call, `causal_attention`, and the masks that keep the documents of a row apart.
 
-Shape suffixes: B batch, T tokens, H query heads, K key/value heads (H is a multiple of K), E head dim.
+Without a mask it is torch's scaled_dot_product_attention, causal within the row. A mask's type says which
+kernel reads it. Shape suffixes: B batch, T tokens, H query heads, K key/value heads (H is a multiple of K), E
+head dim.
 """
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from titanlite.config.component import ConfigError
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # not on every platform
+    varlen_attn = None  # type: ignore[assignment]
 
 
-def causal_attention(q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
-    """Each token attends to itself and the tokens before it: [B, T, H, E]."""
+class Lengths(NamedTuple):
+    """Documents as the varlen kernel wants them: `ends` int32 [N + 1], cumulative over the batch's B * T
+    tokens (trailing documents may be empty), and the longest that one can be."""
+
+    ends: torch.Tensor
+    longest: int
+
+
+# bool [B, 1, T, T] is for scaled_dot_product_attention, the others for the kernels they are named after
+Mask = torch.Tensor | BlockMask | Lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBackend:
+    """The kernel for rows whose documents are masked from each other (data.mask_documents)."""
+
+    backend: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
+    """`varlen`: FlashAttention over documents, CUDA and bf16 or fp16 only. `flex`: FlexAttention, compiled,
+    CUDA only. `sdpa`: a dense mask, anywhere, quadratic in memory. `auto`: the first of these that works."""
+
+    def choose(self, device: torch.device, dtype: torch.dtype) -> str:
+        """The kernel's name. Raises ConfigError for one that `device` and `dtype` do not have."""
+        works = {
+            "varlen": varlen_attn is not None
+            and device.type == "cuda"
+            and dtype in (torch.bfloat16, torch.float16),
+            "flex": device.type == "cuda",
+            "sdpa": True,
+        }
+        if self.backend == "auto":
+            return next(name for name, does in works.items() if does)
+        if not works[self.backend]:
+            right = ", ".join(name for name, does in works.items() if does)
+            raise ConfigError(
+                f"{self.backend!r} does not work on {device.type} with {str(dtype).removeprefix('torch.')} "
+                f"(these do: {right})",
+                "attention.backend",
+            )
+        return self.backend
+
+
+def document_mask(backend: str, positions: torch.Tensor, num_documents: int) -> Mask:
+    """The mask for `positions` int64 [B, T], which start from 0 in each document and at each row's beginning.
+
+    `num_documents`: how many there are, known on the host: nothing here waits for the device.
+    """
+    B, T = positions.shape
+    if backend == "varlen":
+        capacity = 1 << (num_documents - 1).bit_length()  # few sizes, few recompilations
+        flat = positions.flatten() == 0
+        starts = torch.nonzero_static(flat, size=capacity, fill_value=B * T).flatten()
+        return Lengths(F.pad(starts.to(torch.int32), (0, 1), value=B * T), T)
+    document = (positions == 0).cumsum(dim=-1, dtype=torch.int32)
+    if backend == "flex":
+
+        def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return (q >= k) & (document[b, q] == document[b, k])
+
+        return _block_mask(sees, B, None, T, T, device=positions.device)
+    causal = torch.ones((T, T), dtype=torch.bool, device=positions.device).tril()
+    return (document[:, :, None] == document[:, None, :])[:, None] & causal
+
+
+def causal_attention(
+    q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor, mask: Mask | None = None
+) -> torch.Tensor:
+    """Each token attends to itself and the tokens before it that `mask` leaves: [B, T, H, E]."""
+    gqa = q_BTHE.shape[2] != k_BTKE.shape[2]
+    if isinstance(mask, Lengths):
+        q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
+        options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+        if gqa and _ASKS_FOR_GQA:
+            options["enable_gqa"] = True
+        out: Any = varlen_attn(q, k, v, mask.ends, mask.ends, mask.longest, mask.longest, **options)
+        return out.unflatten(0, q_BTHE.shape[:2])
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
-    out_BHTE = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    if isinstance(mask, BlockMask):
+        out_BHTE = _flex(q, k, v, block_mask=mask, enable_gqa=gqa)
+    else:
+        out_BHTE = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa
+        )
     return out_BHTE.transpose(1, 2)
+
+
+# torch 2.11 takes fewer key heads without being told.
+_ASKS_FOR_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+# Uncompiled, both write out [B, H, T, T]; within a compiled block the inner compile is part of it.
+_flex = torch.compile(flex_attention)
+_block_mask = torch.compile(create_block_mask)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from titanlite.config.component import Component, ConfigError, suggest
+from titanlite.models.attention import Mask
 
 # hidden [B, T, D], head weight [V, D], targets int64 [B, T] -> sum over the targets that count, fp32 scalar
 LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -35,13 +36,14 @@ class Decoder(nn.Module):
         targets: torch.Tensor | None = None,
         loss: LossFunction | None = None,
         positions: torch.Tensor | None = None,
+        mask: Mask | None = None,
     ) -> torch.Tensor:
         """Logits [B, T, V] for tokens int64 [B, T]; with `loss`, the sum of the token losses instead (fp32
         scalar).
 
         The loss is taken inside the forward, on hidden states and the head's weight, so that a chunked loss
         can avoid the full logits and FSDP has the weight at hand. `positions` int64 [T] or [B, T]; default 0
-        .. T - 1.
+        .. T - 1. `mask`: which earlier tokens each one sees; default all.
         """
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.config.component import ConfigError
-from titanlite.models.attention import causal_attention
+from titanlite.models.attention import Mask, causal_attention
 from titanlite.models.base import Decoder, DecoderConfig, LossFunction, ModelFamily
 from titanlite.models.layers import RMSNorm, RopeScaling, SwiGLU, apply_rope, rope_tables
 
@@ -136,12 +136,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=False)
 
-    def forward(self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask | None
+    ) -> torch.Tensor:
         # -1: the number of heads here, which tensor parallelism divides
         q, k, v = (
             p(x_BTD).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out_BTHE = causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+        out_BTHE = causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask)
         return self.o_proj(out_BTHE.flatten(-2))
 
 
@@ -155,8 +157,10 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
         self.mlp = SwiGLU(c.dim, c.hidden_dim)
 
-    def forward(self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin)
+    def forward(
+        self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask | None
+    ) -> torch.Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin, mask)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
@@ -170,14 +174,14 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(c.dim, c.norm_eps)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None, mask: Mask | None) -> torch.Tensor:
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         c = self.config
         cos, sin = rope_tables(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         h_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
         for block in self.layers.values():
-            h_BTD = block(h_BTD, cos, sin)
+            h_BTD = block(h_BTD, cos, sin, mask)
         return self.norm(h_BTD) if self.norm is not None else h_BTD
 
 
@@ -196,8 +200,9 @@ class LlamaForCausalLM(Decoder):
         targets: torch.Tensor | None = None,
         loss: LossFunction | None = None,
         positions: torch.Tensor | None = None,
+        mask: Mask | None = None,
     ) -> torch.Tensor:
-        h_BTD = self.model(tokens, positions)
+        h_BTD = self.model(tokens, positions, mask)
         weight_VD = self._head_weight()
         if weight_VD is None:
             return h_BTD

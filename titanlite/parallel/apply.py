@@ -17,6 +17,7 @@ def parallelize(
     loss: LossFunction,
     mesh: Mesh,
     *,
+    attention: str,
     recompute: ActivationCheckpoint,
     compile: Compile,
     param_dtype: torch.dtype,
@@ -28,4 +29,4 @@ def parallelize(
     loss = apply_compile(net, loss, compile)
     if mesh.device_mesh is not None:
         apply_fsdp(net, mesh, param_dtype, reduce_dtype, parallelism.fsdp_reshard_after_forward)
-    return ShardedModel(net, loss, reduce_each=parallelism.fsdp_reduce == "micro_batch")
+    return ShardedModel(net, loss, attention, reduce_each=parallelism.fsdp_reduce == "micro_batch")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from titanlite.data.batch import Batch
+from titanlite.models.attention import document_mask
 from titanlite.models.base import Decoder, LossFunction
 from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal
@@ -15,11 +16,12 @@ from titanlite.parallel.initialize import fill_normal
 class ShardedModel:
     """`net` is this rank's part of the model under full-model parameter names; `loss` what is optimised.
 
-    `reduce_each`: gradients are reduced after each micro-batch instead of once, in the last backward.
+    `attention`: the kernel for batches with masked documents. `reduce_each`: gradients are reduced after each
+    micro-batch instead of once, in the last backward.
     """
 
-    def __init__(self, net: Decoder, loss: LossFunction, reduce_each: bool = False):
-        self.net, self.loss, self.reduce_each = net, loss, reduce_each
+    def __init__(self, net: Decoder, loss: LossFunction, attention: str, reduce_each: bool = False):
+        self.net, self.loss, self.attention, self.reduce_each = net, loss, attention, reduce_each
 
     def materialize(self, device: torch.device, seed: int) -> None:
         """Give the meta parameters memory and their initial values."""
@@ -38,7 +40,7 @@ class ShardedModel:
         total = torch.zeros((), device=tokens.device)
         for i, batch in enumerate(micro_batches):
             sync_gradients(self.net, self.reduce_each or i == len(micro_batches) - 1)
-            loss = self.net(batch.inputs, batch.targets, self.loss) / tokens.clamp(min=1)
+            loss = self._loss(batch) / tokens.clamp(min=1)
             loss.backward()
             total += loss.detach()
         return total
@@ -46,9 +48,15 @@ class ShardedModel:
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """Sum of the token losses of one batch, fp32 scalar. Collective over all ranks."""
-        loss = self.net(batch.inputs, batch.targets, self.loss)
+        loss = self._loss(batch)
         reshard(self.net)
         return loss
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        mask = None
+        if batch.positions is not None:
+            mask = document_mask(self.attention, batch.positions, batch.num_documents)
+        return self.net(batch.inputs, batch.targets, self.loss, batch.positions, mask)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

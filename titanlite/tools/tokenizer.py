@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from titanlite.config.component import ConfigError
+from titanlite.data.corpus import documents, find_files
 from titanlite.data.sources import stdlib_files
-from titanlite.data.text import documents, find_files
 from titanlite.data.tokenizer import LLAMA3_PATTERN
 
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     if options.vocab_size < 256:
         raise ConfigError("--vocab-size is below 256, the number of bytes")
     files = find_files(options.input, "input") if options.input else stdlib_files()
-    tokens = train_bpe((text for text, _ in documents(files, options.field)), options.vocab_size)
+    tokens = train_bpe((d.text for d in documents(files, options.field)), options.vocab_size)
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
     options.output.write_bytes(b"".join(lines))
     print(f"{options.output}: {len(tokens)} ranks from {len(files)} files")

@@ -24,6 +24,7 @@ from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch, make_batch, row_hash
 from titanlite.data.loader import Data, MicroBatches, Rows
 from titanlite.data.order import BLOCK, quotas
+from titanlite.data.packing import Row
 from titanlite.data.sources import Text
 from titanlite.data.tokenizer import Bytes
 
@@ -73,8 +74,8 @@ def all_chunks(folder: Path, name: str) -> set[bytes]:
     return {tokens[i : i + SEQ_LEN + 1].tobytes() for i in range(0, len(tokens) - SEQ_LEN, SEQ_LEN)}
 
 
-def contents(rows: list[np.ndarray]) -> list[bytes]:
-    return [row.tobytes() for row in rows]
+def contents(rows: list[Row]) -> list[bytes]:
+    return [row.tokens.tobytes() for row in rows]
 
 
 def take(rows: Rows, order: MicroBatches, number: int, num_workers: int = 0) -> list[Batch]:
@@ -88,7 +89,7 @@ def sha(batches: list[Batch]) -> int:
 
 def reference_sha(rows: Rows, first: int, last: int) -> int:
     """What the hash of training rows [first, last) has to be, read one row at a time."""
-    return sum(row_hash(g, rows.training(np.asarray([g]))[0]) for g in range(first, last)) % U64
+    return sum(row_hash(g, rows.training(np.asarray([g]))[0].tokens) for g in range(first, last)) % U64
 
 
 def test_held_out_rows_are_never_trained_on(folder: Path, rows: Rows) -> None:
@@ -118,7 +119,7 @@ def test_held_out_rows_do_not_depend_on_the_seed(folder: Path, rows: Rows) -> No
 def test_held_out_rows_are_scattered_over_the_source(folder: Path) -> None:
     rows = make_rows(folder, {"a": 1}, holdout_rows=100)
     text = (folder / "a.txt").read_text()
-    held = [bytes(r[1:-1].astype(np.uint8)).decode() for r in rows.held_out(np.arange(100))]
+    held = [bytes(r.tokens[1:-1].astype(np.uint8)).decode() for r in rows.held_out(np.arange(100))]
     places = sorted(text.index(chunk) for chunk in held)
     assert places[0] < SIZES["a"] * 0.1
     assert places[-1] > SIZES["a"] * 0.9
@@ -131,7 +132,7 @@ def test_reading_held_out_rows_leaves_training_alone(rows: Rows) -> None:
     for _ in range(5):
         rows.held_out(np.arange(30))
         batch = next(stream)
-        seen += contents([np.append(i, t[-1]) for i, t in zip(batch.inputs.numpy(), batch.targets.numpy())])
+        seen += [np.append(i, t[-1]).tobytes() for i, t in zip(batch.inputs.numpy(), batch.targets.numpy())]
     assert seen == expected
 
 
@@ -159,7 +160,7 @@ def test_the_order_of_sources_in_the_file_does_not_matter(folder: Path, rows: Ro
 
 def test_a_batch_holds_its_rows_shifted_by_one(rows: Rows) -> None:
     (batch,) = take(rows, MicroBatches(5, 3, 3, 0, 1), 1)
-    expected = np.stack(rows.training(np.arange(5, 8)))
+    expected = np.stack([row.tokens for row in rows.training(np.arange(5, 8))])
     assert batch.inputs.dtype == batch.targets.dtype == torch.int64
     assert batch.inputs.tolist() == expected[:, :-1].tolist()
     assert batch.targets.tolist() == expected[:, 1:].tolist()
@@ -169,7 +170,8 @@ def test_a_batch_holds_its_rows_shifted_by_one(rows: Rows) -> None:
 
 def test_rows_that_fill_up_a_batch_do_not_count(rows: Rows) -> None:
     some = rows.held_out(np.arange(2))
-    batch, full = make_batch([0, 1], some), make_batch([0, 1], some, num_rows=4, seq_len=SEQ_LEN)
+    batch = make_batch([0, 1], some, seq_len=SEQ_LEN)
+    full = make_batch([0, 1], some, num_rows=4, seq_len=SEQ_LEN)
     assert full.inputs.shape == full.targets.shape == (4, SEQ_LEN)
     assert full.targets[:2].tolist() == batch.targets.tolist()
     assert (full.targets[2:] == IGNORE).all()
@@ -183,10 +185,9 @@ def test_the_hash_knows_tokens_and_places() -> None:
     hashes = {row_hash(0, row), row_hash(1, row), row_hash(0, other), row_hash(0, row[:-1])}
     assert len(hashes) == 4
     assert all(0 <= h < U64 for h in hashes)
-    swapped = make_batch([0, 1], [other, row]).sha
-    assert (
-        make_batch([0, 1], [row, other]).sha != swapped
-    )  # a sum over rows, and still not blind to their order
+    # a sum over rows, and still not blind to their order
+    same = make_batch([0, 1], [Row(row), Row(other)], seq_len=4).sha
+    assert make_batch([0, 1], [Row(other), Row(row)], seq_len=4).sha != same
 
 
 SPLITS = [(dp, mb) for dp in (1, 2, 3, 4, 6) for mb in (1, 2, 4, 12, 24) if 24 % (dp * mb) == 0]
@@ -315,7 +316,7 @@ def test_too_few_tokens(folder: Path) -> None:
     tokens = SIZES["b"] + 2
     longest = make_rows(folder, {"b": 1}, seq_len=tokens - 1, holdout_rows=0)
     assert longest.sizes == [1]
-    assert len(longest.training(np.arange(1))[0]) == tokens
+    assert len(longest.training(np.arange(1))[0].tokens) == tokens
     with pytest.raises(ConfigError) as e:
         make_rows(folder, {"b": 1}, seq_len=tokens, holdout_rows=0)
     assert f"{tokens} tokens" in str(e.value)

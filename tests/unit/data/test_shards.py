@@ -1,11 +1,10 @@
-"""Pins the shard format: what is written is read back, over any number of shards and for both widths; a
-directory appears whole or not at all; a wrong size, a changed byte, a missing file and a bad description are
+"""Pins the shard format: what is written is read back, over any number of shards and for both widths; where
+documents begin is found in any range; a wrong size, a changed byte, a missing file and a bad description are
 each an error that names the file."""
 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.datasets import Codec, write_dataset
 from titanlite.config.component import ConfigError
-from titanlite.data.shards import ShardWriter, TokenShards
+from titanlite.data.shards import TokenShards
 from titanlite.data.tokenizer import TextCodec
 from titanlite.tools import data as data_tool
 
@@ -25,22 +25,10 @@ DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [], [14, 15], [16]
 TOKENS = [t for document in DOCUMENTS for t in document]
 
 
-class Codec(TextCodec):
-    """Only what the writer asks of a tokenizer."""
-
-    bos, eos = 0, 1
-
-    def __init__(self, vocab_size: int = 1000, fingerprint: str = "f" * 16):
-        self.vocab_size, self.fingerprint = vocab_size, fingerprint
-
-
 def write(
     path: Path, documents: Sequence[Sequence[int]] = DOCUMENTS, codec: TextCodec | None = None, **options: int
 ) -> TokenShards:
-    with ShardWriter(path, codec or Codec(), **options) as writer:
-        for ids in documents:
-            writer.add(ids)
-    return TokenShards(path)
+    return write_dataset(path, documents, codec, **options)
 
 
 @pytest.mark.parametrize(("shard_tokens", "num_shards"), [(1 << 20, 1), (5, 4), (1, 6), (10, 3)])
@@ -56,9 +44,8 @@ def test_round_trip_over_shards(tmp_path: Path, shard_tokens: int, num_shards: i
     shards.verify()
 
 
-def test_only_the_directory_remains(tmp_path: Path) -> None:
+def test_the_files_of_a_dataset(tmp_path: Path) -> None:
     write(tmp_path / "d", shard_tokens=10)
-    assert [p.name for p in tmp_path.iterdir()] == ["d"]
     names = sorted(p.name for p in (tmp_path / "d").iterdir())
     assert names == [f"0000{i}.{kind}" for i in range(3) for kind in ("bin", "idx")] + ["dataset.json"]
 
@@ -66,8 +53,9 @@ def test_only_the_directory_remains(tmp_path: Path) -> None:
 def test_documents_never_span_shards(tmp_path: Path) -> None:
     """One longer than a shard makes its shard longer."""
     shards = write(tmp_path / "d", shard_tokens=5)
-    offsets = [shards.document_offsets(k).tolist() for k in range(4)]
-    assert offsets == [[0, 3, 4], [0, 9], [0, 0, 2, 3], [0, 4]]
+    offsets = [shards.token_offsets(k).tolist() for k in range(4)]
+    assert offsets == [[0, 3, 4], [4, 13], [13, 13, 15, 16], [16, 20]]
+    assert shards.documents_by_shard == [2, 1, 3, 1]
     assert [(tmp_path / "d" / f"{k:05}.bin").stat().st_size for k in range(4)] == [8, 18, 6, 8]
 
 
@@ -86,6 +74,28 @@ def test_bytes_on_disk_are_little_endian(tmp_path: Path) -> None:
     assert (tmp_path / "d" / "00000.idx").read_bytes() == bytes(8) + b"\x02" + bytes(7)
 
 
+@settings(max_examples=300)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=30).filter(any),
+    shard_tokens=st.integers(1, 40),
+    data=st.data(),
+)
+def test_documents_of_any_range(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], shard_tokens: int, data: st.DataObject
+) -> None:
+    """Empty documents and borders of shards included, against a list of every token's document."""
+    documents = [[i] * n for i, n in enumerate(lengths)]
+    path = tmp_path_factory.mktemp("range") / "d"
+    shards = write(path, documents, shard_tokens=shard_tokens)
+    owner = [i for i, n in enumerate(lengths) for _ in range(n)]
+    place = [p for n in lengths for p in range(n)]
+    start = data.draw(st.integers(0, len(owner) - 1))
+    count = data.draw(st.integers(1, len(owner) - start))
+    expected = [t - start for t in range(start, start + count) if place[t] == 0]
+    assert shards.begins(start, count).tolist() == expected
+    assert shards.locate(start) == (owner[start], place[start])
+
+
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
     """500 tokens in some 60 shards."""
@@ -101,54 +111,6 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
 def test_reads_across_shard_borders(many: TokenShards, start: int, count: int) -> None:
     count = min(count, 500 - start)
     assert many.read(start, count).tolist() == list(range(start, start + count))
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
-def test_an_exception_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    def interrupted() -> None:
-        with ShardWriter(tmp_path / "d", Codec(), shard_tokens=5) as writer:
-            for ids in DOCUMENTS:
-                writer.add(ids)
-            assert len(list(tmp_path.glob("*/*.bin"))) == 4  # some is on disk by now
-            raise error
-
-    with pytest.raises(error):
-        interrupted()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_existing_target_is_not_touched(tmp_path: Path) -> None:
-    first = write(tmp_path / "d", [[1, 2]])
-    second = write(tmp_path / "d", [[3, 4, 5]])
-    assert second.read(0, 2).tolist() == [1, 2]
-    assert second.fingerprint == first.fingerprint
-    assert [p.name for p in tmp_path.iterdir()] == ["d"]
-
-
-def test_another_process_may_finish_first_at_any_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even between the look whether the target exists and the rename."""
-    rename = os.rename
-
-    def late(source: Path, target: Path) -> None:
-        if not target.exists():
-            target.mkdir()
-            (target / "theirs").touch()
-        rename(source, target)
-
-    with ShardWriter(tmp_path / "d", Codec()) as writer:
-        writer.add([1, 2])
-        monkeypatch.setattr("titanlite.data.shards.os.rename", late)
-    assert [p.name for p in tmp_path.iterdir()] == ["d"]
-    assert [p.name for p in (tmp_path / "d").iterdir()] == ["theirs"]
-
-
-@pytest.mark.parametrize(("ids", "named"), [([5, 1000], "1000"), ([-1, 5], "-1"), ([2**40], str(2**40))])
-def test_an_id_outside_the_vocabulary(tmp_path: Path, ids: list[int], named: str) -> None:
-    with pytest.raises(ConfigError, match=rf"token id {named} outside the vocabulary of 1000"):
-        write(tmp_path / "d", [[1], ids])
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_last_id_of_the_vocabulary_is_inside(tmp_path: Path) -> None:

@@ -1,0 +1,250 @@
+"""From a corpus to shards: the one way, for `titanlite prepare` and for raw text on first use.
+
+The corpus is cut into units (corpus.py); units are drawn at random into shards, and a shard's documents are
+shuffled again. Training shuffles rows over the whole dataset (order.py), so this has only to mix the
+documents that meet in a row. stages.py does the work, in a folder beside the output; done work is never done
+again, so a killed run continues, an edited file costs only its own units, machines can share a corpus, and
+the bytes depend on none of that. The folder gets its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    wait,
+)
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from tqdm import tqdm
+
+from titanlite.config import toml
+from titanlite.config.component import ConfigError
+from titanlite.data.processes import num_cores, worker_pool
+from titanlite.data.report import merge, table
+from titanlite.data.shards import TokenShards, sync, write_description
+from titanlite.data.stages import Recipe, Work
+from titanlite.data.tokenizer import TextCodec
+from titanlite.log import logger
+
+
+def prepare(
+    files: Sequence[Path],
+    output: Path,
+    codec: TextCodec,
+    recipe: Recipe,
+    *,
+    num_processes: int = 0,
+    part: tuple[int, int] = (0, 1),
+) -> TokenShards | None:
+    """Make the dataset `output`, on `num_processes` (0: all cores), with a progress bar.
+
+    `part` (i, n): do only the i-th of n shares of the work; the last to finish completes the dataset, the
+    others return None. Raises ConfigError for bad input; what was done by then is kept for the next call.
+    """
+    folder = work_folder(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, part):
+        if output.exists():  # another process was faster
+            shutil.rmtree(folder, ignore_errors=True)
+            return TokenShards(output)
+        work = Work(files, folder, codec, recipe)
+        if not work.units:
+            raise ConfigError("the corpus is empty: no text files")
+        if work.marker("whole", work.key) is None:
+            processes = min(num_processes or num_cores(), len(work.units))
+            with worker_pool(processes, _begin, work) as pool:
+                if work.compares:
+                    _scan(work, pool, processes, part)
+                _encode(work, pool, processes, part, output.name)
+        try:
+            return _complete(work, output)
+        except FileNotFoundError:  # the folder is gone: another part has completed it meanwhile
+            if not output.exists():
+                raise
+            return TokenShards(output)
+
+
+def work_folder(output: Path) -> Path:
+    """Where unfinished work for `output` lies."""
+    return output.with_name(f".partial-{output.name}")
+
+
+# ---- the stages, on all processes
+
+
+@dataclass(frozen=True)
+class Task:
+    """A stage's function of `Work`, by name, for one unit or shard; `size`: what it adds to the bar."""
+
+    stage: str
+    index: int
+    size: int = 0
+
+
+def _scan(work: Work, pool: Executor, processes: int, part: tuple[int, int]) -> None:
+    if work.marker("resolve", work.resolve_key):
+        return
+
+    def missing(units: Iterable[int]) -> deque[Task]:
+        tasks = deque[Task]()
+        for u in units:
+            if work.marker(f"scan-{u:06}", work.scan_keys[u]) is None:
+                tasks.append(Task("scan", u, work.units[u].size))
+        return tasks
+
+    everything = range(len(work.units))
+    total, left = sum(u.size for u in work.units), sum(task.size for task in missing(everything))
+    with _bar(total, total - left, "scanning for duplicates") as bar:
+        for _ in _run(pool, processes, bar, missing(everything[part[0] :: part[1]])):
+            pass
+        # What other parts have not done, from the end: nobody waits for a machine that never comes.
+        for _ in _run(pool, processes, bar, missing(reversed(everything))):
+            pass
+        work.resolve(lambda what: bar.set_description(f"resolving {what}"))
+
+
+def _encode(work: Work, pool: Executor, processes: int, part: tuple[int, int], name: str) -> None:
+    missing = {
+        s: [
+            Task("encode", u, work.units[u].size)
+            for u in work.shards[s]
+            if work.marker(f"unit-{u:06}", work.unit_keys[u]) is None
+        ]
+        for s in range(len(work.shards))[part[0] :: part[1]]
+        if work.marker(f"shard-{s:05}", work.shard_keys[s]) is None
+    }
+    shard_of = {u: s for s in missing for u in work.shards[s]}
+    open_units = {s: len(tasks) for s, tasks in missing.items()}
+    total = sum(
+        work.units[u].size for s in range(len(work.shards))[part[0] :: part[1]] for u in work.shards[s]
+    )
+    left = sum(task.size for tasks in missing.values() for task in tasks)
+    todo = deque(task for s, tasks in missing.items() for task in (tasks or [Task("assemble", s)]))
+    documents = tokens = 0
+    with _bar(total, total - left, f"tokenising into {name}") as bar:
+        for task, made in _run(pool, processes, bar, todo):
+            if task.stage == "encode":
+                documents, tokens = documents + made["documents"], tokens + made["tokens"]
+                bar.set_postfix(documents=documents, tokens=tokens, refresh=False)
+                open_units[s := shard_of[task.index]] -= 1
+                if not open_units[s]:
+                    todo.appendleft(Task("assemble", s))
+
+
+def _run(pool: Executor, processes: int, bar: tqdm, tasks: deque[Task]) -> Iterator[tuple[Task, Any]]:
+    """Each task with its result, as they finish. Tasks may be added meanwhile."""
+    pending: dict[Future, Task] = {}
+    while tasks or pending:
+        while tasks and len(pending) < 2 * processes:  # few, so that shards are finished one after the other
+            task = tasks.popleft()
+            pending[pool.submit(_work, task)] = task
+        finished, _ = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
+        for future in finished:
+            task = pending.pop(future)
+            try:
+                made = future.result()
+            except BrokenProcessPool:
+                raise RuntimeError(
+                    "a process of the preparation was killed (out of memory?); run it again to continue"
+                ) from None
+            bar.update(task.size)
+            yield task, made
+        bar.refresh()  # the clock goes on while nothing finishes
+
+
+def _bar(total: int, done: int, what: str) -> tqdm:
+    return tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=what, mininterval=0.5)
+
+
+# ---- processes
+
+_plan: list[Work] = []  # of a worker
+
+
+def _begin(work: Work) -> None:
+    _plan[:] = [work]
+
+
+def _work(task: Task) -> Any:
+    return getattr(_plan[0], task.stage)(task.index)
+
+
+# ---- locks
+
+
+@contextmanager
+def _locked(folder: Path, part: tuple[int, int]) -> Iterator[None]:
+    """One process a part, and one way to cut the work into parts at a time."""
+    mine = f"lock-{part[0]}-of-{part[1]}"
+    with open(folder / mine, "a") as lock:
+        _lock(lock, f"another process that prepares {folder.name.removeprefix('.partial-')}")
+        for other in folder.glob("lock-*"):
+            if not other.name.endswith(f"-of-{part[1]}"):
+                with open(other, "a") as theirs:
+                    try:
+                        fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        raise ConfigError(
+                            f"{other.parent.name}: others work on it in {other.name.rpartition('-')[2]} "
+                            "parts just now; wait for them, or join them"
+                        ) from None
+        yield
+
+
+def _lock(file: IO[str], holder: str) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info(f"waiting for {holder}")
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+# ---- the end
+
+
+def _complete(work: Work, output: Path) -> TokenShards | None:
+    """Turn the work folder into the dataset if no shard is missing."""
+    folder = work.folder
+    with open(folder / "lock", "a") as lock:
+        _lock(lock, "another part to finish")
+        if output.exists():
+            return TokenShards(output)
+        if work.marker("whole", work.key) is None:
+            made = [work.marker(f"shard-{s:05}", key) for s, key in enumerate(work.shard_keys)]
+            shards = [m for m in made if m is not None]
+            if len(shards) < len(made):
+                return None
+            report = merge([m["report"] for m in shards])
+            if not report["kept"]["documents"]:
+                lost = f"; the filters removed all of it:\n{table(report)}" if work.filters else ""
+                raise ConfigError(f"the corpus is empty: no text in its files{lost}")
+            (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+            write_description(folder, work.codec, [m["entry"] for m in shards], _origin(work))
+            work.mark("whole", work.key, {})  # from here on only files are deleted
+        keep = {f"{s:05}.{suffix}" for s in range(len(work.shards)) for suffix in ("bin", "idx")}
+        for file in folder.iterdir():
+            if file.name not in keep | {"dataset.json", "report.json", "whole.json"}:
+                file.unlink()
+        sync(folder)
+        os.rename(folder, output)
+        (output / "whole.json").unlink()
+        sync(output)
+        sync(output.parent)
+        return TokenShards(output)
+
+
+def _origin(work: Work) -> dict[str, Any]:
+    tree = {**toml.as_tree(work.recipe), "filters": toml.as_tree(list(work.recipe.filters))}
+    return tree | ({"tokenizer": toml.as_tree(work.codec.config)} if work.codec.config else {})
