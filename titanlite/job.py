@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import titanlite.models.llama3  # noqa: F401 -- registers its choices
+import titanlite.data.huggingface
+import titanlite.models.llama3  # noqa: F401 -- these register their choices
 from titanlite.checkpoint.checkpointer import Checkpoint
 from titanlite.config import toml
 from titanlite.config.component import ConfigError

@@ -138,6 +138,20 @@ def split_overrides(items: Sequence[str]) -> list[tuple[str, Word]]:
     return pairs
 
 
+def split_words(items: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words that stand alone, and options with their values."""
+    words, options, rest = list[str](), list[str](), list(items)
+    while rest:
+        item = rest.pop(0)
+        if not item.startswith("--"):
+            words.append(item)
+            continue
+        options.append(item)
+        if "=" not in item and rest and not rest[0].startswith("--"):
+            options.append(rest.pop(0))
+    return words, options
+
+
 def put(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set the dotted `key` in `tree`; numbers index lists, one past the end appends."""
     node: Any = tree

@@ -1,8 +1,8 @@
 """Tokenizers: text to token ids and back, with one fingerprint that data and checkpoints are checked against.
 
-Text is always only text: a special token's spelling inside a document is encoded as ordinary characters.
-Special tokens enter only through `encode_document`, which frames each document as BOS ... EOS (once, where
-they are the same).
+Text is only text: a special token's spelling inside a document is encoded as ordinary characters, unless
+`special_tokens_in_text` asks for the token. `encode_documents` frames each document as BOS ... EOS (BOS
+alone, where they are the same).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -76,6 +77,8 @@ class Tiktoken(Tokenizer, name="tiktoken"):
     """Regular expression that splits text before merging; the default is Llama 3's."""
     num_special_tokens: int = 2
     """Ids after the ranks: `<|begin_of_text|>`, `<|end_of_text|>`, then reserved ones. Llama 3 has 256."""
+    special_tokens_in_text: bool = False
+    """Read special tokens that are spelled out in a document as such; otherwise they are plain text."""
 
     def __post_init__(self) -> None:
         if self.num_special_tokens < 2:
@@ -103,7 +106,10 @@ class _TiktokenCodec(TextCodec):
         self.vocab_size = len(ranks) + config.num_special_tokens
         self.bos, self.eos = special[BOS], special[EOS]
         self.config = config
-        parts = (content, config.pattern.encode(), str(config.num_special_tokens).encode())
+        self._allowed: Any = "all" if config.special_tokens_in_text else set()
+        parts = [content, config.pattern.encode(), str(config.num_special_tokens).encode()]
+        if config.special_tokens_in_text:
+            parts.append(b"special_tokens_in_text")
         self.fingerprint = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
@@ -116,7 +122,7 @@ class _TiktokenCodec(TextCodec):
         return [np.concatenate([self._encode(p) for p in _without_long_runs(text)]) for text in texts]
 
     def _encode(self, piece: str) -> np.ndarray:
-        return self._codec.encode_to_numpy(piece, disallowed_special=())
+        return self._codec.encode_to_numpy(piece, allowed_special=self._allowed, disallowed_special=())
 
 
 def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
@@ -138,7 +144,9 @@ def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
 def _without_long_runs(text: str) -> list[str]:
     """The text in pieces without runs of over LONGEST_RUN blanks or non-blanks: tiktoken's regular expression
     recurses once a character and would overflow its stack."""
-    if len(text) <= LONGEST_RUN:
+    half = LONGEST_RUN // 2  # a run that long fills one of these windows, which two looks at each tell
+    windows = (text[i : i + half] for i in range(0, len(text) - half + 1, half))
+    if len(text) <= LONGEST_RUN or all(_BLANK.search(w) and _NO_BLANK.search(w) for w in windows):
         return [text]
     pieces, begin = [], 0
     for run in re.finditer(r"\s+|\S+", text):
@@ -146,6 +154,9 @@ def _without_long_runs(text: str) -> list[str]:
             pieces.append(text[begin:end])
             begin = end
     return [*pieces, text[begin:]]
+
+
+_BLANK, _NO_BLANK = re.compile(r"\s"), re.compile(r"\S")
 
 
 @dataclass(frozen=True, kw_only=True)

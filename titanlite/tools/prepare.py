@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] == "--reference":
         print(HEAD + reference.markdown(Prepare), end="")
         return 0
-    words, overrides = _split(argv)
+    words, overrides = toml.split_words(argv)
     path = words.pop(0) if words and words[0].endswith(".toml") else None
     tree, locator = toml.read(path, overrides)
     if words:
@@ -120,17 +120,3 @@ def _check(job: Prepare, output: Path) -> None:
     check_writable(output.parent, "output")
     if work_folder(output).exists():
         print(f"continuing {work_folder(output)}", file=sys.stderr)
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words that stand alone, and options with their values."""
-    words, options, rest = list[str](), list[str](), list(argv)
-    while rest:
-        item = rest.pop(0)
-        if not item.startswith("--"):
-            words.append(item)
-            continue
-        options.append(item)
-        if "=" not in item and rest and not rest[0].startswith("--"):
-            options.append(rest.pop(0))
-    return words, options

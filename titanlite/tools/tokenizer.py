@@ -1,28 +1,44 @@
-"""`titanlite tokenizer train`: byte-level BPE in tiktoken's file format, learned by Hugging Face's
-`tokenizers`.
+"""titanlite tokenizer train [FILE ...] --output FILE [--vocab-size N] [--field NAME]
+titanlite tokenizer show [CONFIG.toml] [TEXT] [--tokenizer.name=... --tokenizer.path=...]
 
-The tokenizer in assets/ is `titanlite tokenizer train --vocab-size 8190 --output
-assets/tokenizer/stdlib.tiktoken` under the CPython named in assets/tokenizer/README.md. The same text gives
-the same file.
+`train` learns byte-level BPE in tiktoken's file format, with Hugging Face's `tokenizers`, from files or, by
+default, the standard library's source; the same text gives the same file. The tokenizer in assets/ is
+`titanlite tokenizer train --vocab-size 8190 --output assets/tokenizer/stdlib.tiktoken` under the CPython
+named in assets/tokenizer/README.md. `show` prints what a text (or standard input) becomes, token by token.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from titanlite.config.component import ConfigError
+from titanlite.config import toml
+from titanlite.config.component import ConfigError, suggest
 from titanlite.data.corpus import documents, find_files
 from titanlite.data.sources import stdlib_files
-from titanlite.data.tokenizer import LLAMA3_PATTERN
+from titanlite.data.tokenizer import LLAMA3_PATTERN, Tiktoken, Tokenizer
+from titanlite.job import load_job
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train on files, by default on the standard library's source."""
-    parser = argparse.ArgumentParser(prog="titanlite tokenizer", description=__doc__)
-    parser.add_argument("action", choices=["train"])
+    """Run an action."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    action, *rest = argv
+    if action == "train":
+        return _train(rest)
+    if action == "show":
+        return _show(rest)
+    raise ConfigError(f"unknown action {action!r}{suggest(action, ['train', 'show'])}")
+
+
+def _train(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="titanlite tokenizer train")
     parser.add_argument("input", nargs="*", help="text files; none: the standard library's .py files")
     parser.add_argument("--field", default="text", help="the field of a .jsonl line that holds the text")
     parser.add_argument("--vocab-size", type=int, default=8190, help="ranks to learn, without special tokens")
@@ -35,6 +51,34 @@ def main(argv: Sequence[str]) -> int:
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
     options.output.write_bytes(b"".join(lines))
     print(f"{options.output}: {len(tokens)} ranks from {len(files)} files")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """What `show` reads of the command line."""
+
+    tokenizer: Tokenizer = field(default_factory=Tiktoken)
+
+
+def _show(argv: Sequence[str]) -> int:
+    words, overrides = toml.split_words(argv)
+    config = words.pop(0) if words and words[0].endswith(".toml") else None
+    if config:
+        tokenizer = load_job(config, overrides, None).tokenizer
+    else:
+        tree, locator = toml.read(None, overrides)
+        tokenizer = toml.build(Show, tree, locator).tokenizer
+    codec = tokenizer.build()
+    print(f"{tokenizer.name}: {codec.vocab_size:,} ids, fingerprint {codec.fingerprint}")
+    for name, i in (("BOS", codec.bos), ("EOS", codec.eos)):
+        print(f"{name} {i} {codec.decode([i])!r}")
+    text = " ".join(words) if words else "" if sys.stdin.isatty() else sys.stdin.read()
+    ids = codec.encode(text)
+    for i in ids:
+        print(f"{i:>7}  {codec.decode([i])!r}")
+    if ids:
+        print(f"{len(ids):,} tokens, {len(text):,} characters ({len(text) / len(ids):.2f} a token)")
     return 0
 
 

@@ -334,3 +334,34 @@ def test_the_verb_refuses_fewer_ranks_than_bytes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="256"):
         tool.main(["train", "--vocab-size", "255", "--output", str(tmp_path / "out")])
     assert list(tmp_path.glob("out*")) == []
+
+
+def test_special_tokens_in_text_if_asked_for(shipped: TextCodec) -> None:
+    asked = Tiktoken(path=str(SHIPPED), special_tokens_in_text=True).build()
+    text = f"a{EOS}b"
+    assert shipped.eos not in shipped.encode(text)
+    assert asked.encode(text) == [*shipped.encode("a"), shipped.eos, *shipped.encode("b")]
+    assert asked.encode("a b") == shipped.encode("a b")
+    assert asked.fingerprint != shipped.fingerprint
+
+
+@pytest.mark.parametrize("number", [24_999, 25_000, 25_001, 37_500, 50_001, 75_000])
+def test_runs_are_cut_where_llama_3_cuts_them(shipped: TextCodec, number: int) -> None:
+    for run in (" " * number, "x" * number):
+        text = f"a b {run} c"
+        begin = 4 if run[0] == "x" else 3
+        size = number if run[0] == "x" else number + 2  # with the blanks around
+        cuts = [begin + end for end in range(25_000, size, 25_000)]
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, None])]
+        assert shipped.encode(text) == [i for piece in pieces for i in shipped.encode(piece)]
+        assert len(pieces) == -(-size // 25_000)
+
+
+def test_show_prints_each_token(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert tool.main(["show", "it's", "12345", f"--tokenizer.path={SHIPPED}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[3:-1]] == ["325", "904", "32", "5378", "4453"]
+    assert "8,192 ids" in lines[0]
+    assert lines[-1].startswith("5 tokens, 10 characters")
+    with pytest.raises(ConfigError, match="did you mean 'show'"):
+        tool.main(["sho"])

@@ -1,0 +1,120 @@
+"""Hugging Face's tokenizer.json: byte-level BPE (Llama 3, Qwen, GPT-2, ...), run by the `tokenizers` library.
+
+Other kinds (SentencePiece's, WordPiece) may drop or change text and are refused. The file's own framing
+(its post-processor) is not used: documents are framed by `encode_documents`, as with every tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.component import ConfigError
+from titanlite.data.tokenizer import TextCodec, Tokenizer, read_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(Tokenizer, name="huggingface"):
+    """A tokenizer.json with byte-level BPE, such as Llama 3's or Qwen's."""
+
+    path: str
+    """The file, or the directory that holds it."""
+    bos: str = ""
+    """The token that begins a document; empty: the one in tokenizer_config.json beside the file, else EOS."""
+    eos: str = ""
+    """The token that ends a document; empty: the one in tokenizer_config.json beside the file."""
+    special_tokens_in_text: bool = False
+    """Read special tokens that are spelled out in a document as such; otherwise they are plain text."""
+
+    def build(self) -> TextCodec:
+        return _HuggingFaceCodec(self)
+
+
+class _HuggingFaceCodec(TextCodec):
+    def __init__(self, config: HuggingFace):
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError:
+            raise ConfigError(
+                "'huggingface' needs the library tokenizers: pip install 'titanlite[tokenizer]'",
+                "tokenizer.name",
+            ) from None
+        path = Path(config.path)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        content = read_bytes(str(path), "tokenizer.path")
+        try:
+            _check_byte_level(json.loads(content))
+            self._library = Library.from_str(content.decode())
+        except Exception as e:  # the library raises no class of its own
+            raise ConfigError(f"{path}: {e}", "tokenizer.path") from None
+        self._library.no_truncation()
+        self._library.no_padding()
+        self.config = config
+        self._set_mode()
+        self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values()) + 1
+        self.eos = self._special("eos", config.eos, path)
+        self.bos = self._special("bos", config.bos, path)
+        parts = (content, config.special_tokens_in_text, self.bos, self.eos)
+        self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def _special(self, which: str, name: str, path: Path) -> int:
+        if not name:
+            name = _configured(path.with_name("tokenizer_config.json"), f"{which}_token")
+        if not name and which == "bos":
+            return self.eos
+        if not name:
+            raise ConfigError(
+                f"no tokenizer_config.json beside {path} names the token that ends a document; name it here",
+                "tokenizer.eos",
+            )
+        token = self._library.token_to_id(name)
+        if token is None:
+            raise ConfigError(f"{path} has no token {name!r}", f"tokenizer.{which}")
+        return token
+
+    def encode(self, text: str) -> list[int]:
+        # Without offsets, which cost a third; a batch of one, since the cores are taken by processes.
+        return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._library.decode(list(ids), skip_special_tokens=False)
+
+    def _set_mode(self) -> None:
+        assert isinstance(self.config, HuggingFace)
+        self._library.encode_special_tokens = not self.config.special_tokens_in_text
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._set_mode()  # the library's pickle forgets it
+
+
+def _configured(file: Path, key: str) -> str:
+    """A token's spelling from tokenizer_config.json, or ""."""
+    try:
+        value = json.loads(file.read_bytes()).get(key)
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, AttributeError) as e:
+        raise ConfigError(f"{file}: {e}", "tokenizer.path") from None
+    return value.get("content", "") if isinstance(value, dict) else value or ""
+
+
+def _check_byte_level(tree: Any) -> None:
+    """Raises ValueError unless every text has ids that decode to it."""
+    from tokenizers import pre_tokenizers
+
+    if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
+        raise ValueError("not a tokenizer.json")
+    if (kind := tree["model"].get("type")) != "BPE":
+        raise ValueError(f"a tokenizer of type {kind}, not byte-level BPE")
+    split = tree.get("pre_tokenizer") or {}
+    kinds = {part.get("type") for part in split.get("pretokenizers", [split])}
+    if (
+        "ByteLevel" not in kinds
+        or not set(pre_tokenizers.ByteLevel.alphabet()) <= tree["model"]["vocab"].keys()
+    ):
+        raise ValueError("BPE over characters, not over bytes: text that it does not know would be lost")
