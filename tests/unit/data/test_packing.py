@@ -1,0 +1,287 @@
+"""Pins packing: by either method every token of the documents is where it should be, and counts exactly once;
+a best-fit plan is best-fit decreasing, the same wherever it is made, under 2% padding on real documents, and
+never read unless whole; documents in a batch are kept apart exactly where they meet."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sysconfig
+from bisect import insort
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.datasets import write_dataset
+from titanlite.config.component import ConfigError
+from titanlite.data import plan as plan_module
+from titanlite.data.batch import IGNORE, make_batch
+from titanlite.data.packing import PACKINGS, BestFitRows, ChunkRows, PackedRows, Row
+from titanlite.data.plan import open_plan, pack_window
+from titanlite.data.shards import TokenShards
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(lambda lengths: sum(lengths) > 1)
+
+
+def numbered(path: Path, lengths: list[int], shard_tokens: int = 1 << 20) -> TokenShards:
+    """Documents of these lengths; every token is another number."""
+    ends = np.cumsum([0, *lengths]).tolist()
+    return write_dataset(path, [list(range(a, b)) for a, b in pairwise(ends)], shard_tokens=shard_tokens)
+
+
+def pack(kind: str, shards: TokenShards, seq_len: int) -> PackedRows:
+    return PACKINGS[kind](shards, seq_len, shards.path.parent / "cache", True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 300), window=st.integers(1, 20)
+)
+def test_best_fit_holds_every_token_once(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, shard_tokens: int, window: int
+) -> None:
+    folder = tmp_path_factory.mktemp("fit")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "WINDOW", window)
+        patch.setattr(plan_module, "num_cores", lambda: 1)
+        rows = pack("best_fit", numbered(folder / "d", lengths, shard_tokens), seq_len)
+    begins_of_documents = {int(begin) for begin, n in zip(np.cumsum([0, *lengths]), lengths) if n}
+    seen: list[int] = []
+    padding = 0
+    for i in range(len(rows)):
+        row = rows[i]
+        starts, sizes = rows.pieces(i)
+        assert row.tokens.shape == (seq_len + 1,)
+        assert row.begins is not None
+        assert row.begins.tolist() == [0, *np.cumsum(sizes)[:-1].tolist()]
+        used = seq_len + 1 - row.num_padding
+        assert used == sizes.sum() > 0
+        assert not row.tokens[used:].any()
+        for start, size, begin in zip(starts.tolist(), sizes.tolist(), row.begins.tolist()):
+            assert row.tokens[begin : begin + size].tolist() == list(range(start, start + size))
+            document = int(np.searchsorted(np.cumsum(lengths), start, side="right"))
+            begin_of_document = sum(lengths[:document])
+            # A piece is a whole document, or a cut of one that is longer than a row, at multiples of a row.
+            assert (start - begin_of_document) % (seq_len + 1) == 0
+            rest = begin_of_document + lengths[document] - start
+            assert size == min(rest, seq_len + 1)
+        seen += row.tokens[:used].tolist()
+        padding += row.num_padding
+    assert sorted(seen) == list(range(sum(lengths)))
+    assert begins_of_documents <= {int(s) for i in range(len(rows)) for s in rows.pieces(i)[0]}
+    assert rows.padding_share == pytest.approx(padding / (len(rows) * (seq_len + 1)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 300))
+def test_chunks_hold_every_token_as_a_target_once(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, shard_tokens: int
+) -> None:
+    """But for the first and the last few, fewer than a row."""
+    shards = numbered(tmp_path_factory.mktemp("chunk") / "d", lengths, shard_tokens)
+    total = sum(lengths)
+    if total <= seq_len:
+        with pytest.raises(ConfigError, match="fewer than one row"):
+            pack("chunk", shards, seq_len)
+        return
+    rows = pack("chunk", shards, seq_len)
+    targets = [t for i in range(len(rows)) for t in rows[i].tokens[1:].tolist()]
+    assert targets == list(range(1, len(rows) * seq_len + 1))
+    assert total - 1 - len(targets) < seq_len
+    begins = {int(b) for b, n in zip(np.cumsum([0, *lengths]), lengths) if n}
+    for i in range(len(rows)):
+        row, (starts, sizes) = rows[i], rows.pieces(i)
+        assert row.begins is not None
+        assert row.begins.tolist() == [k for k, t in enumerate(row.tokens.tolist()) if t in begins]
+        assert (starts[0], sizes.sum()) == (i * seq_len, seq_len + 1)
+        assert set(starts[1:].tolist()) <= begins
+
+
+def oracle(lengths: list[int], capacity: int) -> list[int]:
+    """Best-fit decreasing the slow way: how full its rows are, sorted."""
+    pieces = [min(capacity, n - at) for n in lengths for at in range(0, n, capacity)]
+    rooms: list[int] = []  # ascending
+    for piece in sorted(pieces, reverse=True):
+        room = next((r for r in rooms if r >= piece), None)
+        if room is None:
+            room = capacity
+        else:
+            rooms.remove(room)
+        insort(rooms, room - piece)
+    return sorted(capacity - room for room in rooms)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=LENGTHS, capacity=st.integers(2, 30))
+def test_a_window_is_packed_by_best_fit_decreasing(lengths: list[int], capacity: int) -> None:
+    _, sizes, counts = pack_window(np.cumsum([0, *lengths], dtype=np.uint64), capacity)
+    ends = np.cumsum(counts)
+    fill = [int(sizes[end - count : end].sum()) for end, count in zip(ends, counts)]
+    assert sorted(fill) == oracle(lengths, capacity)
+
+
+@pytest.mark.parametrize("seq_len", [512, 2048, 8192])
+def test_real_documents_leave_under_two_percent_padding(seq_len: int) -> None:
+    """The sizes of the standard library's files, a token for four bytes."""
+    files = Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")
+    lengths = [p.stat().st_size // 4 + 2 for p in files if "site-packages" not in p.parts]
+    assert len(lengths) > 500
+    _, sizes, counts = pack_window(np.cumsum([0, *sorted(lengths)], dtype=np.uint64), seq_len + 1)
+    assert sizes.sum() == sum(lengths)
+    assert 1 - sizes.sum() / (len(counts) * (seq_len + 1)) < 0.02
+
+
+# ---- the plan on disk
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> TokenShards:
+    rng = np.random.default_rng(0)
+    return numbered(tmp_path / "d", rng.integers(0, 60, 400).tolist(), shard_tokens=5000)
+
+
+def plan_files(cache: Path) -> dict[str, bytes]:
+    (folder,) = cache.iterdir()
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_the_plan_is_the_same_on_any_number_of_processes(
+    shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "WINDOW", 10)
+    for cores in (1, 2):
+        monkeypatch.setattr(plan_module, "num_cores", lambda cores=cores: cores)
+        open_plan(shards, 33, tmp_path / f"cache{cores}")
+    assert plan_files(tmp_path / "cache1") == plan_files(tmp_path / "cache2")
+
+
+def test_a_plan_is_made_once(shards: TokenShards, tmp_path: Path) -> None:
+    first = open_plan(shards, 33, tmp_path / "cache")
+    before = {p: p.stat().st_mtime_ns for p in first.path.iterdir()}
+    assert open_plan(shards, 33, tmp_path / "cache").fingerprint == first.fingerprint
+    assert {p: p.stat().st_mtime_ns for p in first.path.iterdir()} == before
+    assert open_plan(shards, 34, tmp_path / "cache").path != first.path
+    other = numbered(tmp_path / "e", [5, 6])
+    assert open_plan(other, 33, tmp_path / "cache").path != first.path
+
+
+@pytest.mark.parametrize("name", ["starts.bin", "lengths.bin", "rows.bin", "plan.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_plan_is_named(shards: TokenShards, tmp_path: Path, name: str, damage: str) -> None:
+    file = open_plan(shards, 33, tmp_path / "cache").path / name
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-4])
+    else:
+        file.unlink()
+    with pytest.raises(ConfigError, match="delete"):
+        open_plan(shards, 33, tmp_path / "cache")
+
+
+def test_an_interrupted_plan_leaves_nothing(
+    shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_module, "sync", lambda path: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            open_plan(shards, 33, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_another_process_may_make_it_first(
+    shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def late(source: Path, target: Path) -> None:
+        if not Path(target).exists():
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "rename", rename)
+                open_plan(shards, 33, tmp_path / "cache")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    plan = open_plan(shards, 33, tmp_path / "cache")
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [plan.path.name]
+
+
+def test_rows_travel_to_workers(shards: TokenShards, tmp_path: Path) -> None:
+    for kind in PACKINGS:
+        rows = pack(kind, shards, 32)
+        clone = pickle.loads(pickle.dumps(rows))
+        assert clone.uid == rows.uid
+        assert clone[3].tokens.tolist() == rows[3].tokens.tolist()
+        assert len(pickle.dumps(rows)) < 4000
+
+
+def test_uids_tell_packings_apart(shards: TokenShards, tmp_path: Path) -> None:
+    rows = [pack(kind, shards, n) for kind, n in (("chunk", 32), ("best_fit", 32), ("best_fit", 31))]
+    assert len({r.uid for r in rows}) == 3
+    assert isinstance(rows[0], ChunkRows)
+    assert isinstance(rows[1], BestFitRows)
+
+
+# ---- rows in a batch
+
+
+def batch_of(*rows: Row, with_positions: bool = True):
+    return make_batch(list(range(len(rows))), rows, seq_len=8, with_positions=with_positions)
+
+
+def test_no_target_crosses_documents() -> None:
+    row = Row(np.arange(10, 19), np.array([0, 3, 8]))
+    batch = batch_of(row)
+    assert batch.targets[0].tolist() == [11, 12, IGNORE, 14, 15, 16, 17, IGNORE]
+    assert batch.positions is not None
+    assert batch.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert (batch.num_targets, batch.num_documents) == (6, 2)  # the third one's only token is no input
+
+
+def test_padding_is_no_target() -> None:
+    row = Row(np.array([1, 2, 3, 4, 5, 0, 0, 0, 0]), np.array([0, 2]), num_padding=4)
+    batch = batch_of(row)
+    assert batch.targets[0].tolist() == [2, IGNORE, 4, 5] + 4 * [IGNORE]
+    assert batch.num_targets == 3
+
+
+def test_a_row_that_begins_within_a_document() -> None:
+    batch = batch_of(Row(np.arange(9), np.array([4])), Row(np.arange(9), np.array([], dtype=np.int64)))
+    assert batch.positions is not None
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3], list(range(8))]
+    assert batch.targets[0].tolist() == [1, 2, 3, IGNORE, 5, 6, 7, 8]
+    assert batch.num_documents == 3
+
+
+def test_without_begins_all_targets_count() -> None:
+    batch = batch_of(Row(np.arange(9)), with_positions=False)
+    assert batch.targets[0].tolist() == list(range(1, 9))
+    assert batch.positions is None
+    assert batch.num_targets == 8
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.tuples(st.sets(st.integers(0, 8)), st.integers(0, 4)).filter(
+            lambda row: all(b < 9 - row[1] for b in row[0])
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_counts_are_those_of_the_tensors(rows: list[tuple[set[int], int]]) -> None:
+    batch = batch_of(*(Row(np.arange(1, 10), np.array(sorted(b), dtype=np.int64), n) for b, n in rows))
+    assert batch.num_targets == int((batch.targets != IGNORE).sum())
+    assert batch.positions is not None
+    assert batch.num_documents == int((batch.positions == 0).sum())
+    clone = pickle.loads(pickle.dumps(batch))
+    for name in ("inputs", "targets", "positions"):
+        ours, theirs = getattr(clone, name), getattr(batch, name)
+        assert torch.equal(ours, theirs)
+        assert ours.dtype == torch.int64
+    for name in ("num_targets", "sha", "num_documents"):
+        assert getattr(clone, name) == getattr(batch, name)
