@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import make_job, metrics_of
+from tests.jobs import make_job, metrics_of, write_corpus
 from titanlite.checkpoint.checkpointer import Checkpointer, load_tensors
 from titanlite.checkpoint.state import TrainState, model_tensors
 from titanlite.config.component import ConfigError
@@ -218,3 +218,53 @@ def test_a_global_batch_that_follows_the_ranks_is_refused(tmp_path: Path, corpus
     messages = run_on(2, refused_on_rank, tmp_path, corpus, 2)
     assert "this run takes 2 rows a step; global_batch_size = -1 would make it 4" in messages[0]
     assert messages[0] == messages[1]
+
+
+# ---- other data
+
+
+PACKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
+
+
+def test_packed_and_masked_rows_resume_and_cross_layouts(
+    whole: Job, tmp_path: Path, corpus: Path, run_on
+) -> None:
+    packed = run_in_hops(tmp_path, corpus, [12], *PACKED, name="packed")
+    hops = run_in_hops(tmp_path, corpus, [5, 12], *PACKED, "--data.num_workers=2")
+    assert history(hops) == history(packed)
+    assert weights_sha(hops, 12) == weights_sha(packed, 12)
+    run_on(2, train_on_rank, tmp_path, corpus, [*PACKED, "--training.steps=12"], "two", 2)
+    assert_same_run(make_job(tmp_path, corpus, name="two", world_size=2), packed)
+    assert metrics_of(packed)[-1]["train/loss"] < metrics_of(packed)[0]["train/loss"] - 0.5
+    assert history(packed)[0] != history(whole)[0]
+
+
+BPE = Path(__file__).resolve().parents[2] / "assets" / "tokenizer" / "stdlib.tiktoken"
+CHANGES = {
+    "data.seq_len": ["--training.seq_len=16"],
+    "data.packing": ["--data.packing=best_fit"],
+    "data.mask_documents": ["--data.mask_documents=true"],
+    "data.holdout_rows": ["--data.holdout_rows=11"],
+    "data.seed": ["--training.seed=8"],
+    "data.sources": ["--data.sources.1.weight=2"],
+    "data.tokenizer": [
+        f"--tokenizer={{name = 'tiktoken', path = '{BPE}'}}",
+        "--model.overrides.vocab_size=8192",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_data_is_refused_by_name(whole: Job, corpus: Path, name: str) -> None:
+    before = {p: p.stat().st_mtime_ns for p in whole.folder.rglob("*")}
+    with pytest.raises(ConfigError, match=f"another recipe: .*{name}"):
+        train(make_job(whole.folder.parent, corpus, *CHANGES[name], name="whole"))
+    assert {p: p.stat().st_mtime_ns for p in whole.folder.rglob("*")} == before
+
+
+def test_an_edited_source_is_refused_by_name(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path)
+    train(make_job(tmp_path, corpus, "--training.steps=1"))
+    (corpus / "b.txt").write_text((corpus / "b.txt").read_text() + "!")
+    with pytest.raises(ConfigError, match=r"another recipe: .*data\.sources"):
+        train(make_job(tmp_path, corpus, "--training.steps=2"))

@@ -200,7 +200,8 @@ class Checkpointer:
         allowed = tuple(self.config.allow_changed)
         changed = [
             f"{key} was {before.get(key, 'absent')!r}, is {now.get(key, 'absent')!r}"
-            for key in sorted(before.keys() | now.keys())
+            # What is one value first: a changed tokenizer changes each source's fingerprint, too.
+            for key in sorted(before.keys() | now.keys(), key=lambda key: (key.count("."), key))
             if before.get(key) != now.get(key)
             and not any(key == a or key.startswith(a + ".") for a in allowed)
         ]

@@ -96,14 +96,23 @@ class Mixture:
         source, taken = np.zeros_like(block), np.zeros_like(block)
         for b in np.unique(block):
             here = block == b
-            shuffled = permute(place[here], BLOCK, key_of("mix", self.seed, int(b)))
-            source[here] = k = np.searchsorted(self._cumulative, shuffled, side="right") - 1
-            taken[here] = int(b) * np.asarray(self.quotas)[k] + shuffled - self._cumulative[k]
+            sources, before = self._block(int(b))
+            source[here] = k = sources[place[here]]
+            taken[here] = int(b) * np.asarray(self.quotas)[k] + before[place[here]]
         row = np.zeros_like(block)
         for k in np.unique(source):
             here = source == k
             row[here] = self._epoch_row(int(k), taken[here])
         return source, row
+
+    def _block(self, b: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each place in block `b`: its source, and how many places before it have the same one."""
+        shuffled = permute(np.arange(BLOCK), BLOCK, key_of("mix", self.seed, b))
+        sources = np.searchsorted(self._cumulative, shuffled, side="right") - 1
+        before = np.empty(BLOCK, dtype=np.int64)
+        by_source = np.argsort(sources, kind="stable")
+        before[by_source] = np.arange(BLOCK) - self._cumulative[sources[by_source]]
+        return sources, before
 
     def taken(self, num_rows: int) -> list[int]:
         """How many of training rows [0, num_rows) come from each source."""

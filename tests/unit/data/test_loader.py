@@ -5,10 +5,9 @@ trained on; input that cannot be trained on is refused; whatever changes a row c
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import random
-import signal
+import subprocess
+import sys
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -226,28 +225,139 @@ def test_workers_give_the_same_batches(rows: Rows) -> None:
     assert len({b.sha for b in alone}) == 7
 
 
-def train_on(rows: Rows, kill: bool) -> None:
-    """Two hundred batches from two workers, of which one is killed after the first batch."""
-    stream = rows.batches(MicroBatches(0, 4, 4, 0, 1), 2, pin_memory=False)
-    for step in range(200):
-        next(stream)
-        if kill and step == 0:
-            (worker, *_) = multiprocessing.active_children()
-            assert worker.pid is not None
-            os.kill(worker.pid, signal.SIGKILL)
+# A global batch of 24 rows over three changes of ranks, workers and micro-batch, by rows that pass epochs.
+PACKED = [{}, {"packing": "best_fit", "mask_documents": True}]
+TOPOLOGIES = [(1, 0, 24), (6, 1, 2), (2, 4, 3), (8, 0, 1), (3, 2, 4), (4, 1, 6), (1, 2, 12), (8, 1, 3)]
 
 
-@pytest.mark.parametrize("kill", [False, True], ids=["control", "killed"])
-def test_a_killed_worker_ends_the_run(rows: Rows, kill: bool) -> None:
-    """It neither hangs nor goes on without its batches. In a process of its own: errors may come late."""
-    process = multiprocessing.get_context("fork").Process(target=train_on, args=(rows, kill))
-    process.start()
-    process.join(timeout=60)
-    hung = process.is_alive()
-    process.kill()
-    process.join()
-    assert not hung
-    assert (process.exitcode != 0) == kill
+@pytest.fixture(scope="module", params=PACKED, ids=["chunk", "best_fit"])
+def packed(request: pytest.FixtureRequest, folder: Path) -> Rows:
+    return make_rows(folder, **request.param)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4, 6, 8])
+def test_batch_sha_is_equal_for_any_ranks_and_workers(packed: Rows, dp: int) -> None:
+    expected = [reference_sha(packed, 990 + 24 * step, 990 + 24 * (step + 1)) for step in range(2)]
+    for num_workers in (0, 1, 2, 4):
+        micro_batch = 24 // dp
+        found = [0, 0]
+        for rank in range(dp):
+            order = MicroBatches(990, 24, micro_batch, rank, dp)
+            for step, batch in enumerate(take(packed, order, 2, num_workers)):
+                found[step] += batch.sha
+        assert [f % U64 for f in found] == expected, num_workers
+    assert expected[0] != expected[1]
+
+
+@pytest.mark.parametrize("begin", range(0, 8, 4))
+def test_batch_sha_is_equal_over_three_changes_of_topology(packed: Rows, begin: int) -> None:
+    consumed, found = 500, []
+    for dp, num_workers, micro_batch in TOPOLOGIES[begin : begin + 4]:
+        per_step = 24 // (dp * micro_batch)
+        ranks = [
+            take(packed, MicroBatches(consumed, 24, micro_batch, rank, dp), 2 * per_step, num_workers)
+            for rank in range(dp)
+        ]
+        for step in range(2):
+            found.append(sha([b for rank in ranks for b in rank[step * per_step : (step + 1) * per_step]]))
+        consumed += 2 * 24
+    expected = [reference_sha(packed, 500 + 24 * step, 500 + 24 * (step + 1)) for step in range(8)]
+    assert found == expected
+    shifted = [reference_sha(packed, 501 + 24 * step, 501 + 24 * (step + 1)) for step in range(8)]
+    assert not set(found) & set(shifted)  # the negative control: one row too far
+
+
+def test_packed_rows_pass_through_each_source_once_an_epoch(folder: Path) -> None:
+    """Every row of a source before any again, held-out ones never, also where the plan packs them."""
+    rows = make_rows(folder, {"a": 1}, packing="best_fit", holdout_rows=7)
+    held = set(contents(rows.held_out(np.arange(7))))
+    epoch = contents(rows.training(np.arange(rows.sizes[0])))
+    assert len(held) == 7
+    assert len(set(epoch)) == len(epoch) == rows.sizes[0]
+    assert not held & set(epoch)
+    text = (folder / "a.txt").read_text()
+    assert sum(len(r) // 8 for r in [*held, *epoch]) >= len(text) + 2  # int64 each, padding included
+    again = contents(rows.training(np.arange(rows.sizes[0], 2 * rows.sizes[0])))
+    assert sorted(again) == sorted(epoch)
+    assert again != epoch
+
+
+def test_validation_sources_are_all_there_is_to_validate_on(folder: Path) -> None:
+    sources = [Text(path=[str(folder / f"{name}.txt")]) for name in ("b", "c")]
+    rows = make_rows(folder, {"a": 1}, validation_sources=sources, holdout_rows=0)
+    numbers = np.arange(rows.num_held_out)
+    held = contents(rows.held_out(numbers))
+    assert set(held) == all_chunks(folder, "b") | all_chunks(folder, "c")
+    assert len(held) == len(set(held))
+    some = {name: sum(row in all_chunks(folder, name) for row in held[:60]) for name in "bc"}
+    assert min(some.values()) > 5  # the first ones are of both
+    assert set(contents(rows.training(np.arange(3 * BLOCK)))) == all_chunks(folder, "a")
+    swapped = make_rows(folder, {"a": 1}, validation_sources=sources[::-1], holdout_rows=0)
+    assert contents(swapped.held_out(numbers)) == held
+    assert swapped.recipe == rows.recipe
+
+
+def test_validation_sources_must_not_be_trained_on(folder: Path) -> None:
+    source = Text(path=[str(folder / "b.txt")])
+    with pytest.raises(ConfigError, match="is trained on") as e:
+        make_rows(folder, {"a": 1, "b": 1}, validation_sources=[source], holdout_rows=0)
+    assert e.value.key == "data.validation_sources"
+    with pytest.raises(ConfigError, match="choose one") as e:
+        make_data(folder, {"a": 1}, validation_sources=[source], holdout_rows=3)
+    assert e.value.key == "holdout_rows"
+
+
+def test_a_run_says_what_it_takes_of_each_source(rows: Rows, folder: Path) -> None:
+    trained = contents(rows.training(np.arange(1234)))
+    expected = set()
+    for name in SIZES:
+        chunks = all_chunks(folder, name)
+        held = sum(row in chunks for row in contents(rows.held_out(np.arange(30))))
+        taken, size = sum(row in chunks for row in trained), len(chunks) - held
+        expected.add(f"{taken / 1234:.1%} of the rows, {taken / size:.2f} epochs of {size:,}")
+    assert {line.split(": ")[1] for line in rows.describe(1234)} == expected
+
+
+def test_max_epochs_refuses_a_run_that_passes_through_more_often(folder: Path) -> None:
+    sources = [Text(path=[str(folder / "a.txt")]), Text(path=[str(folder / "b.txt")], max_epochs=2)]
+    data = Data(sources=sources, cache_dir=str(folder / "cache"))
+    rows = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=SEED)
+    chunks = all_chunks(folder, "b")
+    seen = np.cumsum([row in chunks for row in contents(rows.training(np.arange(BLOCK)))])
+    enough = int(np.searchsorted(seen, 2 * len(chunks), side="right"))
+    assert 2 * len(chunks) < BLOCK
+    assert len(rows.describe(enough)) == 2
+    with pytest.raises(ConfigError, match=r"b.*max_epochs = 2") as e:
+        rows.describe(enough + 1)
+    assert e.value.key == "data.sources"
+    advised = int(str(e.value).split("at most ")[1].split()[0].replace(",", ""))
+    assert 0.98 * enough <= advised <= enough
+
+
+KILLED = """
+import multiprocessing, os, signal, sys
+from pathlib import Path
+from titanlite.data.loader import Data, MicroBatches
+from titanlite.data.sources import Text
+from titanlite.data.tokenizer import Bytes
+data = Data(sources=[Text(path=[sys.argv[1]])], cache_dir=sys.argv[2])
+rows = data.build(Bytes().build(), seq_len=16, seed=7)
+stream = rows.batches(MicroBatches(0, 4, 4, 0, 1), 2, pin_memory=False)
+for step in range(200):
+    next(stream)
+    if sys.argv[3] == "killed" and step == 0:
+        (worker, *_) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("kind", ["control", "killed"])
+def test_a_killed_worker_ends_the_run_and_is_named(folder: Path, kind: str) -> None:
+    """It neither hangs nor goes on without its batches."""
+    command = [sys.executable, "-c", KILLED, str(folder / "a.txt"), str(folder / "cache"), kind]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == (0 if kind == "control" else 1)
+    assert ("DataLoader worker (pid" in run.stderr) == (kind == "killed"), run.stderr
 
 
 def test_random_number_generators_do_not_enter(folder: Path) -> None:
@@ -391,6 +501,9 @@ def test_the_recipe_changes_with_all_that_changes_rows(folder: Path, rows: Rows,
         "a source less": make_rows(folder, {"a": 3, "b": 1}),
         "content": make_rows(edited),
         "holdout": make_rows(folder, holdout_rows=31),
+        "packing": make_rows(folder, packing="best_fit"),
+        "masks": make_rows(folder, mask_documents=True),
+        "both": make_rows(folder, packing="best_fit", mask_documents=True),
     }
     recipes = [json.dumps(r.recipe, sort_keys=True) for r in (rows, *others.values())]
     assert len(set(recipes)) == len(recipes), dict(zip(["base", *others], recipes))

@@ -206,10 +206,31 @@ def test_one_epoch_covers_every_row_once_and_epochs_differ(size: int) -> None:
         assert (epochs[i] == epochs[j]).sum() < 20  # one is expected by chance
 
 
-def test_epochs_that_end_within_a_block() -> None:
-    _, rows = Mixture([1500], ["a"], [1.0], seed=0).locate(np.arange(3000))
-    assert set(Counter(rows.tolist()).values()) == {2}
-    assert len(set(rows.tolist())) == 1500
+@settings(max_examples=50, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 1500), min_size=1, max_size=4),
+    weights=st.lists(st.floats(0.1, 1), min_size=4, max_size=4),
+    number=st.integers(1, 5000),
+)
+def test_no_row_comes_again_before_all_others_came(
+    sizes: list[int], weights: list[float], number: int
+) -> None:
+    """In the very order of training, wherever an epoch ends within a block; and `taken` counts it."""
+    mixture = Mixture(sizes, [str(k) for k in range(len(sizes))], weights[: len(sizes)], seed=0)
+    sources, rows = mixture.locate(np.arange(number))
+    for k, (size, taken) in enumerate(zip(sizes, mixture.taken(number))):
+        seen = rows[sources == k]
+        assert len(seen) == taken
+        for begin in range(0, taken, size):
+            epoch = seen[begin : begin + size]
+            assert len(np.unique(epoch)) == len(epoch)
+
+
+def test_golden_places() -> None:
+    mixture = Mixture([70, 5000, 130_000], ["a", "b", "c"], [1, 2, 3], seed=5)
+    sources, rows = mixture.locate(np.array([0, 1, 2, 999, 1000, 123_456_789, 10**12]))
+    assert sources.tolist() == [1, 2, 2, 2, 1, 0, 0]
+    assert rows.tolist() == [4836, 34613, 21644, 118087, 3425, 66, 42]
 
 
 def rows_of(mixture: Mixture, uid: str, blocks: int) -> list[int]:

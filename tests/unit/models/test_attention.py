@@ -1,6 +1,6 @@
 """Pins document masks: what a packed row computes for a document is what the document alone computes, in
-logits and gradients, and without the mask it is not; the kernels are told the same relation; a kernel that a device
-does not have is refused."""
+logits and gradients, and without the mask it is not; the kernels are told the same relation; a kernel that a
+device does not have is refused."""
 
 from __future__ import annotations
 
