@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
 import tempfile
 import time
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from environment import environment
 
 from titanlite.data import order
 from titanlite.data.loader import Data, MicroBatches
@@ -48,7 +46,7 @@ def main() -> None:
         "micro_batch": MICRO_BATCH,
         "repeats": REPEATS,
         "results": measured,
-        "env": environment(),
+        "env": environment("titanlite", "torch", "numpy"),
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
@@ -89,30 +87,6 @@ def start_s(data: Data, row: int, num_workers: int) -> float:
     start = MicroBatches(from_row=row, rows=MICRO_BATCH, micro_batch=MICRO_BATCH, rank=0, num_ranks=1)
     next(rows.batches(start, num_workers, pin_memory=False))
     return time.perf_counter() - began
-
-
-def environment() -> dict[str, Any]:
-    """Hardware, versions and the time."""
-    packages = ("titanlite", "torch", "numpy")
-    return {
-        "cpu": cpu_name(),
-        "num_cpus": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def cpu_name() -> str:
-    """The processor's model, as far as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next(
-        (line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.processor()
-    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.jobs import make_job, metrics_of, write_toml
+from titanlite.models.attention import causal_attention, document_mask
 from titanlite.parallel.initialize import fill_normal
 
 pytestmark = pytest.mark.gpu
@@ -56,6 +57,56 @@ def test_compile_and_recompute_give_the_same_loss(tmp_path: Path, corpus: Path) 
     assert column(both, "train/loss") == pytest.approx(column(plain, "train/loss"), rel=5e-3)  # bf16 rounding
 
 
+MASKED = [
+    *("--data.packing=best_fit", "--data.mask_documents=true", "--training.seq_len=256"),
+    *("--data.holdout_rows=0", "--model.overrides.head_dim=16", "--training.global_batch_size=2"),
+]
+
+
+@pytest.mark.parametrize("seq_len", [32, 200, 512])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("flex", torch.float32), ("flex", torch.bfloat16), ("varlen", torch.bfloat16)]
+)
+def test_kernels_keep_documents_apart(backend: str, dtype: torch.dtype, seq_len: int) -> None:
+    """Outputs and gradients, with fewer key heads than query heads, against a dense mask in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.arange(seq_len).repeat(3, 1)
+    for row, begins in enumerate(([1, 2, 30], [], [seq_len // 2])):
+        for begin in begins:
+            positions[row, begin:] = torch.arange(seq_len - begin)
+    num_documents = int((positions == 0).sum())
+    heads = [torch.randn(3, seq_len, h, 32, generator=generator).to(dtype) for h in (4, 2, 2)]
+    weight = torch.randn(3, seq_len, 4, 32, generator=generator)
+
+    def results(backend: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v = (h.to("cuda", dtype).requires_grad_() for h in heads)
+        mask = document_mask(backend, positions.cuda(), num_documents)
+        out = causal_attention(q, k, v, mask)
+        (out.float() * weight.cuda()).sum().backward()
+        return [x.detach().float() for x in (out, q.grad, k.grad, v.grad)]
+
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = results("sdpa", torch.float32)
+    for ours, theirs in zip(results(backend, dtype), expected):
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["flex", "varlen"])
+def test_masked_rows_train_alike_and_resume(tmp_path: Path, corpus: Path, backend: str) -> None:
+    overrides = [*MASKED, f"--attention.backend={backend}"]
+    dense = run(tmp_path, corpus, *MASKED, "--attention.backend=sdpa", name="dense")
+    whole = run(tmp_path, corpus, *overrides, name="whole")
+    assert column(whole, "data/batch_sha") == column(dense, "data/batch_sha")
+    assert column(whole, "train/loss") == pytest.approx(column(dense, "train/loss"), rel=5e-3)
+    compiled = run(tmp_path, corpus, *overrides, "--compile.enable", name="compiled")
+    assert column(compiled, "train/loss") == pytest.approx(column(dense, "train/loss"), rel=5e-3)
+    run(tmp_path, corpus, *overrides, "--training.steps=3", name="parts")
+    parts = run(tmp_path, corpus, *overrides, name="parts")
+    for key in ("train/loss", "train/grad_norm"):
+        assert column(parts, key) == column(whole, key)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_equal_one_and_resume_across(tmp_path: Path, corpus: Path) -> None:
     fp32 = "--training.mixed_precision_param=float32"
@@ -63,6 +114,10 @@ def test_two_gpus_equal_one_and_resume_across(tmp_path: Path, corpus: Path) -> N
     two = run(tmp_path, corpus, fp32, ngpu=2, name="two")
     run(tmp_path, corpus, fp32, "--training.steps=4", ngpu=2, name="across")
     across = run(tmp_path, corpus, fp32, name="across")
+    masked = [fp32, *MASKED]
+    one_masked = run(tmp_path, corpus, *masked, name="one_masked")
+    two_masked = run(tmp_path, corpus, *masked, "--training.local_batch_size=1", ngpu=2, name="two_masked")
+    assert column(two_masked, "train/loss") == pytest.approx(column(one_masked, "train/loss"), abs=1e-5)
     hsdp = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.fsdp_reduce=micro_batch"]
     copies = run(tmp_path, corpus, fp32, *hsdp, ngpu=2, name="hsdp")
     for other in (two, across, copies):

@@ -78,19 +78,19 @@ def make_batch(
     num_rows = len(rows) if num_rows is None else num_rows
     inputs = np.zeros((num_rows, seq_len), dtype=np.int64)
     targets = np.full((num_rows, seq_len), IGNORE, dtype=np.int64)
-    positions = np.tile(np.arange(seq_len), (num_rows, 1)) if with_positions else None
+    began = np.zeros((num_rows, seq_len), dtype=np.int64)  # where the latest document did, once accumulated
     num_documents, ignored = num_rows, (num_rows - len(rows)) * seq_len
     for i, row in enumerate(rows):
         inputs[i], targets[i] = row.tokens[:-1], row.tokens[1:]
         if row.begins is not None:
-            crossing = row.begins[row.begins > 0] - 1
-            targets[i, crossing] = IGNORE
+            inner = row.begins[row.begins > 0]
+            targets[i, inner - 1] = IGNORE
             targets[i, seq_len - row.num_padding :] = IGNORE
-            ignored += len(crossing) + row.num_padding
-            if positions is not None:
-                ends = np.append(row.begins[(row.begins > 0) & (row.begins < seq_len)], seq_len)
-                positions[i] -= np.repeat(np.append(0, ends[:-1]), np.diff(ends, prepend=0))
-                num_documents += len(ends) - 1
+            ignored += len(inner) + row.num_padding
+            inner = inner[inner < seq_len]
+            began[i, inner] = inner
+            num_documents += len(inner)
+    positions = np.arange(seq_len) - np.maximum.accumulate(began, axis=1) if with_positions else None
     sha = sum(row_hash(number, row.tokens) for number, row in zip(numbers, rows)) % _U64
     return Batch(
         torch.from_numpy(inputs), torch.from_numpy(targets), targets.size - ignored, sha,

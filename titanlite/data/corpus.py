@@ -199,22 +199,29 @@ def _whole_files(files: Iterable[Path], bad: Bad) -> Iterator[Document]:
 
 
 def _rows(unit: Unit, field: str, bad: Bad) -> Iterator[Document]:
+    import pyarrow  # _open_parquet says how to get it
+
     (file,) = unit.files
     parquet = _open_parquet(file, field)
     row = 1 + sum(parquet.metadata.row_group(g).num_rows for g in range(unit.begin))
     groups = list(range(unit.begin, unit.end))
     try:
         for batch in parquet.iter_batches(batch_size=256, row_groups=groups, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                if text is None:
-                    bad(ConfigError(f"{where(file, row)}: field {field!r} is null"))
-                elif text:
-                    yield Document(text, file, row)
+            for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                try:
+                    text = _decode(data) if data is not None else None
+                except ValueError as e:
+                    bad(ConfigError(f"{where(file, row)}: {e}"))
+                else:
+                    if text is None:
+                        bad(ConfigError(f"{where(file, row)}: field {field!r} is null"))
+                    elif text:
+                        yield Document(text, file, row)
                 row += 1
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, pyarrow.ArrowException) as e:
         if isinstance(e, ConfigError):
             raise
-        raise ConfigError(f"{where(file, row)}: damaged parquet, or text that is not UTF-8: {e}") from None
+        raise ConfigError(f"{where(file, row)} or later: damaged parquet: {e}") from None
 
 
 def _open_parquet(file: Path, field: str) -> Any:
@@ -224,8 +231,8 @@ def _open_parquet(file: Path, field: str) -> Any:
     except ImportError:
         raise ConfigError(f"{file}: reading parquet needs pyarrow: pip install 'titanlite[data]'") from None
     try:
-        opened = parquet.ParquetFile(file)
-    except (OSError, ValueError) as e:  # pyarrow's errors derive from both
+        opened = parquet.ParquetFile(file, page_checksum_verification=True)
+    except (OSError, ValueError, pyarrow.ArrowException) as e:
         raise ConfigError(f"{file}: not a whole parquet file: {e}") from None
     schema = opened.schema_arrow
     if field not in schema.names:

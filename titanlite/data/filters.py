@@ -59,6 +59,14 @@ class Length(Filter, name="length"):
     max_words: int = 100_000
     """More are too many; 0: no limit."""
 
+    def __post_init__(self) -> None:
+        for unit in ("characters", "words"):
+            low, high = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+            if low < 0 or (high != 0 and high < low):
+                raise ConfigError(
+                    f"{low} to {high} is no range", f"max_{unit}" if low >= 0 else f"min_{unit}"
+                )
+
     def build(self) -> Judge:
         def judge(text: str) -> str | None:
             words = len(text.split())
@@ -84,6 +92,10 @@ class MeanWordLength(Filter, name="mean_word_length"):
     max: float = 10.0
     """Characters; more is too long."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.min <= self.max:
+            raise ConfigError(f"{self.min:g} to {self.max:g} is no range", "min")
+
     def build(self) -> Judge:
         def judge(text: str) -> str | None:
             words = text.split()
@@ -105,11 +117,9 @@ class Alphabetic(Filter, name="alphabetic"):
         _check_shares(self, "min_share")
 
     def build(self) -> Judge:
-        letter = re.compile(r"[^\W\d_]")
-
         def judge(text: str) -> str | None:
             words = text.split()
-            share = sum(letter.search(w) is not None for w in words) / max(len(words), 1)
+            share = sum(any(map(str.isalpha, w)) for w in words) / max(len(words), 1)
             return _below(share, self.min_share, "of the words hold a letter")
 
         return judge
@@ -170,7 +180,8 @@ class RepeatedNGrams(Filter, name="repeated_ngrams"):
     """Removes documents that repeat their own phrases of n words."""
 
     max_top_share: list[float] = field(default_factory=lambda: [0.20, 0.18, 0.16])
-    """Share of the characters that the commonest 2-, 3-, 4-gram (and so on) covers; more is too much."""
+    """Share of the characters that the commonest 2-, 3-, 4-gram (and so on) covers, counting overlaps again;
+    more is too much."""
     max_repeated_share: list[float] = field(default_factory=lambda: [0.15, 0.14, 0.13, 0.12, 0.11, 0.10])
     """Share of the characters inside 5-, 6-, ... 10-grams (and so on) that came before; more is too much."""
 
@@ -184,13 +195,15 @@ class RepeatedNGrams(Filter, name="repeated_ngrams"):
             total = max(int(lengths.sum()), 1)
             for n, limit in enumerate(self.max_top_share, 2):
                 if len(words) > n:
-                    _, first, counts = np.unique(
-                        ngram_hashes(hashes, n), return_index=True, return_counts=True
-                    )
-                    top = int(counts.argmax())
-                    covered = int(counts[top]) * int(lengths[first[top] :][:n].sum())
+                    grams = ngram_hashes(hashes, n)
+                    _, first, counts = np.unique(grams, return_index=True, return_counts=True)
+                    top = int(counts.max())
+                    sizes = np.convolve(lengths, np.ones(n, dtype=np.int64), "valid")
+                    covered = top * int(
+                        sizes[first[counts == top]].max()
+                    )  # of equally common ones the longest
                     what = f"of the characters are one {n}-gram"
-                    if counts[top] > 1 and (reason := _above(covered / total, limit, what)):
+                    if top > 1 and (reason := _above(covered / total, limit, what)):
                         return reason
             for n, limit in enumerate(self.max_repeated_share, 5):
                 if len(words) > n:
@@ -236,16 +249,22 @@ class NearDuplicates(Filter, name="near_duplicates"):
 
     def build(self) -> Bands:
         try:
+            import regex
             from datasketch import MinHash
         except ImportError:
             raise ConfigError(
-                "near_duplicates needs datasketch: pip install 'titanlite[data]'", "filters"
+                "near_duplicates needs datasketch and regex: pip install 'titanlite[data]'", "filters"
             ) from None
         hashes: dict[str, Any] = {"num_perm": self.num_bands * self.band_size, "hashfunc": int}
         blank = MinHash(**hashes, seed=1, scheme="affine32")
 
+        ascii_words = re.compile(r"\w+", re.ASCII).findall  # the same where it can be used, and faster
+        any_words = regex.compile(WORDS, regex.V1).findall
+
         def of(text: str) -> np.ndarray:
-            words = word_hashes(_WORDS.findall(text.lower()))
+            lower = text.lower()
+            found = ascii_words(lower) if text.isascii() else any_words(lower)
+            words = word_hashes(found or [c for c in text if not c.isspace()])
             grams = np.unique(ngram_hashes(words, min(self.ngram, max(len(words), 1))) >> np.uint64(32))
             sketch = blank.copy()
             sketch.update_batch(grams.tolist())
@@ -258,9 +277,9 @@ class NearDuplicates(Filter, name="near_duplicates"):
         return Bands(self.num_bands, of)
 
 
-# Runs of word characters; of Thai, Lao, Khmer, Myanmar and East Asian scripts every character.
-_UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
-_WORDS = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
+# Runs of letters, digits and the marks on them; of scripts without blanks between words every character.
+_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
+WORDS = rf"[{_UNSPACED}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+"
 
 
 def word_hashes(words: Sequence[str]) -> np.ndarray:

@@ -113,11 +113,14 @@ class TokenShards:
         found, shard = [], bisect_right(self._starts, start) - 1
         while shard < len(self._shards) and self._starts[shard] < start + count:
             offsets = self._map(shard, "idx")[:-1]
-            begin, end = start - self._starts[shard], start + count - self._starts[shard]
-            inside = offsets[np.searchsorted(offsets, max(begin, 0)) : np.searchsorted(offsets, end)]
+            begin, end = int(start) - self._starts[shard], int(start) + count - self._starts[shard]
+            # in the offsets' own type: any other makes searchsorted copy and convert all of them
+            low, high = np.searchsorted(offsets, np.array([max(begin, 0), end], dtype=offsets.dtype))
+            inside = offsets[low:high]
             found.append(inside.astype(np.int64) - begin)
             shard += 1
-        return np.unique(np.concatenate(found))  # an empty document begins where the next one does
+        begins = found[0] if len(found) == 1 else np.concatenate(found)
+        return begins[np.diff(begins, prepend=-1) > 0]  # an empty document begins where the next one does
 
     def locate(self, token: int) -> tuple[int, int]:
         """The number of the document that a token of the concatenation is in, and its place in it."""
