@@ -29,7 +29,7 @@ from titanlite.data.tokenizer import Tiktoken
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = ((2048, 8), (8192, 2))  # seq_len, rows of a micro-batch
-SECONDS, REPEATS = 2.0, 5
+SECONDS, REPEATS = 1.0, 5
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -178,3 +179,29 @@ def test_a_number_of_processes_that_is_none_is_2(tmp_path: Path, corpus: Path, n
     run = launch(*tiny(tmp_path, corpus), NGPU=ngpu)
     assert run.returncode == 2
     assert run.stderr == f"titanlite: NGPU={ngpu}: expected a whole number from 1 on\n"
+
+
+def test_the_worked_example_of_the_data_page(tmp_path: Path) -> None:
+    """Its files as they are printed, on part of the library and for fewer steps."""
+    page = (ROOT / "docs" / "data.md").read_text()
+    script, prepare, job = re.findall(r"```(?:python|toml)\n(.*?)```", page, re.S)
+    (tmp_path / "prepare.toml").write_text(prepare)
+    (tmp_path / "train.toml").write_text(job)
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+
+    def run(*command: str) -> str:
+        made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+        assert made.returncode == 0, made.stderr
+        return made.stdout + made.stderr
+
+    titanlite = [sys.executable, "-m", "titanlite.cli"]
+    run(sys.executable, "-c", script.replace('"*.py"', '"a*.py"'))
+    table = run(*titanlite, "prepare", "prepare.toml")
+    for line in ("read ", "length ", "exact_duplicates ", "near_duplicates ", "kept ", "data/code: "):
+        assert f"\n{line}" in table
+    assert "every byte as written" in run(*titanlite, "data", "verify", "data/code")
+    assert "---- document" in run(*titanlite, "data", "show", "data/code", "--row=3", "--seq_len=256")
+    assert "==== training row 17" in run(*titanlite, "data", "show", "train.toml", "--row=17")
+    log = run(*titanlite, "train", "train.toml", "--training.steps=2", "--lr_scheduler.warmup_steps=1")
+    assert "data/code: 100.0% of the rows" in log
+    assert "validation loss" in log

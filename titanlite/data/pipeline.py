@@ -231,7 +231,9 @@ def _complete(work: Work, output: Path) -> TokenShards | None:
                 lost = f"; the filters removed all of it:\n{table(report)}" if work.filters else ""
                 raise ConfigError(f"the corpus is empty: no text in its files{lost}")
             (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-            write_description(folder, work.codec, [m["entry"] for m in shards], _origin(work))
+            write_description(
+                folder, work.codec, [m["entry"] for m in shards], origin(work.recipe, work.codec)
+            )
             work.mark("whole", work.key, {})  # from here on only files are deleted
         keep = {f"{s:05}.{suffix}" for s in range(len(work.shards)) for suffix in ("bin", "idx")}
         for file in folder.iterdir():
@@ -245,6 +247,7 @@ def _complete(work: Work, output: Path) -> TokenShards | None:
         return TokenShards(output)
 
 
-def _origin(work: Work) -> dict[str, Any]:
-    tree = {**toml.as_tree(work.recipe), "filters": toml.as_tree(list(work.recipe.filters))}
-    return tree | ({"tokenizer": toml.as_tree(work.codec.config)} if work.codec.config else {})
+def origin(recipe: Recipe, codec: TextCodec) -> dict[str, Any]:
+    """What a dataset says that it was made with, besides its files."""
+    tree = {**toml.as_tree(recipe), "filters": toml.as_tree(list(recipe.filters))}
+    return tree | ({"tokenizer": toml.as_tree(codec.config)} if codec.config else {})

@@ -81,7 +81,8 @@ def _add(a: Any, b: Any) -> None:
 def table(tree: dict[str, Any]) -> str:
     """The report for people, a line a filter."""
     read = tree["read"]
-    rows = [("read", read, ""), *((f["name"], f, "-") for f in tree["filters"]), ("kept", tree["kept"], "")]
+    filters = [(f["name"], f, "-" if f["documents"] else "") for f in tree["filters"]]
+    rows = [("read", read, ""), *filters, ("kept", tree["kept"], "")]
     width = max(len(name) for name, *_ in rows)
     lines = [f"{'':{width}}  {'documents':>16}  {'characters':>20}  share of documents"]
     for name, entry, sign in rows:

@@ -15,14 +15,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from titanlite.config import reference, toml
 from titanlite.config.component import ConfigError
 from titanlite.data.corpus import find_files
 from titanlite.data.filters import Filter
-from titanlite.data.pipeline import prepare, work_folder
+from titanlite.data.pipeline import origin, prepare, work_folder
 from titanlite.data.report import table
+from titanlite.data.shards import TokenShards
 from titanlite.data.stages import Recipe
 from titanlite.data.tokenizer import Tiktoken, Tokenizer
 from titanlite.job import check_writable, import_components
@@ -91,9 +92,9 @@ def main(argv: Sequence[str]) -> int:
     job = toml.build(Prepare, tree, locator)
     output = Path(job.output)
     try:
-        _check(job, output)
         codec = job.tokenizer.build()
         recipe = Recipe(field=job.field, seed=job.seed, bad_lines=job.bad_lines, filters=job.filters)
+        _check(job, output, origin(recipe, codec))
         files = find_files(job.input, "input")
         shards = prepare(files, output, codec, recipe, num_processes=job.num_processes, part=job.share)
     except ConfigError as e:
@@ -110,12 +111,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check(job: Prepare, output: Path) -> None:
+def _check(job: Prepare, output: Path, made_with: dict[str, Any]) -> None:
     if not job.input:
         raise ConfigError("name at least one file, directory or glob to read", "input")
     if not job.output:
         raise ConfigError("name the directory to make: --output=DIR", "output")
-    if output.exists():
+    complete = job.share[1] > 1 and output.exists() and TokenShards(output).prepared == made_with
+    if output.exists() and not complete:  # where parts are few and machines many, the others may be done
         raise ConfigError(f"{output} exists; choose another, or delete it", "output")
     check_writable(output.parent, "output")
     if work_folder(output).exists():
