@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.component import ConfigError
+from titanlite.data.shards import file_sha256
 
 UNIT_BYTES = 8 << 20  # of text: about a second of one core's tokenising
 COMPRESSED_UNITS = 64  # a corpus of fewer compressed files is cut finer, to occupy as many cores
@@ -52,12 +53,12 @@ class Document:
     place: int
 
 
-Bad = Callable[[ConfigError], None]
+Bad = Callable[[Path, int, str], None]  # file, place, reason
 
 
-def stop(error: ConfigError) -> None:
+def stop(file: Path, place: int, reason: str) -> None:
     """What to do with a bad line unless told otherwise."""
-    raise error
+    raise ConfigError(f"{where(file, place)}: {reason}")
 
 
 # ---- files
@@ -73,7 +74,9 @@ def find_files(patterns: Iterable[str], key: str) -> list[Path]:
         if not found:
             raise ConfigError(f"no such file: {pattern!r} (relative paths start at {Path.cwd()})", key)
         for path in found:
-            below = path.rglob("*") if path.is_dir() else [path]
+            below = [path]
+            if path.is_dir():  # through links too, not into hidden folders
+                below = [Path(p) for p in glob.iglob(f"{glob.escape(str(path))}/**", recursive=True)]
             wanted = (p for p in below if p.is_file() and (p == path or _in_folder(p)))
             files |= {p.resolve(): p for p in wanted}
     return sorted(files.values())
@@ -87,17 +90,19 @@ def format_of(file: Path) -> tuple[str, str]:
 
 
 def _in_folder(file: Path) -> bool:
-    kind, compression = format_of(file)
-    return file.suffix in IN_FOLDERS or (
-        bool(compression) and (kind == "lines" or file.with_suffix("").suffix == ".txt")
-    )
+    if file.suffix in COMPRESSIONS:  # parquet compresses itself
+        return file.with_suffix("").suffix in IN_FOLDERS and format_of(file)[0] != "parquet"
+    return file.suffix in IN_FOLDERS
 
 
 def content_sha256(files: Iterable[Path]) -> str:
     """One hash over the content of all files, in order."""
     digest = hashlib.sha256()
     for file in files:
-        digest.update(hashlib.sha256(_read(file)).digest())
+        try:
+            digest.update(bytes.fromhex(file_sha256(file)))
+        except OSError as e:
+            raise ConfigError(f"{file}: {e.strerror}") from None
     return digest.hexdigest()
 
 
@@ -180,7 +185,7 @@ def read_unit(unit: Unit, field: str, bad: Bad = stop) -> Iterator[Document]:
             try:
                 text = _text_of(line, field)
             except ValueError as e:
-                bad(ConfigError(f"{where(file, place)}: {e}"))
+                bad(file, place, str(e))
             else:
                 if text:
                     yield Document(text, file, place)
@@ -192,7 +197,7 @@ def _whole_files(files: Iterable[Path], bad: Bad) -> Iterator[Document]:
         try:
             text = _decode(data)
         except ValueError as e:
-            bad(ConfigError(f"{file}: {e}"))
+            bad(file, 0, str(e))
         else:
             if text:
                 yield Document(text, file, 0)
@@ -211,10 +216,10 @@ def _rows(unit: Unit, field: str, bad: Bad) -> Iterator[Document]:
                 try:
                     text = _decode(data) if data is not None else None
                 except ValueError as e:
-                    bad(ConfigError(f"{where(file, row)}: {e}"))
+                    bad(file, row, str(e))
                 else:
                     if text is None:
-                        bad(ConfigError(f"{where(file, row)}: field {field!r} is null"))
+                        bad(file, row, f"field {field!r} is null")
                     elif text:
                         yield Document(text, file, row)
                 row += 1

@@ -1,6 +1,6 @@
 """Which documents are duplicates, over the whole corpus: a sort of each band, and connected components.
 
-Memory is three 64-bit numbers a document, whatever the number of bands: they are taken one at a time.
+Memory is about 70 bytes a document, whatever the number of bands: they are taken one at a time.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _configured(file: Path, key: str) -> str:
 
 
 def _check_byte_level(tree: Any) -> None:
-    """Raises ValueError unless every text has ids that decode to it."""
+    """Raises ValueError unless every text has ids that decode to it, or (Qwen) to its NFC."""
     from tokenizers import pre_tokenizers
 
     if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
@@ -118,3 +118,8 @@ def _check_byte_level(tree: Any) -> None:
         or not set(pre_tokenizers.ByteLevel.alphabet()) <= tree["model"]["vocab"].keys()
     ):
         raise ValueError("BPE over characters, not over bytes: text that it does not know would be lost")
+    if any(part.get("add_prefix_space") for part in split.get("pretokenizers", [split])):
+        raise ValueError("it puts a blank before every text (add_prefix_space)")
+    change = tree.get("normalizer") or {"type": "NFC"}
+    if any(part.get("type") != "NFC" for part in change.get("normalizers", [change])):
+        raise ValueError(f"it changes text before it encodes it (normalizer {change.get('type')})")

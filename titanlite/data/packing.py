@@ -35,6 +35,12 @@ class PackedRows:
 
     def __init__(self, shards: TokenShards, seq_len: int, cache_dir: Path, with_begins: bool):
         self.shards, self.seq_len, self.with_begins = shards, seq_len, with_begins
+        if shards.num_tokens <= seq_len:
+            raise ConfigError(
+                f"{shards.path} holds {shards.num_tokens} tokens, fewer than one row: "
+                f"training.seq_len + 1 = {seq_len + 1}",
+                "training.seq_len",
+            )
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -60,15 +66,6 @@ class PackedRows:
 
 class ChunkRows(PackedRows):
     """Windows of the concatenated documents."""
-
-    def __init__(self, shards: TokenShards, seq_len: int, cache_dir: Path, with_begins: bool):
-        super().__init__(shards, seq_len, cache_dir, with_begins)
-        if len(self) == 0:
-            raise ConfigError(
-                f"{shards.path} holds {shards.num_tokens} tokens, fewer than one row: "
-                f"training.seq_len + 1 = {seq_len + 1}",
-                "training.seq_len",
-            )
 
     def __len__(self) -> int:
         return (self.shards.num_tokens - 1) // self.seq_len

@@ -3,13 +3,14 @@
 The corpus is cut into units (corpus.py); units are drawn at random into shards, and a shard's documents are
 shuffled again. Training shuffles rows over the whole dataset (order.py), so this has only to mix the
 documents that meet in a row. stages.py does the work, in a folder beside the output; done work is never done
-again, so a killed run continues, an edited file costs only its own units, machines can share a corpus, and
-the bytes depend on none of that. The folder gets its name when it is whole.
+again, so a killed run continues, machines can share a corpus, and the bytes depend on none of that. The
+folder gets its name when it is whole.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -32,7 +33,7 @@ from tqdm import tqdm
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.processes import num_cores, worker_pool
-from titanlite.data.report import merge, table
+from titanlite.data.report import located, merge, table
 from titanlite.data.shards import TokenShards, sync, write_description
 from titanlite.data.stages import Recipe, Work
 from titanlite.data.tokenizer import TextCodec
@@ -47,33 +48,38 @@ def prepare(
     *,
     num_processes: int = 0,
     part: tuple[int, int] = (0, 1),
+    keep: bool = True,
 ) -> TokenShards | None:
     """Make the dataset `output`, on `num_processes` (0: all cores), with a progress bar.
 
     `part` (i, n): do only the i-th of n shares of the work; the last to finish completes the dataset, the
-    others return None. Raises ConfigError for bad input; what was done by then is kept for the next call.
+    others return None. Raises ConfigError for bad input; what was done by then is kept for the next call if
+    `keep`.
     """
     folder = work_folder(output)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder, part):
-        if output.exists():  # another process was faster
-            shutil.rmtree(folder, ignore_errors=True)
+    with _locked(folder, output, part) as unfinished:
+        if not unfinished:  # another process was faster
             return TokenShards(output)
-        work = Work(files, folder, codec, recipe)
-        if not work.units:
-            raise ConfigError("the corpus is empty: no text files")
-        if work.marker("whole", work.key) is None:
-            processes = min(num_processes or num_cores(), len(work.units))
-            with worker_pool(processes, _begin, work) as pool:
-                if work.compares:
-                    _scan(work, pool, processes, part)
-                _encode(work, pool, processes, part, output.name)
         try:
+            work = Work(files, folder, codec, recipe)
+            if not work.units:
+                raise ConfigError("the corpus is empty: no text files")
+            _check_plan(work, part)
+            if work.marker("whole", work.key) is None:
+                processes = min(num_processes or num_cores(), len(work.units))
+                with worker_pool(processes, _begin, work) as pool:
+                    if work.compares:
+                        _scan(work, pool, processes, part)
+                    _encode(work, pool, processes, part, output.name)
             return _complete(work, output)
         except FileNotFoundError:  # the folder is gone: another part has completed it meanwhile
             if not output.exists():
                 raise
             return TokenShards(output)
+        except ConfigError:
+            if not keep:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def work_folder(output: Path) -> Path:
@@ -112,7 +118,10 @@ def _scan(work: Work, pool: Executor, processes: int, part: tuple[int, int]) -> 
         # What other parts have not done, from the end: nobody waits for a machine that never comes.
         for _ in _run(pool, processes, bar, missing(reversed(everything))):
             pass
-        work.resolve(lambda what: bar.set_description(f"resolving {what}"))
+        with open(work.folder / "lock-resolve", "a") as lock:  # one machine sorts, the others wait
+            _lock(lock, "another part to resolve duplicates")
+            if work.marker("resolve", work.resolve_key) is None:
+                work.resolve(lambda what: bar.set_description(f"resolving {what}"))
 
 
 def _encode(work: Work, pool: Executor, processes: int, part: tuple[int, int], name: str) -> None:
@@ -185,22 +194,52 @@ def _work(task: Task) -> Any:
 
 
 @contextmanager
-def _locked(folder: Path, part: tuple[int, int]) -> Iterator[None]:
-    """One process a part, and one way to cut the work into parts at a time."""
-    mine = f"lock-{part[0]}-of-{part[1]}"
-    with open(folder / mine, "a") as lock:
-        _lock(lock, f"another process that prepares {folder.name.removeprefix('.partial-')}")
-        for other in folder.glob("lock-*"):
-            if not other.name.endswith(f"-of-{part[1]}"):
-                with open(other, "a") as theirs:
-                    try:
-                        fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        raise ConfigError(
-                            f"{other.parent.name}: others work on it in {other.name.rpartition('-')[2]} "
-                            "parts just now; wait for them, or join them"
-                        ) from None
-        yield
+def _locked(folder: Path, output: Path, part: tuple[int, int]) -> Iterator[bool]:
+    """One process a part, and one way to cut the work into parts at a time. False: `output` is there."""
+    while True:
+        if output.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            yield False
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(f"{folder} cannot be made: {e.strerror}", "output") from None
+        with open(folder / f"lock-{part[0]}-of-{part[1]}", "a") as lock:
+            _lock(lock, f"another process that prepares {output.name}")
+            if not os.fstat(lock.fileno()).st_nlink:  # who held it has finished, and the folder is gone
+                continue
+            if others := [other for other in _held(folder, part) if not other.endswith(f"-of-{part[1]}")]:
+                raise ConfigError(
+                    f"{folder.name}: others work on it in {others[0].rpartition('-')[2]} parts just now; "
+                    "wait for them, or join them"
+                )
+            yield True
+            return
+
+
+def _held(folder: Path, part: tuple[int, int]) -> Iterator[str]:
+    """The names of the other parts' locks that someone holds."""
+    for file in folder.glob("lock-*-of-*"):
+        if file.name != f"lock-{part[0]}-of-{part[1]}":
+            with open(file, "a") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    yield file.name
+
+
+def _check_plan(work: Work, part: tuple[int, int]) -> None:
+    """Parts that run at the same time must have planned the same work, or they would mix their files."""
+    file = work.folder / "plan"
+    with open(work.folder / "lock", "a") as lock:
+        _lock(lock, "another part to start")
+        if file.exists() and file.read_text() != work.key and any(_held(work.folder, part)):
+            raise ConfigError(
+                f"{work.folder.name}: others prepare it just now from other files, or with other filters or "
+                "another tokenizer; wait for them, or give all the same"
+            )
+        file.write_text(work.key)
 
 
 def _lock(file: IO[str], holder: str) -> None:
@@ -209,6 +248,8 @@ def _lock(file: IO[str], holder: str) -> None:
     except BlockingIOError:
         logger.info(f"waiting for {holder}")
         fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as e:
+        raise ConfigError(f"{file.name}: this file system has no locks ({e.strerror})") from None
 
 
 # ---- the end
@@ -230,15 +271,16 @@ def _complete(work: Work, output: Path) -> TokenShards | None:
             if not report["kept"]["documents"]:
                 lost = f"; the filters removed all of it:\n{table(report)}" if work.filters else ""
                 raise ConfigError(f"the corpus is empty: no text in its files{lost}")
-            (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-            write_description(
-                folder, work.codec, [m["entry"] for m in shards], origin(work.recipe, work.codec)
-            )
+            text = json.dumps(located(report), indent=1, ensure_ascii=False) + "\n"
+            (folder / "report.json").write_text(text, encoding="utf-8")
+            sync(folder / "report.json")
+            made_of = origin(work.recipe, work.codec, work.files)
+            write_description(folder, work.codec, [m["entry"] for m in shards], made_of)
             work.mark("whole", work.key, {})  # from here on only files are deleted
         keep = {f"{s:05}.{suffix}" for s in range(len(work.shards)) for suffix in ("bin", "idx")}
         for file in folder.iterdir():
             if file.name not in keep | {"dataset.json", "report.json", "whole.json"}:
-                file.unlink()
+                file.unlink(missing_ok=True)  # parts clean up their shards' files at the same time
         sync(folder)
         os.rename(folder, output)
         (output / "whole.json").unlink()
@@ -247,7 +289,13 @@ def _complete(work: Work, output: Path) -> TokenShards | None:
         return TokenShards(output)
 
 
-def origin(recipe: Recipe, codec: TextCodec) -> dict[str, Any]:
-    """What a dataset says that it was made with, besides its files."""
-    tree = {**toml.as_tree(recipe), "filters": toml.as_tree(list(recipe.filters))}
+def origin(recipe: Recipe, codec: TextCodec, files: Sequence[Path]) -> dict[str, Any]:
+    """What a dataset says that it was made of."""
+    sizes = [(file.name, file.stat().st_size) for file in files]
+    corpus = {
+        "files": len(files),
+        "bytes": sum(size for _, size in sizes),
+        "names_and_sizes_sha256": hashlib.sha256(repr(sizes).encode()).hexdigest(),
+    }
+    tree = {**toml.as_tree(recipe), "filters": toml.as_tree(list(recipe.filters)), "input": corpus}
     return tree | ({"tokenizer": toml.as_tree(codec.config)} if codec.config else {})

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,9 @@ def _write_plan(shards: TokenShards, capacity: int, path: Path) -> None:
     if not shards.num_tokens:
         raise ConfigError(f"{shards.path} holds no tokens")
     partial = path.with_name(f".partial-{path.name}-{uuid.uuid4().hex[:8]}")
+    for old in path.parent.glob(f".partial-{path.name}-*"):
+        if time.time() - old.stat().st_mtime > 86_400:  # left by a killed process
+            shutil.rmtree(old, ignore_errors=True)
     partial.mkdir(parents=True)
     digest, counts = hashlib.sha256(), dict.fromkeys(FILES, 0)
     try:

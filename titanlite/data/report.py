@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from titanlite.config.component import ConfigError
 from titanlite.data.corpus import Document, where
 
+Place = tuple[Path, int]  # a document's file, and where in it: what corpus.where() puts in words
 SAMPLES = 5  # of each filter
 EXCERPT = 200  # characters of a sample
 
@@ -27,18 +28,20 @@ class Report:
         """Count a document that was read."""
         _count(self.tree["read"], document)
 
-    def bad(self, error: ConfigError) -> None:
+    def bad(self, file: Path, place: int, reason: str) -> None:
         """Count a line or row that could not be read."""
         self.tree["bad_lines"]["documents"] += 1
-        _sample(self.tree["bad_lines"], str(error))
+        _sample(self.tree["bad_lines"], {"where": (str(file), place), "reason": reason})
 
-    def removed(self, index: int, document: Document, reason: str) -> None:
-        """Count a document that filter `index` removed."""
+    def removed(self, index: int, document: Document, reason: str, original: Place | None = None) -> None:
+        """Count a document that filter `index` removed, maybe as a copy of `original`."""
         entry = self.tree["filters"][index]
         _count(entry, document)
         if self.wants_sample(index):
-            place = where(document.file, document.place)
-            _sample(entry, {"where": place, "reason": reason, "text": document.text[:EXCERPT]})
+            sample = {"where": (str(document.file), document.place), "reason": reason}
+            if original:
+                sample["original"] = (str(original[0]), original[1])
+            _sample(entry, sample | {"text": document.text[:EXCERPT]})
 
     def wants_sample(self, index: int) -> bool:
         """Whether filter `index` has few samples yet; finding reasons may cost something."""
@@ -78,6 +81,17 @@ def _add(a: Any, b: Any) -> None:
             _add(a[key], b[key])
 
 
+def located(tree: dict[str, Any]) -> dict[str, Any]:
+    """The merged report with its samples' places in words. Only now, and only for these few: finding a line's
+    number reads the file up to it."""
+    for entry in (tree["bad_lines"], *tree["filters"]):
+        for sample in entry["samples"]:
+            sample["where"] = where(Path(sample["where"][0]), sample["where"][1])
+            if original := sample.pop("original", None):
+                sample["reason"] += f" {where(Path(original[0]), original[1])}"
+    return tree
+
+
 def table(tree: dict[str, Any]) -> str:
     """The report for people, a line a filter."""
     read = tree["read"]
@@ -90,5 +104,6 @@ def table(tree: dict[str, Any]) -> str:
         share = entry["documents"] / max(read["documents"], 1)
         lines.append(f"{name:{width}}  {documents:>16}  {characters:>20}  {sign}{share:.2%}")
     if bad := tree["bad_lines"]["documents"]:
-        lines.append(f"{bad:,} bad lines were skipped; the first: {tree['bad_lines']['samples'][0]}")
+        first = tree["bad_lines"]["samples"][0]
+        lines.append(f"{bad:,} bad lines were skipped; the first: {first['where']}: {first['reason']}")
     return "\n".join(lines)

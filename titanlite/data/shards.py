@@ -23,6 +23,7 @@ from titanlite.config.component import ConfigError
 from titanlite.data.tokenizer import TextCodec
 
 FORMAT = 1
+MAX_MAPS = 256  # of files at a time: each map holds a file descriptor, of which a process has 1024
 DATASET_KEYS = {"format", "dtype", "tokenizer", "vocab_size", "tokens", "documents", "shards"}
 SHARD_KEYS = {"name", "tokens", "documents", "bin_sha256", "idx_sha256"}
 
@@ -154,7 +155,7 @@ class TokenShards:
         for shard in self._shards:
             for kind in ("bin", "idx"):
                 file = self.path / f"{shard['name']}.{kind}"
-                if _file_sha256(file) != shard[f"{kind}_sha256"]:
+                if file_sha256(file) != shard[f"{kind}_sha256"]:
                     raise ConfigError(
                         f"{file}: content differs from what dataset.json records; prepare it again"
                     )
@@ -165,6 +166,8 @@ class TokenShards:
             dtype = self._dtype if kind == "bin" else np.dtype("<u8")
             empty = kind == "bin" and not self._shards[shard]["tokens"]  # an empty file cannot be mapped
             mapped = np.empty(0, dtype) if empty else np.memmap(self.path / name, dtype, mode="r")
+            if len(self._maps) >= MAX_MAPS:
+                self._maps.pop(next(iter(self._maps)))
             self._maps[name] = np.asarray(mapped)  # slicing a memmap itself costs microseconds
         return self._maps[name]
 
@@ -214,7 +217,8 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def _file_sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Of a file's content."""
     digest = hashlib.sha256()
     with open(path, "rb") as f:
         while block := f.read(1 << 22):

@@ -8,7 +8,6 @@ tokens.
 from __future__ import annotations
 
 import hashlib
-import shutil
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from titanlite.config.component import Component, ConfigError
 from titanlite.data.corpus import content_sha256, find_files, format_of
-from titanlite.data.pipeline import prepare, work_folder
+from titanlite.data.pipeline import prepare
 from titanlite.data.shards import TokenShards
 from titanlite.data.stages import VERSION, Recipe
 from titanlite.data.tokenizer import TextCodec
@@ -116,10 +115,7 @@ def _cached(files: Sequence[Path], kind: str, codec: TextCodec, cache_dir: Path,
     path = cache_dir / f"{kind}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     if path.exists():
         return TokenShards(path)
-    try:
-        shards = prepare(files, path, codec, Recipe(field=field))
-    except ConfigError:  # the text has to change, and with it the name
-        shutil.rmtree(work_folder(path), ignore_errors=True)
-        raise
+    # After bad input the text has to change, and with it the name: nothing is kept for another try.
+    shards = prepare(files, path, codec, Recipe(field=field), keep=False)
     assert shards is not None  # there is one part
     return shards

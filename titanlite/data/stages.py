@@ -28,7 +28,7 @@ from titanlite.data.corpus import Document, Unit, plan_units, read_unit, stop, w
 from titanlite.data.dedup import first_of_each
 from titanlite.data.filters import Bands, Filter
 from titanlite.data.order import key_of, permute
-from titanlite.data.report import Report, merge
+from titanlite.data.report import Place, Report, merge
 from titanlite.data.shards import sync, token_dtype, write_shard
 from titanlite.data.tokenizer import TextCodec
 
@@ -54,12 +54,13 @@ class Work:
     """
 
     def __init__(self, files: Sequence[Path], folder: Path, codec: TextCodec, recipe: Recipe):
-        self.folder, self.codec, self.recipe = folder, codec, recipe
+        self.files, self.folder, self.codec, self.recipe = files, folder, codec, recipe
         self.units = plan_units(files, recipe.field)
         self.shards = _grouped(self.units, recipe.seed)
         filters = toml.as_tree(list(recipe.filters))
+        self.identities = identities = [_identity(u) for u in self.units]
         self.scan_keys = [
-            _key(VERSION, _identity(u), recipe.field, recipe.bad_lines, filters) for u in self.units
+            _key(VERSION, identity, recipe.field, recipe.bad_lines, filters) for identity in identities
         ]
         self.filters = [f.build() for f in recipe.filters]
         self.compares = any(isinstance(f, Bands) for f in self.filters)
@@ -93,6 +94,10 @@ class Work:
             path.write_text(json.dumps({"key": key, **left}))
         return left
 
+    def _unmark(self, name: str) -> None:
+        """Before a stage's files are replaced: an old marker must not vouch for new ones."""
+        (self.folder / f"{name}.json").unlink(missing_ok=True)
+
     @contextmanager
     def _written(self, name: str) -> Iterator[Path]:
         """A file under another name, until it is whole and on the disk."""
@@ -108,6 +113,9 @@ class Work:
 
     def scan(self, u: int) -> dict[str, Any]:
         """Which filter removes each document of a unit by itself, and the signatures of the others."""
+        if done := self.marker(f"scan-{u:06}", self.scan_keys[u]):  # by another part, meanwhile
+            return done
+        self._unmark(f"scan-{u:06}")
         unit, bands = self.units[u], sum(f.count for f in self.filters if isinstance(f, Bands))
         removed, places, signatures = list[int](), list[tuple[int, int]](), list[np.ndarray]()
         numbers = {file: i for i, file in enumerate(unit.files)}
@@ -115,6 +123,7 @@ class Work:
             removed.append(self._judge(document.text)[0])
             places.append((numbers[document.file], document.place))
             signatures.append(self._signature(document.text, removed[-1], bands))
+        self._check_unchanged(u)
         columns = np.array(signatures, dtype=np.uint64).reshape(-1, bands).T
         arrays: dict[str, Any] = {f"band{b}": np.ascontiguousarray(c) for b, c in enumerate(columns)}
         with self._written(f"scan-{u:06}.npz") as path, open(path, "wb") as f:
@@ -129,6 +138,7 @@ class Work:
     def resolve(self, progress: Callable[[str], None]) -> None:
         """Find the duplicates among all units' documents: which filter removes each document, and for which
         other one."""
+        self._unmark("resolve")
         counts = [self._scanned(u)["removed"].size for u in range(len(self.units))]
         offsets = np.cumsum([0, *counts])
         removed = np.concatenate([self._scanned(u)["removed"] for u in range(len(self.units))])
@@ -162,6 +172,7 @@ class Work:
 
     def encode(self, u: int) -> dict[str, Any]:
         """A unit's remaining documents as tokens, in order."""
+        self._unmark(f"unit-{u:06}")
         report = Report([f.name for f in self.recipe.filters])
         dtype, vocab_size = token_dtype(self.codec.vocab_size), self.codec.vocab_size
         documents, lengths = self._remaining(u, report), list[int]()
@@ -184,15 +195,18 @@ class Work:
     def assemble(self, s: int) -> dict[str, Any]:
         """A shard of its units' documents, shuffled; their files are deleted."""
         dtype, units = token_dtype(self.codec.vocab_size), self.shards[s]
+        reports = [self.marker(f"unit-{u:06}", self.unit_keys[u]) for u in units]
         lengths = [np.load(self.folder / f"unit-{u:06}.npy") for u in units]
         tokens = [_mapped(self.folder / f"unit-{u:06}.bin", dtype) for u in units]
+        if None in reports or [len(t) for t in tokens] != [of.sum() for of in lengths]:
+            raise RuntimeError(f"{self.folder}: files were replaced while shard {s} was made; run it again")
+        self._unmark(f"shard-{s:05}")
         ends = [np.cumsum(of) for of in lengths]
         unit = np.repeat(np.arange(len(units)), [len(of) for of in lengths])
         begin, end = np.concatenate([e - of for e, of in zip(ends, lengths)]), np.concatenate(ends)
         order = permute(np.arange(len(unit)), len(unit), key_of("documents", self.recipe.seed, s))
         shuffled = (tokens[unit[i]][begin[i] : end[i]] for i in order)
         entry = write_shard(self.folder, f"{s:05}", shuffled, dtype)
-        reports = [self.marker(f"unit-{u:06}", self.unit_keys[u]) for u in units]
         report = merge(r["report"] for r in reports if r is not None)
         self.mark(f"shard-{s:05}", self.shard_keys[s], {"entry": entry, "report": report})
         for u in units:
@@ -217,10 +231,16 @@ class Work:
             if not index:
                 yield document
                 continue
+            original = None
             if scanned is not None and report.wants_sample(index - 1):
-                reason = self._reason(index, document.text, u, number - 1)
-            report.removed(index - 1, document, reason)
+                reason, original = self._reason(index, document.text, u, number - 1)
+            report.removed(index - 1, document, reason, original)
+        self._check_unchanged(u)
         if scanned is not None and number != len(scanned):
+            raise ConfigError(f"{self.units[u].files[0]}: its documents changed since they were scanned")
+
+    def _check_unchanged(self, u: int) -> None:
+        if _identity(self.units[u]) != self.identities[u]:
             raise ConfigError(f"{self.units[u].files[0]}: changed while it was being prepared; run it again")
 
     def _judge(self, text: str) -> tuple[int, str]:
@@ -247,18 +267,18 @@ class Work:
         if not self.compares:
             return None
         begin, end = np.load(self.folder / "offsets.npy", mmap_mode="r")[u : u + 2]
-        return np.load(self.folder / "removed.npy", mmap_mode="r")[begin:end]
+        return np.array(np.load(self.folder / "removed.npy", mmap_mode="r")[begin:end])
 
-    def _reason(self, index: int, text: str, u: int, number: int) -> str:
-        """Why filter `index` removed document `number` of unit `u`."""
+    def _reason(self, index: int, text: str, u: int, number: int) -> tuple[str, Place | None]:
+        """Why filter `index` removed document `number` of unit `u`, and in favour of which one."""
         judge = self.filters[index - 1]
         if not isinstance(judge, Bands):
-            return judge(text) or ""
+            return judge(text) or "", None
         offsets = np.load(self.folder / "offsets.npy", mmap_mode="r")
         kept = int(np.load(self.folder / "original.npy", mmap_mode="r")[offsets[u] + number])
         unit = int(np.searchsorted(offsets, kept, side="right")) - 1
         file, place = self._scanned(unit)["places"][kept - offsets[unit]]
-        return f"duplicate of {where(self.units[unit].files[file], int(place))}"
+        return "duplicate of", (self.units[unit].files[file], int(place))
 
 
 def _grouped(units: Sequence[Unit], seed: int) -> list[list[int]]:
@@ -275,7 +295,7 @@ def _grouped(units: Sequence[Unit], seed: int) -> list[list[int]]:
 
 def _identity(unit: Unit) -> list[object]:
     """What tells an edited file from the one that was read."""
-    stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in unit.files]
+    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in unit.files]
     return [stats, unit.begin, unit.end]
 
 

@@ -32,8 +32,8 @@ BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 class TextCodec:
     """What `Tokenizer.build()` returns.
 
-    `vocab_size`: ids are 0 .. vocab_size - 1. `fingerprint`: 16 hex digits; equal exactly when every text
-    gets the same ids. `bos`, `eos`: ids that frame a document.
+    `vocab_size`: ids are 0 .. vocab_size - 1. `fingerprint`: 16 hex digits; where they are equal,
+    every text gets the same ids. `bos`, `eos`: ids that frame a document.
     """
 
     vocab_size: int

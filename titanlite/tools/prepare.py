@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from titanlite.config import reference, toml
 from titanlite.config.component import ConfigError
@@ -94,8 +94,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         codec = job.tokenizer.build()
         recipe = Recipe(field=job.field, seed=job.seed, bad_lines=job.bad_lines, filters=job.filters)
-        _check(job, output, origin(recipe, codec))
+        _check(job, output)
         files = find_files(job.input, "input")
+        made_of = origin(recipe, codec, files)
+        complete = job.share[1] > 1 and output.exists() and TokenShards(output).prepared == made_of
+        if output.exists() and not complete:  # where parts are more than shards, others may have done it all
+            raise ConfigError(f"{output} exists; choose another, or delete it", "output")
         shards = prepare(files, output, codec, recipe, num_processes=job.num_processes, part=job.share)
     except ConfigError as e:
         raise locator.located(e) from None
@@ -111,14 +115,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check(job: Prepare, output: Path, made_with: dict[str, Any]) -> None:
+def _check(job: Prepare, output: Path) -> None:
     if not job.input:
         raise ConfigError("name at least one file, directory or glob to read", "input")
     if not job.output:
         raise ConfigError("name the directory to make: --output=DIR", "output")
-    complete = job.share[1] > 1 and output.exists() and TokenShards(output).prepared == made_with
-    if output.exists() and not complete:  # where parts are few and machines many, the others may be done
-        raise ConfigError(f"{output} exists; choose another, or delete it", "output")
     check_writable(output.parent, "output")
     if work_folder(output).exists():
         print(f"continuing {work_folder(output)}", file=sys.stderr)

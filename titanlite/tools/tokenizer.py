@@ -21,7 +21,7 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.data.corpus import documents, find_files
 from titanlite.data.sources import stdlib_files
 from titanlite.data.tokenizer import LLAMA3_PATTERN, Tiktoken, Tokenizer
-from titanlite.job import load_job
+from titanlite.job import check_writable, load_job
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,6 +46,7 @@ def _train(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.vocab_size < 256:
         raise ConfigError("--vocab-size is below 256, the number of bytes")
+    check_writable(options.output.parent, "--output")
     files = find_files(options.input, "input") if options.input else stdlib_files()
     tokens = train_bpe((d.text for d in documents(files, options.field)), options.vocab_size)
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
@@ -73,13 +74,20 @@ def _show(argv: Sequence[str]) -> int:
     print(f"{tokenizer.name}: {codec.vocab_size:,} ids, fingerprint {codec.fingerprint}")
     for name, i in (("BOS", codec.bos), ("EOS", codec.eos)):
         print(f"{name} {i} {codec.decode([i])!r}")
-    text = " ".join(words) if words else "" if sys.stdin.isatty() else sys.stdin.read()
+    text = " ".join(words) if words else "" if sys.stdin.isatty() else _decode(sys.stdin.buffer.read())
     ids = codec.encode(text)
     for i in ids:
         print(f"{i:>7}  {codec.decode([i])!r}")
     if ids:
         print(f"{len(ids):,} tokens, {len(text):,} characters ({len(text) / len(ids):.2f} a token)")
     return 0
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"standard input: not UTF-8 at byte {e.start}") from None
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:

@@ -143,6 +143,15 @@ def test_relative_and_absolute_names_of_a_file_are_one(tree: Path, monkeypatch: 
     assert len(find_files(["b.txt", "./b.txt", str(tree / "b.txt")], "key")) == 1
 
 
+def test_directories_are_read_through_links_but_not_hidden_ones(tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "top [1]").mkdir()
+    (tmp_path / "top [1]" / "link").symlink_to(tree / "deep")
+    (tmp_path / "top [1]" / ".hidden").mkdir()
+    (tmp_path / "top [1]" / ".hidden" / "x.txt").write_text("x")
+    found = find_files([str(tmp_path / "top [1]")], "key")
+    assert [f.name for f in found] == ["d.jsonl", "c.txt"]
+
+
 def test_a_path_with_glob_characters_is_first_a_path(tmp_path: Path) -> None:
     file = tmp_path / "corpus [v2].txt"
     file.write_text("x")

@@ -94,6 +94,11 @@ def write_parquet(
     return file
 
 
+def collect(errors: list[ConfigError]) -> corpus.Bad:
+    """What to do with a bad line, as an error that says where."""
+    return lambda file, place, reason: errors.append(ConfigError(f"{where(file, place)}: {reason}"))
+
+
 def read(*files: Path, field: str = "text", bad: corpus.Bad = corpus.stop) -> list[str]:
     """All documents of all units."""
     return [d.text for u in plan_units(files, field) for d in read_unit(u, field, bad)]
@@ -512,7 +517,7 @@ def test_good_lines_around_broken_ones_are_read(tmp_path: Path, suffix: str) -> 
     compress = {"": bytes, ".gz": gzip.compress, ".zst": zst}[suffix]
     file = write(tmp_path / f"a.jsonl{suffix}", compress(b"\n".join(content)))
     errors = list[ConfigError]()
-    found = read(file, bad=errors.append)
+    found = read(file, bad=collect(errors))
     assert sorted(found) == sorted(good)
     assert suffix or found == good
     told = {int(str(e).removeprefix(f"{file}:").split(":")[0]): str(e) for e in errors}
@@ -535,7 +540,7 @@ def test_a_file_cut_off_is_no_bad_line(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl.gz", gzip.compress(lines(SMALL))[:-9])
     errors = list[ConfigError]()
     with pytest.raises(ConfigError, match="cut off"):
-        read(file, bad=errors.append)
+        read(file, bad=collect(errors))
     assert errors == []
 
 
@@ -543,7 +548,7 @@ def test_texts_around_a_broken_one_are_read(tmp_path: Path) -> None:
     contents = {"a.txt": b"a", "b.txt": b"\xff", "c.txt.gz": gzip.compress(b"c\xc3"), "d.txt.zst": zst(b"d")}
     files = [write(tmp_path / name, content) for name, content in contents.items()]
     errors = list[ConfigError]()
-    assert read(*files, bad=errors.append) == ["a", "d"]
+    assert read(*files, bad=collect(errors)) == ["a", "d"]
     assert [str(e).split(": ")[0] for e in errors] == [str(f) for f in files[1:3]]
     assert all("not UTF-8" in str(e) for e in errors)
 
@@ -555,7 +560,7 @@ def test_rows_around_a_null_are_read(tmp_path: Path, unit_bytes: int) -> None:
     texts[30] = texts[100] = ""
     file = write_parquet(tmp_path / "a.parquet", texts)
     errors = list[ConfigError]()
-    assert read(file, bad=errors.append) == [t for t in texts if t]
+    assert read(file, bad=collect(errors)) == [t for t in texts if t]
     assert [str(e) for e in errors] == [f"{file}: row {n}: field 'text' is null" for n in (1, 32, 300, 400)]
     with pytest.raises(ConfigError, match=r"a\.parquet: row 1: field 'text' is null"):
         read(file)
@@ -570,7 +575,7 @@ def test_rows_around_one_that_is_not_utf8_are_read(tmp_path: Path) -> None:
     buffers = pa.array(offsets, pa.int32()).buffers()[1], pa.py_buffer(b"".join(values))
     pq.write_table(pa.table({"text": pa.StringArray.from_buffers(300, *buffers)}), tmp_path / "a.parquet")
     errors = list[ConfigError]()
-    found = read(tmp_path / "a.parquet", bad=errors.append)
+    found = read(tmp_path / "a.parquet", bad=collect(errors))
     assert found == [str(i) for i in range(1, 301) if i != 271]
     assert [str(e).split(": ")[1] for e in errors] == ["row 271"]
 

@@ -205,7 +205,21 @@ def wordpiece(tree: dict[str, Any]) -> None:
     tree["model"] = {"type": "WordPiece", "vocab": {"a": 0}}
 
 
-@pytest.mark.parametrize("spoil", [sentencepiece, without_a_byte, wordpiece, lambda tree: tree.pop("model")])
+def lowercased(tree: dict[str, Any]) -> None:
+    tree["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+
+
+def with_a_blank_in_front(tree: dict[str, Any]) -> None:
+    tree["pre_tokenizer"]["pretokenizers"][1]["add_prefix_space"] = True
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *(sentencepiece, without_a_byte, wordpiece, lowercased, with_a_blank_in_front),
+        lambda tree: tree.pop("model"),
+    ],
+)
 def test_a_file_that_would_lose_text(tmp_path: Path, spoil: Callable[[dict[str, Any]], None]) -> None:
     folder = write(tmp_path / "q", "qwen", **TOKENS["qwen"])
     file = folder / "tokenizer.json"

@@ -338,7 +338,8 @@ def test_bad_lines_are_skipped_and_counted_if_asked_for(tmp_path: Path) -> None:
         assert sorted(texts_of(made)) == sorted(texts_of(before))
         report = json.loads((made.path / "report.json").read_text())
         assert report["bad_lines"]["documents"] == 3
-        assert any("a.jsonl:1: field 'text' is not a string" in s for s in report["bad_lines"]["samples"])
+        samples = [f"{s['where']}: {s['reason']}" for s in report["bad_lines"]["samples"]]
+        assert any("a.jsonl:1: field 'text' is not a string" in s for s in samples)
 
 
 def test_a_damaged_archive_is_an_error_even_where_bad_lines_are_skipped(tmp_path: Path) -> None:
@@ -359,9 +360,65 @@ def test_an_id_outside_the_vocabulary_is_named(raw: Path, tmp_path: Path) -> Non
 def test_another_cut_into_parts_at_the_same_time_is_refused(raw: Path, tmp_path: Path) -> None:
     folder = work_folder(tmp_path / "out")
     folder.mkdir()
-    with pipeline._locked(folder, (0, 2)), pytest.raises(ConfigError, match="in 2 parts just now"):
+    with (
+        pipeline._locked(folder, tmp_path / "out", (0, 2)),
+        pytest.raises(ConfigError, match="in 2 parts just now"),
+    ):
         make(raw, tmp_path / "out", num_processes=1)
     assert make(raw, tmp_path / "out", num_processes=1) is not None  # nobody works on it any more
+
+
+def test_parts_of_other_files_at_the_same_time_are_refused(tmp_path: Path) -> None:
+    """They would mix: a unit's number means another unit."""
+    raw = write_corpus(tmp_path / "in")
+    folder = work_folder(tmp_path / "out")
+    folder.mkdir()
+    make(raw, tmp_path / "out", num_processes=1, part=(0, 3))
+    with pipeline._locked(folder, tmp_path / "out", (0, 3)):
+        (raw / "0.txt").write_text("one more file at the same time")
+        with pytest.raises(ConfigError, match="others prepare it just now from other files"):
+            make(raw, tmp_path / "out", num_processes=1, part=(1, 3))
+    for i in range(3):  # nobody works on it any more
+        made = make(raw, tmp_path / "out", num_processes=1, part=(i, 3))
+    fresh = make(raw, tmp_path / "fresh", num_processes=1)
+    assert made is not None
+    assert fresh is not None
+    assert made.fingerprint == fresh.fingerprint
+
+
+def test_an_old_marker_does_not_vouch_for_new_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two recipes in turn in one folder, the second killed between a unit's files and its marker."""
+    (tmp_path / "in").mkdir()
+    lines = [json.dumps({"text": f"right {i}", "body": f"wrong {i}"}) + "\n" for i in range(50)]
+    (tmp_path / "in" / "a.jsonl").write_text("".join(lines))
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "assemble", lambda self, s: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make(tmp_path / "in", tmp_path / "out", Recipe(), num_processes=1)
+    mark = Work.mark
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "mark", lambda self, name, *a: 1 / 0 if "unit" in name else mark(self, name, *a))
+        with pytest.raises(ZeroDivisionError):
+            make(tmp_path / "in", tmp_path / "out", Recipe(field="body"), num_processes=1)
+    made = make(tmp_path / "in", tmp_path / "out", Recipe(), num_processes=1)
+    assert made is not None
+    assert all(text.startswith("right") for text in texts_of(made))
+
+
+def test_a_file_edited_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = write_corpus(tmp_path / "in")
+    encode = Work.encode
+
+    def edited(self: Work, u: int) -> Any:
+        with open(raw / "a.jsonl", "a") as f:
+            f.write('{"text": "appended later"}\n')
+        return encode(self, u)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "encode", edited)
+        with pytest.raises(ConfigError, match=r"a\.jsonl: changed while it was being prepared"):
+            make(raw, tmp_path / "out", Recipe(), num_processes=1)
+    assert not (tmp_path / "out").exists()
 
 
 # ---- what is made
