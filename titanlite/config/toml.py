@@ -203,7 +203,7 @@ def _build(cls: type, tree: Any, key: str) -> Any:
     try:
         return cls(**values)
     except ConfigError as e:  # a section's own __post_init__ names its key relative to itself
-        raise ConfigError(str(e), f"{key}.{e.key}" if e.key else key) from None
+        raise ConfigError(str(e), f"{key}.{e.key}" if key and e.key else e.key or key) from None
 
 
 def _convert(hint: Any, value: Any, key: str, field: dataclasses.Field | None = None) -> Any:

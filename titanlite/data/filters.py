@@ -63,9 +63,7 @@ class Length(Filter, name="length"):
         for unit in ("characters", "words"):
             low, high = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             if low < 0 or (high != 0 and high < low):
-                raise ConfigError(
-                    f"{low} to {high} is no range", f"max_{unit}" if low >= 0 else f"min_{unit}"
-                )
+                raise ConfigError(f"{low} to {high} is no range", f"min_{unit}")
 
     def build(self) -> Judge:
         def judge(text: str) -> str | None:

@@ -80,7 +80,7 @@ def test_more_parts_than_work(raw: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--part=2/2"], r"part: '2/2' is not I/N"),
+        (["--part=2/2"], r"^command line, --part: '2/2' is not I/N"),
         (["--part=1"], r"part: '1' is not I/N"),
         (["--part=a/b"], r"not I/N"),
         (["--num_processes=-1"], r"num_processes: -1 is below 0"),
