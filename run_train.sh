@@ -5,7 +5,9 @@
 #   CONFIG_FILE=path.toml ./run_train.sh [--section.key=value ...]
 #
 # On several nodes, run it on each with NNODES, NODE_RANK and RDZV_ENDPOINT=host:port set (host: the first node).
-# MAX_RESTARTS=k restarts all processes up to k times after a failure. The exit code is the trainer's own.
+# MAX_RESTARTS=k restarts all processes up to k times after a crash; NNODES=MIN:MAX goes on with fewer nodes, too.
+# SIGTERM, SIGINT, SIGUSR1: save, then exit with 75 (run it again to go on). SIGUSR2: save and go on.
+# The exit code is the trainer's own: 0 done, 1 crash, 2 wrong input, 3 no usable checkpoint, 75 stopped and saved.
 set -eu
 
 if [ -z "${CONFIG_FILE:-}" ]; then

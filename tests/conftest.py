@@ -3,6 +3,10 @@ run."""
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run side by side; before torch is imported
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "titanlite"
 LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"config", "log"},
     {"models", "optim", "data", "losses", "cost", "mesh"},
-    {"parallel", "checkpoint", "metrics", "runtime", "profile"},
+    {"parallel", "checkpoint", "metrics", "runtime", "signals", "profile"},
     {"evaluate", "generate"},
     {"job"},
     {"train", "cli", "tools"},

@@ -1,7 +1,7 @@
 """The `titanlite` command: finds the verb, turns its errors into one line and an exit code. Dispatch only.
 
 Exit codes: 0 done, 1 crash, 2 configuration or input error, 3 no usable checkpoint or one that could not be
-written, 130 interrupted.
+written, 75 stopped by a signal and saved, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ VERBS = {
         "train on several processes through torchrun; what run_train.sh calls",
     ),
     "generate": ("titanlite.tools.generate", "sample text from a checkpoint"),
+    "checkpoint": ("titanlite.tools.checkpoint", "list, verify and show checkpoints"),
     "prepare": ("titanlite.tools.prepare", "make a dataset of token shards from text"),
     "data": ("titanlite.tools.data", "verify and show datasets"),
     "tokenizer": ("titanlite.tools.tokenizer", "train and show tokenizers"),

@@ -8,11 +8,13 @@ rank included.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -132,6 +134,10 @@ class Runtime:
         """The sum of an integer over the data-parallel ranks, int64 on the device; no host sync."""
         return self.sum(torch.full((), number, dtype=torch.int64, device=self.device))
 
+    def vote(self, *flags: bool) -> Vote:
+        """Ask every rank; the answer to each flag is whether any rank says so."""
+        return Vote(flags, self.device, self.world_size)
+
     def check_equal(self, what: str, value: str) -> None:
         """Raises ConfigError on every rank if `value` differs between ranks."""
         values: list[Any] = [None] * self.world_size
@@ -163,9 +169,9 @@ class Runtime:
                 dist.broadcast_object_list(error, src=0)
 
     def synchronize(self) -> None:
-        """Wait for the device: for clocks."""
+        """Wait for the device's work, not for copies beside it: for clocks."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
         elif self.device.type == "mps":
             torch.mps.synchronize()
 
@@ -177,6 +183,29 @@ class Runtime:
         timeout = timedelta(seconds=self.comm.train_timeout_seconds)
         for group in (None, *self.mesh.device_mesh.get_all_groups()):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+class Vote:
+    """Flags on their way to all ranks. Sent when it is made and read later, so that no rank waits: on CUDA
+    the device has then long passed the all-reduce."""
+
+    def __init__(self, flags: Sequence[bool], device: torch.device, world_size: int):
+        self._flags = torch.tensor(flags, dtype=torch.int32)
+        self._sent: torch.cuda.Event | None = None
+        if world_size > 1 and device.type == "cuda":
+            on_device = self._flags.pin_memory().to(device, non_blocking=True)
+            dist.all_reduce(on_device, dist.ReduceOp.MAX)
+            self._flags = torch.empty_like(on_device, device="cpu", pin_memory=True)
+            self._flags.copy_(on_device, non_blocking=True)
+            self._sent = torch.cuda.current_stream().record_event()
+        elif world_size > 1:
+            dist.all_reduce(self._flags, dist.ReduceOp.MAX)
+
+    def result(self) -> list[bool]:
+        """The same on all ranks."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        return [bool(flag) for flag in self._flags]
 
 
 def world_size() -> int:
@@ -197,6 +226,8 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     if dist.is_initialized():
         rank = dist.get_rank()
     set_up_logging(rank, verbose=str(rank) in os.environ.get("LOG_RANK", "0").split(","))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _die_with_the_launcher()
     plan = StepPlan.of(training, parallelism_ranks(parallelism, size))
     device = pick_device()
     param_dtype = _param_dtype(training, device)
@@ -293,6 +324,13 @@ def _init_process_group(device: torch.device, size: int, comm: Comm) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+
+
+def _die_with_the_launcher() -> None:
+    """Linux: a launcher killed with -9 leaves no ranks behind, which would hold the devices and the
+    folder."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _set_determinism(on: bool) -> None:

@@ -33,31 +33,40 @@ from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import clip_grad_norm_
 from titanlite.parallel.sharded import ShardedModel
 from titanlite.runtime import Runtime, device_name, environment, runtime, world_size
+from titanlite.signals import Signals, Stopped, signals
 
 
-def train(job: Job) -> None:
-    """Train until `training.steps`, resuming from the run folder if it holds a checkpoint."""
-    with runtime(job.training, job.parallelism, job.comm) as rt, build(job, rt) as run:
+def train(job: Job) -> int:
+    """Train until `training.steps`, resuming from the run folder if it holds a checkpoint. Returns the exit
+    code: 0, or 75 when it was asked to stop, and has saved."""
+    with (
+        signals() as requests,
+        runtime(job.training, job.parallelism, job.comm) as rt,
+        build(job, rt) as run,
+    ):
         model, optimizer, state = run.model, run.optimizer, run.state
         meter, checkpoints = run.meter, run.checkpoints
         batches = run.batches(job, rt)
         first_step, last_step = state.step + 1, job.training.steps
         evaluation: dict[str, Any] = {}
+        stop = False
+        requests.begin(job.folder / "STOP" if rt.rank == 0 else None)
 
-        while state.step < last_step:
+        while state.step < last_step and not stop:
             state.step += 1
             lr = set_lr(optimizer, job.lr_scheduler.factor(state.step, last_step))
             with meter.waiting_for_data():
                 micro_batches = [next(batches).to(rt.device) for _ in range(rt.plan.micro_batches)]
             tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
+            vote = rt.vote(requests.stop, requests.take_save(), checkpoints.failed)
             loss = model.forward_backward(micro_batches, tokens)
             grad_norm = clip_grad_norm_(model.net.parameters(), job.training.max_norm)
+            checkpoints.wait_until_staged()  # a save may still be copying the weights
             optimizer.step()
             optimizer.zero_grad()
             state.rows += rt.plan.rows
             state.tokens += tokens
             meter.step_done()
-            checkpoints.check()
 
             evaluation = {}
             if job.validation.enable and due(job.validation.freq, state.step, last_step):
@@ -66,10 +75,14 @@ def train(job: Job) -> None:
             if due(job.generation.freq, state.step, last_step):
                 with meter.apart("time/generation_s"):
                     run.sample(job, rt)
-            if checkpoints.due(state.step, last_step):
+            stop, save_now, save_failed = vote.result()  # if any rank says so, all do
+            if save_failed:
+                checkpoints.settle()
+            if checkpoints.due(state.step, last_step, stop or save_now):
                 with meter.apart("checkpoint/stall_s"):
                     checkpoints.save(model.net, optimizer, state, {"global_batch_size": rt.plan.rows})
-            if evaluation or state.step == first_step or due(job.metrics.log_freq, state.step, last_step):
+            logged = evaluation or stop or state.step == first_step
+            if logged or due(job.metrics.log_freq, state.step, last_step):
                 values = {
                     "train/loss": rt.sum(loss).item(),
                     "train/grad_norm": grad_norm.item(),
@@ -80,8 +93,9 @@ def train(job: Job) -> None:
                 meter.report(state.step, values | evaluation)
             if state.step == first_step:
                 rt.shorten_timeouts()
+                checkpoints.warm_up(model.net, optimizer)
 
-        finish(job, rt, run, evaluation, trained=last_step - first_step + 1)
+        return finish(job, rt, run, evaluation, trained=state.step - first_step + 1, requests=requests)
 
 
 def build(job: Job, rt: Runtime) -> Run:
@@ -233,9 +247,21 @@ def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Ch
         logger.info(f"steps {state.step + 1} to {job.training.steps}{compiling}")
 
 
-def finish(job: Job, rt: Runtime, run: Run, evaluation: dict[str, Any], trained: int) -> None:
-    """Say what came of the run and where it is; a run that was finished already is evaluated again."""
+def finish(
+    job: Job, rt: Runtime, run: Run, evaluation: dict[str, Any], trained: int, requests: Signals
+) -> int:
+    """Say what came of the run and where it is; a run that was finished already is evaluated again. Returns
+    the exit code."""
     run.checkpoints.close()
+    if run.state.step < job.training.steps:
+        requests.done()
+        if not job.checkpoint.enable:
+            logger.warning(
+                f"stopped after step {run.state.step}; nothing is saved: checkpoint.enable = false"
+            )
+            return 130
+        logger.info(f"stopped after step {run.state.step}, which is saved; run it again to go on")
+        return Stopped.exit_code
     if trained <= 0:
         logger.info(f"nothing to train: step {run.state.step} is done; raise --training.steps to go on")
         evaluation = run.validate(job, rt) if job.validation.enable else {}
@@ -249,6 +275,7 @@ def finish(job: Job, rt: Runtime, run: Run, evaluation: dict[str, Any], trained:
         logger.info(f"tensorboard  {job.folder / 'tb'}")
     if job.checkpoint.enable:
         logger.info(f"checkpoints  {job.folder / job.checkpoint.folder}")
+    return 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -260,7 +287,6 @@ def main(argv: Sequence[str]) -> int:
     path, overrides = split_arguments(argv)
     job = load_job(path, overrides, world_size())
     try:
-        train(job)
+        return train(job)
     except ConfigError as e:  # of an input that the job names: say where it names it
         raise toml.read(path, overrides)[1].located(e) from None
-    return 0

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tests.jobs import make_job, metrics_of, write_corpus
-from titanlite.checkpoint.checkpointer import Checkpointer, load_tensors
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import TrainState, model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.job import Job

@@ -87,7 +87,9 @@ def test_no_verb_is_a_mistake_that_shows_the_help(run):
     assert "train from a TOML file" in out + err
 
 
-@pytest.mark.parametrize("verb", ["train", "launch", "config", "generate", "prepare", "data", "tokenizer"])
+@pytest.mark.parametrize(
+    "verb", ["train", "launch", "config", "generate", "checkpoint", "prepare", "data", "tokenizer"]
+)
 def test_every_verb_has_help(verb, capsys):
     try:
         code = cli.run([verb, "--help"])

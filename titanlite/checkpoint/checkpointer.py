@@ -1,38 +1,39 @@
 """When to save, what to resume from, what to keep. The protocol is in commit.py, the contents in state.py.
 
-Rank 0 chooses and all ranks follow; torch DCP writes each rank's shards. Async saves copy to host memory,
-then write in a thread over a process group of their own; sync saves run the same code in line, so both write
-the same bytes.
+Rank 0 chooses and all ranks follow; torch DCP reshards. All saves are written by one thread over a process
+group of its own: an asynchronous save first copies the state to host memory and lets training go on, a
+synchronous one waits for the thread. So both write the same bytes.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.digest import FileDigest, gib
+from titanlite.checkpoint.lock import FolderLock
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.reader import Tensors, cause, load_tensors
+from titanlite.checkpoint.recipe import check_recipe
+from titanlite.checkpoint.resume import Candidate, Fault
 from titanlite.checkpoint.staging import HostBuffers
-from titanlite.checkpoint.state import (
-    TrainState,
-    check_same_tensors,
-    make_optimizer_state,
-    model_tensors,
-    optimizer_tensors,
-)
+from titanlite.checkpoint.state import TrainState, make_optimizer_state, model_tensors, optimizer_tensors
+from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
 
@@ -48,9 +49,22 @@ class Checkpoint:
     interval: int = 500
     """Steps between saves; the last step is always saved."""
     async_mode: Literal["disabled", "async"] = "async"
-    """`async`: training goes on while the checkpoint is written; only the copy to host memory blocks."""
+    """`async`: training goes on while the checkpoint is copied to host memory and written. Needs as much host
+    memory as a rank has state. The files are the same."""
     keep_latest_k: int = 10
-    """Committed checkpoints to keep; 0: all."""
+    """Checkpoints to keep, the newest ones; 0: all. Also kept: the one resumed from, and any with an empty
+    file `step-N.keep` beside it."""
+    keep_every_n_steps: int = 0
+    """Also keep those whose step is a multiple of this; 0: none."""
+    load_step: int = -1
+    """-1: the newest. Else go back to this step: later checkpoints are moved to `abandoned-<n>/`, once; a
+    restart with the same value goes on from the newest one saved since."""
+    verify: Literal["full", "sizes", "off"] = "full"
+    """What is checked before a checkpoint is loaded: `full`: SHA-256 of all files; `sizes`: that all files
+    are there with their sizes; `off`: nothing but the manifest."""
+    on_save_error: Literal["continue", "stop"] = "continue"
+    """After a failed save (a full disk, say): `continue` trains on and stops at the third failure in a row;
+    `stop` stops at once."""
     allow_changed: list[str] = field(default_factory=list)
     """Parts of the recipe that may differ on resume, for example `["data.seed"]`; anything else that differs
     is refused."""
@@ -65,15 +79,22 @@ class Checkpoint:
             raise ConfigError(
                 "keep 2 or more, or 0 for all: with 1, one bad checkpoint would be the run", "keep_latest_k"
             )
+        if self.keep_every_n_steps < 0:
+            raise ConfigError(f"{self.keep_every_n_steps} is below 0", "keep_every_n_steps")
+        if self.load_step < 1 and self.load_step != -1:
+            raise ConfigError(
+                f"{self.load_step} is neither -1 nor a step; a run from the start needs another "
+                "--job.dump_folder",
+                "load_step",
+            )
 
 
-TIMEOUT = timedelta(hours=1)  # of collectives among checkpoint writers: a slow disk is not a hang
-T = TypeVar("T")
+MAX_FAILURES = 3  # saves in a row
 
 
 class Checkpointer:
-    """Checkpoints of one run. Opening it chooses what to resume from and refuses another recipe's folder
-    (ConfigError).
+    """Checkpoints of one run. Opening it locks the run folder, chooses and verifies what to resume from, and
+    refuses another recipe's folder (ConfigError). Collective, as are all its methods that save or load.
 
     `recipe`: nested plain values that a resumed run must share. `job_toml`: stored in every checkpoint.
     """
@@ -82,53 +103,89 @@ class Checkpointer:
         self.config, self.folder = config, dump_folder / config.folder
         self.recipe, self.job_toml = recipe, job_toml
         self._recipe_file = dump_folder / "recipe.json"
-        self._distributed = dist.is_initialized()
-        self._rank = dist.get_rank() if self._distributed else 0
-        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self._distributed else None
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._ranks = Ranks(self.folder)
+        self._lock: FolderLock | None = None
         self._pending: Future[None] | None = None
+        self._failures = 0
         self._host = HostBuffers()
-        self.resumed: dict[str, Any] | None = self._agree(self._open)
+        self._thread = ThreadPoolExecutor(1, "checkpoint", _same_device())
+        try:
+            self._ranks.agree(lambda: self._take_lock(dump_folder))
+            self._from = self._open()
+        except BaseException:
+            self._release()
+            raise
+
+    @property
+    def resumed(self) -> dict[str, Any] | None:
+        """The train.json that the run goes on from; None for a new run."""
+        return self._from.train if self._from else None
 
     def load(self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> None:
         """Restore all three in place from the chosen checkpoint; a run without one starts fresh."""
-        if self.resumed is None:
+        if self._from is None:
             return
         make_optimizer_state(optimizer)
-        tensors = {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
-        path = self._path(self.resumed["step"])
-        load_tensors(path, tensors, self._group)
-        state.restore(self.resumed)
-        logger.info(f"resumed from {path}")
+        load_tensors(self._from.path, tensors_of(net, optimizer), self._ranks.group)
+        state.restore(self._from.train)
+        logger.info(f"resumed from {self._from.path}")
 
-    def due(self, step: int, last_step: int) -> bool:
+    def due(self, step: int, last_step: int, asked: bool = False) -> bool:
         """Whether the step that was just taken is to be saved."""
-        return self.config.enable and (step % self.config.interval == 0 or step == last_step)
+        return self.config.enable and (asked or step % self.config.interval == 0 or step == last_step)
+
+    def warm_up(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Allocate the host buffers beside the training, so that the first save need not. Once the optimizer
+        has its state."""
+        if self.config.enable and self.config.async_mode == "async" and torch.cuda.is_available():
+            self._pending = self._thread.submit(self._host.allocate, tensors_of(net, optimizer))
 
     def save(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, extra: dict[str, Any]
     ) -> None:
-        """Save now. Waits for a save still in flight and raises what went wrong with it."""
-        self.wait()
-        tensors = {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
-        small = json.dumps({**state.as_json(), **extra, "recipe": self.recipe}, indent=1) + "\n"
+        """Save now. Waits for a save that is still in flight."""
+        self.settle()
+        tensors = tensors_of(net, optimizer)
+        small = {**state.as_json(), **extra, "branch": self._branch(), "recipe": self.recipe}
+        if self.config.async_mode == "async":
+            tensors = self._host.copy(tensors)
+        self._pending = self._thread.submit(
+            self._write, state.step, tensors, json.dumps(small, indent=1) + "\n"
+        )
         if self.config.async_mode == "disabled":
-            self._write(state.step, tensors, small)
-        else:
-            staged = self._host.copy(tensors)
-            self._pending = self._writer.submit(self._write, state.step, staged, small)
+            self.settle()
 
-    def check(self) -> None:
-        """Raise what went wrong with a save in flight, if it has ended. Each step: an error must not wait for
-        the next save."""
-        if self._pending is not None and self._pending.done():
-            self.wait()
+    def wait_until_staged(self) -> None:
+        """Before the weights change: what the device does next waits until a save has its copy."""
+        self._host.wait_on_device()
 
-    def wait(self) -> None:
-        """Until the save in flight is committed; raises CheckpointError if it failed."""
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows that the save in flight has failed; settle() then, on all ranks."""
+        pending = self._pending
+        return pending is not None and pending.done() and pending.exception() is not None
+
+    def settle(self) -> None:
+        """Wait for the save in flight, if there is one. A failed one is reported and counted; raises its
+        CheckpointError if on_save_error says so."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        error = pending.exception() if pending is not None else None
+        if pending is not None and error is None:
+            self._failures = 0
+        elif error is not None:
+            self._failures += 1
+            stop = self.config.on_save_error == "stop" or self._failures == MAX_FAILURES
+            if stop or not isinstance(error, CheckpointError):
+                raise error
+            logger.error(f"{error} (failure {self._failures} of {MAX_FAILURES} in a row); training goes on")
+
+    def close(self) -> None:
+        """Wait for the last commit; raises CheckpointError if it failed. Frees the folder."""
+        try:
+            if self._pending is not None:
+                self._pending.result()
+        finally:
+            self._release()
 
     def abandon(self) -> None:
         """After an error elsewhere: let a save in flight become whole if it still can."""
@@ -137,125 +194,155 @@ class Checkpointer:
                 self._pending.result(timeout=60)
         except Exception as e:
             logger.error(f"the checkpoint that was being written is lost: {type(e).__name__}: {e}")
+        finally:
+            self._release()
 
-    def close(self) -> None:
-        """Wait for the last commit."""
-        self.wait()
-        self._writer.shutdown()
+    # ---- writing, in the thread
 
-    def _write(self, step: int, tensors: dict[str, dict[str, torch.Tensor]], small: str) -> None:
+    def _write(self, step: int, tensors: Tensors, small: str) -> None:
+        began = time.perf_counter()
+        self._host.wait()
         partial = commit.partial_path(self.folder, step)
+        self._ranks.agree(lambda: self._begin(partial, tensors))
+        writer = ShardWriter(partial)
         try:
-            writer = FileSystemWriter(partial, overwrite=False)
-            save(tensors, storage_writer=writer, process_group=self._group, no_dist=not self._distributed)
-        except CheckpointException as e:  # a BaseException
-            raise CheckpointError(f"step {step} could not be saved: {_cause(e)}") from e
-        # DCP's save ends with rank 0 holding every rank's result: all have written.
-        self._agree(lambda: self._commit(partial, step, small))
-
-    def _commit(self, partial: Path, step: int, small: str) -> None:
-        (partial / "train.json").write_text(small, encoding="utf-8")
-        (partial / "job.toml").write_text(self.job_toml, encoding="utf-8")
-        path = commit.commit(partial, step)
-        commit.retain(self.folder, self.config.keep_latest_k)
-        logger.info(f"saved {path}")
-
-    def _open(self) -> dict[str, Any] | None:
-        """On rank 0: the train.json of the newest checkpoint without fault, None for a new run.
-
-        Nothing in the folder is touched before it is known to be this run's. ConfigError if it is another
-        recipe's, CheckpointError if it holds the remains of a run that cannot be resumed.
-        """
-        newest, faults = None, []
-        for step, path in reversed(commit.committed(self.folder)):
-            reason = commit.fault(path, step)
-            if reason is None:
-                newest = json.loads((path / "train.json").read_text(encoding="utf-8"))
-                self._check_recipe(newest["recipe"], self.folder)
-                break
-            faults.append((path, reason))
-        if self._recipe_file.exists():
-            self._check_recipe(json.loads(self._recipe_file.read_text(encoding="utf-8")), self.folder.parent)
-        if not self.config.enable:
-            if newest or faults:
-                raise ConfigError(
-                    f"{self.folder} holds a run; choose another --job.dump_folder to go without",
-                    "checkpoint.enable",
-                )
-            return None
-        remains = [f"{path}: {reason}" for path, reason in faults]
-        remains += [f"{path} was set aside" for path in commit.set_aside_before(self.folder)]
-        if newest is None and remains:  # a fresh start over the remains of a run would lose it in silence
-            why = "; ".join(remains)
-            raise CheckpointError(
-                f"no usable checkpoint in {self.folder}: {why}; delete them to start afresh"
-            )
-        commit.clean(self.folder)
-        for path, reason in faults:
-            logger.warning(f"checkpoint set aside as {commit.set_aside(path)}: {reason}")
-        return newest
-
-    def _check_recipe(self, theirs: dict[str, Any], where: Path) -> None:
-        before, now = flatten(theirs), flatten(self.recipe)
-        allowed = tuple(self.config.allow_changed)
-        changed = [
-            f"{key} was {before.get(key, 'absent')!r}, is {now.get(key, 'absent')!r}"
-            # What is one value first: a changed tokenizer changes each source's fingerprint, too.
-            for key in sorted(before.keys() | now.keys(), key=lambda key: (key.count("."), key))
-            if before.get(key) != now.get(key)
-            and not any(key == a or key.startswith(a + ".") for a in allowed)
-        ]
-        if changed:
-            more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
-            raise ConfigError(
-                f"{where} holds a run of another recipe: {'; '.join(changed[:3])}{more}. Choose another "
-                "--job.dump_folder, delete that one, set it back, or name it in --checkpoint.allow_changed",
-                "job.dump_folder",
-            )
-
-    def _agree(self, act: Callable[[], T]) -> T:
-        """What `act()` gave on rank 0, its error included, on every rank."""
-        box: list[Any] = [None]
-        if self._rank == 0:
             try:
-                box = [act()]
-            except (CheckpointError, ConfigError) as e:
-                box = [e]
-            except (OSError, ValueError, KeyError) as e:
-                box = [CheckpointError(f"{self.folder}: {type(e).__name__}: {e}")]
-        if self._distributed:
-            dist.broadcast_object_list(box, group=self._group, group_src=0)
-        if isinstance(box[0], Exception):
-            raise box[0]
-        return box[0]
+                save(
+                    tensors,
+                    storage_writer=writer,
+                    process_group=self._ranks.group,
+                    no_dist=not self._ranks.distributed,
+                )
+            except CheckpointException as e:  # a BaseException; DCP raises it on all ranks
+                raise CheckpointError(f"step {step} could not be saved: {cause(e)}") from e
+            files = self._ranks.gather(writer.files)
+            self._ranks.agree(lambda: self._commit(partial, step, small, files, began))
+        except CheckpointError:
+            self._ranks.agree(lambda: commit.discard(partial))
+            raise
 
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step}"
+    def _begin(self, partial: Path, tensors: Tensors) -> None:
+        commit.begin(partial)
+        needed = sum(t.numel() * t.itemsize for of in tensors.values() for t in of.values())
+        disk = os.statvfs(partial)
+        free = disk.f_bavail * disk.f_frsize
+        if free < needed:
+            commit.discard(partial)
+            raise CheckpointError(
+                f"{self.folder} has {gib(free)} free, a checkpoint needs {gib(needed)}; nothing was written"
+            )
+
+    def _commit(
+        self, partial: Path, step: int, small: str, files: list[dict[str, FileDigest]], began: float
+    ) -> None:
+        written = {name: digest for of in files for name, digest in of.items()}
+        size = sum(digest.size for digest in written.values())
+        about = {
+            "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "titanlite": version("titanlite"),
+            "torch": torch.__version__,
+            "ranks": self._ranks.size,
+            "parent": self._from.step if self._from else None,
+        }
+        texts = {"train.json": small, "job.toml": self.job_toml}
+        path = commit.commit(partial, step, texts, written, about)
+        logger.info(f"saved {path} ({gib(size)}, {time.perf_counter() - began:.1f} s)")
+        try:
+            commit.retain(
+                self.folder,
+                self.config.keep_latest_k,
+                self.config.keep_every_n_steps,
+                keep=[self._from.step] if self._from else [],
+            )
+        except OSError as e:  # the checkpoint is there
+            logger.error(f"old checkpoints could not be deleted: {e}")
+
+    # ---- opening
+
+    def _open(self) -> Candidate | None:
+        faults: list[Fault] = []  # known to rank 0
+        while True:
+            candidate = self._ranks.agree(lambda: self._candidate(faults))
+            if candidate is None:
+                break
+            if self.config.verify == "full":
+                logger.info(f"verifying {candidate.path}")
+            reason = resume.verify(candidate, self._ranks, contents=self.config.verify == "full")
+            if reason is None:
+                break
+            faults.append((candidate.path, reason))
+        self._ranks.agree(lambda: self._check_usable(candidate, faults))
+        if self.config.enable:
+            resume.probe(self.folder, self._ranks)
+            self._ranks.agree(lambda: self._tidy(candidate, faults))
+        return candidate
+
+    def _take_lock(self, dump_folder: Path) -> None:
+        try:
+            self._lock = FolderLock(dump_folder)
+        except OSError as e:
+            raise ConfigError(f"{dump_folder} cannot be written to: {e}", "job.dump_folder") from None
+
+    def _candidate(self, faults: list[Fault]) -> Candidate | None:
+        """On rank 0; nothing in the folder is touched before it is known to be this run's."""
+        sizes, load_step = self.config.verify != "off", self.config.load_step
+        found = resume.newest(self.folder, -1, faults, sizes)
+        on_branch = found is not None and found.train.get("branch") == load_step and found.step > load_step
+        if load_step != -1 and not on_branch:
+            found = resume.newest(self.folder, load_step, faults, sizes)
+            if found is None:
+                there = ", ".join(str(step) for step, _ in commit.committed(self.folder)) or "none"
+                why = next((f": {why}" for path, why in faults if path.name == f"step-{load_step}"), "")
+                raise CheckpointError(
+                    f"--checkpoint.load_step={load_step}: no usable checkpoint of that step in {self.folder}"
+                    f"{why} (there: {there})"
+                )
+        allowed = self.config.allow_changed
+        if found is not None:
+            check_recipe(found.train["recipe"], self.recipe, allowed, self.folder)
+        if self._recipe_file.exists():
+            before = json.loads(self._recipe_file.read_text(encoding="utf-8"))
+            check_recipe(before, self.recipe, allowed, self.folder.parent)
+        return found
+
+    def _check_usable(self, candidate: Candidate | None, faults: list[Fault]) -> None:
+        if not self.config.enable and (candidate or faults):
+            raise ConfigError(
+                f"{self.folder} holds a run; choose another --job.dump_folder to go without",
+                "checkpoint.enable",
+            )
+        if candidate is None and (error := resume.unusable(self.folder, faults)):
+            raise error
+
+    def _tidy(self, candidate: Candidate | None, faults: list[Fault]) -> None:
+        assert self._lock is not None
+        self._lock.sign()
+        commit.clean(self.folder)
+        resume.set_aside(faults)
+        if candidate is not None and candidate.step == self.config.load_step:
+            for path in commit.abandon(self.folder, after=candidate.step):
+                logger.warning(f"moved to abandoned-*: {path}, saved after step {candidate.step}")
+
+    def _branch(self) -> int | None:
+        """The load_step that the run last went back to."""
+        if self.config.load_step != -1:
+            return self.config.load_step
+        return self._from.train.get("branch") if self._from else None
+
+    def _release(self) -> None:
+        self._thread.shutdown(wait=False)
+        if self._lock is not None:
+            self._lock.close()
 
 
-def load_tensors(
-    path: Path, tensors: dict[str, dict[str, torch.Tensor]], group: dist.ProcessGroup | None = None
-) -> None:
-    """Load `{"model": {name: tensor}, ...}` in place, strictly. Collective when process groups exist. Raises
-    CheckpointError if anything is missing, unexpected or of another shape or dtype."""
-    try:
-        reader = FileSystemReader(path)
-        check_same_tensors(tensors, reader.read_metadata(), str(path))
-        load(tensors, storage_reader=reader, process_group=group, no_dist=not dist.is_initialized())
-    except CheckpointException as e:  # a BaseException
-        raise CheckpointError(f"{path} cannot be loaded: {_cause(e)}") from e
-    except OSError as e:
-        raise CheckpointError(f"{path} cannot be read: {e}") from None
+def _same_device() -> Callable[[], None]:
+    """For a thread to begin with: threads start on device 0, whatever this rank's is."""
+    if not torch.cuda.is_available():
+        return lambda: None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-def _cause(error: CheckpointException) -> str:
-    rank, (first, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(first).__name__}: {first}"
+def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """All tensors of a checkpoint."""
+    return {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}

@@ -1,17 +1,23 @@
 """The commit protocol: `step-N/` exists only if it is whole.
 
-A checkpoint is written into `.partial-step-N/`, described by manifest.json (every file with its size; written
-last), synced to disk and renamed; then the folder itself is synced. Nothing is written inside a committed
-one. Deletion renames first, so a name never stands for half a checkpoint.
+A checkpoint is written into `.partial-step-N/`, every file is synced, manifest.json comes last and names each
+file with its size and SHA-256 and carries its own; then the directory is synced, renamed, and its parent
+synced. Nothing is written inside a committed one. Deletion renames first, so a name never stands for half a
+checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
+
+from titanlite.checkpoint.digest import FileDigest, write_file
 
 
 class CheckpointError(RuntimeError):
@@ -21,7 +27,7 @@ class CheckpointError(RuntimeError):
 
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 def partial_path(folder: Path, step: int) -> Path:
@@ -37,61 +43,119 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(m[1]), p) for m, p in found)
 
 
-def commit(partial: Path, step: int) -> Path:
-    """Make the finished directory `partial` the checkpoint of `step`. By one rank, after all have written."""
-    files = sorted(p for p in partial.rglob("*") if p.is_file())
-    sizes = {p.relative_to(partial).as_posix(): p.stat().st_size for p in files}
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "files": {name: {"size": size} for name, size in sizes.items()},
-    }
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    for file in [*files, partial / MANIFEST, partial]:
-        sync(file)
+def begin(partial: Path) -> None:
+    """An empty directory to write into. Removes what a failed save of the same step left."""
+    discard(partial)
+    partial.mkdir(parents=True)
+
+
+def discard(partial: Path) -> None:
+    """Give up what was written."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def commit(
+    partial: Path, step: int, texts: Mapping[str, str], files: dict[str, FileDigest], about: dict[str, Any]
+) -> Path:
+    """Make `partial` the checkpoint of `step`. By one rank, after all have written and synced their `files`.
+
+    `texts`: small files, written here. `about`: plain values for the manifest. Raises CheckpointError if a
+    file is not there in full.
+    """
+    for name, digest in files.items():  # another node's file may be short, or in another node's folder
+        size = (partial / name).stat().st_size
+        if size != digest.size:
+            raise CheckpointError(f"{partial / name} has {size} bytes, {digest.size} were written")
+    for name, text in texts.items():
+        files[name] = write_file(partial / name, text.encode())
+    manifest = {"format": FORMAT, "step": step, **about}
+    manifest["files"] = {name: files[name]._asdict() for name in sorted(files)}
+    write_file(partial / MANIFEST, _sealed(manifest).encode())
+    sync(partial)
     final = partial.with_name(f"step-{step}")
-    os.rename(partial, final)
+    os.rename(partial, final)  # fails if it exists: nothing is ever replaced
     sync(final.parent)
     return final
 
 
-def fault(path: Path, step: int | None = None) -> str | None:
-    """Why a committed checkpoint cannot be trusted, or None: its manifest, the presence and size of its
-    files, and that it is of `step`. Raises CheckpointError for one of another format: that is not damage, and
-    OSError for a disk that does not answer."""
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. Raises ValueError if it is not as it was written, CheckpointError if it
+    is of another format: that is not damage."""
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise ValueError("it is no manifest")
+    seal = manifest.pop("sha256", None)
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {manifest['format']}, this titanlite reads {FORMAT}")
+    if seal != _seal(manifest):
+        raise ValueError("its own SHA-256 differs")
+    return manifest
+
+
+def digests(manifest: dict[str, Any]) -> dict[str, FileDigest]:
+    """The files that a manifest names."""
+    return {name: FileDigest(**entry) for name, entry in manifest["files"].items()}
+
+
+def fault(path: Path, step: int | None = None, sizes: bool = True) -> str | None:
+    """Why a committed checkpoint cannot be trusted, or None: its manifest, that it is of `step`, and the
+    presence and size of its files; contents are digest.first_fault's. Raises CheckpointError for one of
+    another format and OSError for a disk that does not answer."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {manifest['format']}, this titanlite reads {FORMAT}")
+        manifest = read_manifest(path)
         if step not in (None, manifest["step"]):
             return f"its manifest is of step {manifest['step']}"
-        for name, entry in manifest["files"].items():
+        for name, expected in digests(manifest).items() if sizes else ():
             size = (path / name).stat().st_size
-            if size != entry["size"]:
-                return f"{name} has {size} bytes, {entry['size']} were written"
+            if size != expected.size:
+                return f"{name} has {size} bytes, {expected.size} were written"
     except FileNotFoundError as e:
         return f"{Path(e.filename).name} is missing"
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        return f"its manifest cannot be read: {type(e).__name__}: {e}"
+        return f"its manifest cannot be trusted: {type(e).__name__}: {e}"
     return None
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that cannot be used to `bad-...`, so that its step can be saved again."""
-    target = next(p for i in range(1 << 20) if not (p := path.with_name(f"bad-{path.name}-{i}")).exists())
+def set_aside(path: Path, prefix: str = "bad") -> Path:
+    """Rename a checkpoint that cannot be used to `bad-step-N-0`, so that its step can be saved again."""
+    target = next(
+        p for i in range(1 << 20) if not (p := path.with_name(f"{prefix}-{path.name}-{i}")).exists()
+    )
     os.rename(path, target)
     sync(path.parent)
     return target
 
 
 def set_aside_before(folder: Path) -> list[Path]:
-    """Checkpoints that earlier starts have set aside."""
+    """Bad checkpoints that earlier starts have set aside."""
     return sorted(folder.glob("bad-*"))
 
 
-def retain(folder: Path, keep_latest: int) -> None:
-    """Delete all but the newest `keep_latest` committed checkpoints (0: keep all). Only after a commit."""
-    for _, path in committed(folder)[:-keep_latest] if keep_latest else []:
+def abandon(folder: Path, after: int) -> list[Path]:
+    """Move the checkpoints after step `after` into `abandoned-<n>/`, the newest first, so that a kill between
+    two moves leaves none that has a gap before it. Returns their old paths."""
+    later = [path for step, path in committed(folder) if step > after]
+    if later:
+        branch = next(p for i in range(1 << 20) if not (p := folder / f"abandoned-{i}").exists())
+        branch.mkdir()
+        for path in reversed(later):
+            os.rename(path, branch / path.name)
+        sync(branch)
+        sync(folder)
+    return later
+
+
+def is_pinned(path: Path) -> bool:
+    """Whether a person keeps this checkpoint, by an empty file `step-N.keep` beside it."""
+    return path.with_name(f"{path.name}.keep").exists()
+
+
+def retain(folder: Path, keep_latest: int, every: int = 0, keep: Collection[int] = ()) -> None:
+    """Delete committed checkpoints but the newest `keep_latest` (0: delete none), those at multiples of
+    `every` steps (0: none), those of the steps `keep` and the pinned ones. Only after a commit."""
+    for step, path in committed(folder)[:-keep_latest] if keep_latest else []:
+        if step in keep or (every and step % every == 0) or is_pinned(path):
+            continue
         trash = path.with_name(f".trash-{path.name}")
         os.rename(path, trash)
         shutil.rmtree(trash, ignore_errors=True)
@@ -99,7 +163,7 @@ def retain(folder: Path, keep_latest: int) -> None:
 
 def clean(folder: Path) -> None:
     """Remove what a killed run left half-written or half-deleted. Only while no other run uses the folder."""
-    for path in [*folder.glob(".partial-*"), *folder.glob(".trash-*")]:
+    for path in [*folder.glob(".partial-*"), *folder.glob(".trash-*"), *folder.glob(".probe-*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -110,3 +174,11 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sealed(manifest: dict[str, Any]) -> str:
+    return json.dumps({**manifest, "sha256": _seal(manifest)}, indent=1) + "\n"

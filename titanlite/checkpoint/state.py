@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
-from titanlite.checkpoint.commit import CheckpointError
 
 
 @dataclass
@@ -66,25 +63,3 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates):
         group["lr"] = rate
-
-
-def check_same_tensors(wanted: dict[str, dict[str, torch.Tensor]], saved: Metadata, where: str) -> None:
-    """Raises CheckpointError unless the checkpoint has exactly these tensors with these shapes and dtypes.
-
-    DCP itself ignores extra tensors and casts dtypes in silence.
-    """
-    flat = {f"{part}.{name}": t for part, tensors in wanted.items() for name, t in tensors.items()}
-    kept = {k: v for k, v in saved.state_dict_metadata.items() if k.partition(".")[0] in wanted}
-    problems = [f"{k} is missing" for k in flat if k not in kept]
-    problems += [f"{k} is unexpected" for k in kept if k not in flat]
-    for name in flat.keys() & kept.keys():
-        entry, tensor = kept[name], flat[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            problems.append(f"{name} is not a tensor")
-        elif tuple(entry.size) != tuple(tensor.shape):
-            problems.append(f"{name} has shape {tuple(entry.size)}, the model's is {tuple(tensor.shape)}")
-        elif entry.properties.dtype != tensor.dtype:
-            problems.append(f"{name} is {entry.properties.dtype}, the model's is {tensor.dtype}")
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise CheckpointError(f"{where} does not fit this job: {'; '.join(sorted(problems)[:3])}{more}")

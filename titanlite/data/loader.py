@@ -7,6 +7,7 @@ and a resume costs nothing, however far in it is.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -216,9 +217,15 @@ class Rows(Dataset):
         """This rank's micro-batches from `order.from_row` on, without end."""
         loader = DataLoader(
             self, batch_sampler=order, num_workers=num_workers, collate_fn=_as_is, pin_memory=pin_memory,
-            prefetch_factor=4 if num_workers else None,
+            prefetch_factor=4 if num_workers else None, worker_init_fn=_ignore_signals,
         )  # fmt: skip
         return iter(loader)
+
+
+def _ignore_signals(worker: int) -> None:
+    """A stop is the trainer's business, which still needs its workers for the step it is in."""
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def _as_is(batch: Any) -> Any:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from titanlite.checkpoint import commit
-from titanlite.checkpoint.checkpointer import load_tensors
-from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.reader import load_tensors
+from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.generate import generate
@@ -48,21 +47,3 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     print(text)
     return 0
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a step folder, a checkpoint folder or a run folder stands for. Raises ConfigError
-    if there is none, CheckpointError if it is not whole."""
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory")
-    if (path / commit.MANIFEST).exists():
-        newest = path
-    else:
-        folders = [path, *sorted(p for p in path.iterdir() if p.is_dir())]
-        steps = next((found for f in folders if (found := commit.committed(f))), None)
-        if steps is None:
-            raise ConfigError(f"{path} holds no checkpoint: give a run folder, or one of its step-N folders")
-        newest = steps[-1][1]
-    if reason := commit.fault(newest):
-        raise CheckpointError(f"{newest} is not whole: {reason}")
-    return newest

@@ -1,24 +1,71 @@
 """`titanlite launch`: several trainer processes on this node, through torchrun's agent.
 
 The job is loaded and checked here first, so a mistake is one line before any process starts. torchrun answers
-every failure with 1; here the code of the rank that failed first is passed on.
+every failure with 1 and every SIGTERM with 30 seconds; here the code of the rank that failed first is passed
+on, signals are passed to the ranks, which get the time they need to save, and only a crash is restarted.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
 
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import api as launcher
 
 from titanlite import train
 from titanlite.config.component import ConfigError
 from titanlite.job import load_job
 from titanlite.runtime import isolate_restarts
+from titanlite.signals import AGAIN_S, SAVE, STOP, Stopped
+
+FINAL_CODES = {2, 3, Stopped.exit_code}  # a restart would only meet them again
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent, which starts and watches this node's ranks, with the two differences above."""
+
+    _stop_at: float | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = super()._start_workers(worker_group)
+        for number in (*STOP, *SAVE):  # after torchrun has set handlers of its own
+            signal.signal(number, self._forward)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        codes = {failure.exitcode for failure in result.failures.values()}
+        if result.state is WorkerState.FAILED and codes & FINAL_CODES:
+            self._remaining_restarts = 0
+            self._exit_barrier_timeout = (
+                30  # other nodes end with the same code; the first may host the store
+            )
+            self._exit_barrier()
+        return result
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        now, name = time.monotonic(), signal.Signals(number)
+        again = self._stop_at is not None and now - self._stop_at > AGAIN_S and number != signal.SIGUSR1
+        if again and number in STOP:
+            raise SignalException(f"{name.name} again: not waiting any longer", sigval=name)
+        if number in STOP:
+            self._stop_at = self._stop_at or now
+        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         prog="titanlite launch", description=__doc__, allow_abbrev=False, add_help=False
     )
     parser.add_argument("--nproc-per-node", default="1", help="processes on this node")
-    parser.add_argument("--nnodes", default="1", help="nodes")
+    parser.add_argument("--nnodes", default="1", help="nodes, or MIN:MAX: go on while MIN are there")
     parser.add_argument("--node-rank", default="0", help="which of them this is")
     parser.add_argument(
         "--rdzv-endpoint", default="", help="host:port of the first node; needed for several nodes"
@@ -40,13 +87,14 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     if {"-h", "--help"} & set(overrides):
         return train.main([options.config, *overrides])
-    for key, least in (("nproc_per_node", 1), ("nnodes", 1), ("node_rank", 0), ("max_restarts", 0)):
+    for key, least in (("nproc_per_node", 1), ("node_rank", 0), ("max_restarts", 0)):
         setattr(options, key, _number(key, getattr(options, key), least))
-    world_size = options.nproc_per_node * options.nnodes
+    nnodes = max(_number("nnodes", text, 1) for text in options.nnodes.split(":", 1))
+    world_size = options.nproc_per_node * nnodes
     load_job(options.config, overrides, world_size)
     if world_size == 1 and options.max_restarts == 0:
         return train.main([options.config, *overrides])
-    if options.nnodes > 1 and not options.rdzv_endpoint:
+    if nnodes > 1 and not options.rdzv_endpoint:
         parser.error("several nodes need --rdzv-endpoint (RDZV_ENDPOINT=host:port for run_train.sh)")
     return _torchrun(options, [options.config, *overrides])
 
@@ -73,6 +121,7 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
         f"--max-restarts={options.max_restarts}",
         "-m", "titanlite.cli", "train", *trainer_args,
     ]  # fmt: skip
+    setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010 -- launch_agent() has no parameter for it
     try:
         torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as error:

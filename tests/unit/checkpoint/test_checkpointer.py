@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.checkpointer import Checkpoint, Checkpointer, load_tensors
-from titanlite.checkpoint.state import CheckpointError, TrainState, model_tensors
+from titanlite.checkpoint.checkpointer import Checkpoint, Checkpointer
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.reader import load_tensors
+from titanlite.checkpoint.state import TrainState, model_tensors
 from titanlite.config.component import ConfigError
 
 RECIPE = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {"abc": 1000}}}
@@ -50,7 +52,7 @@ def save_steps(folder: Path, steps: int, **config: object) -> tuple[Parts, Check
     for _ in range(steps):
         parts.step()
         run.save(parts.net, parts.optimizer, parts.state, {"global_batch_size": 8})
-    run.wait()
+    run.settle()
     return parts, run
 
 
@@ -198,8 +200,9 @@ def test_a_failed_save_is_an_error_soon_after(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(commit, "commit", full)
     run.save(parts.net, parts.optimizer, parts.state, {})
     wait([run._pending])
+    assert run.failed  # what the loop asks after each step
     with pytest.raises(CheckpointError, match="No space left"):
-        run.check()  # what the loop calls after each step
+        run.close()
     assert commit.committed(tmp_path / "checkpoint") == []
 
 
@@ -237,8 +240,8 @@ def test_a_run_with_checkpoints_is_not_started_over_without(tmp_path: Path) -> N
 def test_a_newer_format_is_not_damage(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
     file = tmp_path / "checkpoint/step-2/manifest.json"
-    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(CheckpointError, match="has format 2, this titanlite reads 1"):
+    file.write_text(file.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(CheckpointError, match="has format 3, this titanlite reads 2"):
         open_run(tmp_path)
     assert names(tmp_path) == ["step-1", "step-2"]
 

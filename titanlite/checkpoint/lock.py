@@ -1,0 +1,70 @@
+"""One run a folder: LOCK in the run folder is held from the start of a run to its end.
+
+A POSIX record lock: it ends with the process however that ends, children do not inherit it, and NFS has it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO
+
+from titanlite.config.component import ConfigError
+from titanlite.log import logger
+
+WAIT_S = 20.0  # a restart may come before the last process of the run before it is gone
+
+
+class FolderLock:
+    """Taking it raises ConfigError if another process keeps it for longer than WAIT_S."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "LOCK"
+        self._file: IO[str] | None = open(self._path, "a+")  # noqa: SIM115 -- held until close()
+        until, told = time.monotonic() + WAIT_S, False
+        while not self._try():
+            if time.monotonic() >= until:
+                holder = self._holder()
+                self.close()
+                raise ConfigError(
+                    f"{folder} is in use by {holder}; stop it, or choose another --job.dump_folder"
+                )
+            if not told:
+                logger.warning(f"{folder} is in use by {self._holder()}; waiting for it to end")
+                told = True
+            time.sleep(0.2)
+
+    def sign(self) -> None:
+        """Say in the file who holds it."""
+        assert self._file is not None
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Let the next run have the folder."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _try(self) -> bool:
+        assert self._file is not None
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            logger.warning(
+                f"{self._path} cannot be locked ({e}): see to it that no second run uses this folder"
+            )
+        return True
+
+    def _holder(self) -> str:
+        assert self._file is not None
+        self._file.seek(0)
+        return self._file.read().strip() or "another process"

@@ -1,0 +1,51 @@
+"""The ranks that share a checkpoint: they decide together, over a gloo group that training does not use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.config.component import ConfigError
+
+TIMEOUT = timedelta(hours=1)  # a slow disk is not a hang
+T = TypeVar("T")
+
+
+class Ranks:
+    """This rank among those that share `folder`. Opening it is collective."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.distributed = dist.is_initialized()
+        self.rank = dist.get_rank() if self.distributed else 0
+        self.size = dist.get_world_size() if self.distributed else 1
+        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self.distributed else None
+
+    def agree(self, act: Callable[[], T]) -> T:
+        """What `act()` gave on rank 0, its error included, on every rank."""
+        box: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                box = [act()]
+            except (CheckpointError, ConfigError) as e:
+                box = [e]
+            except Exception as e:  # any error must reach the others, or they would wait for it
+                box = [CheckpointError(f"{self.folder}: {type(e).__name__}: {e}")]
+        if self.distributed:
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
+        if isinstance(box[0], Exception):
+            raise box[0]
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+        values: list[Any] = [value]
+        if self.distributed:
+            values = [None] * self.size
+            dist.all_gather_object(values, value, group=self.group)
+        return values

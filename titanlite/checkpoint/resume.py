@@ -1,0 +1,157 @@
+"""Which checkpoint a run goes on from. Rank 0 chooses, every rank helps to verify, nothing is touched before
+it is known that the folder is this run's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.digest import FileDigest, first_fault, write_file
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.config.component import ConfigError
+from titanlite.log import logger
+
+
+class Candidate(NamedTuple):
+    """A committed checkpoint that looks right. `train`: its train.json. `seal`: SHA-256 of its manifest."""
+
+    step: int
+    path: Path
+    train: dict[str, Any]
+    seal: str
+
+
+Fault = tuple[Path, str]  # a committed checkpoint and why it cannot be used
+
+
+def newest(folder: Path, load_step: int, faults: list[Fault], sizes: bool) -> Candidate | None:
+    """On one rank: the newest checkpoint, or that of `load_step`, that is not known to be bad. What is found
+    to be bad on the way is added to `faults`."""
+    for step, path in reversed(commit.committed(folder)):
+        if load_step not in (-1, step) or path in dict(faults):
+            continue
+        if reason := commit.fault(path, step, sizes):
+            faults.append((path, reason))
+            continue
+        train = json.loads((path / "train.json").read_text(encoding="utf-8"))
+        return Candidate(step, path, train, _seal(path))
+    return None
+
+
+def verify(candidate: Candidate, ranks: Ranks, contents: bool) -> str | None:
+    """Collective: the first fault that any rank found, or None. The files are dealt out to the ranks, so each
+    is read and hashed once. Raises ConfigError on all ranks if one of them sees another folder."""
+    found: str | None = None
+    try:
+        seen = _seal(candidate.path)
+        if contents and seen == candidate.seal:
+            files = commit.digests(commit.read_manifest(candidate.path))
+            found = first_fault(candidate.path, share(files, ranks.rank, ranks.size))
+    except OSError as e:
+        seen = f"{type(e).__name__}: {e}"
+    answers = ranks.gather((seen, found))
+    for rank, (seen, _) in enumerate(answers):
+        if seen != candidate.seal:
+            raise ConfigError(
+                f"rank {rank} does not see the {candidate.path} that rank 0 sees ({seen}): the run folder "
+                "must be on storage that all ranks share",
+                "job.dump_folder",
+            )
+    return next((reason for _, reason in answers if reason), None)
+
+
+def share(files: dict[str, FileDigest], rank: int, size: int) -> dict[str, FileDigest]:
+    """The files that `rank` of `size` is to read: the largest first, dealt out in turn."""
+    ordered = sorted(files, key=lambda name: (-files[name].size, name))
+    return {name: files[name] for name in ordered[rank::size]}
+
+
+def probe(folder: Path, ranks: Ranks) -> None:
+    """Collective: raises ConfigError unless every rank can write into `folder` and rank 0 sees it."""
+    place = ranks.agree(lambda: _make_probe(folder))
+    try:
+        write_file(place / str(ranks.rank), b"")
+        said = None
+    except OSError as e:
+        said = f"rank {ranks.rank} cannot write into {folder}: {e}"
+    problems = [text for text in ranks.gather(said) if text]
+    if not problems:
+        problems = ranks.agree(lambda: _not_seen(place, folder, ranks.size))
+    if problems:
+        raise ConfigError(
+            f"{problems[0]}; the run folder must be on storage that all ranks share and may write to",
+            "job.dump_folder",
+        )
+    ranks.agree(lambda: _remove_probe(place, ranks.size))
+
+
+def _make_probe(folder: Path) -> Path:
+    place = folder / f".probe-{uuid.uuid4().hex[:8]}"
+    try:
+        place.mkdir(parents=True)
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot be written to: {e}", "job.dump_folder") from None
+    return place
+
+
+def _not_seen(place: Path, folder: Path, size: int) -> list[str]:
+    return [
+        f"what rank {rank} writes into {folder}, rank 0 does not see"
+        for rank in range(size)
+        if not (place / str(rank)).exists()
+    ]
+
+
+def _remove_probe(place: Path, size: int) -> None:
+    for rank in range(size):
+        os.unlink(place / str(rank))
+    place.rmdir()
+
+
+def set_aside(faults: list[Fault]) -> None:
+    """Move bad checkpoints out of the way, so that their steps can be saved again."""
+    for path, reason in faults:
+        logger.warning(f"checkpoint set aside as {commit.set_aside(path)}: {reason}")
+
+
+def unusable(folder: Path, faults: list[Fault]) -> CheckpointError | None:
+    """The error for a folder that holds the remains of a run but nothing to go on from: a fresh start over
+    them would lose the run in silence."""
+    remains = [f"{path}: {reason}" for path, reason in faults]
+    remains += [f"{path} was set aside" for path in commit.set_aside_before(folder)]
+    if not remains:
+        return None
+    return CheckpointError(
+        f"no usable checkpoint in {folder}: {'; '.join(remains)}; delete them to start afresh"
+    )
+
+
+def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
+    """(step, path) of the checkpoints that a step folder, a checkpoint folder or a run folder stands for,
+    oldest first. Raises ConfigError if there is none."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory")
+    if (path / commit.MANIFEST).exists():  # a step folder, or a copy of one under any name
+        return [(commit.read_manifest(path)["step"], path)]
+    for folder in (path, *sorted(p for p in path.iterdir() if p.is_dir())):
+        if found := commit.committed(folder):
+            return found
+    raise ConfigError(f"{path} holds no checkpoint: give a run folder, or one of its step-N folders")
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The newest of checkpoints_below(). Raises CheckpointError if it is not whole."""
+    newest = checkpoints_below(path)[-1][1]
+    if reason := commit.fault(newest):
+        raise CheckpointError(f"{newest} is not whole: {reason}")
+    return newest
+
+
+def _seal(path: Path) -> str:
+    return hashlib.sha256((path / commit.MANIFEST).read_bytes()).hexdigest()

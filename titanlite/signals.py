@@ -1,0 +1,91 @@
+"""Requests from outside, by signal or by file: stop soon, or save now.
+
+SIGTERM, SIGINT, SIGUSR1, or a file STOP in the run folder: save and end with exit code 75, "requeue me".
+SIGUSR2: save and go on. A handler only notes the request; train.py agrees on it over all ranks and acts
+between two steps, so one rank that is told is enough. A second SIGTERM or SIGINT ends the process at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAVE = (signal.SIGUSR2,)
+AGAIN_S = 3.0  # a launcher and a terminal may each send what was meant once
+LOOK_S = 1.0  # between two looks for the file
+
+
+class Stopped(Exception):
+    """The run was asked to stop before there was a step to save."""
+
+    exit_code = 75
+
+
+class Signals:
+    """What this process was asked for."""
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._looked = -LOOK_S
+        self._stop_at: float | None = None
+        self._save = False
+        self._stepping = False
+
+    def begin(self, stop_file: Path | None) -> None:
+        """From now on there is something to save, so a request waits for the end of a step. `stop_file`: on
+        rank 0, where STOP may appear."""
+        self._file, self._stepping = stop_file, True
+
+    @property
+    def stop(self) -> bool:
+        """Whether to stop. Looks for the file once a second."""
+        now = time.monotonic()
+        if self._file is not None and self._stop_at is None and now - self._looked >= LOOK_S:
+            self._looked = now
+            if self._file.exists():
+                self._stop_at = now
+        return self._stop_at is not None
+
+    def take_save(self) -> bool:
+        """Whether to save; the request is then taken."""
+        save, self._save = self._save, False
+        return save
+
+    def done(self) -> None:
+        """The stop was carried out: the file is taken away, so that a requeued run goes on."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in SAVE:
+            self._save = True
+            return
+        now = time.monotonic()
+        if self._stop_at is not None and now - self._stop_at > AGAIN_S and number != signal.SIGUSR1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._stop_at = self._stop_at or now
+        if not self._stepping:
+            raise Stopped(f"stopped by {signal.Signals(number).name} before the first step; nothing is lost")
+
+
+@contextmanager
+def signals() -> Iterator[Signals]:
+    """Handle signals in the body; in the main thread, the only one that gets them."""
+    requests = Signals()
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, requests._handle) for number in (*STOP, *SAVE)}
+    try:
+        yield requests
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

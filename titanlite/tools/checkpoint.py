@@ -1,0 +1,105 @@
+"""titanlite checkpoint list DIR                what is there, the newest last
+titanlite checkpoint verify DIR [DIR ...]     hash every file of every checkpoint; exit code 3 if one is bad
+titanlite checkpoint show DIR [--tensors]     what is in the newest: state, recipe, files, tensors
+
+DIR is a run folder, its checkpoint folder, or one step-N folder. To keep a checkpoint for good, put an empty
+file step-N.keep beside it; to go back to one, train with --checkpoint.load_step=N.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.digest import first_fault, gib
+from titanlite.checkpoint.reader import SafeReader
+from titanlite.checkpoint.recipe import flatten
+from titanlite.checkpoint.resume import checkpoints_below, find_checkpoint
+from titanlite.config.component import ConfigError, suggest
+
+EXIT_BAD = commit.CheckpointError.exit_code
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run an action."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    action, *rest = argv
+    options = [a for a in rest if a.startswith("--")]
+    paths = [Path(a) for a in rest if not a.startswith("--")]
+    actions = {"list": _list, "verify": _verify, "show": _show}
+    if action not in actions:
+        raise ConfigError(f"unknown action {action!r}{suggest(action, sorted(actions))}")
+    if unknown := [o for o in options if (action, o) != ("show", "--tensors")]:
+        raise ConfigError(f"unknown option {unknown[0]!r} of `titanlite checkpoint {action}`")
+    if not paths or (action != "verify" and len(paths) > 1):
+        raise ConfigError(f"`titanlite checkpoint {action}` takes one directory; see --help")
+    return _show(paths, bool(options)) if action == "show" else actions[action](paths)
+
+
+def _list(paths: list[Path]) -> int:
+    found = checkpoints_below(paths[0])
+    print(f"{'step':>10}  {'saved at':25}  {'size':>10}  {'ranks':>5}  ")
+    for step, path in found:
+        notes = ["kept by step-N.keep"] if commit.is_pinned(path) else []
+        notes += ["newest"] if path == found[-1][1] else []
+        if reason := commit.fault(path, step):
+            print(f"{step:>10}  BAD: {reason}")
+            continue
+        m = commit.read_manifest(path)
+        size = sum(digest.size for digest in commit.digests(m).values())
+        print(
+            f"{step:>10}  {m['saved_at']:25}  {gib(size):>10}  {m['ranks']:>5}  {', '.join(notes)}".rstrip()
+        )
+    for path in sorted(found[0][1].parent.iterdir()):
+        if path.name.startswith(".partial-"):
+            print(f"{path.name}: being written, or left by a killed run; the next start removes it")
+        elif path.name.startswith("bad-"):
+            print(
+                f"{path.name}: set aside at a start, because it was damaged; delete it when you have looked"
+            )
+        elif path.name.startswith("abandoned-"):
+            steps = ", ".join(str(step) for step, _ in commit.committed(path))
+            print(f"{path.name}: steps {steps}, left behind when the run went back with load_step")
+    return 0
+
+
+def _verify(paths: list[Path]) -> int:
+    bad = 0
+    for step, path in [item for root in paths for item in checkpoints_below(root)]:
+        reason = commit.fault(path, step)
+        files = {} if reason else commit.digests(commit.read_manifest(path))
+        reason = reason or first_fault(path, files)
+        size = gib(sum(digest.size for digest in files.values()))
+        print(f"{path}: {f'BAD: {reason}' if reason else f'good, {len(files)} files, {size}'}", flush=True)
+        bad += reason is not None
+    return EXIT_BAD if bad else 0
+
+
+def _show(paths: list[Path], list_tensors: bool = False) -> int:
+    path = find_checkpoint(paths[0])
+    manifest = commit.read_manifest(path)
+    train = json.loads((path / "train.json").read_text(encoding="utf-8"))
+    recipe = flatten(train.pop("recipe"))
+    saved = SafeReader(path).read_metadata().state_dict_metadata
+    tensors = {name: t for name, t in saved.items() if isinstance(t, TensorStorageMetadata)}
+    print(path)
+    for key, value in {**train, **{k: v for k, v in manifest.items() if k not in ("files", "step")}}.items():
+        print(f"  {key:20} {value:,}" if type(value) is int else f"  {key:20} {value}")
+    for title, values in (("recipe", recipe), ("files", commit.digests(manifest))):
+        print(f"{title}:")
+        for key, value in values.items():
+            print(f"  {key:40} {value if title == 'recipe' else f'{value.size:>15,}  sha256 {value.sha256}'}")
+    for part in sorted({name.partition(".")[0] for name in tensors}):
+        inside = {name: t for name, t in tensors.items() if name.startswith(f"{part}.")}
+        total = sum(t.size.numel() for t in inside.values())
+        print(f"{part}: {len(inside)} tensors, {total:,} elements")
+        for name, t in inside.items() if list_tensors else ():
+            dtype = str(t.properties.dtype).removeprefix("torch.")
+            print(f"  {name:60} {dtype:10} {tuple(t.size)}")
+    return 0
