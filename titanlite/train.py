@@ -130,6 +130,9 @@ def build(job: Job, rt: Runtime) -> Run:
     optimizer = job.optimizer.build(net.named_parameters())
     state = TrainState(step=0, rows=0, tokens=rt.count(0))
     checkpoints.load(net, optimizer, state)
+    check_global_batch(
+        job, rt.plan.rows, checkpoints.resumed
+    )  # it may be the one before, if that was damaged
 
     record(job, rt, rows, state, checkpoints)
     sinks = job.metrics.sinks(job.folder, state.step, job.training.steps) if rt.rank == 0 else []

@@ -7,6 +7,7 @@ synchronous one waits for the thread. So both write the same bytes.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -14,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from titanlite import __version__
 from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import FileDigest, gib
@@ -122,11 +123,15 @@ class Checkpointer:
         return self._from.train if self._from else None
 
     def load(self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> None:
-        """Restore all three in place from the chosen checkpoint; a run without one starts fresh."""
+        """Restore all three in place from the chosen checkpoint, or from the one before if that turns out to
+        be damaged; a run without one starts fresh."""
         if self._from is None:
             return
         make_optimizer_state(optimizer)
-        load_tensors(self._from.path, tensors_of(net, optimizer), self._ranks.group)
+        tensors = tensors_of(net, optimizer)
+        while reason := self._load(self._from, tensors):
+            self._from = self._ranks.agree(functools.partial(self._fall_back, self._from, reason))
+        self._ranks.agree(functools.partial(self._leave_branch, self._from.step))
         state.restore(self._from.train)
         logger.info(f"resumed from {self._from.path}")
 
@@ -138,7 +143,7 @@ class Checkpointer:
         """Allocate the host buffers beside the training, so that the first save need not. Once the optimizer
         has its state."""
         if self.config.enable and self.config.async_mode == "async" and torch.cuda.is_available():
-            self._pending = self._thread.submit(self._host.allocate, tensors_of(net, optimizer))
+            self._pending = self._thread.submit(self._allocate, tensors_of(net, optimizer))
 
     def save(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, extra: dict[str, Any]
@@ -199,6 +204,11 @@ class Checkpointer:
 
     # ---- writing, in the thread
 
+    def _allocate(self, tensors: Tensors) -> None:
+        began = time.perf_counter()
+        size = self._host.allocate(tensors)
+        logger.info(f"pinned {gib(size)} of host memory for saves in {time.perf_counter() - began:.1f} s")
+
     def _write(self, step: int, tensors: Tensors, small: str) -> None:
         began = time.perf_counter()
         self._host.wait()
@@ -239,7 +249,7 @@ class Checkpointer:
         size = sum(digest.size for digest in written.values())
         about = {
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "titanlite": version("titanlite"),
+            "titanlite": __version__,
             "torch": torch.__version__,
             "ranks": self._ranks.size,
             "parent": self._from.step if self._from else None,
@@ -261,21 +271,37 @@ class Checkpointer:
 
     def _open(self) -> Candidate | None:
         faults: list[Fault] = []  # known to rank 0
-        while True:
-            candidate = self._ranks.agree(lambda: self._candidate(faults))
-            if candidate is None:
-                break
-            if self.config.verify == "full":
-                logger.info(f"verifying {candidate.path}")
-            reason = resume.verify(candidate, self._ranks, contents=self.config.verify == "full")
-            if reason is None:
-                break
-            faults.append((candidate.path, reason))
-        self._ranks.agree(lambda: self._check_usable(candidate, faults))
+        candidate = self._ranks.agree(lambda: self._candidate(faults))
+        if candidate is not None:
+            resume.check_shared(candidate, self._ranks)
         if self.config.enable:
             resume.probe(self.folder, self._ranks)
-            self._ranks.agree(lambda: self._tidy(candidate, faults))
+            self._ranks.agree(lambda: self._tidy(faults))
         return candidate
+
+    def _load(self, candidate: Candidate, tensors: Tensors) -> str | None:
+        """Load, and verify beside it; what is wrong with the checkpoint, if anything."""
+        if self.config.verify != "full":
+            load_tensors(candidate.path, tensors, self._ranks.group)
+            return None
+        logger.info(f"loading and verifying {candidate.path}")
+        verification, error = resume.Verification(candidate, self._ranks), None
+        try:
+            load_tensors(candidate.path, tensors, self._ranks.group)
+        except CheckpointError as e:  # of damage, or of another model
+            error = e
+        reason = verification.result()
+        if error is not None and reason is None:
+            raise error
+        return reason
+
+    def _fall_back(self, damaged: Candidate, reason: str) -> Candidate:
+        """On rank 0: set the damaged checkpoint aside; the one before it."""
+        faults = [(damaged.path, reason)]
+        found = self._candidate(faults)
+        resume.set_aside(faults)
+        assert found is not None, "_candidate() raises if there is none left"
+        return found
 
     def _take_lock(self, dump_folder: Path) -> None:
         try:
@@ -285,11 +311,11 @@ class Checkpointer:
 
     def _candidate(self, faults: list[Fault]) -> Candidate | None:
         """On rank 0; nothing in the folder is touched before it is known to be this run's."""
-        sizes, load_step = self.config.verify != "off", self.config.load_step
-        found = resume.newest(self.folder, -1, faults, sizes)
+        verify, load_step = self.config.verify, self.config.load_step
+        found = resume.newest(self.folder, -1, faults, verify)
         on_branch = found is not None and found.train.get("branch") == load_step and found.step > load_step
         if load_step != -1 and not on_branch:
-            found = resume.newest(self.folder, load_step, faults, sizes)
+            found = resume.newest(self.folder, load_step, faults, verify)
             if found is None:
                 there = ", ".join(str(step) for step, _ in commit.committed(self.folder)) or "none"
                 why = next((f": {why}" for path, why in faults if path.name == f"step-{load_step}"), "")
@@ -303,25 +329,26 @@ class Checkpointer:
         if self._recipe_file.exists():
             before = json.loads(self._recipe_file.read_text(encoding="utf-8"))
             check_recipe(before, self.recipe, allowed, self.folder.parent)
-        return found
-
-    def _check_usable(self, candidate: Candidate | None, faults: list[Fault]) -> None:
-        if not self.config.enable and (candidate or faults):
+        if not self.config.enable and (found or faults):
             raise ConfigError(
                 f"{self.folder} holds a run; choose another --job.dump_folder to go without",
                 "checkpoint.enable",
             )
-        if candidate is None and (error := resume.unusable(self.folder, faults)):
+        if found is None and (error := resume.unusable(self.folder, faults)):
             raise error
+        return found
 
-    def _tidy(self, candidate: Candidate | None, faults: list[Fault]) -> None:
+    def _tidy(self, faults: list[Fault]) -> None:
         assert self._lock is not None
         self._lock.sign()
         commit.clean(self.folder)
         resume.set_aside(faults)
-        if candidate is not None and candidate.step == self.config.load_step:
-            for path in commit.abandon(self.folder, after=candidate.step):
-                logger.warning(f"moved to abandoned-*: {path}, saved after step {candidate.step}")
+
+    def _leave_branch(self, step: int) -> None:
+        """Having gone back to load_step: what was saved after it is no longer this run's."""
+        if step == self.config.load_step:
+            for path in commit.abandon(self.folder, after=step):
+                logger.warning(f"moved to abandoned-*: {path}, saved after step {step}")
 
     def _branch(self) -> int | None:
         """The load_step that the run last went back to."""

@@ -1,4 +1,4 @@
-"""Loading tensors from a checkpoint: strictly, and without executing anything it holds.
+"""Loading tensors from a checkpoint: strictly, in parallel, and without executing anything it holds.
 
 DCP's `.metadata` is a pickle; it is read by an unpickler that knows the dozen names DCP writes and refuses
 all others. The shards are read by torch.load with weights_only.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
 
 from titanlite.checkpoint.commit import CheckpointError
 
+THREADS = 4  # each holds one tensor in host memory on its way to the device
 Tensors = dict[str, dict[str, torch.Tensor]]
 
 ALLOWED = {
@@ -47,6 +52,18 @@ class _Unpickler(pickle.Unpickler):
 
 class SafeReader(FileSystemReader):
     """DCP's reader, except that `.metadata` cannot run code."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Several files at a time: DCP reads one after another, at 1.5 GB/s."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        read = super().read_data
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda items: read(replace(plan, items=items), planner), by_file.values()))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises CheckpointError for a file that is not DCP's."""

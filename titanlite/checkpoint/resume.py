@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,16 +28,20 @@ class Candidate(NamedTuple):
     seal: str
 
 
+SHARD = ".distcp"
 Fault = tuple[Path, str]  # a committed checkpoint and why it cannot be used
 
 
-def newest(folder: Path, load_step: int, faults: list[Fault], sizes: bool) -> Candidate | None:
+def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Candidate | None:
     """On one rank: the newest checkpoint, or that of `load_step`, that is not known to be bad. What is found
-    to be bad on the way is added to `faults`."""
+    to be bad on the way is added to `faults`. The shards' contents are Verification's."""
     for step, path in reversed(commit.committed(folder)):
         if load_step not in (-1, step) or path in dict(faults):
             continue
-        if reason := commit.fault(path, step, sizes):
+        reason = commit.fault(path, step, sizes=verify != "off")
+        if reason is None and verify == "full":
+            reason = first_fault(path, small_files(path))
+        if reason:
             faults.append((path, reason))
             continue
         train = json.loads((path / "train.json").read_text(encoding="utf-8"))
@@ -44,30 +49,57 @@ def newest(folder: Path, load_step: int, faults: list[Fault], sizes: bool) -> Ca
     return None
 
 
-def verify(candidate: Candidate, ranks: Ranks, contents: bool) -> str | None:
-    """Collective: the first fault that any rank found, or None. The files are dealt out to the ranks, so each
-    is read and hashed once. Raises ConfigError on all ranks if one of them sees another folder."""
-    found: str | None = None
+def small_files(path: Path) -> dict[str, FileDigest]:
+    """All files but the shards."""
+    files = commit.digests(commit.read_manifest(path))
+    return {name: digest for name, digest in files.items() if not name.endswith(SHARD)}
+
+
+def check_shared(candidate: Candidate, ranks: Ranks) -> None:
+    """Collective: raises ConfigError on all ranks if one of them sees another checkpoint than rank 0."""
     try:
         seen = _seal(candidate.path)
-        if contents and seen == candidate.seal:
-            files = commit.digests(commit.read_manifest(candidate.path))
-            found = first_fault(candidate.path, share(files, ranks.rank, ranks.size))
     except OSError as e:
         seen = f"{type(e).__name__}: {e}"
-    answers = ranks.gather((seen, found))
-    for rank, (seen, _) in enumerate(answers):
-        if seen != candidate.seal:
+    for rank, seal in enumerate(ranks.gather(seen)):
+        if seal != candidate.seal:
             raise ConfigError(
-                f"rank {rank} does not see the {candidate.path} that rank 0 sees ({seen}): the run folder "
+                f"rank {rank} does not see the {candidate.path} that rank 0 sees ({seal}): the run folder "
                 "must be on storage that all ranks share",
                 "job.dump_folder",
             )
-    return next((reason for _, reason in answers if reason), None)
 
 
-def share(files: dict[str, FileDigest], rank: int, size: int) -> dict[str, FileDigest]:
-    """The files that `rank` of `size` is to read: the largest first, dealt out in turn."""
+class Verification:
+    """Hashing of the shards, beside their loading. The files are dealt out, so that each is hashed once, by
+    the rank that reads it anyway if the ranks are those that wrote it."""
+
+    def __init__(self, candidate: Candidate, ranks: Ranks):
+        self._ranks = ranks
+        self._path = candidate.path
+        self._thread = ThreadPoolExecutor(1, "verification")
+        self._fault = self._thread.submit(self._find)
+
+    def result(self) -> str | None:
+        """Collective: the first fault that any rank found, or None."""
+        try:
+            found = self._fault.result()
+        except Exception as e:  # the others wait for this rank's answer
+            found = f"rank {self._ranks.rank} could not read it: {type(e).__name__}: {e}"
+        self._thread.shutdown()
+        return next((reason for reason in self._ranks.gather(found) if reason), None)
+
+    def _find(self) -> str | None:
+        manifest = commit.read_manifest(self._path)
+        files = {n: d for n, d in commit.digests(manifest).items() if n.endswith(SHARD)}
+        return first_fault(self._path, share(files, self._ranks.rank, self._ranks.size, manifest["ranks"]))
+
+
+def share(files: dict[str, FileDigest], rank: int, size: int, writers: int) -> dict[str, FileDigest]:
+    """The shards that `rank` of `size` is to hash: its own, if as many ranks wrote them; else every size-th,
+    the largest first."""
+    if writers == size:
+        return {name: digest for name, digest in files.items() if name.startswith(f"__{rank}_")}
     ordered = sorted(files, key=lambda name: (-files[name].size, name))
     return {name: files[name] for name in ordered[rank::size]}
 

@@ -27,9 +27,9 @@ class HostBuffers:
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
 
-    def allocate(self, tensors: Tensors) -> None:
-        """Have a buffer for each tensor. Takes seconds for tens of GB, once. Raises CheckpointError if the
-        host has not that much memory to pin."""
+    def allocate(self, tensors: Tensors) -> int:
+        """Have a buffer for each tensor; returns their bytes. Takes seconds for tens of GB, once. Raises
+        CheckpointError if the host has not that much memory to pin."""
         wanted = {name: local for name, local in _local(tensors) if name not in self._buffers}
         segment: list[tuple[str, torch.Tensor]] = []
         for name, local in wanted.items():
@@ -39,6 +39,7 @@ class HostBuffers:
             segment.append((name, local))
         if segment:
             self._allocate(segment)
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def copy(self, tensors: Tensors) -> Tensors:
         """Begin to copy; the tensors on the host, DTensors with the same placements, are complete after

@@ -127,10 +127,9 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode > 0 else 1
-        print(
-            f"titanlite: rank {rank} ended with {_describe(failure.exitcode)}; its message is above",
-            file=sys.stderr,
-        )
+        if code != Stopped.exit_code:
+            ending = _describe(failure.exitcode)
+            print(f"titanlite: rank {rank} ended with {ending}; its message is above", file=sys.stderr)
         return code
     except SignalException as error:
         print(f"titanlite: ended by signal {error.sigval.name}", file=sys.stderr)

@@ -1,0 +1,219 @@
+"""What a checkpoint costs: how long a save holds up training, how much slower steps are while it is written,
+and what verifying adds to loading. Run on one GPU with the 1.5e9-parameter Llama (17 GB of state).
+
+    python benchmarks/checkpoint.py saves async            titanlite, async_mode = "async"; or: disabled
+    python benchmarks/checkpoint.py peer async             torchtitan 0.2.2; or: disabled,
+    async_with_pinned_mem python benchmarks/checkpoint.py load                   verify = "full" against
+    "off", from cache and from disk
+        --output benchmarks/results/NAME.json
+
+Both trainers are timed from outside, by when their step lines arrive. A step's line is written before the
+save in torchtitan and after it in titanlite, so what a save at step k costs is taken over the lines k - 1 to
+k + 2: their time less three times the median quiet step. `peer` needs torchtitan and TORCHTITAN_PEER, a
+folder with its torchtitan.toml and what that imports: the same model, batch and steps on random tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.environment import environment  # noqa: E402
+from benchmarks.throughput import SHIPPED_DATA  # noqa: E402
+
+CONFIG = ROOT / "train_configs/llama3_1b.toml"
+WARM = 12  # steps that do not count: compiling, pinning
+
+
+def main() -> None:
+    """Run one case, summarise, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("case", choices=["saves", "peer", "load"])
+    parser.add_argument("mode", nargs="?", default="async")
+    parser.add_argument("--config", default=str(CONFIG))
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--interval", type=int, default=80)
+    parser.add_argument("--folder", type=Path, default=ROOT / "outputs/benchmark_checkpoint")
+    parser.add_argument("--output", type=Path)
+    options, overrides = parser.parse_known_args()
+    shutil.rmtree(options.folder, ignore_errors=True)
+    if options.case == "load":
+        result = load_case(options, overrides)
+    else:
+        result = save_case(options, overrides)
+    shutil.rmtree(options.folder, ignore_errors=True)
+    result = {"case": options.case, **result, "environment": environment("torch", "torchtitan", "torchao")}
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if k not in ("gaps_s", "environment", "lines")}))
+
+
+def titanlite_command(options: argparse.Namespace, overrides: list[str]) -> list[str]:
+    """The real trainer on the shipped data."""
+    return [
+        str(ROOT / "run_train.sh"), options.config, *SHIPPED_DATA, f"--job.dump_folder={options.folder}",
+        f"--training.steps={options.steps}", "--metrics.log_freq=1", "--checkpoint.enable=true",
+        f"--checkpoint.interval={options.interval}", "--checkpoint.keep_latest_k=2", *overrides,
+    ]  # fmt: skip
+
+
+def save_case(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    """Train with saves; what each cost."""
+    env = os.environ | {"NGPU": "1", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1"}
+    if options.case == "saves":
+        command = titanlite_command(options, [f"--checkpoint.async_mode={options.mode}", *overrides])
+    else:
+        peer = Path(os.environ["TORCHTITAN_PEER"])
+        env["PYTHONPATH"] = f"{peer}:{env.get('PYTHONPATH', '')}"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "-m", "torchtitan.train",
+            "--job.config_file", str(peer / "torchtitan.toml"), "--job.dump_folder", str(options.folder),
+            "--training.steps", str(options.steps), "--metrics.log_freq", "1", "--checkpoint.enable",
+            "--checkpoint.interval", str(options.interval), "--checkpoint.async_mode", options.mode,
+            "--checkpoint.keep_latest_k", "2", "--checkpoint.no-last-save-model-only", *overrides,
+        ]  # fmt: skip
+    arrived: dict[int, float] = {}
+    about_saves = []
+    began = time.perf_counter()
+    for at, line in lines_of(command, env):
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", line)
+        if match := re.search(r"\bstep:? +(\d+)\b(?=.*loss)", plain):
+            arrived.setdefault(int(match[1]), at - began)
+        elif re.search(r"saved|[Ss]aving|checkpoint|staging|pinned", plain):
+            about_saves.append(f"{at - began:.2f} {plain.strip()[-160:]}")
+    return {"trainer": options.case, "mode": options.mode, **summary(arrived, about_saves, options.interval)}
+
+
+def lines_of(command: list[str], env: dict[str, str]) -> Iterator[tuple[float, str]]:
+    """(when it arrived, line) of a program's output; raises with its end if it fails."""
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    tail: list[str] = []
+    for line in process.stdout:
+        tail = [*tail[-40:], line]
+        yield time.perf_counter(), line
+    if process.wait() != 0:
+        print("".join(tail), file=sys.stderr)
+        print(f"{command[0]} ended with {process.returncode}: what it did until then counts", file=sys.stderr)
+
+
+def summary(arrived: dict[int, float], about_saves: list[str], interval: int) -> dict[str, Any]:
+    """Costs of the saves, from when the step lines arrived."""
+    steps = sorted(arrived)
+    gaps = {step: arrived[step] - arrived[step - 1] for step in steps if step - 1 in arrived}
+    written = [(float(m[1]), float(m[2])) for line in about_saves if (m := _WRITTEN.match(line))]
+    near = {k for s in steps if s % interval == 0 for k in (s, s + 1, s + 2)}
+    writing = {
+        s
+        for s in gaps
+        for end, seconds in written
+        if end - seconds <= arrived[s] - gaps[s] and arrived[s] <= end and s not in near
+    }
+    quiet = [gap for s, gap in gaps.items() if s > WARM and s not in near | writing]
+    step_s = statistics.median(quiet)
+    blocked = [
+        arrived[s + 2] - arrived[s - 1] - 3 * step_s
+        for s in steps
+        if s % interval == 0 and s + 2 in arrived and s - 1 in arrived
+    ]
+    during = [gaps[s] for s in sorted(writing)]
+    return {
+        "step_s": step_s,
+        "blocked_s": blocked,
+        "write_s": [seconds for _, seconds in written],
+        "steps_while_writing": len(during),
+        "step_while_writing_s": statistics.median(during) if during else None,
+        "step_while_writing_ratio": statistics.median(during) / step_s if during else None,
+        "mean_while_writing_ratio": statistics.mean(during) / statistics.mean(quiet) if during else None,
+        "gaps_s": gaps,
+        "lines": about_saves,
+    }
+
+
+_WRITTEN = re.compile(r"([\d.]+) .*saved .*, ([\d.]+) s\)")  # titanlite's own line: when it ended, how long
+
+
+def load_case(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    """Save once, then open and load that checkpoint with and without verification."""
+    options.steps = options.interval = 2
+    command = titanlite_command(options, [*overrides, "--lr_scheduler.warmup_steps=1"])
+    env = os.environ | {"NGPU": "1", "PYTHON": sys.executable}
+    subprocess.run(command, env=env, check=True)
+    times: list[dict[str, Any]] = []
+    for cache in ("warm", "disk"):
+        for verify in ("off", "full", "off", "full"):
+            if cache == "disk":
+                forget(options.folder)
+            out = subprocess.run(
+                [sys.executable, "-c", LOAD, str(options.folder), verify],
+                env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+                check=True, capture_output=True, text=True,
+            ).stdout  # fmt: skip
+            times.append({"cache": cache, "verify": verify, **json.loads(out.splitlines()[-1])})
+            print(times[-1], flush=True)
+    best = {
+        (cache, verify): min(
+            t["open_s"] + t["load_s"] for t in times if (t["cache"], t["verify"]) == (cache, verify)
+        )
+        for cache in ("warm", "disk")
+        for verify in ("off", "full")
+    }
+    added = {cache: best[cache, "full"] / best[cache, "off"] - 1 for cache in ("warm", "disk")}
+    return {"verify_adds": added, "times": times}
+
+
+def forget(folder: Path) -> None:
+    """Drop a folder's files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+LOAD = """
+import json, sys, time, torch
+from dataclasses import replace
+from pathlib import Path
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.state import TrainState
+from titanlite.job import load_job
+from titanlite.parallel.sharded import ShardedModel
+folder, verify = Path(sys.argv[1]), sys.argv[2]
+job = load_job(folder / "job.toml", world_size=None)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+with torch.device("meta"):
+    net = job.model.build()
+ShardedModel(net, job.loss.build(), "sdpa").materialize(torch.device(device), 0)
+optimizer = job.optimizer.build(net.named_parameters())
+state = TrainState(0, 0, torch.zeros((), dtype=torch.int64, device=device))
+recipe = json.loads((folder / "recipe.json").read_text())
+began = time.perf_counter()
+checkpoints = Checkpointer(replace(job.checkpoint, verify=verify), folder, recipe, "")
+opened = time.perf_counter()
+checkpoints.load(net, optimizer, state)
+if device == "cuda":
+    torch.cuda.synchronize()
+print(json.dumps({"open_s": opened - began, "load_s": time.perf_counter() - opened, "step": state.step}))
+"""
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""multinode.slurm with stand-ins for Slurm: what it starts, and when it asks to be requeued."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then printf 'node7\\nnode8\\n'; else echo "scontrol $*" >> calls; fi
+"""
+SRUN = """#!/usr/bin/env bash
+shift  # --kill-on-bad-exit
+SLURM_NODEID=1 "$@"
+"""
+TRAINER = """#!/usr/bin/env bash
+echo "run_train $NNODES $NODE_RANK $RDZV_ENDPOINT $NGPU $*" >> calls
+for i in $(seq 100); do [ -e go ] && break; sleep 0.1; done
+exit $(cat code)
+"""
+
+
+@pytest.fixture
+def submit(tmp_path: Path):
+    """Start the script in a folder with the stand-ins."""
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("run_train.sh", TRAINER)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def start(code: int) -> subprocess.Popen:
+        (tmp_path / "code").write_text(str(code))
+        env = os.environ | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2",
+        }  # fmt: skip
+        return subprocess.Popen([ROOT / "multinode.slurm", "debug", "--training.steps=5"], env=env)
+
+    return start
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 75])
+def test_requeues_on_75_alone(submit, tmp_path: Path, code: int) -> None:
+    (tmp_path / "go").touch()
+    assert submit(code).wait(30) == code
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[0] == "run_train 2 1 node7:29500 8 debug --training.steps=5"
+    assert calls[1:] == (["scontrol requeue 42"] if code == 75 else [])
+
+
+def test_outlives_the_signals_that_stop_the_trainer(submit, tmp_path: Path) -> None:
+    job = submit(75)
+    while not (tmp_path / "calls").exists():
+        time.sleep(0.05)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        job.send_signal(number)
+        time.sleep(0.2)
+    (tmp_path / "go").touch()
+    assert job.wait(30) == 75
+    assert "scontrol requeue 42" in (tmp_path / "calls").read_text()
