@@ -87,7 +87,7 @@ def save_case(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
             "--job.config_file", str(peer / "torchtitan.toml"), "--job.dump_folder", str(options.folder),
             "--training.steps", str(options.steps), "--metrics.log_freq", "1", "--checkpoint.enable",
             "--checkpoint.interval", str(options.interval), "--checkpoint.async_mode", options.mode,
-            "--checkpoint.keep_latest_k", "2", "--checkpoint.no-last-save-model-only", *overrides,
+            "--checkpoint.keep_latest_k", "2", *overrides,
         ]  # fmt: skip
     arrived: dict[int, float] = {}
     about_saves = []

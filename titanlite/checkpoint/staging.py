@@ -101,8 +101,12 @@ class HostBuffers:
 INSTEAD = "set --checkpoint.async_mode=disabled to save without a copy"
 
 
+_pinned: list[torch.Tensor] = []  # never unmapped: the driver would refuse the next mapping at that address
+
+
 def pin(memory: torch.Tensor) -> None:
     """Page-lock host memory for the life of the process, so that the device writes to it directly."""
+    _pinned.append(memory)
     memory.zero_()  # the pages exist before they are pinned, which is faster
     code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(code) != 0:
