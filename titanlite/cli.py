@@ -13,6 +13,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from titanlite.signals import Stopped
+
 TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)  # as in pyproject.toml
 
 VERBS = {
@@ -54,6 +56,9 @@ def run(argv: Sequence[str]) -> int:
         return 2
     try:
         return importlib.import_module(VERBS[argv[0]][0]).main(argv[1:])
+    except Stopped as stopped:
+        print(f"titanlite: {stopped}", file=sys.stderr)
+        return stopped.exit_code
     except KeyboardInterrupt:
         print("titanlite: interrupted", file=sys.stderr)
         return 130

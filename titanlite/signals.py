@@ -23,8 +23,9 @@ AGAIN_S = 3.0  # a launcher and a terminal may each send what was meant once
 LOOK_S = 1.0  # between two looks for the file
 
 
-class Stopped(Exception):
-    """The run was asked to stop before there was a step to save."""
+class Stopped(BaseException):
+    """The run was asked to stop before there was a step to save. No Exception: it may arise anywhere, and
+    what handles errors there must not take it for one."""
 
     exit_code = 75
 
