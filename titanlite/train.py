@@ -76,11 +76,6 @@ def train(job: Job) -> int:
                 with meter.apart("time/generation_s"):
                     run.sample(job, rt)
             stop, save_now, save_failed = vote.result()  # if any rank says so, all do
-            if save_failed:
-                checkpoints.settle()
-            if checkpoints.due(state.step, last_step, stop or save_now):
-                with meter.apart("checkpoint/stall_s"):
-                    checkpoints.save(model.net, optimizer, state, {"global_batch_size": rt.plan.rows})
             logged = evaluation or stop or state.step == first_step
             if logged or due(job.metrics.log_freq, state.step, last_step):
                 values = {
@@ -91,6 +86,13 @@ def train(job: Job) -> int:
                     "data/batch_sha": rt.sum_u64(sum(batch.sha for batch in micro_batches)),
                 }
                 meter.report(state.step, values | evaluation)
+            if save_failed:
+                checkpoints.settle()
+            if checkpoints.due(
+                state.step, last_step, stop or save_now
+            ):  # after its line: a resume begins there
+                with meter.apart("checkpoint/stall_s"):
+                    checkpoints.save(model.net, optimizer, state, {"global_batch_size": rt.plan.rows})
             if state.step == first_step:
                 rt.shorten_timeouts()
                 checkpoints.warm_up(model.net, optimizer)

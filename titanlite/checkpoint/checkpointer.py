@@ -142,7 +142,8 @@ class Checkpointer:
     def warm_up(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Allocate the host buffers beside the training, so that the first save need not. Once the optimizer
         has its state."""
-        if self.config.enable and self.config.async_mode == "async" and torch.cuda.is_available():
+        first = self._pending is None  # no save has made them yet
+        if first and self.config.enable and self.config.async_mode == "async" and torch.cuda.is_available():
             self._pending = self._thread.submit(self._allocate, tensors_of(net, optimizer))
 
     def save(
