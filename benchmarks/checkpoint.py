@@ -7,10 +7,10 @@ and what verifying adds to loading. Run on one GPU with the 1.5e9-parameter Llam
     "off", from cache and from disk
         --output benchmarks/results/NAME.json
 
-Both trainers are timed from outside, by when their step lines arrive. Whether a trainer
-writes a step's line before its save or after it, and whether it waits at once or at the next step, what a
-save at step k costs is taken over the lines k - 1 to k + 2: their time less three times the median quiet
-step. `peer` needs torchtitan and TORCHTITAN_PEER, a folder with its torchtitan.toml and what that imports:
+Both trainers are timed from outside, by when their step lines arrive. Whether a trainer writes a step's line
+before its save or after it, and whether it waits at once or at the next step, what a save at step k costs is
+taken over the lines k - 1 to k + 2: their time less three times the median quiet step.
+`peer` needs torchtitan and TORCHTITAN_PEER, a folder with its torchtitan.toml and what that imports:
 the same model, batch and steps on random tokens.
 """
 

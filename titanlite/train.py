@@ -88,9 +88,7 @@ def train(job: Job) -> int:
                 meter.report(state.step, values | evaluation)
             if save_failed:
                 checkpoints.settle()
-            if checkpoints.due(
-                state.step, last_step, stop or save_now
-            ):  # after its line: a resume begins there
+            if checkpoints.due(state.step, last_step, stop or save_now):  # now that its line is written
                 with meter.apart("checkpoint/stall_s"):
                     checkpoints.save(model.net, optimizer, state, {"global_batch_size": rt.plan.rows})
             if state.step == first_step:
