@@ -7,6 +7,7 @@ NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process a GPU, 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -244,7 +245,9 @@ def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Ch
             "recipe.json": json.dumps(checkpoints.recipe, indent=1) + "\n",
         }
         for name, text in files.items():
-            (job.folder / name).write_text(text, encoding="utf-8")
+            aside = job.folder / f".{name}"  # a kill leaves the old one or the new one
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, job.folder / name)
     if state.step < job.training.steps:
         compiling = " (the first one compiles)" if job.compile.enable else ""
         logger.info(f"steps {state.step + 1} to {job.training.steps}{compiling}")

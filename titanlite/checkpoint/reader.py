@@ -85,7 +85,11 @@ def load_tensors(path: Path, tensors: Tensors, group: dist.ProcessGroup | None =
     CheckpointError if anything is missing, unexpected or of another shape or dtype."""
     try:
         reader = SafeReader(path)
-        check_same_tensors(tensors, reader.read_metadata(), str(path))
+        saved = reader.read_metadata()
+        try:
+            check_same_tensors(tensors, saved, str(path))
+        except (AttributeError, TypeError, KeyError) as e:  # unpickled, but not what DCP wrote
+            raise CheckpointError(f"{path}/.metadata is damaged: {type(e).__name__}: {e}") from None
         load(tensors, storage_reader=reader, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as e:  # a BaseException
         raise CheckpointError(f"{path} cannot be loaded: {cause(e)}") from e
