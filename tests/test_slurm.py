@@ -15,7 +15,7 @@ SCONTROL = """#!/usr/bin/env bash
 if [ "$1" = show ]; then printf 'node7\\nnode8\\n'; else echo "scontrol $*" >> calls; fi
 """
 SRUN = """#!/usr/bin/env bash
-shift  # --kill-on-bad-exit
+shift 2  # --kill-on-bad-exit, --cpus-per-task
 SLURM_NODEID=1 "$@"
 """
 TRAINER = """#!/usr/bin/env bash
@@ -48,7 +48,7 @@ def test_requeues_on_75_alone(submit, tmp_path: Path, code: int) -> None:
     (tmp_path / "go").touch()
     assert submit(code).wait(30) == code
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls[0] == "run_train 2 1 node7:29500 8 debug --training.steps=5"
+    assert calls[0] == "run_train 2 1 node7:20042 8 debug --training.steps=5"
     assert calls[1:] == (["scontrol requeue 42"] if code == 75 else [])
 
 

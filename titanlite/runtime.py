@@ -288,10 +288,15 @@ def environment(rt: Runtime) -> dict[str, Any]:
     }
 
 
-def isolate_restarts() -> None:
-    """For the launcher: give each restart a store of its own. torchrun's shared one still has the addresses
-    of the ranks that died, and a new gloo group may wait for them forever (seen with torch 2.13)."""
+LAUNCHER = "TITANLITE_LAUNCHER_PID"
+
+
+def prepare_to_launch() -> None:
+    """For the launcher: let ranks know it, and give each restart a store of its own. torchrun's shared one
+    still has the addresses of the ranks that died, and a new gloo group may wait for them forever (seen with
+    torch 2.13)."""
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ[LAUNCHER] = str(os.getpid())
 
 
 def leave(code: int) -> NoReturn:
@@ -331,6 +336,8 @@ def _die_with_the_launcher() -> None:
     folder."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+            os._exit(1)  # it died before this line
 
 
 def _set_determinism(on: bool) -> None:

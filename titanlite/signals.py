@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,6 +37,7 @@ class Signals:
         self._file: Path | None = None
         self._looked = -LOOK_S
         self._stop_at: float | None = None
+        self._ended_at: float | None = None  # by SIGTERM or SIGINT, the signals that may be repeated
         self._save = False
         self._stepping = False
 
@@ -51,7 +52,7 @@ class Signals:
         now = time.monotonic()
         if self._file is not None and self._stop_at is None and now - self._looked >= LOOK_S:
             self._looked = now
-            if self._file.exists():
+            if os.path.exists(self._file):  # False where Path.exists raises: a stale mount, say
                 self._stop_at = now
         return self._stop_at is not None
 
@@ -61,18 +62,21 @@ class Signals:
         return save
 
     def done(self) -> None:
-        """The stop was carried out: the file is taken away, so that a requeued run goes on."""
+        """The run has ended: the file is taken away, so that the next one does not."""
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._file.unlink(missing_ok=True)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number in SAVE:
             self._save = True
             return
         now = time.monotonic()
-        if self._stop_at is not None and now - self._stop_at > AGAIN_S and number != signal.SIGUSR1:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        if number != signal.SIGUSR1:
+            if self._ended_at is not None and now - self._ended_at > AGAIN_S:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            self._ended_at = self._ended_at or now
         self._stop_at = self._stop_at or now
         if not self._stepping:
             raise Stopped(f"stopped by {signal.Signals(number).name} before the first step; nothing is lost")
@@ -85,6 +89,7 @@ def signals() -> Iterator[Signals]:
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, requests._handle) for number in (*STOP, *SAVE)}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # a launcher holds them back until now
     try:
         yield requests
     finally:

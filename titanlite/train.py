@@ -184,8 +184,11 @@ class Run:
             )  # fmt: skip
             logger.info(f"sample at step {self.state.step}:\n{text}")
             if rt.rank == 0 and keep:
-                with open(job.folder / "samples.txt", "a", encoding="utf-8") as f:
-                    f.write(f"--- step {self.state.step}\n{text}\n")
+                try:
+                    with open(job.folder / "samples.txt", "a", encoding="utf-8") as f:
+                        f.write(f"--- step {self.state.step}\n{text}\n")
+                except OSError as e:  # a full disk does not end the run
+                    logger.error(f"samples.txt: {e}")
 
 
 def due(freq: int, step: int, last_step: int) -> bool:
@@ -259,8 +262,8 @@ def finish(
     """Say what came of the run and where it is; a run that was finished already is evaluated again. Returns
     the exit code."""
     run.checkpoints.close()
+    requests.done()
     if run.state.step < job.training.steps:
-        requests.done()
         if not job.checkpoint.enable:
             logger.warning(
                 f"stopped after step {run.state.step}; nothing is saved: checkpoint.enable = false"

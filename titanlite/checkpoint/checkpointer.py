@@ -11,8 +11,9 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,11 +30,11 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import FileDigest, gib
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.reader import Tensors, cause, load_tensors
-from titanlite.checkpoint.recipe import check_recipe
+from titanlite.checkpoint.reader import cause, load_tensors
+from titanlite.checkpoint.recipe import check_recipe, read_recipe
 from titanlite.checkpoint.resume import Candidate, Fault
 from titanlite.checkpoint.staging import HostBuffers
-from titanlite.checkpoint.state import TrainState, make_optimizer_state, model_tensors, optimizer_tensors
+from titanlite.checkpoint.state import Tensors, TrainState, make_optimizer_state, tensors_of
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
@@ -91,6 +92,7 @@ class Checkpoint:
 
 
 MAX_FAILURES = 3  # saves in a row
+SLACK = 1.05  # of the space that a checkpoint's tensors need: for its index, and for the metrics meanwhile
 
 
 class Checkpointer:
@@ -108,6 +110,7 @@ class Checkpointer:
         self._lock: FolderLock | None = None
         self._pending: Future[None] | None = None
         self._failures = 0
+        self._error: BaseException | None = None  # of the last save
         self._host = HostBuffers()
         self._thread = ThreadPoolExecutor(1, "checkpoint", _same_device())
         try:
@@ -151,13 +154,15 @@ class Checkpointer:
     ) -> None:
         """Save now. Waits for a save that is still in flight."""
         self.settle()
-        tensors = tensors_of(net, optimizer)
+        tensors, problem = tensors_of(net, optimizer), None
         small = {**state.as_json(), **extra, "branch": self._branch(), "recipe": self.recipe}
         if self.config.async_mode == "async":
-            tensors = self._host.copy(tensors)
-        self._pending = self._thread.submit(
-            self._write, state.step, tensors, json.dumps(small, indent=1) + "\n"
-        )
+            try:
+                tensors = self._host.copy(tensors)
+            except CheckpointError as e:  # this rank's, but all have to hear of it
+                problem = str(e)
+        text = json.dumps(small, indent=1) + "\n"
+        self._pending = self._thread.submit(self._write, state.step, tensors, text, problem)
         if self.config.async_mode == "disabled":
             self.settle()
 
@@ -175,21 +180,25 @@ class Checkpointer:
         """Wait for the save in flight, if there is one. A failed one is reported and counted; raises its
         CheckpointError if on_save_error says so."""
         pending, self._pending = self._pending, None
-        error = pending.exception() if pending is not None else None
-        if pending is not None and error is None:
+        if pending is None:
+            return
+        self._error = pending.exception()
+        if self._error is None:
             self._failures = 0
-        elif error is not None:
-            self._failures += 1
-            stop = self.config.on_save_error == "stop" or self._failures == MAX_FAILURES
-            if stop or not isinstance(error, CheckpointError):
-                raise error
-            logger.error(f"{error} (failure {self._failures} of {MAX_FAILURES} in a row); training goes on")
+            return
+        self._failures += 1
+        stop = self.config.on_save_error == "stop" or self._failures == MAX_FAILURES
+        if stop or not isinstance(self._error, CheckpointError):
+            raise self._error
+        logger.error(f"{self._error} (failure {self._failures} of {MAX_FAILURES} in a row)")
 
     def close(self) -> None:
-        """Wait for the last commit; raises CheckpointError if it failed. Frees the folder."""
+        """Wait for the last save; raises CheckpointError if it failed. Frees the folder."""
+        pending, self._pending = self._pending, None
         try:
-            if self._pending is not None:
-                self._pending.result()
+            error = pending.exception() if pending is not None else self._error
+            if error is not None:
+                raise error
         finally:
             self._release()
 
@@ -207,14 +216,18 @@ class Checkpointer:
 
     def _allocate(self, tensors: Tensors) -> None:
         began = time.perf_counter()
-        size = self._host.allocate(tensors)
-        logger.info(f"pinned {gib(size)} of host memory for saves in {time.perf_counter() - began:.1f} s")
+        try:
+            size = self._host.allocate(tensors)
+            logger.info(f"pinned {gib(size)} of host memory for saves in {time.perf_counter() - began:.1f} s")
+        except CheckpointError as e:  # the save that needs it will fail, on all ranks
+            logger.warning(str(e))
 
-    def _write(self, step: int, tensors: Tensors, small: str) -> None:
+    def _write(self, step: int, tensors: Tensors, small: str, problem: str | None) -> None:
         began = time.perf_counter()
         self._host.wait()
-        partial = commit.partial_path(self.folder, step)
-        self._ranks.agree(lambda: self._begin(partial, tensors))
+        if problems := [text for text in self._ranks.gather(problem) if text]:
+            raise CheckpointError(f"step {step} could not be saved: {problems[0]}")
+        partial = self._ranks.agree(lambda: self._begin(step, tensors))
         writer = ShardWriter(partial)
         try:
             try:
@@ -231,17 +244,19 @@ class Checkpointer:
         except CheckpointError:
             self._ranks.agree(lambda: commit.discard(partial))
             raise
+        if self._ranks.rank == 0:
+            self._retain()
 
-    def _begin(self, partial: Path, tensors: Tensors) -> None:
-        commit.begin(partial)
+    def _begin(self, step: int, tensors: Tensors) -> Path:
         needed = sum(t.numel() * t.itemsize for of in tensors.values() for t in of.values())
-        disk = os.statvfs(partial)
-        free = disk.f_bavail * disk.f_frsize
-        if free < needed:
-            commit.discard(partial)
-            raise CheckpointError(
-                f"{self.folder} has {gib(free)} free, a checkpoint needs {gib(needed)}; nothing was written"
-            )
+        with _disk_errors(step):
+            disk = os.statvfs(self.folder)
+            free = disk.f_bavail * disk.f_frsize
+            if free < needed * SLACK:
+                raise CheckpointError(
+                    f"{self.folder} has {gib(free)} free, a checkpoint needs {gib(needed)}; none is written"
+                )
+            return commit.begin(self.folder, step)
 
     def _commit(
         self, partial: Path, step: int, small: str, files: list[dict[str, FileDigest]], began: float
@@ -253,18 +268,17 @@ class Checkpointer:
             "titanlite": __version__,
             "torch": torch.__version__,
             "ranks": self._ranks.size,
-            "parent": self._from.step if self._from else None,
+            "resumed_from": self._from.step if self._from else None,
         }
         texts = {"train.json": small, "job.toml": self.job_toml}
-        path = commit.commit(partial, step, texts, written, about)
+        with _disk_errors(step):
+            path = commit.commit(partial, step, texts, written, about)
         logger.info(f"saved {path} ({gib(size)}, {time.perf_counter() - began:.1f} s)")
+
+    def _retain(self) -> None:
+        c, keep = self.config, [self._from.step] if self._from else []
         try:
-            commit.retain(
-                self.folder,
-                self.config.keep_latest_k,
-                self.config.keep_every_n_steps,
-                keep=[self._from.step] if self._from else [],
-            )
+            commit.retain(self.folder, c.keep_latest_k, c.keep_every_n_steps, keep)
         except OSError as e:  # the checkpoint is there
             logger.error(f"old checkpoints could not be deleted: {e}")
 
@@ -276,22 +290,23 @@ class Checkpointer:
         if candidate is not None:
             resume.check_shared(candidate, self._ranks)
         if self.config.enable:
+            self._ranks.agree(lambda: commit.clean(self.folder))  # first: what a kill left may fill the disk
             resume.probe(self.folder, self._ranks)
             self._ranks.agree(lambda: self._tidy(faults))
         return candidate
 
     def _load(self, candidate: Candidate, tensors: Tensors) -> str | None:
         """Load, and verify beside it; what is wrong with the checkpoint, if anything."""
-        if self.config.verify != "full":
-            load_tensors(candidate.path, tensors, self._ranks.group)
-            return None
-        logger.info(f"loading and verifying {candidate.path}")
-        verification, error = resume.Verification(candidate, self._ranks), None
+        full = self.config.verify == "full"
+        logger.info(f"loading {'and verifying ' if full else ''}{candidate.path}")
+        verification = resume.Verification(candidate, self._ranks) if full else None
+        error = None
         try:
-            load_tensors(candidate.path, tensors, self._ranks.group)
-        except CheckpointError as e:  # of damage, or of another model
+            load_tensors(candidate.path, tensors, self._ranks)
+        except CheckpointError as e:  # of damage, or of another model: the hashes tell
             error = e
-        reason = verification.result()
+            verification = verification or resume.Verification(candidate, self._ranks)
+        reason = verification.result() if verification else None
         if error is not None and reason is None:
             raise error
         return reason
@@ -315,6 +330,8 @@ class Checkpointer:
         verify, load_step = self.config.verify, self.config.load_step
         found = resume.newest(self.folder, -1, faults, verify)
         on_branch = found is not None and found.train.get("branch") == load_step and found.step > load_step
+        if found is not None and load_step != -1 and on_branch:
+            logger.info(f"load_step = {load_step} was carried out before; going on from step {found.step}")
         if load_step != -1 and not on_branch:
             found = resume.newest(self.folder, load_step, faults, verify)
             if found is None:
@@ -327,9 +344,8 @@ class Checkpointer:
         allowed = self.config.allow_changed
         if found is not None:
             check_recipe(found.train["recipe"], self.recipe, allowed, self.folder)
-        if self._recipe_file.exists():
-            before = json.loads(self._recipe_file.read_text(encoding="utf-8"))
-            check_recipe(before, self.recipe, allowed, self.folder.parent)
+        elif self._recipe_file.exists():
+            check_recipe(read_recipe(self._recipe_file), self.recipe, allowed, self._recipe_file.parent)
         if not self.config.enable and (found or faults):
             raise ConfigError(
                 f"{self.folder} holds a run; choose another --job.dump_folder to go without",
@@ -342,7 +358,6 @@ class Checkpointer:
     def _tidy(self, faults: list[Fault]) -> None:
         assert self._lock is not None
         self._lock.sign()
-        commit.clean(self.folder)
         resume.set_aside(faults)
 
     def _leave_branch(self, step: int) -> None:
@@ -352,15 +367,22 @@ class Checkpointer:
                 logger.warning(f"moved to abandoned-*: {path}, saved after step {step}")
 
     def _branch(self) -> int | None:
-        """The load_step that the run last went back to."""
-        if self.config.load_step != -1:
-            return self.config.load_step
-        return self._from.train.get("branch") if self._from else None
+        """The load_step that this start, or the starts before with the same one, went back to."""
+        return self.config.load_step if self.config.load_step != -1 else None
 
     def _release(self) -> None:
         self._thread.shutdown(wait=False)
         if self._lock is not None:
             self._lock.close()
+
+
+@contextmanager
+def _disk_errors(step: int) -> Iterator[None]:
+    """A disk that does not take a checkpoint fails the save, not the run."""
+    try:
+        yield
+    except OSError as e:
+        raise CheckpointError(f"step {step} could not be saved: {type(e).__name__}: {e}") from e
 
 
 def _same_device() -> Callable[[], None]:
@@ -369,8 +391,3 @@ def _same_device() -> Callable[[], None]:
         return lambda: None
     device = torch.cuda.current_device()
     return lambda: torch.cuda.set_device(device)
-
-
-def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """All tensors of a checkpoint."""
-    return {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}

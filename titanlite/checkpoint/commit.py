@@ -13,6 +13,8 @@ import json
 import os
 import re
 import shutil
+import stat
+import uuid
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,14 @@ class CheckpointError(RuntimeError):
 
 
 MANIFEST = "manifest.json"
+SHARD = ".distcp"
 FORMAT = 2
 
 
 def partial_path(folder: Path, step: int) -> Path:
-    """Where step N is written before it is committed."""
-    return folder / f".partial-step-{step}"
+    """A new name to write step N under before it is committed: a process of a run before, still alive on
+    another node, must not write into it."""
+    return folder / f".partial-step-{step}-{uuid.uuid4().hex[:8]}"
 
 
 def committed(folder: Path) -> list[tuple[int, Path]]:
@@ -43,10 +47,13 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(m[1]), p) for m, p in found)
 
 
-def begin(partial: Path) -> None:
-    """An empty directory to write into. Removes what a failed save of the same step left."""
-    discard(partial)
+def begin(folder: Path, step: int) -> Path:
+    """An empty directory to write step N into. Raises CheckpointError if N is there already."""
+    if (folder / f"step-{step}").exists():
+        raise CheckpointError(f"{folder / f'step-{step}'} exists already")
+    partial = partial_path(folder, step)
     partial.mkdir(parents=True)
+    return partial
 
 
 def discard(partial: Path) -> None:
@@ -73,7 +80,7 @@ def commit(
     write_file(partial / MANIFEST, _sealed(manifest).encode())
     sync(partial)
     final = partial.with_name(f"step-{step}")
-    os.rename(partial, final)  # fails if it exists: nothing is ever replaced
+    os.rename(partial, final)  # fails if there is one: nothing is ever replaced
     sync(final.parent)
     return final
 
@@ -84,16 +91,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise ValueError("it is no manifest")
-    seal = manifest.pop("sha256", None)
+    if manifest.pop("sha256", None) != _seal(manifest):  # first, and alike in all formats: it may be a flip
+        raise ValueError("its own SHA-256 differs")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {manifest['format']}, this titanlite reads {FORMAT}")
-    if seal != _seal(manifest):
-        raise ValueError("its own SHA-256 differs")
     return manifest
 
 
 def digests(manifest: dict[str, Any]) -> dict[str, FileDigest]:
-    """The files that a manifest names."""
+    """The files that a manifest names. Raises ValueError for one outside the checkpoint's own directory."""
+    for name in manifest["files"]:
+        if name != Path(name).name or name in ("", ".", ".."):
+            raise ValueError(f"{name!r} is no name of a file in it")
     return {name: FileDigest(**entry) for name, entry in manifest["files"].items()}
 
 
@@ -105,10 +114,15 @@ def fault(path: Path, step: int | None = None, sizes: bool = True) -> str | None
         manifest = read_manifest(path)
         if step not in (None, manifest["step"]):
             return f"its manifest is of step {manifest['step']}"
-        for name, expected in digests(manifest).items() if sizes else ():
-            size = (path / name).stat().st_size
-            if size != expected.size:
-                return f"{name} has {size} bytes, {expected.size} were written"
+        files = digests(manifest)
+        for name, expected in files.items() if sizes else ():
+            status = (path / name).stat()
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is no file"
+            if status.st_size != expected.size:
+                return f"{name} has {status.st_size} bytes, {expected.size} were written"
+        if extra := {p.name for p in path.glob(f"*{SHARD}")} - files.keys():
+            return f"{min(extra)} was not written with it"
     except FileNotFoundError as e:
         return f"{Path(e.filename).name} is missing"
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -152,13 +166,23 @@ def is_pinned(path: Path) -> bool:
 
 def retain(folder: Path, keep_latest: int, every: int = 0, keep: Collection[int] = ()) -> None:
     """Delete committed checkpoints but the newest `keep_latest` (0: delete none), those at multiples of
-    `every` steps (0: none), those of the steps `keep` and the pinned ones. Only after a commit."""
+    `every` steps (0: none), those of the steps `keep` and the pinned ones. Only after a commit. Raises the
+    first OSError when it has done what it could."""
+    errors, trash = [], []
     for step, path in committed(folder)[:-keep_latest] if keep_latest else []:
         if step in keep or (every and step % every == 0) or is_pinned(path):
             continue
-        trash = path.with_name(f".trash-{path.name}")
-        os.rename(path, trash)
-        shutil.rmtree(trash, ignore_errors=True)
+        trash.append(folder / f".trash-{path.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            os.rename(path, trash[-1])
+        except OSError as e:
+            errors.append(e)
+    if trash:
+        sync(folder)  # else a power loss could show them half deleted under their own names
+    for path in trash:
+        shutil.rmtree(path, ignore_errors=True)  # the next start tries again
+    if errors:
+        raise errors[0]
 
 
 def clean(folder: Path) -> None:

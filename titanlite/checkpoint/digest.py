@@ -7,6 +7,7 @@ of its zip records is not checked (pytorch issue 126952).
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Mapping
@@ -80,8 +81,8 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def first_fault(folder: Path, files: Mapping[str, FileDigest]) -> str | None:
-    """Read and hash `files` in parallel; what is wrong with the first wrong one. OSError from a disk that
-    does not answer."""
+    """Read and hash `files` in parallel; what is wrong with the first wrong one. OSError if that cannot
+    be told."""
 
     def fault(item: tuple[str, FileDigest]) -> str | None:
         name, expected = item
@@ -89,6 +90,10 @@ def first_fault(folder: Path, files: Mapping[str, FileDigest]) -> str | None:
             found = digest_file(folder / name)
         except FileNotFoundError:
             return f"{name} is missing"
+        except OSError as e:
+            if e.errno != errno.EIO:  # a file system that does not answer says nothing about the file
+                raise
+            return f"{name} cannot be read: {e.strerror}"
         if found.size != expected.size:
             return f"{name} has {found.size} bytes, {expected.size} were written"
         return None if found == expected else f"{name} is not what was written: its SHA-256 differs"

@@ -16,7 +16,7 @@ from typing import IO
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
 
-WAIT_S = 20.0  # a restart may come before the last process of the run before it is gone
+WAIT_S = 120.0  # a restart may come before the last process of the run before is gone, or known to be
 
 
 class FolderLock:

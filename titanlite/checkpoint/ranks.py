@@ -35,7 +35,7 @@ class Ranks:
             except (CheckpointError, ConfigError) as e:
                 box = [e]
             except Exception as e:  # any error must reach the others, or they would wait for it
-                box = [CheckpointError(f"{self.folder}: {type(e).__name__}: {e}")]
+                box = [RuntimeError(f"rank 0, {self.folder}: {type(e).__name__}: {e}")]
         if self.distributed:
             dist.broadcast_object_list(box, group=self.group, group_src=0)
         if isinstance(box[0], Exception):

@@ -6,15 +6,16 @@ all others. The shards are read by torch.load with weights_only.
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -23,9 +24,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
 from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.state import Tensors
 
 THREADS = 4  # each holds one tensor in host memory on its way to the device
-Tensors = dict[str, dict[str, torch.Tensor]]
 
 ALLOWED = {
     *(
@@ -47,11 +49,56 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of a checkpoint")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        return (lambda *args: found(*args)) if inspect.isfunction(found) else found
+
+
+def read_metadata(path: Path) -> Metadata:
+    """DCP's `.metadata` of the checkpoint at `path`. Raises CheckpointError for a file that is not DCP's, or
+    that names files elsewhere."""
+    file = path / ".metadata"
+    data = file.read_bytes()
+    before = {cls: dict(vars(cls)) for cls in _classes()}
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
+        named = metadata.storage_data.values() if isinstance(metadata, Metadata) else ()
+        files = {info.relative_path for info in named}
+    except Exception as e:  # a damaged pickle raises nearly anything
+        raise CheckpointError(f"{file} cannot be read: {type(e).__name__}: {e}") from None
+    finally:
+        changed = [_restore(cls, attributes) for cls, attributes in before.items()]
+    if any(changed):
+        raise CheckpointError(f"{file} would change titanlite itself: do not trust where it came from")
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{file} is no checkpoint's metadata but a {type(metadata).__name__}")
+    if outside := [name for name in files if name != Path(name).name or name in ("", "..")]:
+        raise CheckpointError(f"{file} points to {outside[0]!r}, which is outside the checkpoint")
+    return metadata
+
+
+def _classes() -> list[type]:
+    found = [getattr(sys.modules[module], name) for module, name in ALLOWED if module in sys.modules]
+    return [value for value in found if isinstance(value, type)]
+
+
+def _restore(cls: type, attributes: dict[str, Any]) -> bool:
+    """Undo what a pickle did to a class: its BUILD instruction can set attributes of one. Whether it had."""
+    now = dict(vars(cls))
+    changed = {n for n in now.keys() | attributes.keys() if now.get(n) is not attributes.get(n)}
+    for name in changed:
+        if name in attributes:
+            setattr(cls, name, attributes[name])
+        else:
+            delattr(cls, name)
+    return bool(changed)
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader, except that `.metadata` cannot run code."""
+    """DCP's reader, with metadata that has been read safely and reads of several files at a time."""
+
+    def __init__(self, path: Path, metadata: Metadata):
+        super().__init__(path)
+        self._metadata = metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Several files at a time: DCP reads one after another, at 1.5 GB/s."""
@@ -65,33 +112,27 @@ class SafeReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises CheckpointError for a file that is not DCP's."""
-        path = Path(self.path) / ".metadata"
-        try:
-            metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
-        except OSError:
-            raise
-        except Exception as e:  # a damaged pickle raises nearly anything
-            raise CheckpointError(f"{path} cannot be read: {e}") from None
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} is no checkpoint's metadata but a {type(metadata).__name__}")
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+    def read_metadata(self) -> Metadata:
+        """What was read already. Takes no keywords: DCP would ask each rank for metadata of its own."""
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
 
 
-def load_tensors(path: Path, tensors: Tensors, group: dist.ProcessGroup | None = None) -> None:
-    """Load `{"model": {name: tensor}, ...}` in place, strictly. Collective when process groups exist. Raises
-    CheckpointError if anything is missing, unexpected or of another shape or dtype."""
+def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> None:
+    """Load `{"model": {name: tensor}, ...}` in place, strictly; by `ranks` together. Raises CheckpointError
+    if anything is missing, unexpected or of another shape or dtype."""
     try:
-        reader = SafeReader(path)
-        saved = reader.read_metadata()
+        saved = ranks.agree(lambda: read_metadata(path)) if ranks else read_metadata(path)
         try:
             check_same_tensors(tensors, saved, str(path))
         except (AttributeError, TypeError, KeyError) as e:  # unpickled, but not what DCP wrote
             raise CheckpointError(f"{path}/.metadata is damaged: {type(e).__name__}: {e}") from None
-        load(tensors, storage_reader=reader, process_group=group, no_dist=not dist.is_initialized())
-    except CheckpointException as e:  # a BaseException
+        group, alone = (ranks.group, not ranks.distributed) if ranks else (None, True)
+        load(tensors, storage_reader=SafeReader(path, saved), process_group=group, no_dist=alone)
+    except CheckpointException as e:  # a BaseException, and DCP puts others into it
+        for error, _ in e.failures.values():
+            if not isinstance(error, Exception):
+                raise error from None
         raise CheckpointError(f"{path} cannot be loaded: {cause(e)}") from e
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {e}") from None

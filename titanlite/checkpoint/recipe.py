@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.component import ConfigError
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """recipe.json of a run folder. Raises ConfigError if it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError(
+            f"{path} cannot be read: {e}; there is no checkpoint beside it: delete it"
+        ) from None
 
 
 def check_recipe(

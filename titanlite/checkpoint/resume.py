@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +29,6 @@ class Candidate(NamedTuple):
     seal: str
 
 
-SHARD = ".distcp"
 Fault = tuple[Path, str]  # a committed checkpoint and why it cannot be used
 
 
@@ -38,9 +38,7 @@ def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
     for step, path in reversed(commit.committed(folder)):
         if load_step not in (-1, step) or path in dict(faults):
             continue
-        reason = commit.fault(path, step, sizes=verify != "off")
-        if reason is None and verify == "full":
-            reason = first_fault(path, small_files(path))
+        reason = commit.fault(path, step, sizes=verify != "off") or first_fault(path, small_files(path))
         if reason:
             faults.append((path, reason))
             continue
@@ -52,7 +50,7 @@ def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
 def small_files(path: Path) -> dict[str, FileDigest]:
     """All files but the shards."""
     files = commit.digests(commit.read_manifest(path))
-    return {name: digest for name, digest in files.items() if not name.endswith(SHARD)}
+    return {name: digest for name, digest in files.items() if not name.endswith(commit.SHARD)}
 
 
 def check_shared(candidate: Candidate, ranks: Ranks) -> None:
@@ -81,17 +79,26 @@ class Verification:
         self._fault = self._thread.submit(self._find)
 
     def result(self) -> str | None:
-        """Collective: the first fault that any rank found, or None."""
+        """Collective: the first fault that any rank found, or None. Raises RuntimeError on all ranks if one
+        could not tell: that is no fault of the checkpoint's."""
+        found = error = None
         try:
             found = self._fault.result()
         except Exception as e:  # the others wait for this rank's answer
-            found = f"rank {self._ranks.rank} could not read it: {type(e).__name__}: {e}"
+            error = f"rank {self._ranks.rank} cannot verify {self._path}: {type(e).__name__}: {e}"
         self._thread.shutdown()
-        return next((reason for reason in self._ranks.gather(found) if reason), None)
+        answers = self._ranks.gather((found, error))
+        for reason, _ in answers:
+            if reason:
+                return reason
+        for _, error in answers:
+            if error:
+                raise RuntimeError(error)
+        return None
 
     def _find(self) -> str | None:
         manifest = commit.read_manifest(self._path)
-        files = {n: d for n, d in commit.digests(manifest).items() if n.endswith(SHARD)}
+        files = {n: d for n, d in commit.digests(manifest).items() if n.endswith(commit.SHARD)}
         return first_fault(self._path, share(files, self._ranks.rank, self._ranks.size, manifest["ranks"]))
 
 
@@ -99,7 +106,8 @@ def share(files: dict[str, FileDigest], rank: int, size: int, writers: int) -> d
     """The shards that `rank` of `size` is to hash: its own, if as many ranks wrote them; else every size-th,
     the largest first."""
     if writers == size:
-        return {name: digest for name, digest in files.items() if name.startswith(f"__{rank}_")}
+        wrote = {name: int(m[1]) if (m := re.match(r"__(\d+)_", name)) else 0 for name in files}
+        return {name: digest for name, digest in files.items() if wrote[name] % size == rank}
     ordered = sorted(files, key=lambda name: (-files[name].size, name))
     return {name: files[name] for name in ordered[rank::size]}
 
@@ -169,11 +177,21 @@ def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
     oldest first. Raises ConfigError if there is none."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
-    if (path / commit.MANIFEST).exists():  # a step folder, or a copy of one under any name
-        return [(commit.read_manifest(path)["step"], path)]
-    for folder in (path, *sorted(p for p in path.iterdir() if p.is_dir())):
+    if name := re.fullmatch(r"step-(\d+)", path.name):
+        return [(int(name[1]), path)]
+    if (path / commit.MANIFEST).exists():  # a copy of one under another name
+        try:
+            return [(commit.read_manifest(path)["step"], path)]
+        except (ValueError, KeyError) as e:
+            raise CheckpointError(f"{path} is damaged: its manifest cannot be trusted: {e}") from None
+    aside = re.compile(r"\.|(bad|abandoned|step)-")
+    for folder in (path, *sorted(p for p in path.rglob("*") if p.is_dir())):
+        if any(aside.match(part) for part in folder.relative_to(path).parts):
+            continue
         if found := commit.committed(folder):
             return found
+        if bad := commit.set_aside_before(folder):
+            raise CheckpointError(f"{folder} holds only checkpoints that were set aside: {bad[-1].name}, ...")
     raise ConfigError(f"{path} holds no checkpoint: give a run folder, or one of its step-N folders")
 
 

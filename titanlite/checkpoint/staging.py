@@ -9,13 +9,14 @@ DTensors: KeyError <class 'type'>, seen with torch 2.11 on CUDA.)
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.state import Tensors
 
-Tensors = dict[str, dict[str, torch.Tensor]]
 SEGMENT_BYTES = 256 << 20  # pinned at once; pinning holds up the driver, so not all of it in one call
 
 
@@ -83,19 +84,20 @@ class HostBuffers:
             size += -(-local.nbytes // 64) * 64
         try:
             memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # Linux; loader workers need no part of it
-                if hasattr(mmap, advice):
-                    memory.madvise(getattr(mmap, advice))
         except (OSError, ValueError) as e:
             raise CheckpointError(f"no host memory for an asynchronous save: {e}; {INSTEAD}") from e
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # Linux; loader workers need no part of it
+            if hasattr(mmap, advice):
+                with suppress(OSError):  # a kernel without huge pages
+                    memory.madvise(getattr(mmap, advice))
+        if size and segment[0][1].is_cuda:
+            pin(torch.frombuffer(memory, dtype=torch.uint8))
         for (name, local), offset in zip(segment, offsets):
             count = local.numel()
             flat = torch.frombuffer(memory, dtype=local.dtype, count=count, offset=offset) if count else None
             self._buffers[name] = (
                 torch.empty(local.shape, dtype=local.dtype) if flat is None else flat.view(local.shape)
             )
-        if size and segment[0][1].is_cuda:
-            pin(torch.frombuffer(memory, dtype=torch.uint8))
 
 
 INSTEAD = "set --checkpoint.async_mode=disabled to save without a copy"

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+Tensors = dict[str, dict[str, torch.Tensor]]  # part of the state, name, tensor
+
 
 @dataclass
 class TrainState:
@@ -49,6 +51,11 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             )
             tensors[f"{names[parameter]}.{key}"] = value
     return tensors
+
+
+def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """All tensors of a checkpoint."""
+    return {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

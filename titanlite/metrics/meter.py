@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from titanlite.config.component import ConfigError
+from titanlite.log import logger
 from titanlite.metrics.device import peak_memory
 from titanlite.metrics.sinks import Console, JsonLines, Sink, TensorBoard
 
@@ -108,12 +109,18 @@ class Meter:
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Send metrics to the sinks as they are."""
         for sink in self.sinks:
-            sink.write(step, values)
+            try:
+                sink.write(step, values)
+            except OSError as e:  # a full disk, say; what is in the sink's buffer is written when it can be
+                logger.error(f"metrics of step {step} cannot be written: {e}")
 
     def close(self) -> None:
         """Flush and close the sinks."""
         for sink in self.sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as e:
+                logger.error(f"metrics cannot be written: {e}")
 
 
 def _exp(loss: float) -> float:

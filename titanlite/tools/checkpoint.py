@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.digest import first_fault, gib
-from titanlite.checkpoint.reader import SafeReader
+from titanlite.checkpoint.reader import read_metadata
 from titanlite.checkpoint.recipe import flatten
-from titanlite.checkpoint.resume import checkpoints_below, find_checkpoint
+from titanlite.checkpoint.resume import checkpoints_below, find_checkpoint, small_files
 from titanlite.config.component import ConfigError, suggest
 
 EXIT_BAD = commit.CheckpointError.exit_code
@@ -84,9 +84,11 @@ def _verify(paths: list[Path]) -> int:
 def _show(paths: list[Path], list_tensors: bool = False) -> int:
     path = find_checkpoint(paths[0])
     manifest = commit.read_manifest(path)
+    if reason := first_fault(path, small_files(path)):
+        raise commit.CheckpointError(f"{path} is damaged: {reason}")
     train = json.loads((path / "train.json").read_text(encoding="utf-8"))
     recipe = flatten(train.pop("recipe"))
-    saved = SafeReader(path).read_metadata().state_dict_metadata
+    saved = read_metadata(path).state_dict_metadata
     tensors = {name: t for name, t in saved.items() if isinstance(t, TensorStorageMetadata)}
     print(path)
     for key, value in {**train, **{k: v for k, v in manifest.items() if k not in ("files", "step")}}.items():

@@ -28,7 +28,7 @@ from torch.distributed.launcher import api as launcher
 from titanlite import train
 from titanlite.config.component import ConfigError
 from titanlite.job import load_job
-from titanlite.runtime import isolate_restarts
+from titanlite.runtime import prepare_to_launch
 from titanlite.signals import AGAIN_S, SAVE, STOP, Stopped
 
 FINAL_CODES = {2, 3, Stopped.exit_code}  # a restart would only meet them again
@@ -38,16 +38,27 @@ class Agent(LocalElasticAgent):
     """torchrun's agent, which starts and watches this node's ranks, with the two differences above."""
 
     _stop_at: float | None = None
+    _ended_at: float | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids = super()._start_workers(worker_group)
-        for number in (*STOP, *SAVE):  # after torchrun has set handlers of its own
-            signal.signal(number, self._forward)
+        if self._stop_at is not None:
+            raise Stopped("stopped before the ranks were started again; nothing is lost")
+        # Ranks inherit the mask and lift it when they have handlers: a signal before that waits, and kills
+        # none.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP, *SAVE))
+        try:
+            pids = super()._start_workers(worker_group)
+            for number in (*STOP, *SAVE):  # after torchrun has set handlers of its own
+                signal.signal(number, self._forward)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP, *SAVE))
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         codes = {failure.exitcode for failure in result.failures.values()}
+        if self._stop_at is not None:
+            self._remaining_restarts = 0
         if result.state is WorkerState.FAILED and codes & FINAL_CODES:
             self._remaining_restarts = 0
             self._exit_barrier_timeout = (
@@ -58,11 +69,14 @@ class Agent(LocalElasticAgent):
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         now, name = time.monotonic(), signal.Signals(number)
-        again = self._stop_at is not None and now - self._stop_at > AGAIN_S and number != signal.SIGUSR1
-        if again and number in STOP:
-            raise SignalException(f"{name.name} again: not waiting any longer", sigval=name)
+        if number in (signal.SIGTERM, signal.SIGINT):
+            if self._ended_at is not None and now - self._ended_at > AGAIN_S:
+                raise SignalException(f"{name.name} again: not waiting any longer", sigval=name)
+            self._ended_at = self._ended_at or now
         if number in STOP:
             self._stop_at = self._stop_at or now
+            if self._worker_group.state is not WorkerState.HEALTHY and not self._in_exit_barrier:
+                raise Stopped(f"stopped by {name.name} while no ranks were running; nothing is lost")
         for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -107,7 +121,7 @@ def _number(key: str, text: str, least: int) -> int:
 
 
 def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
-    isolate_restarts()
+    prepare_to_launch()
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # its report of a failure is one line here, below
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -121,6 +135,8 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
         f"--max-restarts={options.max_restarts}",
         "-m", "titanlite.cli", "train", *trainer_args,
     ]  # fmt: skip
+    for number in STOP:
+        signal.signal(number, _stop_before_the_start)
     setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010 -- launch_agent() has no parameter for it
     try:
         torchrun.run(torchrun.parse_args(arguments))
@@ -135,6 +151,10 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
         print(f"titanlite: ended by signal {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     return 0
+
+
+def _stop_before_the_start(number: int, frame: FrameType | None) -> None:
+    raise Stopped(f"stopped by {signal.Signals(number).name} before the ranks were started; nothing is lost")
 
 
 def _describe(code: int) -> str:

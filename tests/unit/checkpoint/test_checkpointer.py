@@ -4,16 +4,26 @@ loaded."""
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import commit, lock, resume
 from titanlite.checkpoint.checkpointer import Checkpoint, Checkpointer
 from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.digest import write_file
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import TrainState, model_tensors
 from titanlite.config.component import ConfigError
@@ -240,7 +250,9 @@ def test_a_run_with_checkpoints_is_not_started_over_without(tmp_path: Path) -> N
 def test_a_newer_format_is_not_damage(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
     file = tmp_path / "checkpoint/step-2/manifest.json"
-    file.write_text(file.read_text().replace('"format": 2', '"format": 3'))
+    manifest = json.loads(file.read_text())
+    del manifest["sha256"]
+    file.write_text(commit._sealed({**manifest, "format": 3}))
     with pytest.raises(CheckpointError, match="has format 3, this titanlite reads 2"):
         open_run(tmp_path)
     assert names(tmp_path) == ["step-1", "step-2"]
@@ -255,3 +267,141 @@ def test_a_folder_outside_the_run_is_refused(folder: str) -> None:
 def test_keeping_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="keep 2 or more"):
         Checkpoint(keep_latest_k=1)
+
+
+# ---- a folder that the ranks do not share
+
+
+def start_on_rank(folder: Path, elsewhere: Path, kind: str) -> tuple[str, str]:
+    """Open the run; on rank 1 its folder is not what it is on rank 0."""
+
+    def into_another(path: Path, data: bytes) -> Any:
+        return write_file(elsewhere / path.name, data)
+
+    def into_none(path: Path, data: bytes) -> Any:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            if kind == "another":
+                patch.setattr(resume, "write_file", into_another)
+            elif kind == "none":
+                patch.setattr(resume, "write_file", into_none)
+            elif kind == "another checkpoint":
+                patch.setattr(resume, "_seal", lambda path: "0" * 64)
+        try:
+            open_run(folder).close()
+        except ConfigError as e:
+            return type(e).__name__, str(e)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("another", "what rank 1 writes into {}, rank 0 does not see; the run folder must be on storage"),
+        ("none", "rank 1 cannot write into {}: [Errno 2] No such file or directory"),
+        ("another checkpoint", "rank 1 does not see the {}/step-2 that rank 0 sees"),
+    ],
+)
+def test_a_folder_that_ranks_do_not_share_is_refused_on_all(
+    tmp_path: Path, run_on: Callable[..., list[Any]], kind: str, message: str
+) -> None:
+    save_steps(tmp_path / "run", 2)[1].close()
+    (tmp_path / "elsewhere").mkdir()
+    one, other = run_on(2, start_on_rank, tmp_path / "run", tmp_path / "elsewhere", kind)
+    assert one == other
+    assert one[0] == "ConfigError"
+    assert one[1].startswith(message.format(tmp_path / "run/checkpoint"))
+    assert run_on(2, start_on_rank, tmp_path / "run", tmp_path, "the same") == [("", ""), ("", "")]
+    assert names(tmp_path / "run") == ["step-1", "step-2"]
+
+
+# ---- two runs in one folder
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from titanlite.checkpoint import lock
+lock.WAIT_S = 0
+held = lock.FolderLock(Path(sys.argv[1]))
+held.sign()
+child = os.fork() if "worker" in sys.argv else 0
+if "worker" in sys.argv and child == 0:
+    time.sleep(600)  # like a loader's worker: it has all files of its parent
+if "visitor" in sys.argv and os.fork() == 0:
+    held.close()
+    os._exit(0)
+print(child, flush=True)
+time.sleep(600)
+"""
+
+
+Hold = Callable[..., tuple[subprocess.Popen[str], int]]
+
+
+@pytest.fixture
+def hold() -> Iterator[Hold]:
+    """Processes that have a run folder, and their children; ended by their ids."""
+    started: list[int] = []
+
+    def start(folder: Path, *kind: str) -> tuple[subprocess.Popen[str], int]:
+        command = [sys.executable, "-c", HOLDER, str(folder), *kind]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(process.pid)
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        started.extend([child] if child else [])
+        return process, child
+
+    yield start
+    for pid in started:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+@pytest.mark.parametrize("kind", ["", "worker", "visitor"])
+def test_a_second_run_is_refused_while_the_first_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Hold, kind: str
+) -> None:
+    save_steps(tmp_path, 2)[1].close()
+    (tmp_path / "checkpoint/.partial-step-3").mkdir()  # what the first run is writing
+    process, _ = hold(tmp_path, kind)
+    monkeypatch.setattr(lock, "WAIT_S", 0.3)
+    holder = f"process {process.pid} on {socket.gethostname()}"
+    with pytest.raises(ConfigError, match=f"{tmp_path} is in use by {holder}") as error:
+        open_run(tmp_path)
+    assert error.value.exit_code == 2
+    assert names(tmp_path) == [".partial-step-3", "step-1", "step-2"]
+
+
+@pytest.mark.parametrize("kind", ["", "worker"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_second_run_goes_on_when_the_first_is_gone(
+    tmp_path: Path, hold: Hold, kind: str, number: int
+) -> None:
+    save_steps(tmp_path, 1)[1].close()
+    process, child = hold(tmp_path, kind)
+    threading.Timer(0.5, os.kill, (process.pid, number)).start()
+    began = time.monotonic()
+    run = open_run(tmp_path)
+    assert 0.4 < time.monotonic() - began < lock.WAIT_S
+    assert process.wait() == -number
+    if child:
+        os.kill(child, 0)  # it lives, and has the file
+        assert any(os.readlink(f) == str(tmp_path / "LOCK") for f in Path(f"/proc/{child}/fd").iterdir())
+    assert run.resumed is not None
+    assert str(os.getpid()) in (tmp_path / "LOCK").read_text()
+    run.close()
+
+
+def test_the_folder_is_free_after_a_run_however_it_ended(tmp_path: Path, hold: Hold) -> None:
+    save_steps(tmp_path, 1)[1].close()
+    open_run(tmp_path).abandon()
+    with pytest.raises(ConfigError, match="another recipe"):
+        open_run(tmp_path, {"model": {"dim": 5}})
+    process, _ = hold(tmp_path)  # another process gets it at once
+    assert process.poll() is None

@@ -1,0 +1,424 @@
+"""Ranks that train the tiny job and fail at a named call: kill -9, an error, a state that is lost.
+
+Nothing in titanlite knows of this: a child wraps the named functions before it trains. A server process
+that has imported titanlite.train forks the ranks, so that a run costs half a second and not the import; it
+holds no thread and no process group, which would not survive the fork. When a rank dies, the server ends the
+others as torchrun does: SIGTERM, then SIGKILL. Ranks leave by os._exit. POSIX only.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 120  # of one run of seconds: a rank that hangs is ended by SIGALRM
+GRACE_S = 30.0  # between SIGTERM and SIGKILL, torchrun's
+FILE_BYTES = 1 << 17  # instead of 2 GiB, so that a rank writes several files at a time
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, once: at the `call`-th call of `target` whose arguments contain `match`."""
+
+    target: str
+    """`module:attribute`; the module below titanlite.checkpoint, or by its full name."""
+    when: Literal["before", "half", "after", "instead"] = "before"
+    """`half`: half of what the call writes or deletes is done."""
+    call: int = 1
+    """0: every one."""
+    match: str = ""
+    during: Literal["write", "save", "start"] = "write"
+    """Calls are counted while `step` is written by the writer's thread, or is saved by the loop, or from the
+    start of the process."""
+    step: int = 4
+    rank: int = 0
+    """Where; -1: on every rank."""
+    action: str = "kill"
+    """A name in ACTIONS."""
+    victim: int = -1
+    """Whom `kill` kills; -1: the rank that is there."""
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    exits: list[int]
+    """By rank: an exit code, or a signal's number below zero."""
+    fired: list[tuple[int, str]] = field(default_factory=list)
+    """(rank, target) of the faults that happened."""
+    logs: list[str] = field(default_factory=list)
+    """By rank."""
+    events: list[Event] = field(default_factory=list)
+    """What was done to files, in order, if it was recorded."""
+
+    @property
+    def resumed(self) -> list[int]:
+        """The steps that rank 0 says to have resumed from."""
+        return [int(step) for step in re.findall(r"resumed from .*/step-(\d+)\n", self.logs[0])]
+
+    @property
+    def reached(self) -> int:
+        """The last step that was logged."""
+        return max((int(step) for step in re.findall(r" step +(\d+)/", self.logs[0])), default=0)
+
+
+@dataclass(frozen=True, order=True)
+class Event:
+    """An operation on a file or directory. Inodes tell which, whatever its name becomes."""
+
+    ns: int
+    what: Literal["open", "write", "fsync", "rename"]
+    inode: int = 0
+    size: int = 0
+    path: str = ""
+    target: str = ""
+
+
+class Trainer:
+    """The server's other end: runs jobs, one at a time."""
+
+    def __init__(self, scratch: Path):
+        self._scratch = scratch
+        self._runs = 0
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.harness"],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(
+        self,
+        toml: Path,
+        overrides: Sequence[str],
+        size: int = 1,
+        faults: Sequence[Fault] = (),
+        record: bool = False,
+        signal_peers: bool = True,
+    ) -> Outcome:
+        """Run a job on `size` ranks to its end. `signal_peers`: end the others when one dies; else they have
+        GRACE_S to end by themselves."""
+        self._runs += 1
+        scratch = self._scratch / str(self._runs)
+        scratch.mkdir(parents=True)
+        request = {
+            "toml": str(toml),
+            "overrides": list(overrides),
+            "size": size,
+            "faults": [{f.name: getattr(fault, f.name) for f in fields(Fault)} for fault in faults],
+            "scratch": str(scratch),
+            "record": record,
+            "signal_peers": signal_peers,
+        }
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        assert answer, f"the server is gone: {self._server.wait()}"
+        outcome = Outcome(**json.loads(answer))
+        for rank in range(size):
+            outcome.logs.append((scratch / f"log-{rank}").read_text())
+            for line in _lines(scratch / f"fired-{rank}"):
+                outcome.fired.append((rank, line))
+            outcome.events += [Event(**json.loads(line)) for line in _lines(scratch / f"events-{rank}")]
+        outcome.events.sort()
+        return outcome
+
+    def close(self) -> None:
+        """End the server, which waits for a request."""
+        self._server.kill()
+        self._server.communicate()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+# ---- the server
+
+
+def serve() -> None:
+    """Answer each request on standard input with an Outcome, until there are no more."""
+    for module in ("titanlite.train", "numpy.ma"):  # what a run imports late, too
+        importlib.import_module(module)
+    gc.freeze()  # else each child looks through, and so copies, all that was imported
+    for line in sys.stdin:
+        print(json.dumps(_run(json.loads(line))), flush=True)
+
+
+def _run(request: dict[str, Any]) -> dict[str, Any]:
+    ranks: dict[int, int] = {}
+    for rank in range(request["size"]):
+        pid = os.fork()
+        if pid == 0:
+            _rank(request, rank)
+        ranks[pid] = rank
+    exits: dict[int, int] = {}
+    until = float("inf")
+    while len(exits) < len(ranks):
+        pid, status = os.waitpid(-1, os.WNOHANG if exits else 0)
+        if pid:
+            exits[ranks[pid]] = os.waitstatus_to_exitcode(status)
+            if exits[ranks[pid]] and until == float("inf"):
+                until = time.monotonic() + GRACE_S
+                if request["signal_peers"]:
+                    _signal(ranks, exits, signal.SIGTERM)
+        elif time.monotonic() > until:
+            _signal(ranks, exits, signal.SIGKILL)
+        else:
+            time.sleep(0.005)
+    return {"exits": [exits[rank] for rank in range(request["size"])]}
+
+
+def _signal(ranks: dict[int, int], exits: dict[int, int], number: int) -> None:
+    for pid, rank in ranks.items():
+        if rank not in exits:
+            os.kill(pid, number)
+
+
+# ---- a rank
+
+
+def _rank(request: dict[str, Any], rank: int) -> None:
+    """The forked process: train, and leave."""
+    code = 1
+    try:
+        signal.alarm(TIMEOUT_S)
+        scratch = Path(request["scratch"])
+        log = os.open(scratch / f"log-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        code = _train(request, rank, scratch)
+    except BaseException as e:
+        traceback.print_exc()
+        code = getattr(e, "exit_code", 1)
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _train(request: dict[str, Any], rank: int, scratch: Path) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from titanlite.checkpoint import writer
+    from titanlite.job import load_job
+    from titanlite.train import train
+
+    size = request["size"]
+    (scratch / f"pid-{rank}").write_text(str(os.getpid()))
+    torch.set_num_threads(1)
+    writer.FILE_BYTES = FILE_BYTES
+    if size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=size)
+    if request["record"]:
+        _record(scratch / f"events-{rank}")
+    for fault in (Fault(**values) for values in request["faults"]):
+        if fault.rank in (rank, -1):
+            _Planted(fault, rank, scratch).plant()
+    return train(load_job(Path(request["toml"]), request["overrides"], size))
+
+
+class _Planted:
+    """A fault in this process."""
+
+    def __init__(self, fault: Fault, rank: int, scratch: Path):
+        self.fault, self.rank, self.scratch = fault, rank, scratch
+        self._armed = fault.during == "start"
+        self._calls = 0
+        self._lock = threading.Lock()  # shards are written by several threads
+
+    def plant(self) -> None:
+        """Wrap the target, and around it what arms the fault."""
+        owner, name = _find(self.fault.target)
+        _wrap(owner, name, self._call)
+        where = {"write": "Checkpointer._write", "save": "Checkpointer.save"}
+        if self.fault.during in where:
+            _wrap(*_find(f"checkpointer:{where[self.fault.during]}"), self._arm)
+
+    def _arm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        step = args[1] if self.fault.during == "write" else args[3].step
+        self._armed = step == self.fault.step
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._armed = False
+
+    def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._due(args):
+            return original(*args, **kwargs)
+        if self.fault.when == "half":
+            return _halves(self.fault.target, original, lambda: self._act(args), *args, **kwargs)
+        if self.fault.when == "after":
+            result = original(*args, **kwargs)
+            self._act(args)
+            return result
+        result = self._act(args)
+        return result if self.fault.when == "instead" else original(*args, **kwargs)
+
+    def _due(self, args: tuple[Any, ...]) -> bool:
+        if not self._armed or (self.fault.match and self.fault.match not in _text(args)):
+            return False
+        with self._lock:
+            self._calls += 1
+            return self.fault.call in (0, self._calls)
+
+    def _act(self, args: tuple[Any, ...]) -> Any:
+        with open(self.scratch / f"fired-{self.rank}", "a") as f:
+            f.write(self.fault.target + "\n")
+        return ACTIONS[self.fault.action](self, args)
+
+
+def _find(target: str) -> tuple[Any, str]:
+    """The object and the name of its attribute."""
+    module, _, path = target.partition(":")
+    full = module if "." in module or module in sys.stdlib_module_names else f"titanlite.checkpoint.{module}"
+    *owners, name = path.split(".")
+    return functools.reduce(getattr, owners, importlib.import_module(full)), name
+
+
+def _wrap(owner: Any, name: str, by: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(lambda *args, **kw: by(original, *args, **kw)))
+
+
+def _text(args: tuple[Any, ...]) -> str:
+    """Arguments to match; a HashingFile by its name."""
+    return " ".join(str(getattr(getattr(arg, "_file", None), "name", arg)) for arg in args)
+
+
+def _halves(
+    target: str, original: Callable[..., Any], act: Callable[[], Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Half of a call, what goes wrong, and the rest if that came back."""
+    name = re.split("[.:]", target)[-1]
+    if name == "write":  # of a HashingFile
+        file, view = args[0], memoryview(args[1]).cast("B")
+        written = original(file, view[: len(view) // 2])
+        file.flush()
+        act()
+        return written + original(file, view[len(view) // 2 :])
+    if name == "rmtree":
+        for path in sorted(Path(args[0]).iterdir())[::2]:
+            path.unlink()
+    else:
+        assert name == "write_text", f"half of {target} is not known"
+        original(args[0], args[1][: len(args[1]) // 2], **kwargs)
+    act()
+    return original(*args, **kwargs)
+
+
+# ---- what goes wrong: called with the fault and the arguments of the call
+
+
+def _kill(planted: _Planted, args: tuple[Any, ...]) -> None:
+    victim = planted.fault.victim
+    itself = victim in (-1, planted.rank)
+    os.kill(os.getpid() if itself else int((planted.scratch / f"pid-{victim}").read_text()), signal.SIGKILL)
+    if itself:
+        time.sleep(TIMEOUT_S)  # this thread may be told last
+
+
+def _error(planted: _Planted, args: tuple[Any, ...]) -> None:
+    raise OSError(errno.EIO, "injected")
+
+
+def _lose_moments(planted: _Planted, args: tuple[Any, ...]) -> None:
+    for moments in args[2].state.values():
+        moments["exp_avg"].zero_()
+
+
+def _shift_row(planted: _Planted, args: tuple[Any, ...]) -> None:
+    args[3].rows += 1
+
+
+_scribbled = threading.Event()
+
+
+def _scribble(planted: _Planted, args: tuple[Any, ...]) -> None:
+    """After Checkpointer.save: change all that it was given, and change it back when all is written."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from titanlite.checkpoint.checkpointer import tensors_of
+
+    checkpointer, net, optimizer, state = args[:4]
+    tensors = [t for of in tensors_of(net, optimizer).values() for t in of.values()]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors] + [state.tokens]
+    kept, small = [t.clone() for t in local], (state.step, state.rows)
+    with torch.no_grad():
+        for t in local:
+            t.fill_(7)
+        state.step, state.rows = 7, 7
+        _scribbled.set()
+        checkpointer._pending.result()
+        for t, before in zip(local, kept):
+            t.copy_(before)
+        state.step, state.rows = small
+
+
+ACTIONS: dict[str, Callable[[_Planted, tuple[Any, ...]], Any]] = {
+    "kill": _kill,
+    "error": _error,
+    "lose_moments": _lose_moments,
+    "shift_row": _shift_row,
+    "scribble": _scribble,
+    "wait_for_scribble": lambda planted, args: _scribbled.wait(TIMEOUT_S),
+    "nothing": lambda planted, args: None,
+    "do_not_flush": lambda planted, args: args[0]._file.fileno(),
+    "return_argument": lambda planted, args: args[1],
+}
+
+
+def _record(path: Path) -> None:
+    """From now on, note what is done to files."""
+    out = open(path, "a", buffering=1)  # noqa: SIM115 -- as long as the process
+
+    def note(what: str, inode: int = 0, size: int = 0, path: Any = "", target: Any = "") -> None:
+        names = {"path": os.fsdecode(path), "target": os.fsdecode(target)}
+        event = {"ns": time.monotonic_ns(), "what": what, "inode": inode, "size": size, **names}
+        out.write(json.dumps(event) + "\n")
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if event == "os.rename":
+            note("rename", path=args[0], target=args[1])
+        elif event == "open" and isinstance(args[0], (str, bytes)) and args[2] & (os.O_WRONLY | os.O_RDWR):
+            note("open", path=args[0])
+
+    def synced(original: Callable[..., Any], fd: int) -> None:
+        original(fd)
+        status = os.fstat(fd)
+        note("fsync", status.st_ino, status.st_size)
+
+    def written(original: Callable[..., Any], file: Any, data: Any) -> Any:
+        result = original(file, data)
+        note("write", os.fstat(file._file.fileno()).st_ino)
+        return result
+
+    sys.addaudithook(audit)
+    _wrap(os, "fsync", synced)
+    _wrap(*_find("digest:HashingFile.write"), written)
+
+
+if __name__ == "__main__":
+    serve()

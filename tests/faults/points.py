@@ -1,0 +1,125 @@
+"""Where a save, a resume, a rewind and the setting aside of a bad checkpoint are killed, by name.
+
+P0 to P8 are the phases of a save: agreed, begun, staged, shards, their metadata, the small files, the rename,
+the agreement that it is done, retention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.faults.harness import Fault
+
+SHARD, META, TRAIN, MANIFEST = ".distcp", ".metadata", "train.json", "manifest.json"
+FINAL, TRASH, PARTIAL, PROBE = "checkpoint/step-", ".trash-", ".partial-", ".probe-"
+
+
+@dataclass(frozen=True)
+class Point(Fault):
+    """A named call. `shared`: every rank comes by, not only rank 0. `commits`: the save is committed by then.
+    `late`: rank 0 can commit it without the others."""
+
+    shared: bool = False
+    commits: bool = False
+    late: bool = False
+
+    def at(self, rank: int, **changes: Any) -> Point:
+        """The same for another rank: when it comes by itself, or else when rank 0 does."""
+        changes["rank" if self.shared else "victim"] = rank
+        return replace(self, **changes)
+
+
+SAVE = {
+    "P0 agreed": Point("checkpointer:Checkpointer.save", during="save", shared=True),
+    "P1 before begin": Point("commit:begin"),
+    "P1 begun": Point("commit:begin", "after"),
+    "P1 told": Point("ranks:Ranks.agree", "after", shared=True),
+    "P2 before the copy": Point("staging:HostBuffers.copy", during="save", shared=True),
+    "P2 in the copy": Point("staging:HostBuffers._on_host", "after", 9, during="save", shared=True),
+    "P2 copied": Point("staging:HostBuffers.copy", "after", during="save", shared=True),
+    "P3 planned": Point("writer:ShardWriter.prepare_global_plan", "after"),
+    "P3 before the shards": Point("writer:ShardWriter.write_data", shared=True),
+    "P3 second file": Point("writer:ShardWriter._write_file", "before", 2, shared=True),
+    "P3 half a write": Point("digest:HashingFile.write", "half", 20, SHARD, shared=True),
+    "P3 before fsync": Point("os:fsync", shared=True),
+    "P3 after fsync": Point("os:fsync", "after", shared=True),
+    "P3 before the folder's fsync": Point("writer:sync", shared=True),
+    "P3 shards written": Point("writer:ShardWriter.write_data", "after", shared=True),
+    "P4 results gathered": Point("writer:ShardWriter.finish"),
+    "P4 half of .metadata": Point("digest:HashingFile.write", "half", 1, META),
+    "P4 .metadata unnamed": Point("writer:HashingFileSystem.rename"),
+    "P4 .metadata named": Point("writer:HashingFileSystem.rename", "after"),
+    "P4 before the digests": Point("ranks:Ranks.gather", shared=True),
+    "P4 digests gathered": Point("ranks:Ranks.gather", "after", shared=True, late=True),
+    "P5 before the commit": Point("commit:commit", late=True),
+    "P5 half of train.json": Point("digest:HashingFile.write", "half", 1, TRAIN, late=True),
+    "P5 train.json": Point("commit:write_file", "after", 1, TRAIN, late=True),
+    "P5 before the manifest": Point("commit:write_file", "before", 1, MANIFEST, late=True),
+    "P5 half of the manifest": Point("digest:HashingFile.write", "half", 1, MANIFEST, late=True),
+    "P5 manifest": Point("commit:write_file", "after", 1, MANIFEST, late=True),
+    "P5 folder synced": Point("commit:sync", "after", late=True),
+    "P6 before the rename": Point("os:rename", "before", 1, FINAL, late=True),
+    "P6 renamed": Point("os:rename", "after", 1, FINAL, commits=True),
+    "P6 parent synced": Point("commit:sync", "after", 2, commits=True),
+    "P7 agreed": Point("ranks:Ranks.agree", "after", 2, shared=True, commits=True),
+    "P7 written": Point("checkpointer:Checkpointer._write", "after", shared=True, commits=True),
+    "P8 before retention": Point("commit:retain", commits=True, step=6),
+    "P8 before .trash": Point("os:rename", "before", 1, TRASH, commits=True, step=6),
+    "P8 .trash": Point("os:rename", "after", 1, TRASH, commits=True, step=6),
+    "P8 half deleted": Point("shutil:rmtree", "half", 1, TRASH, commits=True, step=6),
+    "P8 retained": Point("commit:retain", "after", commits=True, step=6),
+}
+# The writer's own errors: not a lost peer's, and not between two statements, where nothing raises.
+ERRORS = {"P1 disk full?": Point("os:statvfs", action="error")} | {
+    name: replace(point, action="error")
+    for name, point in SAVE.items()
+    if point.during == "write" and not point.target.startswith("ranks:") and point.step == 4
+    if name not in ("P1 begun", "P7 written")
+}
+RESOLVE = "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.resolve_tensor"
+WRITE_TEXT = "pathlib:Path.write_text"
+RESUME = {
+    "lock taken": Point("lock:FolderLock.__init__", "after"),
+    "half of the small files": Point("digest:digest_file", "before", 2),
+    "chosen": Point("resume:newest", "after"),
+    "all see it": Point("resume:check_shared", "after", shared=True),
+    "probe": Point("resume:_make_probe", "after"),
+    "probe written": Point("resume:write_file", "after", shared=True),
+    "probe half removed": Point("os:unlink", "after", 1, PROBE),
+    "before the lock is signed": Point("lock:FolderLock.sign"),
+    "before cleaning": Point("commit:clean"),
+    "half cleaned": Point("shutil:rmtree", "half", 1, PARTIAL),
+    "partly cleaned": Point("shutil:rmtree", "after", 1, PARTIAL),
+    "cleaned": Point("commit:clean", "after"),
+    "before loading": Point("checkpointer:load_tensors", shared=True),
+    "metadata read": Point("reader:SafeReader.read_metadata", "after", 2),
+    "half verified": Point("digest:digest_file", "before", 2, SHARD, shared=True),
+    "half read": Point(RESOLVE, "after", 20, shared=True),
+    "read": Point("reader:SafeReader.read_data", "after", shared=True),
+    "verified": Point("resume:Verification.result", "after", shared=True),
+    "restored": Point("checkpointer:Checkpointer.load", "after", shared=True),
+    "half of job.toml": Point(WRITE_TEXT, "half", 1, "job.toml"),
+    "half of env.json": Point(WRITE_TEXT, "half", 1, "env.json"),
+    "half of recipe.json": Point(WRITE_TEXT, "half", 1, "recipe.json"),
+    "recipe.json aside": Point("os:replace", "before", 1, "recipe.json"),
+    "before metrics are cut": Point("os:replace", "before", 1, "metrics"),
+    "metrics cut": Point("os:replace", "after", 1, "metrics"),
+    "first step": Point("titanlite.train:clip_grad_norm_", shared=True),
+}
+REWIND = {
+    "before the moves": Point("commit:abandon"),
+    "before the first": Point("os:rename", "before", 1, "abandoned-"),
+    "one moved": Point("os:rename", "after", 1, "abandoned-"),
+    "two moved": Point("os:rename", "after", 2, "abandoned-"),
+    "all moved": Point("os:rename", "after", 3, "abandoned-"),
+    "moved": Point("commit:abandon", "after"),
+}
+SET_ASIDE = {
+    "before": Point("commit:set_aside"),
+    "one": Point("os:rename", "after", 1, "bad-"),
+    "before the second": Point("commit:set_aside", "before", 2),
+    "both": Point("os:rename", "after", 2, "bad-"),
+}
+for points in (RESUME, REWIND, SET_ASIDE):
+    points.update({name: replace(point, during="start") for name, point in points.items()})

@@ -1,0 +1,429 @@
+"""Damaged checkpoints: whatever happens to any file of one, it is found before a step is trained on it, the
+checkpoint is set aside, and the run that goes on from the one before equals the run that was never damaged.
+
+The controls load the same damage with plain torch DCP, in silence.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.test_resume import history
+from tests.jobs import make_job
+from tests.pool import Pool
+from tests.unit.checkpoint.test_checkpointer import Parts, names, open_run
+from titanlite import cli
+from titanlite.checkpoint import commit, digest, writer
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.digest import first_fault
+from titanlite.checkpoint.state import model_tensors
+from titanlite.job import Job
+from titanlite.train import train
+
+WIDTH = 64
+FILE_BYTES = 1 << 14  # of a shard, so that a rank has several
+NAMES = [".metadata", "__0_0.distcp", "__0_3.distcp", "job.toml", "manifest.json", "train.json"]
+
+
+def save_two(folder: Path, ranks: int = 1, file_bytes: int = FILE_BYTES) -> None:
+    """The steps 1 and 2 of a one-layer run; on every rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "FILE_BYTES", file_bytes)
+        run, parts = open_run(folder), parts_on(ranks)
+        for _ in range(2):
+            parts.step()
+            run.save(parts.net, parts.optimizer, parts.state, {"global_batch_size": 8})
+        run.close()
+
+
+def parts_on(ranks: int, seed: int = 0) -> Parts:
+    """A one-layer run, sharded over the ranks of this process's group."""
+    parts = Parts(width=WIDTH, seed=seed)
+    if ranks > 1:
+        fully_shard(parts.net, mesh=init_device_mesh("cpu", (ranks,)))
+        parts.optimizer = torch.optim.AdamW(parts.net.parameters(), lr=0.1)
+    return parts
+
+
+def start(folder: Path, ranks: int = 1, **config: Any) -> Parts:
+    """A start of the program: what it goes on from."""
+    run, parts = open_run(folder, **config), parts_on(ranks, seed=7)
+    try:
+        run.load(parts.net, parts.optimizer, parts.state)
+    finally:
+        run.abandon()
+    return parts
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashing clears a buffer of 8 MiB for each of the thousands of small files here."""
+    monkeypatch.setattr(digest, "READ_BYTES", 1 << 14)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one rank; not to be changed."""
+    folder = tmp_path_factory.mktemp("saved")
+    save_two(folder)
+    assert {*NAMES} <= {p.name for p in (folder / "checkpoint/step-2").iterdir()}
+    return folder
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def values(saved: Path) -> dict[int, list[torch.Tensor]]:
+    """What the steps 1 and 2 hold."""
+    parts, found = Parts(width=WIDTH), {}
+    for step in (1, 2):
+        parts.step()
+        found[step] = parts.values()
+    assert all(torch.equal(a, b) for a, b in zip(start(saved).values(), found[2]))
+    return found
+
+
+def equal(parts: Parts, expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(parts.values(), expected))
+
+
+def reason_of(step: Path) -> str | None:
+    """What is wrong with a checkpoint, as `titanlite checkpoint verify` sees it."""
+    try:
+        whole = commit.fault(step, int(step.name[5:]))
+        return whole or first_fault(step, commit.digests(commit.read_manifest(step)))
+    except CheckpointError as e:  # of another format: the bit was in its number
+        return str(e)
+
+
+@contextmanager
+def holding(file: Path, data: bytes) -> Iterator[None]:
+    """`file` with other contents for a while."""
+    good = file.read_bytes()
+    file.write_bytes(data)
+    yield
+    file.write_bytes(good)
+
+
+def flipped(data: bytes, rng: random.Random) -> bytes:
+    """With one bit turned."""
+    place, bit = rng.randrange(len(data)), rng.randrange(8)
+    return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
+
+
+# ---- one bit
+
+
+def test_every_flipped_bit_is_found(run: Path) -> None:
+    rng, step = random.Random(0), run / "checkpoint/step-2"
+    files = sorted(step.iterdir())
+    for number in range(200):
+        file = files[number % len(files)]
+        with holding(file, flipped(file.read_bytes(), rng)):
+            assert reason_of(step), f"flip {number}, in {file.name}"
+    assert reason_of(step) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_start_passes_over_flipped_bits(
+    run: Path, values: dict[int, list[torch.Tensor]], name: str
+) -> None:
+    rng, step = random.Random(name), run / "checkpoint/step-2"
+    for number in range(8):
+        with holding(step / name, flipped((step / name).read_bytes(), rng)):
+            parts = start(run)
+            assert parts.state.as_json() == {"step": 1, "rows": 8, "tokens": 80}, f"flip {number}"
+            assert equal(parts, values[1])
+            assert names(run) == ["bad-step-2-0", "step-1"]
+            step.with_name("bad-step-2-0").rename(step)
+    assert equal(start(run), values[2])
+
+
+def load_plainly(step: Path) -> dict[str, torch.Tensor]:
+    """The weights, as torch DCP reads them."""
+    tensors = {name: torch.zeros_like(t) for name, t in model_tensors(Parts(width=WIDTH).net).items()}
+    load({"model": tensors}, storage_reader=FileSystemReader(step), no_dist=True)
+    return tensors
+
+
+def test_control_plain_dcp_loads_flipped_bits_in_silence(
+    run: Path, values: dict[int, list[torch.Tensor]]
+) -> None:
+    rng, step = random.Random(0), run / "checkpoint/step-2"
+    good = load_plainly(step)
+    assert torch.equal(good["weight"], values[2][0])
+    (file,) = [p for p in step.glob("*.distcp") if good["weight"].numpy().tobytes() in p.read_bytes()]
+    wrong = 0
+    for _ in range(40):
+        data = flipped(file.read_bytes(), rng)
+        with holding(file, data):
+            assert reason_of(step)
+            try:
+                loaded = load_plainly(step)
+            except BaseException:  # DCP's own is one
+                continue
+            # Not torch.equal, for which a bit may make a NaN.
+            wrong += any(loaded[name].numpy().tobytes() != good[name].numpy().tobytes() for name in good)
+    assert wrong > 20, f"{wrong} of 40 flips gave wrong weights; the rest fell into what the zip file ignores"
+
+
+# ---- larger damage
+
+
+def zero_a_page(data: bytes) -> bytes:
+    return data[:4096] + bytes(4096) + data[8192:]
+
+
+LARGER: dict[str, Callable[[bytes], bytes]] = {
+    "shorter by one": lambda data: data[:-1],
+    "half": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "longer by one": lambda data: data + b"\0",
+    "longer by a page": lambda data: data + bytes(4096),
+    "twice": lambda data: data + data,
+    "a zeroed page": lambda data: zero_a_page(data) if len(data) > 8192 else bytes(len(data)),
+    "zeros": lambda data: bytes(len(data)),
+}
+
+
+@pytest.mark.parametrize("kind", LARGER)
+def test_larger_damage_of_any_file_is_found(
+    run: Path, values: dict[int, list[torch.Tensor]], kind: str
+) -> None:
+    step = run / "checkpoint/step-2"
+    for file in step.iterdir():
+        with holding(file, LARGER[kind](file.read_bytes())):
+            unchanged = kind == "shorter by one" and file.name == "manifest.json"  # the last line's end
+            assert unchanged or reason_of(step), file.name
+    file = step / "__0_0.distcp"
+    file.write_bytes(LARGER[kind](file.read_bytes()))
+    assert equal(start(run), values[1])
+
+
+def test_a_missing_file_is_found(run: Path, values: dict[int, list[torch.Tensor]]) -> None:
+    step = run / "checkpoint/step-2"
+    for file in list(step.iterdir()):
+        file.rename(run / "elsewhere")
+        assert reason_of(step) == f"{file.name} is missing"
+        parts = start(run)
+        assert equal(parts, values[1]), file.name
+        step.with_name("bad-step-2-0").rename(step)
+        (run / "elsewhere").rename(file)
+    assert equal(start(run), values[2])
+
+
+def test_metadata_of_another_layout_is_found(run: Path, tmp_path: Path) -> None:
+    """As if it had been left from before; that of the step before is the same, by design."""
+    step = run / "checkpoint/step-2"
+    assert (step / ".metadata").read_bytes() == (step.with_name("step-1") / ".metadata").read_bytes()
+    save_two(tmp_path / "other", file_bytes=1 << 30)
+    shutil.copy(tmp_path / "other/checkpoint/step-2/.metadata", step)
+    assert reason_of(step)
+    assert start(run).state.step == 1
+
+
+# ---- how much is verified
+
+
+def flip_a_weight(step: Path, weight: torch.Tensor) -> None:
+    """In its sign."""
+    number = weight.flatten()[100:110].numpy().tobytes()
+    (file,) = [p for p in step.glob("*.distcp") if number in p.read_bytes()]
+    data = bytearray(file.read_bytes())
+    data[data.index(number) + 3] ^= 128
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("verify", ["full", "sizes", "off"])
+def test_what_verify_finds(run: Path, values: dict[int, list[torch.Tensor]], verify: str) -> None:
+    step = run / "checkpoint/step-2"
+    with holding(step / "job.toml", b"short"):
+        assert start(run, verify=verify).state.step == (2 if verify == "off" else 1)
+        if verify != "off":
+            step.with_name("bad-step-2-0").rename(step)
+    flip_a_weight(step, values[2][0].detach())
+    parts = start(run, verify=verify)
+    if verify == "full":
+        assert equal(parts, values[1])
+    else:  # control: what the hashes are for
+        assert parts.state.step == 2
+        assert int((parts.values()[0] != values[2][0]).sum()) == 1
+    (run / "checkpoint/step-1/manifest.json").write_text("{}")
+    shutil.rmtree(step, ignore_errors=True)
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):  # at least the manifest, always
+        start(run, verify=verify)
+
+
+# ---- two ranks
+
+
+@pytest.fixture(scope="module")
+def two(pools: Callable[[int], Pool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of two ranks; not to be changed."""
+    folder = tmp_path_factory.mktemp("two")
+    pools(2)(save_two, folder, 2)
+    return folder
+
+
+def outcome_on_rank(folder: Path, config: dict[str, Any]) -> tuple[int, str] | tuple[str, str]:
+    """The step that a rank goes on from and its weights; or its error."""
+    try:
+        parts = start(folder, 2, **config)
+    except CheckpointError as e:
+        return type(e).__name__, str(e)
+    sums = [p.full_tensor().sum().item() for p in model_tensors(parts.net).values() if isinstance(p, DTensor)]
+    return parts.state.step, str(sums)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_1.distcp", ".metadata", "train.json", "manifest.json"])
+def test_all_ranks_pass_over_what_one_of_them_found(
+    two: Path, tmp_path: Path, run_on: Callable[..., list[Any]], name: str
+) -> None:
+    run = shutil.copytree(two, tmp_path / "run")
+    (good, _) = run_on(2, outcome_on_rank, run, {})
+    file = run / "checkpoint/step-2" / name
+    file.write_bytes(flipped(file.read_bytes(), random.Random(1)))
+    one, other = run_on(2, outcome_on_rank, run, {})
+    assert (one, good[0]) == (other, 2)
+    assert one[0] == 1
+    assert one[1] != good[1]
+    assert names(run) == ["bad-step-2-0", "step-1"]
+    (run / "checkpoint/step-1/__1_0.distcp").write_bytes(b"")
+    errors = run_on(2, outcome_on_rank, run, {})
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "CheckpointError"
+
+
+def test_two_ranks_share_what_one_wrote(
+    saved: Path, tmp_path: Path, run_on: Callable[..., list[Any]]
+) -> None:
+    """The files are dealt out anew; every one of them is hashed by some rank."""
+    files = sorted(p.name for p in (saved / "checkpoint/step-2").glob("*.distcp"))
+    assert len(files) > 3
+    for number, name in enumerate(files):
+        run = shutil.copytree(saved, tmp_path / str(number))
+        file = run / "checkpoint/step-2" / name
+        file.write_bytes(flipped(file.read_bytes(), random.Random(1)))
+        assert [step for step, _ in run_on(2, outcome_on_rank, run, {})] == [1, 1], name
+
+
+def swap_rank_files(checkpoint: Path) -> None:
+    one, other = checkpoint / "step-2/__0_0.distcp", checkpoint / "step-2/__1_0.distcp"
+    one.rename(checkpoint / "between")
+    other.rename(one)
+    (checkpoint / "between").rename(other)
+
+
+def take_from_another_step(checkpoint: Path) -> None:
+    """All of rank 1: the mix of two states that overwriting in place can leave."""
+    for file in (checkpoint / "step-1").glob("__1_*.distcp"):
+        shutil.copy(file, checkpoint / "step-2")
+
+
+@pytest.mark.parametrize("damage", [swap_rank_files, take_from_another_step])
+def test_shards_of_the_same_size_in_the_wrong_place(
+    two: Path, tmp_path: Path, run_on: Callable[..., list[Any]], damage: Callable[[Path], None]
+) -> None:
+    run = shutil.copytree(two, tmp_path / "run")
+    step = run / "checkpoint/step-2"
+    good = load_plainly(step)
+    sizes = {p.name: p.stat().st_size for p in step.iterdir()}
+    damage(run / "checkpoint")
+    assert {p.name: p.stat().st_size for p in step.iterdir()} == sizes
+    assert not torch.equal(load_plainly(step)["weight"], good["weight"])  # control: in silence
+    assert "SHA-256 differs" in str(reason_of(step))
+    assert [found for found, _ in run_on(2, outcome_on_rank, run, {})] == [1, 1]
+
+
+# ---- the whole run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[int, Job]:
+    """Uninterrupted runs of 8 and of 12 steps, saved every 4."""
+    jobs = {}
+    for steps in (8, 12):
+        jobs[steps] = make_job(tmp_path_factory.mktemp("whole"), corpus, f"--training.steps={steps}")
+        train(jobs[steps])
+    return jobs
+
+
+def state(job: Job, step: int) -> dict[str, Any]:
+    """The digests of all that a checkpoint holds of the run."""
+    files = commit.digests(commit.read_manifest(job.folder / f"checkpoint/step-{step}"))
+    return {name: digest for name, digest in files.items() if name != "job.toml"}
+
+
+def damage_file(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def damage(step: Path) -> None:
+        (step / name).write_bytes(change((step / name).read_bytes()))
+
+    return damage
+
+
+def from_the_step_before(step: Path) -> None:
+    shutil.copy(step.with_name("step-4") / "__0_0.distcp", step)
+
+
+DAMAGES = {
+    "flipped shard": damage_file("__0_0.distcp", lambda data: flipped(data, random.Random(2))),
+    "short .metadata": damage_file(".metadata", LARGER["half"]),
+    "zeroed train.json": damage_file("train.json", LARGER["zeros"]),
+    "flipped manifest": damage_file("manifest.json", lambda data: flipped(data, random.Random(3))),
+    "no shard": lambda step: (step / "__0_0.distcp").unlink(),
+    "old shard": from_the_step_before,
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_the_run_goes_on_from_the_one_before(
+    whole: dict[int, Job], tmp_path: Path, corpus: Path, kind: str
+) -> None:
+    shutil.copytree(whole[8].folder, tmp_path / "run")
+    DAMAGES[kind](tmp_path / "run/checkpoint/step-8")
+    job = make_job(tmp_path, corpus, "--training.steps=12")
+    train(job)
+    assert history(job) == history(whole[12])
+    assert names(job.folder) == ["bad-step-8-0", "step-12", "step-4", "step-8"]
+    for step in (8, 12):
+        assert state(job, step) == state(whole[12], step)
+
+
+def test_a_run_of_damaged_checkpoints_ends(whole: dict[int, Job], tmp_path: Path, corpus: Path) -> None:
+    shutil.copytree(whole[8].folder, tmp_path / "run")
+    job = make_job(tmp_path, corpus, "--training.steps=12")
+    folder = job.folder / "checkpoint"
+    DAMAGES["flipped shard"](folder / "step-8")
+    DAMAGES["zeroed train.json"](folder / "step-4")
+
+    def contents() -> list[tuple[str, bytes]]:
+        return sorted((p.name, p.read_bytes()) for p in folder.rglob("*") if p.is_file())
+
+    before, metrics = contents(), history(job)
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"no usable checkpoint in .*delete them to start afresh"
+        ) as e:
+            train(job)
+        assert e.value.exit_code == 3
+    where = [str(tmp_path / "job.toml"), f"--job.dump_folder={job.folder}"]
+    assert cli.run(["train", *where, f"--data.cache_dir={corpus / 'cache'}"]) == 3
+    assert contents() == before  # under the same or another name
+    assert history(job) == metrics

@@ -1,0 +1,414 @@
+"""Disks that are full, broken, slow or read-only: a save fails or a start is refused, with a reason and an
+exit code; no checkpoint is lost, and the run goes on when it can."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.test_resume import history
+from tests.jobs import make_job, metrics_of
+from tests.unit.checkpoint.test_checkpointer import Parts, names, open_run, save_steps
+from titanlite import cli
+from titanlite.checkpoint import commit, writer
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.digest import HashingFile, first_fault
+from titanlite.checkpoint.writer import ShardWriter
+from titanlite.config.component import ConfigError
+from titanlite.log import logger
+from titanlite.train import train
+
+MODES = pytest.mark.parametrize("mode", ["async", "disabled"])
+
+
+class Disk:
+    """A file system of its own."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def fill(self, leave: int) -> None:
+        """As somebody else's files do."""
+        of = os.statvfs(self.path)
+        with open(self.path / "ballast", "ab") as f:
+            f.write(bytes(max(0, of.f_bavail * of.f_frsize - leave)))
+
+    def free(self) -> None:
+        (self.path / "ballast").unlink()
+
+    def remount(self, options: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{options}", self.path], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """Of 8 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as e:
+        pytest.skip(f"a disk that can be filled has to be mounted, which needs root and Linux: {e}")
+    yield Disk(path)
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+class Many(Parts):
+    """A run of 240 tensors of one number each. Their files are a hundred times as large as they are, so that
+    the disk is found to be full by writing to it and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ParameterList(nn.Parameter(torch.full((1,), float(i))) for i in range(60))
+        self.net = self.many  # type: ignore[assignment]
+        self.optimizer = torch.optim.AdamW(self.many.parameters(), lr=0.1)
+
+    def step(self) -> None:
+        sum(p.pow(2).sum() for p in self.many).backward()
+        self.optimizer.step()
+        self.state.step += 1
+
+
+def save(run: Checkpointer, parts: Parts) -> None:
+    """One more step, saved and waited for."""
+    parts.step()
+    run.save(parts.net, parts.optimizer, parts.state, {})
+    run.settle()
+
+
+def assert_whole(folder: Path, *steps: int) -> None:
+    """These are there and whole, and nothing else is."""
+    assert names(folder) == sorted(f"step-{step}" for step in steps)
+    for step, path in commit.committed(folder / "checkpoint"):
+        assert commit.fault(path, step) is None
+        assert first_fault(path, commit.digests(commit.read_manifest(path))) is None
+
+
+@contextmanager
+def listening(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The logger hands nothing on once a run has set it up."""
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)
+
+
+# ---- a full disk
+
+
+@MODES
+def test_a_full_disk_costs_one_save(disk: Disk, mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    run, parts = open_run(disk.path / "run", async_mode=mode), Many()
+    save(run, parts)
+    disk.fill(leave=100_000)
+    with listening(caplog):
+        save(run, parts)
+    assert "No space left on device (failure 1 of 3 in a row)" in caplog.text
+    assert_whole(disk.path / "run", 1)
+    disk.free()
+    save(run, parts)
+    run.close()
+    assert_whole(disk.path / "run", 1, 3)
+    again, other = open_run(disk.path / "run"), Many()
+    again.load(other.net, other.optimizer, other.state)
+    assert all(torch.equal(a, b) for a, b in zip(other.values(), parts.values()))
+
+
+@MODES
+def test_the_third_failure_in_a_row_ends_the_run(disk: Disk, mode: str) -> None:
+    run, parts = open_run(disk.path / "run", async_mode=mode), Many()
+    save(run, parts)
+    for _ in range(2):
+        disk.fill(leave=100_000)
+        save(run, parts)
+        save(run, parts)
+        disk.free()
+        save(run, parts)  # from here on it is counted anew
+    disk.fill(leave=100_000)
+    save(run, parts)
+    save(run, parts)
+    with pytest.raises(CheckpointError, match="No space left on device") as error:
+        save(run, parts)
+    assert error.value.exit_code == 3
+    run.abandon()
+    assert_whole(disk.path / "run", 1, 4, 7)
+
+
+@MODES
+def test_stop_at_the_first_failure_if_told_so(disk: Disk, mode: str) -> None:
+    run, parts = open_run(disk.path / "run", async_mode=mode, on_save_error="stop"), Many()
+    save(run, parts)
+    disk.fill(leave=100_000)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save(run, parts)
+    assert_whole(disk.path / "run", 1)
+
+
+def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, parts = save_steps(tmp_path, 1, on_save_error="stop")[::-1]
+    needed = sum(t.numel() * t.itemsize for t in parts.values())
+    space = SimpleNamespace(f_bavail=needed // 4 - 1, f_frsize=4)
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
+    monkeypatch.setattr(ShardWriter, "write_data", lambda *args: pytest.fail("it was written"))
+    with pytest.raises(CheckpointError, match=r"0\.0 MiB free, a checkpoint needs .*; nothing was written"):
+        save(run, parts)
+    assert_whole(tmp_path, 1)
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
+    space.f_bavail += 1
+    save(run, parts)
+    assert_whole(tmp_path, 1, 3)
+
+
+@MODES
+def test_a_run_on_a_disk_that_was_full_for_a_while(
+    disk: Disk, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    whole = make_job(tmp_path, corpus, "--training.steps=12", name="whole")
+    train(whole)
+    original = Checkpointer.save
+
+    def filling(self: Checkpointer, *args: Any) -> None:
+        if args[2].step == 8:
+            self.settle()
+            disk.fill(leave=400_000)  # enough for the tensors, not for their files
+        if args[2].step == 12:
+            disk.free()
+        original(self, *args)
+
+    monkeypatch.setattr(Checkpointer, "save", filling)
+    job = make_job(disk.path, corpus, "--training.steps=12", f"--checkpoint.async_mode={mode}")
+    assert train(job) == 0
+    assert_whole(job.folder, 4, 12)
+    assert history(job) == history(whole)
+    one, other = (commit.digests(commit.read_manifest(j.folder / "checkpoint/step-12")) for j in (job, whole))
+    assert {**one, "job.toml": None} == {**other, "job.toml": None}
+
+
+def test_a_run_on_a_full_disk_ends_and_goes_on_later(
+    disk: Disk, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_job(tmp_path, corpus, "--training.steps=12", name="whole")
+    train(whole)
+    original = Checkpointer.save
+
+    def filling(self: Checkpointer, *args: Any) -> None:
+        if args[2].step == 4:
+            self.settle()
+            disk.fill(leave=400_000)
+        original(self, *args)
+
+    monkeypatch.setattr(Checkpointer, "save", filling)
+    job = make_job(disk.path, corpus, "--training.steps=12", "--checkpoint.interval=2")
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        train(job)
+    assert 8 <= metrics_of(job)[-1]["step"] <= 10  # those of 4, 6 and 8 failed
+    assert_whole(job.folder, 2)
+    monkeypatch.undo()
+    disk.free()
+    assert train(job) == 0
+    assert history(job) == history(whole)
+
+
+@MODES
+@pytest.mark.parametrize("how", ["end", "stop"])
+def test_a_last_save_that_fails_is_no_success(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, mode: str, how: str
+) -> None:
+    """Exit code 0 says that the last step is saved, 75 that a restart loses nothing."""
+    job = make_job(tmp_path, corpus, "--training.steps=2", f"--checkpoint.async_mode={mode}")
+    if how == "stop":
+        job.folder.mkdir()
+        (job.folder / "STOP").touch()
+    break_at("manifest", monkeypatch, times=1)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        train(job)
+
+
+def test_a_start_on_a_full_disk(disk: Disk) -> None:
+    disk.fill(leave=0)
+    with pytest.raises((ConfigError, CheckpointError), match="No space left on device"):
+        open_run(disk.path / "run")
+    disk.free()
+    save_steps(disk.path / "run", 1)[1].close()
+    assert_whole(disk.path / "run", 1)
+
+
+# ---- errors at one place
+
+
+def break_at(place: str, patch: pytest.MonkeyPatch, times: int) -> None:
+    """The next `times` calls fail there: on a full disk, or EIO from a broken one."""
+    left, guard = [times], threading.Lock()
+
+    def fail_if(here: bool, code: int = 28) -> None:
+        with guard:
+            if here and left[0]:
+                left[0] -= 1
+                raise OSError(code, os.strerror(code))
+
+    def before(target: Any, name: str, check: Callable[..., None]) -> None:
+        original = getattr(target, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            check(*args)
+            return original(*args, **kwargs)
+
+        patch.setattr(target, name, wrapped)
+
+    if place == "a shard":
+        patch.setattr(writer, "FILE_BYTES", 64)
+        before(ShardWriter, "_write_file", lambda self, name, *rest: fail_if(name.endswith("_2.distcp")))
+    elif place == ".metadata":
+        before(ShardWriter, "finish", lambda *args: fail_if(True))
+    elif place in ("train.json", "manifest"):
+        name = {"train.json": "train.json", "manifest": commit.MANIFEST}[place]
+        before(commit, "write_file", lambda path, data: fail_if(path.name == name))
+    elif place == "rename":
+        before(os, "rename", lambda a, b: fail_if(os.path.basename(a).startswith(".partial")))
+    elif place == "begin":
+        before(commit, "begin", lambda *args: fail_if(True))
+    elif place == "EIO at write":
+        before(HashingFile, "write", lambda *args: fail_if(True, 5))
+    elif place == "EIO at fsync":
+        before(os, "fsync", lambda fd: fail_if(True, 5))
+    else:
+        raise AssertionError(place)
+
+
+PLACES = ["begin", "a shard", ".metadata", "train.json", "manifest", "rename", "EIO at write", "EIO at fsync"]
+
+
+@MODES
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_at_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str, mode: str
+) -> None:
+    parts, run = save_steps(tmp_path, 2, async_mode=mode)
+    break_at(place, monkeypatch, times=1)
+    with listening(caplog):
+        save(run, parts)
+    error = "Input/output error" if "EIO" in place else "No space left on device"
+    assert f"{error} (failure 1 of 3 in a row)" in caplog.text
+    assert_whole(tmp_path, 1, 2)
+    save(run, parts)
+    run.close()
+    assert_whole(tmp_path, 1, 2, 4)
+    again = open_run(tmp_path, async_mode=mode)
+    break_at(place, monkeypatch, times=1 << 30)
+    for _ in range(2):
+        save(again, parts)
+    with pytest.raises(CheckpointError, match=error):
+        save(again, parts)
+    assert_whole(tmp_path, 1, 2, 4)
+
+
+write = HashingFile.write
+
+
+def slow(self: HashingFile, data: bytes | memoryview) -> int:
+    """A few hundred of these are a checkpoint."""
+    time.sleep(0.001)
+    return write(self, data)
+
+
+def save_on_rank(folder: Path, broken: int) -> list[str]:
+    """Five saves; on one rank the shard of the second one fails, and all writing is slow."""
+    rank = torch.distributed.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        run, parts = open_run(folder), Parts(width=16)
+        seen = []
+        if rank == broken:
+            patch.setattr(HashingFile, "write", slow)
+        for step in range(1, 6):
+            parts.step()
+            with pytest.MonkeyPatch.context() as fault:
+                if rank == broken and step == 2:
+                    break_at("EIO at write", fault, times=1)
+                run.save(parts.net, parts.optimizer, parts.state, {})
+                try:
+                    run._pending.result()  # type: ignore[union-attr]
+                    seen.append("")
+                except CheckpointError as e:
+                    seen.append(str(e))
+                run.settle()
+        run.close()
+    return seen
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_an_error_of_one_rank_is_that_of_all(
+    tmp_path: Path, run_on: Callable[..., list[Any]], broken: int
+) -> None:
+    one, other = run_on(2, save_on_rank, tmp_path, broken)
+    assert one == other
+    assert [bool(error) for error in one] == [False, True, False, False, False]
+    assert f"rank {broken}: OSError: [Errno 5]" in one[1]
+    assert_whole(tmp_path, 1, 3, 4, 5)
+
+
+@MODES
+def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    stalls = []
+
+    def train_fast() -> None:
+        run, parts = open_run(tmp_path, async_mode=mode), Parts()
+        for _ in range(4):
+            parts.step()
+            began = time.perf_counter()
+            run.save(parts.net, parts.optimizer, parts.state, {})
+            stalls.append(time.perf_counter() - began)
+        run.close()
+
+    monkeypatch.setattr(HashingFile, "write", slow)
+    thread = threading.Thread(target=train_fast, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "saves wait for each other forever"
+    assert_whole(tmp_path, 1, 2, 3, 4)
+    assert all(stall > 0.1 for stall in stalls[1:])
+    assert (stalls[0] > 0.1) == (mode == "disabled")
+
+
+# ---- a disk that cannot be used
+
+
+def test_a_read_only_disk_is_refused_at_the_start(disk: Disk, corpus: Path) -> None:
+    job = make_job(disk.path, corpus, "--training.steps=2")
+    train(job)
+    arguments = ["train", str(disk.path / "job.toml"), f"--data.cache_dir={corpus / 'cache'}"]
+    disk.remount("ro")
+    for folder in (job.folder, disk.path / "new"):
+        with pytest.raises(ConfigError, match=r"cannot be written to: .*Read-only file system") as error:
+            open_run(folder)
+        assert error.value.exit_code == 2
+        assert cli.run([*arguments, f"--job.dump_folder={folder}"]) == 2
+    disk.remount("rw")
+    assert_whole(job.folder, 2)
+
+
+def test_a_read_only_checkpoint_folder(disk: Disk, tmp_path: Path) -> None:
+    """As a link to another disk may be; at the start, and while the run goes on."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoint").symlink_to(disk.path)
+    parts, run = save_steps(tmp_path / "run", 1)
+    disk.remount("ro")
+    with pytest.raises(ConfigError, match=r"checkpoint cannot be written to: .*Read-only file system"):
+        open_run(tmp_path / "run")
+    save(run, parts)
+    disk.remount("rw")
+    save(run, parts)
+    run.close()
+    assert_whole(tmp_path / "run", 1, 3)

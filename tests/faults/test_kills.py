@@ -1,0 +1,434 @@
+"""kill -9 at every phase of a save, of retention, of a rewind and of a resume: the run goes on from the
+newest committed checkpoint and ends in the bits of the run that nobody killed.
+
+By default a sample: every point on one rank, in one mode, and every phase on two ranks. With
+TITANLITE_FAULTS=full in the environment also the matrix: every point x {rank 0, rank 1} killed x {sync,
+async}, on two ranks, which takes a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.harness import Event, Fault, Outcome, Trainer
+from tests.faults.points import ERRORS, MANIFEST, META, RESUME, REWIND, SAVE, SET_ASIDE, SHARD, TRAIN
+from tests.jobs import write_toml
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.digest import first_fault
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has imported torch")
+
+FULL = os.environ.get("TITANLITE_FAULTS") == "full"
+INTERVAL, STEPS = 2, 8
+MODES = ("async", "disabled")
+ALL = "--checkpoint.keep_latest_k=0"
+TWO = "--checkpoint.keep_latest_k=2"
+KEYS = (
+    "train/loss",
+    "train/grad_norm",
+    "data/batch_sha",
+    "progress/total_tokens",
+    "train/learning_rate",
+)
+FILES = {"LOCK", "job.toml", "env.json", "recipe.json", "metrics.jsonl", "checkpoint"}
+
+
+@dataclass
+class Run:
+    """A run folder and the command that trains in it."""
+
+    trainer: Trainer
+    folder: Path
+    corpus: Path
+    size: int
+    overrides: tuple[str, ...]
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.folder / "checkpoint"
+
+    def start(self, *faults: Fault, **options: Any) -> Outcome:
+        """Run the command."""
+        self.folder.parent.mkdir(exist_ok=True)
+        where = [f"--job.dump_folder={self.folder}", f"--data.cache_dir={self.corpus / 'cache'}"]
+        length = [f"--checkpoint.interval={INTERVAL}", f"--training.steps={STEPS}"]
+        length += [f"--training.local_batch_size={8 // self.size}"]  # one micro-batch, for speed
+        toml = write_toml(self.folder.parent, self.corpus)
+        return self.trainer.run(toml, [*where, *length, *self.overrides], self.size, faults, **options)
+
+    def committed(self) -> list[int]:
+        """Steps of the committed checkpoints, each of which must be whole to the last byte."""
+        there = commit.committed(self.checkpoints)
+        for step, path in there:
+            assert commit.fault(path, step) is None
+            assert first_fault(path, commit.digests(commit.read_manifest(path))) is None
+        return [step for step, _ in there]
+
+    def state(self, step: int = STEPS) -> dict[str, Any]:
+        """The small state, and digests of the files that hold weights and moments: the same state has the
+        same bytes."""
+        path = self.checkpoints / f"step-{step}"
+        small = json.loads((path / TRAIN).read_text())
+        files = commit.digests(commit.read_manifest(path))
+        state = {key: small[key] for key in ("step", "rows", "tokens", "global_batch_size")}
+        return state | {name: digest for name, digest in files.items() if name.endswith((SHARD, META))}
+
+    def history(self) -> dict[int, list[Any]]:
+        """What must be equal at every step."""
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        assert len({row["step"] for row in rows}) == len(rows), "a step is there twice"
+        return {row["step"]: [row[key] for key in KEYS] for row in rows}
+
+    def left(self) -> set[str]:
+        """What is there besides committed checkpoints and a run's own files."""
+        names = {p.name for p in self.checkpoints.iterdir()} - {f"step-{s}" for s in range(STEPS + 1)}
+        return names | ({p.name for p in self.folder.iterdir()} - FILES - {"metrics.superseded.jsonl"})
+
+
+Start = Callable[..., Run]
+Whole = Callable[[int], Run]
+Kill = tuple[str, int, int]  # a point, a rank, the step that is being saved
+Case = tuple[int, str, list[Kill]]  # ranks, mode, one after another
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """Started once: its imports take seconds."""
+    started = Trainer(tmp_path_factory.mktemp("trainer"))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def whole(trainer: Trainer, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """`whole(size)`: the uninterrupted run on that many ranks, with all its checkpoints."""
+    done: dict[int, Run] = {}
+
+    def get(size: int) -> Run:
+        if size not in done:
+            done[size] = Run(trainer, tmp_path_factory.mktemp(f"whole{size}") / "run", corpus, size, (ALL,))
+            assert done[size].start().exits == [0] * size
+            assert done[size].committed() == [2, 4, 6, 8]
+        return done[size]
+
+    return get
+
+
+@pytest.fixture
+def run(trainer: Trainer, corpus: Path, tmp_path: Path) -> Start:
+    """`run(size, *overrides)`: a run in a folder of the test."""
+    return lambda size, *overrides: Run(trainer, tmp_path / "jobs" / "run", corpus, size, overrides)
+
+
+def assert_same(ours: Run, whole: Run) -> None:
+    """The run ended as the whole one did, to the bit; no step is missing."""
+    assert ours.history() == whole.history()
+    assert ours.state() == whole.state()
+
+
+def kill(run: Run, fault: Fault, **options: Any) -> Outcome:
+    """Run into a fault, which must happen and end the process it is for."""
+    outcome = run.start(fault, **options)
+    victim = fault.rank if fault.victim == -1 else fault.victim
+    assert outcome.fired == [(fault.rank, fault.target)], f"not reached: {outcome.exits} {outcome.logs}"
+    assert [code == -9 for code in outcome.exits] == [r == victim for r in range(run.size)], outcome
+    return outcome
+
+
+def finish(run: Run, whole: Run, newest: int, left: Sequence[str] = ()) -> None:
+    """Restart what was killed: it goes on from `newest`, and ends as the whole run did."""
+    outcome = run.start()
+    assert outcome.exits == [0] * run.size, outcome.logs
+    assert outcome.resumed == ([newest] if newest else [])
+    assert_same(run, whole)
+    assert run.left() == set(left)
+    assert run.committed()[-1] == STEPS
+
+
+# ---- saves
+
+
+def saves() -> Iterator[Case]:
+    """All points on one rank, three to a run; retention alone, since it needs three checkpoints."""
+    names = [name for name in SAVE if SAVE[name].step == 4]
+    for i in range(0, len(names), 3):
+        three = names[i : i + 3]
+        mode = "async" if any(name.startswith("P2") for name in three) else MODES[i // 3 % 2]
+        yield 1, mode, [(name, 0, step) for name, step in zip(three, (2, 4, 6))]
+    for i, name in enumerate(name for name in SAVE if SAVE[name].step == 6):
+        yield 1, MODES[i % 2], [(name, 0, 6)]
+    # Each phase on two ranks. Retention finds something to delete when the run went on from step 4.
+    yield 2, "disabled", [("P0 agreed", 1, 2), ("P1 begun", 1, 4), ("P6 before the rename", 1, 6)]
+    yield 2, "async", [("P2 copied", 1, 2), ("P4 digests gathered", 1, 4), ("P5 half of the manifest", 0, 6)]
+    yield 2, "async", [("P3 half a write", 1, 6), ("P8 half deleted", 1, 6), ("P7 agreed", 1, 8)]
+    # The same save more than once, and the last one.
+    yield 1, "async", [("P3 half a write", 0, 4), ("P5 manifest", 0, 4), ("P3 half a write", 0, 4)]
+    yield 1, "disabled", [("P6 before the rename", 0, 8), ("P6 renamed", 0, 8)]
+    for name in SAVE if FULL else ():
+        for mode in MODES if not name.startswith("P2") else ("async",):
+            for victim in (0, 1):
+                yield 2, mode, [(name, victim, SAVE[name].step)]
+
+
+def label(case: Case) -> str:
+    """For pytest."""
+    size, mode, kills = case
+    return f"{size} {mode} " + ", ".join(f"{name} of {step} at {rank}" for name, rank, step in kills)
+
+
+@pytest.mark.parametrize("case", saves(), ids=label)
+def test_a_kill_while_saving(run: Start, whole: Whole, case: Case) -> None:
+    size, mode, kills = case
+    ours = run(size, f"--checkpoint.async_mode={mode}", TWO)
+    newest = 0
+    for name, victim, step in kills:
+        point = SAVE[name].at(victim, step=step)
+        outcome = kill(ours, point)
+        assert outcome.resumed == ([newest] if newest else [])
+        newest = max(ours.committed(), default=0)
+        allowed = {step if point.commits else step - INTERVAL}
+        if point.late and victim:
+            allowed.add(step)
+        if name == "P0 agreed" and mode == "async":
+            allowed.add(step - 2 * INTERVAL)  # the save before may be in flight until this one begins
+        assert newest in allowed
+        assert outcome.reached - newest <= (INTERVAL if mode == "disabled" else 2 * INTERVAL)
+    finish(ours, whole(size), newest)
+
+
+@pytest.mark.parametrize(("mode", "victim"), [("async", 1), ("disabled", 0)][: 1 + FULL])
+def test_the_others_end_by_themselves(run: Start, mode: str, victim: int) -> None:
+    ours = run(2, f"--checkpoint.async_mode={mode}")
+    outcome = kill(ours, SAVE["P3 half a write"].at(victim), signal_peers=False)
+    assert outcome.exits[1 - victim] == 1, outcome.logs
+    assert ours.committed() == [2]
+
+
+# ---- errors instead of kills
+
+
+def errors() -> Iterator[Case]:
+    """Two to a run; the save between them must succeed."""
+    names = [name for name in ERRORS if name != "P1 disk full?"]
+    yield 1, "async", [("P1 disk full?", 0, 2)]
+    for i in range(0, len(names), 2):
+        yield 1, MODES[i // 2 % 2], [(name, 0, step) for name, step in zip(names[i : i + 2], (2, 6))]
+    yield 2, "async", [("P3 half a write", 1, 2), ("P4 half of .metadata", 0, 6)]
+    yield 2, "disabled", [("P3 before fsync", 1, 2), ("P5 half of the manifest", 0, 6)]
+    for name in ERRORS if FULL else ():
+        for mode in MODES:
+            for rank in range(1 + ERRORS[name].shared):
+                yield 2, mode, [(name, rank, 4)]
+
+
+@pytest.mark.parametrize("case", errors(), ids=label)
+def test_an_error_while_saving(run: Start, whole: Whole, case: Case) -> None:
+    size, mode, failing = case
+    ours = run(size, f"--checkpoint.async_mode={mode}", ALL)
+    points = [ERRORS[name].at(rank, step=step) for name, rank, step in failing]
+    outcome = ours.start(*points)
+    assert outcome.exits == [0] * size, outcome.logs
+    assert sorted(outcome.fired) == sorted((point.rank, point.target) for point in points)
+    for log in outcome.logs:
+        assert log.count("(failure 1 of 3 in a row)") == len(points), log
+    lost = {point.step for point in points if not point.commits}
+    assert ours.committed() == [step for step in (2, 4, 6, 8) if step not in lost]
+    assert ours.left() == set()
+    assert_same(ours, whole(size))
+
+
+def test_a_failed_write_is_reported_as_what_it_was(run: Start) -> None:
+    outcome = run(1).start(ERRORS["P3 half a write"])
+    assert "step 4 could not be saved: rank 0: OSError: [Errno 5] injected" in outcome.logs[0]
+
+
+def test_an_error_in_retention_fails_no_save(run: Start, whole: Whole) -> None:
+    ours = run(1, TWO)
+    outcome = ours.start(replace(SAVE["P8 before .trash"], action="error"))
+    assert (outcome.exits, len(outcome.fired)) == ([0], 1)
+    assert "old checkpoints could not be deleted" in outcome.logs[0]
+    assert "training goes on" not in outcome.logs[0]
+    assert ours.committed() == [6, 8]  # the next save deleted what this one could not
+    assert ours.left() == set()
+    assert_same(ours, whole(1))
+
+
+# ---- resumes
+
+
+def interrupt(run: Run, whole: Run) -> Run:
+    """Make `run` one that was killed in its save of step 8 while an old checkpoint was being deleted."""
+    shutil.copytree(whole.folder, run.folder)
+    (run.checkpoints / "step-8").rename(run.checkpoints / ".partial-step-8")
+    (run.checkpoints / ".partial-step-8" / MANIFEST).unlink()
+    shutil.copytree(run.checkpoints / "step-2", run.checkpoints / ".trash-step-0")
+    return run
+
+
+def resumes() -> Iterator[tuple[int, list[tuple[str, int]]]]:
+    """(ranks, [(point, rank)]), some to a run: after each kill the next start has the same to do."""
+    names = list(RESUME)
+    for i in range(0, len(names), 6):
+        yield 1, [(name, 0) for name in names[i : i + 6]]
+    yield (
+        2,
+        [(name, 1) for name in ("half verified", "half read", "first step")],
+    )
+    for name in RESUME if FULL else ():
+        for victim in (0, 1):
+            yield 2, [(name, victim)]
+
+
+@pytest.mark.parametrize(("size", "kills"), resumes(), ids=str)
+def test_a_kill_while_resuming(run: Start, whole: Whole, size: int, kills: list[tuple[str, int]]) -> None:
+    ours = interrupt(run(size, ALL), whole(size))
+    for name, victim in kills:
+        kill(ours, RESUME[name].at(victim))
+        assert ours.committed() == [2, 4, 6]
+    finish(ours, whole(size), 6)
+
+
+@pytest.mark.parametrize("name", REWIND)
+def test_a_kill_while_rewinding(run: Start, whole: Whole, name: str) -> None:
+    ours = run(1, "--checkpoint.load_step=2", ALL)
+    shutil.copytree(whole(1).folder, ours.folder)
+    kill(ours, REWIND[name])
+    there = ours.committed()
+    assert there == [2, 4, 6, 8][: len(there)]  # no gap
+    moves = (there != [2, 4, 6, 8]) + (there != [2]) + (name == "before the first")  # that one left it empty
+    finish(ours, whole(1), 2, left=[f"abandoned-{i}" for i in range(moves)])
+    moved = sorted(p.name for p in ours.checkpoints.glob("abandoned-*/*"))
+    assert moved == ["step-4", "step-6", "step-8"]
+
+
+@pytest.mark.parametrize(("name", "newest"), [("P5 manifest", 2), ("P6 renamed", 4)])
+def test_a_kill_on_the_branch_after_a_rewind(run: Start, whole: Whole, name: str, newest: int) -> None:
+    ours = run(1, "--checkpoint.load_step=2", ALL)
+    shutil.copytree(whole(1).folder, ours.folder)
+    assert kill(ours, SAVE[name]).resumed == [2]
+    finish(ours, whole(1), newest, left=["abandoned-0"])
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [*((name, f"__0_1{SHARD}") for name in SET_ASIDE), ("one", TRAIN)]
+)  # shards are found to be damaged while they are loaded, the other files before
+def test_a_kill_while_bad_checkpoints_are_set_aside(run: Start, whole: Whole, name: str, file: str) -> None:
+    ours = interrupt(run(1, ALL), whole(1))
+    for step in (4, 6):
+        path = ours.checkpoints / f"step-{step}" / file
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    kill(ours, SET_ASIDE[name])
+    finish(ours, whole(1), 2, left=["bad-step-4-0", "bad-step-6-0"])
+
+
+# ---- controls: what the tests above say when something is wrong
+
+
+@pytest.mark.parametrize("action", ["lose_moments", "shift_row"])
+def test_control_a_lost_state_is_noticed(run: Start, whole: Whole, action: str) -> None:
+    ours = interrupt(run(1, ALL), whole(1))
+    outcome = ours.start(replace(RESUME["restored"], action=action))
+    assert (outcome.exits, outcome.resumed, len(outcome.fired)) == ([0], [6], 1)
+    assert ours.history() != whole(1).history()
+    assert ours.state() != whole(1).state()
+    with pytest.raises(AssertionError):
+        assert_same(ours, whole(1))
+
+
+def test_control_a_kill_that_never_happens_is_noticed(run: Start) -> None:
+    with pytest.raises(AssertionError, match="not reached"):
+        kill(run(1), replace(SAVE["P6 renamed"], step=5))
+
+
+def test_control_what_is_left_is_noticed(run: Start, whole: Whole) -> None:
+    ours = interrupt(run(1, ALL), whole(1))
+    ours.start(Fault("commit:clean", "instead", 0, during="start", action="nothing"))
+    assert ours.left() == {".trash-step-0"}
+
+
+# ---- what is saved is the state at the save
+
+SCRIBBLE = [
+    Fault("checkpointer:Checkpointer._write", rank=-1, action="wait_for_scribble"),
+    Fault("checkpointer:Checkpointer.save", "after", during="save", rank=-1, action="scribble"),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_may_change_when_save_has_returned(run: Start, whole: Whole, size: int) -> None:
+    ours = run(size, ALL)
+    outcome = ours.start(*SCRIBBLE)
+    assert outcome.exits == [0] * size, outcome.logs
+    assert len(outcome.fired) == 2 * size
+    assert ours.state(4) == whole(size).state(4)
+    assert_same(ours, whole(size))
+
+
+def test_control_a_save_without_a_copy_is_noticed(run: Start, whole: Whole) -> None:
+    ours = run(1, ALL)
+    no_copy = Fault("staging:HostBuffers.copy", "instead", during="save", action="return_argument")
+    assert ours.start(*SCRIBBLE, no_copy).exits == [0]
+    assert ours.state(4) != whole(1).state(4)
+
+
+# ---- the order of syncs and the rename
+
+
+SHORT = "--training.steps=2"  # its last save is the only one
+
+
+def assert_durable(run: Run, events: Sequence[Event]) -> None:
+    """Of a save: each file is synced after its last write, then the folder, then it is renamed, then
+    its parent is synced. A file counts as synced if the kernel had all its bytes: Python may hold some."""
+    final = run.checkpoints / "step-2"
+    renamed = next(e.ns for e in events if e.what == "rename" and e.target == str(final))
+    synced = [e for e in events if e.what == "fsync"]
+    for path in final.iterdir():
+        inode, size = path.stat().st_ino, path.stat().st_size
+        last = max(e.ns for e in events if e.what == "write" and e.inode == inode)
+        done = [e for e in synced if (e.inode, e.size) == (inode, size) and last < e.ns < renamed]
+        assert done, f"{path.name} is not synced"
+    inside = [e for e in events if Path(e.path).parent.name == ".partial-step-2"]
+    named = max(e.ns for e in inside)
+    assert any(e.inode == final.stat().st_ino and named < e.ns < renamed for e in synced), "the folder is not"
+    assert any(e.inode == final.parent.stat().st_ino and renamed < e.ns for e in synced), "its parent is not"
+    assert [Path(e.path).name for e in inside if e.what == "open"][-1] == MANIFEST
+    assert not [e for e in events if Path(e.path).parent == final], "written to after its commit"
+
+
+@pytest.mark.parametrize(("size", "mode"), [(1, "disabled"), (2, "async")])
+def test_all_is_on_disk_before_the_rename(run: Start, size: int, mode: str) -> None:
+    ours = run(size, f"--checkpoint.async_mode={mode}", SHORT)
+    outcome = ours.start(record=True)
+    assert outcome.exits == [0] * size, outcome.logs
+    assert_durable(ours, outcome.events)
+
+
+@pytest.mark.parametrize(
+    ("target", "call", "action", "message"),
+    [
+        ("os:fsync", 0, "nothing", "is not synced"),
+        ("digest:HashingFile.fileno", 0, "do_not_flush", "is not synced"),
+        ("commit:sync", 1, "nothing", "the folder is not"),
+        ("commit:sync", 2, "nothing", "its parent is not"),
+    ],
+)
+def test_control_a_missing_sync_is_noticed(
+    run: Start, target: str, call: int, action: str, message: str
+) -> None:
+    ours = run(1, SHORT)
+    outcome = ours.start(Fault(target, "instead", call, step=2, action=action), record=True)
+    with pytest.raises(AssertionError, match=message):
+        assert_durable(ours, outcome.events)

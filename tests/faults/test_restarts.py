@@ -1,0 +1,338 @@
+"""Launchers, ranks and nodes that are told to stop or die, through ./run_train.sh and torchrun's own agents:
+what is restarted, what is not, what is left behind, and that a run which was restarted equals one that was
+not.
+
+A run is a dozen seconds, most of it the import of torch in the launcher and in each rank. torchrun's
+patience is cut from half a minute to seconds by PET_RDZV_CONF, which is where it reads its options from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from tests.jobs import make_job, metrics_of, write_toml
+from tests.pool import Pool
+from titanlite.checkpoint.commit import committed, digests, read_manifest
+from titanlite.job import Job
+from titanlite.tools.launch import Agent
+from titanlite.train import train
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 8
+KEYS = ("step", "train/loss", "train/grad_norm", "data/batch_sha", "progress/total_tokens")
+SOON = "keep_alive_interval=1,keep_alive_max_attempt=3"  # a node is dead after 3 s; torchrun says 15
+PLUGIN = """
+import os, time
+from dataclasses import dataclass
+from titanlite.checkpoint import commit
+from titanlite.optim.adamw import AdamW
+
+def seconds(name):
+    time.sleep(float(os.environ.get(name, 0)))
+
+if "RANK" in os.environ:  # not in the launcher, which reads the job, too
+    me = os.environ["RANK"] + " " + os.environ["TORCHELASTIC_RESTART_COUNT"]
+    with open("STARTS", "a") as f:
+        f.write(me + "\\n")
+    seconds("IMPORT_S")
+
+@dataclass(frozen=True, kw_only=True)
+class Walking(AdamW, name="walking"):
+    "AdamW that takes its time. KILL: the rank, the restart and the step at which the process dies."
+
+    def build(self, parameters):
+        optimizer, steps = super().build(parameters), []
+        def before(*args):
+            seconds("STEP_S")
+            steps.append(0)
+            if os.environ.get("KILL") == f"{me} {len(steps)}":
+                os.kill(os.getpid(), 9)
+        optimizer.register_step_pre_hook(before)
+        return optimizer
+
+def slowly(*args, original=commit.commit):
+    seconds("COMMIT_S")
+    return original(*args)
+
+commit.commit = slowly
+"""
+
+
+class Node:
+    """./run_train.sh on a tiny job. All its processes carry a mark in their environment."""
+
+    count = itertools.count()
+
+    def __init__(self, folder: Path, corpus: Path, arguments: tuple[str, ...], environment: dict[str, str]):
+        self.folder, self.job = folder, make_job(folder, corpus, *arguments, world_size=2)
+        (folder / "walking.py").write_text(PLUGIN.replace("STARTS", str(folder / "starts")))
+        self._log = folder / f"log-{next(Node.count)}"
+        self._mark = f"MARK={self._log}\0".encode()
+        command = [
+            str(ROOT / "run_train.sh"),
+            str(write_toml(folder, corpus)),
+            f"--job.dump_folder={self.job.folder}",
+            f"--data.cache_dir={self.job.data.cache_dir}",
+            '--job.imports=["walking"]',
+            "--optimizer.name=walking",
+            *arguments,
+        ]
+        own = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "MARK": str(self._log)}
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+        with open(self._log, "w") as log:
+            self.launcher = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | own | {"PYTHONPATH": path} | environment,
+                stdout=log, stderr=log,
+            )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def starts(self) -> list[str]:
+        """Rank and restart of each process that came as far as to read the job."""
+        path = self.folder / "starts"
+        return sorted(path.read_text().splitlines()) if path.exists() else []
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged; each is."""
+        path = self.job.folder / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    @property
+    def saved(self) -> list[int]:
+        """The steps that are saved."""
+        return [step for step, _ in committed(self.job.folder / "checkpoint")]
+
+    def processes(self) -> list[int]:
+        """Launcher, ranks and loader workers that live."""
+
+        def ours(pid: str) -> bool:
+            try:
+                return self._mark in Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie
+            except OSError:
+                return False
+
+        return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and ours(pid)]
+
+    def until(self, condition: Callable[[], Any], timeout_s: float = 90) -> None:
+        """Wait for it."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end, self.log
+            time.sleep(0.05)
+
+    def end(self, timeout_s: float = 90) -> int:
+        """Wait for the end; returns the exit code."""
+        self.until(lambda: self.launcher.poll() is not None, timeout_s)
+        return self.launcher.returncode
+
+
+@pytest.fixture
+def start(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Node]]:
+    """`start(*arguments, **environment)`: a Node that ends with the test."""
+    nodes: list[Node] = []
+
+    def one(*arguments: str, **environment: str) -> Node:
+        nodes.append(Node(tmp_path, corpus, arguments, environment))
+        return nodes[-1]
+
+    yield one
+    for node in nodes:
+        for pid in node.processes():
+            os.kill(pid, signal.SIGKILL)
+        node.launcher.wait()
+
+
+def train_on_rank(folder: Path, corpus: Path) -> None:
+    """One rank's part of the uninterrupted run."""
+    train(make_job(folder, corpus, world_size=2, name="whole"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path, pools: Callable[[int], Pool]) -> Job:
+    folder = tmp_path_factory.mktemp("whole")
+    pools(2)(train_on_rank, folder, corpus)
+    return make_job(folder, corpus, world_size=2, name="whole")
+
+
+def state_of(job: Job) -> dict[str, str]:
+    """SHA-256 of the files with the weights and the optimizer's state: equal states are equal bytes."""
+    files = digests(read_manifest(job.folder / f"checkpoint/step-{STEPS}"))
+    return {name: digest.sha256 for name, digest in files.items() if name.endswith(".distcp")}
+
+
+def assert_same(job: Job, whole: Job) -> None:
+    ours, theirs = metrics_of(job), metrics_of(whole)
+    assert [[row[key] for key in KEYS] for row in ours] == [[row[key] for key in KEYS] for row in theirs]
+    assert state_of(job) == state_of(whole)
+
+
+# ---- a launcher that is told to stop
+
+
+def test_sigterm_to_the_launcher_waits_for_the_save_and_nothing_is_restarted(start: Any) -> None:
+    """The commit takes three seconds; torchrun would kill after one (PET_SHUTDOWN_TIMEOUT)."""
+    node = start(NGPU="2", MAX_RESTARTS="2", STEP_S="0.3", COMMIT_S="3", PET_SHUTDOWN_TIMEOUT="1")
+    node.until(lambda: node.step >= 1)
+    began = time.monotonic()
+    node.launcher.terminate()
+    assert node.end() == 75, node.log
+    assert time.monotonic() - began > 3
+    assert node.saved == [node.step]
+    assert node.step < STEPS
+    assert node.starts == ["0 0", "1 0"]
+    assert node.log.count("stopped after step") == 1
+    assert "Traceback" not in node.log
+
+
+def test_sigterm_while_the_ranks_are_starting_is_75_and_nothing_is_restarted(start: Any) -> None:
+    node = start(MAX_RESTARTS="1", IMPORT_S="1")
+    node.until(lambda: node.starts)
+    node.launcher.terminate()
+    assert node.end() == 75, node.log
+    assert node.starts == ["0 0"]
+    assert node.step == 0
+
+
+def test_sigterm_while_waiting_for_the_other_nodes_is_75(start: Any) -> None:
+    port = free_port()
+    node = start(NNODES="2", RDZV_ENDPOINT=f"localhost:{port}")
+    node.until(lambda: listens(port))
+    time.sleep(0.5)
+    node.launcher.terminate()
+    assert node.end(timeout_s=20) == 75, node.log
+
+
+def test_sigterm_while_waiting_for_nodes_after_a_crash_is_75(start: Any) -> None:
+    node = start(
+        NNODES="1:2", RDZV_ENDPOINT=f"localhost:{free_port()}", MAX_RESTARTS="1", KILL="0 0 2",
+        PET_RDZV_CONF=f"{SOON},last_call_timeout=2",
+    )  # fmt: skip
+    node.until(lambda: node.starts)
+    node.until(lambda: node.processes() == [node.launcher.pid])
+    time.sleep(0.5)
+    node.launcher.terminate()
+    assert node.end() == 75, node.log
+    assert node.starts == ["0 0"]
+
+
+@pytest.mark.parametrize("code", [2, 3, 75, 1, 7, -9])
+def test_only_a_crash_is_restarted(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    failures: Any = {0: SimpleNamespace(exitcode=-15), 1: SimpleNamespace(exitcode=code)}
+    failed = RunResult(WorkerState.FAILED, failures=failures)
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: failed)
+    monkeypatch.setattr(LocalElasticAgent, "_exit_barrier", lambda self: None)
+    agent: Any = Agent.__new__(Agent)
+    agent._remaining_restarts = 2
+    assert agent._monitor_workers(None) is failed
+    assert agent._remaining_restarts == (0 if code in (2, 3, 75) else 2)
+
+
+# ---- kill -9
+
+
+def test_a_killed_rank_is_restarted_and_the_run_equals_one_that_was_not(start: Any, whole: Job) -> None:
+    node = start("--data.num_workers=1", NGPU="2", MAX_RESTARTS="1", KILL="1 0 7")
+    assert node.end() == 0, node.log
+    assert node.starts == ["0 0", "0 1", "1 0", "1 1"]
+    assert f"resumed from {node.job.folder}/checkpoint/step-4\n" in node.log
+    assert_same(node.job, whole)
+
+
+def test_a_killed_launcher_leaves_nothing_behind(start: Any) -> None:
+    node = start("--data.num_workers=1", MAX_RESTARTS="1", STEP_S="1")
+    node.until(lambda: node.step >= 1)
+    assert len(node.processes()) == 3, "a launcher, a rank, and its worker"
+    node.launcher.kill()
+    node.until(lambda: not node.processes(), timeout_s=15)
+    assert node.step < STEPS
+
+
+def test_a_launcher_killed_while_the_ranks_are_starting_leaves_nothing_behind(start: Any) -> None:
+    node = start(MAX_RESTARTS="1", IMPORT_S="1")
+    node.until(lambda: node.starts)
+    node.launcher.kill()
+    node.until(lambda: not node.processes(), timeout_s=30)
+    assert node.step == 0, "the rank trained on without its launcher"
+
+
+# ---- nodes
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as s:
+        return s.connect_ex(("localhost", port)) == 0
+
+
+def two_nodes(start: Any, nnodes: str) -> tuple[Node, Callable[[], Node]]:
+    """The first node, whose agent has the store, after the second one was killed behind a commit; and what
+    starts the second one again. Nodes that come within 6 s of each other begin together."""
+    common = {
+        "NNODES": nnodes, "RDZV_ENDPOINT": f"localhost:{free_port()}", "MAX_RESTARTS": "3", "STEP_S": "0.4",
+    }  # fmt: skip
+
+    def node(number: int) -> Node:
+        conf = f"{SOON},last_call_timeout=6,is_host={number == 0}"
+        return start(NODE_RANK=str(number), PET_RDZV_CONF=conf, **common)
+
+    first, second = node(0), node(1)
+    first.until(lambda: first.saved)
+    second.launcher.kill()
+    first.until(lambda: not second.processes())
+    assert worlds(first) == [2]
+    assert first.launcher.poll() is None
+    return first, lambda: node(1)
+
+
+def worlds(node: Node) -> list[int]:
+    """The number of ranks of each start."""
+    return [int(size) for size in re.findall(r"(\d+) x .*, float32", node.log)]
+
+
+def test_a_node_that_comes_back_is_waited_for(start: Any, whole: Job) -> None:
+    first, again = two_nodes(start, "2")
+    first.until(lambda: first.processes() == [first.launcher.pid])
+    second = again()
+    assert first.end() == 0, first.log + second.log
+    assert second.end() == 0, second.log
+    assert worlds(first) == [2, 2]
+    assert "resumed from" in first.log
+    assert_same(first.job, whole)
+
+
+def test_the_other_node_goes_on_alone(start: Any, whole: Job) -> None:
+    first, _ = two_nodes(start, "1:2")
+    assert first.end() == 0, first.log
+    assert worlds(first) == [2, 1]
+    assert "resumed from" in first.log
+    ours, theirs = metrics_of(first.job), metrics_of(whole)
+    assert [row["step"] for row in ours] == list(range(1, STEPS + 1))
+    assert [row["data/batch_sha"] for row in ours] == [row["data/batch_sha"] for row in theirs]
+    for a, b in zip(ours, theirs):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)

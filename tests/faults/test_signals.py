@@ -1,0 +1,397 @@
+"""A run that is told to stop, wherever it is: all ranks stop at the same step, save it, and exit with 75, and
+the run that goes on equals the one that was never stopped, to the bit.
+
+Two ranks, forked from a server that has imported titanlite.train, so that a run costs a second. What happens
+in a rank happens before a certain call of a certain function, not after a certain time.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from tests.jobs import make_job, metrics_of, write_corpus
+from titanlite import cli, signals
+from titanlite.checkpoint import resume
+from titanlite.checkpoint.commit import committed, digests, read_manifest
+from titanlite.checkpoint.reader import SafeReader
+from titanlite.checkpoint.staging import HostBuffers
+from titanlite.checkpoint.state import TrainState
+from titanlite.checkpoint.writer import ShardWriter
+from titanlite.data.loader import Data, Rows
+from titanlite.data.tokenizer import TextCodec
+from titanlite.job import Job
+from titanlite.optim.adamw import AdamW
+from titanlite.parallel.sharded import ShardedModel
+
+RANKS, STEPS, TIMEOUT_S = 2, 8, 100
+KEYS = ("step", "train/loss", "train/grad_norm", "data/batch_sha", "progress/total_tokens")
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "tokenising": (TextCodec, "encode_documents"),
+    "opening the data": (Data, "build"),
+    "choosing a checkpoint": (resume, "newest"),
+    "reading a checkpoint": (SafeReader, "read_data"),
+    "reading rows": (Rows, "__getitems__"),  # in a loader worker
+    "loading": (_BaseDataLoaderIter, "__next__"),  # twice a step: two micro-batches
+    "accumulating": (ShardedModel, "_loss"),  # twice a step; and in each batch of a validation
+    "sampling": (ShardedModel, "logits"),  # once a token
+    "saving": (HostBuffers, "wait"),  # in the thread, before it writes
+    "writing": (ShardWriter, "_write_file"),
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens in `rank` before the `call`-th call of `place`: a signal to itself, a file, or an act."""
+
+    place: str
+    call: int
+    what: str = "SIGTERM"
+    rank: int = 1
+
+
+# ---- in a rank
+
+
+def _group() -> None:
+    """As a terminal or a batch system does, which know no ranks."""
+    workers = multiprocessing.active_children()
+    assert [os.getpgid(worker.pid or 0) for worker in workers] == [os.getpgrp()] * 2
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(0.3)
+    assert len(multiprocessing.active_children()) == 2, "the loader's workers are gone"
+
+
+def _parent() -> None:
+    """From a loader worker, to the rank that waits for it."""
+    time.sleep(0.5)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.1)
+
+
+def _peer() -> None:
+    """From rank 0, to the one that waits for it in a collective."""
+    time.sleep(0.3)
+    os.kill(int(Path("pid-1").read_text()), signal.SIGTERM)
+    time.sleep(0.1)
+
+
+def _twice() -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _in_flight() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)  # meanwhile the main thread stops; nothing is written yet
+
+
+def _disk_full() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _lose_update() -> None:
+    """Step 6 is counted, and its update is not made."""
+    adamw: Any = AdamW
+    build = adamw.build
+
+    def lazy(*args: Any) -> Any:
+        optimizer, steps = build(*args), itertools.count(1)
+        update = optimizer.step
+        optimizer.step = lambda: update() if next(steps) != 6 else None
+        return optimizer
+
+    adamw.build = lazy
+
+
+def _lose_rows() -> None:
+    """The resumed run begins at the row before the last step's."""
+    state: Any = TrainState
+    restore = state.restore
+    state.restore = lambda self, values: restore(self, {**values, "rows": values["rows"] - 8})
+
+
+ACTS: dict[str, Callable[[], None]] = {
+    "file": lambda: Path("run/STOP").touch(),
+    "group": _group,
+    "parent": _parent,
+    "peer": _peer,
+    "twice": _twice,
+    "in flight": _in_flight,
+    "disk full": _disk_full,
+    "lose update": _lose_update,
+    "lose rows": _lose_rows,
+}
+
+
+def _before(event: Event) -> None:
+    act = ACTS.get(event.what) or (lambda: os.kill(os.getpid(), getattr(signal, event.what)))
+    owner, name = PLACES[event.place]
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == event.call:
+            act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, planted)
+
+
+def _rank(rank: int, store: Path, folder: Path, arguments: list[str], events: list[Event]) -> None:
+    os.setpgid(0, 0)  # a group of this rank and its loader workers
+    multiprocessing.set_start_method(None, force=True)  # the loader's workers start as in any run
+    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(folder)
+    Path(f"pid-{rank}").write_text(str(os.getpid()))
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOG_RANK": "0,1"}
+    torch.set_num_threads(1)
+    signals.LOOK_S = 0.0  # a second is all of the run
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    for event in events:
+        if event.rank == rank:
+            _before(event)
+    code = cli.run(["train", *arguments])
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# ---- runs
+
+
+class Runs:
+    """Runs of the tiny job in a folder, each on from the one before."""
+
+    def __init__(self, folder: Path, corpus: Path, *overrides: str):
+        self.folder, self.job = folder, make_job(folder, corpus, *overrides, world_size=RANKS)
+        self._arguments = [
+            str(folder / "job.toml"),
+            f"--job.dump_folder={self.job.folder}",
+            f"--data.cache_dir={self.job.data.cache_dir}",
+            *overrides,
+        ]
+        self._count = itertools.count()
+
+    def __call__(self, *events: Event) -> list[int]:
+        """Exit codes, or negative signals, by rank."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["titanlite.train", __name__])
+        store = self.folder / f"store-{next(self._count)}"
+        ranks = [
+            context.Process(target=_rank, args=(r, store, self.folder, self._arguments, list(events)))
+            for r in range(RANKS)
+        ]
+        for process in ranks:
+            process.start()
+        until = time.monotonic() + TIMEOUT_S
+        for process in ranks:
+            process.join(max(until - time.monotonic(), 0))
+        hung = [r for r, process in enumerate(ranks) if process.exitcode is None]
+        for process in ranks:
+            process.kill()
+            process.join()
+        assert not hung, f"ranks {hung} hang:\n{self.log}"
+        return [process.exitcode or 0 for process in ranks]
+
+    @property
+    def log(self) -> str:
+        """What the ranks said, one after the other."""
+        return "".join((self.folder / f"log-{rank}").read_text() for rank in range(RANKS))
+
+    @property
+    def saved(self) -> list[int]:
+        """The steps that are saved."""
+        return [step for step, _ in committed(self.job.folder / "checkpoint")]
+
+    def stopped(self) -> int:
+        """The step that all ranks say to have stopped after, and that is saved."""
+        said = [int(step) for step in re.findall(r"stopped after step (\d+), which is saved", self.log)]
+        assert said == [said[0]] * RANKS, self.log
+        assert self.saved[-1] == metrics_of(self.job)[-1]["step"] == said[0]
+        return said[0]
+
+
+def state_of(job: Job) -> dict[str, str]:
+    """SHA-256 of the files with the weights and the optimizer's state: equal states are equal bytes."""
+    files = digests(read_manifest(job.folder / f"checkpoint/step-{STEPS}"))
+    return {name: digest.sha256 for name, digest in files.items() if name.endswith(".distcp")}
+
+
+def history(job: Job) -> list[list[Any]]:
+    return [[row[key] for key in KEYS] for row in metrics_of(job)]
+
+
+def assert_same(job: Job, whole: Job) -> None:
+    assert history(job) == history(whole)
+    assert state_of(job) == state_of(whole)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
+    """The run that was not stopped."""
+    runs = Runs(tmp_path_factory.mktemp("whole"), corpus)
+    assert runs() == [0, 0], runs.log
+    assert len(state_of(runs.job)) == RANKS
+    assert [row["step"] for row in metrics_of(runs.job)] == list(range(1, STEPS + 1))
+    return runs.job
+
+
+WORKERS = "--data.num_workers=2"
+VALIDATION = ("--validation.enable=true", "--validation.freq=5")
+SAMPLES = ("--generation.freq=5", '--generation.prompts=["ab"]', "--generation.max_new_tokens=4")
+STOPS = {
+    # the vote of a step is held once its data is there: what comes later ends the step after it
+    "loading, with workers": (Event("loading", 11), 6, (WORKERS,)),
+    "waiting for a worker": (Event("reading rows", 11, "parent"), 6, ("--data.num_workers=1",)),
+    "waiting for a rank": (Event("accumulating", 10, "peer", rank=0), 6, ()),
+    "the first step": (Event("loading", 1), 1, ()),
+    "between two micro-batches": (Event("accumulating", 10), 6, ()),
+    "validation": (Event("accumulating", 12), 6, VALIDATION),
+    "sampling": (Event("sampling", 3), 6, SAMPLES),
+    "SIGUSR1": (Event("accumulating", 9, "SIGUSR1"), 6, ()),
+    "SIGINT, validation": (Event("accumulating", 12, "SIGINT"), 6, VALIDATION),
+    "twice": (Event("accumulating", 10, "twice"), 6, ()),
+    "a synchronous save": (Event("saving", 1, "in flight"), 5, ("--checkpoint.async_mode=disabled",)),
+    "a file": (Event("accumulating", 10, "file"), 6, ()),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_one_rank_is_told(whole: Job, tmp_path: Path, corpus: Path, name: str) -> None:
+    event, step, overrides = STOPS[name]
+    runs = Runs(tmp_path, corpus, *overrides)
+    assert runs(event) == [75, 75], runs.log
+    assert runs.stopped() == step
+    assert history(runs.job) == history(whole)[:step]
+    assert not (runs.job.folder / "STOP").exists()
+    assert runs() == [0, 0], runs.log
+    assert f"resumed from {runs.job.folder}/checkpoint/step-{step}\n" in runs.log
+    assert_same(runs.job, whole)
+
+
+def test_a_save_in_flight_becomes_whole_and_so_does_the_step_that_was_reached(
+    whole: Job, tmp_path: Path, corpus: Path
+) -> None:
+    runs = Runs(tmp_path, corpus)
+    assert runs(Event("saving", 1, "in flight")) == [75, 75], runs.log
+    step = runs.stopped()
+    assert runs.saved == [4, step]
+    assert step in (5, 6)
+    assert runs() == [0, 0], runs.log
+    assert_same(runs.job, whole)
+
+
+def test_a_whole_process_group_is_told(whole: Job, tmp_path: Path, corpus: Path) -> None:
+    """Loader workers too, which have to outlive it: the step may still need them."""
+    runs = Runs(tmp_path, corpus, WORKERS)
+    group = [Event("loading", 11, "group", rank) for rank in range(RANKS)]
+    assert runs(*group) == [75, 75], runs.log
+    assert runs.stopped() == 6
+    assert runs() == [0, 0], runs.log
+    assert_same(runs.job, whole)
+
+
+def test_sigusr2_saves_and_goes_on(whole: Job, tmp_path: Path, corpus: Path) -> None:
+    runs = Runs(tmp_path, corpus)
+    assert runs(Event("loading", 3, "SIGUSR2"), Event("accumulating", 10, "SIGUSR2")) == [0, 0], runs.log
+    assert runs.saved == [2, 4, 6, 8]
+    assert_same(runs.job, whole)
+
+
+def test_too_late_to_stop_is_done(whole: Job, tmp_path: Path, corpus: Path) -> None:
+    """In the last step there is nothing left to stop."""
+    runs = Runs(tmp_path, corpus)
+    assert runs(Event("accumulating", 2 * STEPS)) == [0, 0], runs.log
+    assert_same(runs.job, whole)
+
+
+def test_a_stop_in_every_run(whole: Job, tmp_path: Path, corpus: Path) -> None:
+    """Each of them is told in its first step, and takes it."""
+    runs = Runs(tmp_path, corpus, WORKERS)
+    for step in (1, 2):
+        assert runs(Event("loading", 1)) == [75, 75], runs.log
+        assert runs.saved[-1] == step
+    assert runs() == [0, 0], runs.log
+    assert_same(runs.job, whole)
+
+
+# ---- a stop that cannot be saved
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_a_stop_whose_save_fails_is_3(whole: Job, tmp_path: Path, corpus: Path, mode: str) -> None:
+    runs = Runs(tmp_path, corpus, f"--checkpoint.async_mode={mode}")
+    codes = runs(Event("loading", 11), Event("writing", 2, "disk full"))
+    assert runs.saved == [4], runs.log
+    assert "No space left on device" in runs.log
+    assert codes == [3, 3], runs.log
+    assert "which is saved" not in runs.log
+    assert runs() == [0, 0], runs.log
+    assert_same(runs.job, whole)
+
+
+# ---- before the first step
+
+
+EARLY = {
+    "tokenising": Event("tokenising", 1, rank=0),
+    "opening the data": Event("opening the data", 1),
+    "choosing a checkpoint": Event("choosing a checkpoint", 1, rank=0),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_before_the_first_step_the_rank_that_is_told_ends(whole: Job, tmp_path: Path, name: str) -> None:
+    """The others end with it, and later: the launcher reports the code of the first."""
+    runs, event = Runs(tmp_path, write_corpus(tmp_path)), EARLY[name]
+    codes = runs(event)
+    assert codes[event.rank] == 75, runs.log
+    assert codes[1 - event.rank] in (1, 75), runs.log
+    assert not runs.saved
+    assert runs() == [0, 0], runs.log
+    assert_same(runs.job, whole)
+
+
+def test_while_a_checkpoint_is_read(whole: Job, tmp_path: Path, corpus: Path) -> None:
+    runs = Runs(tmp_path, corpus)
+    assert runs(Event("loading", 11)) == [75, 75], runs.log
+    codes = runs(Event("reading a checkpoint", 1))
+    assert codes[1] == 75, runs.log
+    assert codes[0] in (1, 75), runs.log
+    assert runs() == [0, 0], runs.log
+    assert_same(runs.job, whole)
+
+
+# ---- controls
+
+
+@pytest.mark.parametrize("loss", ["lose update", "lose rows"])
+def test_control_a_resume_that_loses_one_step_is_noticed(
+    whole: Job, tmp_path: Path, corpus: Path, loss: str
+) -> None:
+    runs = Runs(tmp_path, corpus)
+    lost = [Event("opening the data", 1, loss, rank) for rank in range(RANKS)]
+    assert runs(Event("loading", 11), *(lost if loss == "lose update" else [])) == [75, 75], runs.log
+    assert runs.stopped() == 6
+    assert history(runs.job) == history(whole)[:6]
+    assert runs(*(lost if loss == "lose rows" else [])) == [0, 0], runs.log
+    assert [row["step"] for row in metrics_of(runs.job)] == list(range(1, STEPS + 1))
+    assert all(a != b for a, b in zip(history(runs.job)[6:], history(whole)[6:]))
+    assert state_of(runs.job) != state_of(whole)

@@ -1,0 +1,298 @@
+"""Which checkpoint a run goes on from: the newest good one, or that of load_step, once; and what becomes of
+the others and of the metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_resume import history
+from tests.jobs import make_job, metrics_of
+from tests.unit.checkpoint.test_checkpointer import Parts, names, open_run
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.job import Job
+from titanlite.train import train
+
+
+def go(folder: Path, to_step: int, **config: Any) -> int | None:
+    """A start of the program: resume, take steps up to `to_step`, save each. Returns the step it resumed
+    from."""
+    run, parts = open_run(folder, **config), Parts()
+    try:
+        run.load(parts.net, parts.optimizer, parts.state)
+        start = parts.state.step or None
+        assert start == (run.resumed["step"] if run.resumed else None)
+        while parts.state.step < to_step:
+            parts.step()
+            run.save(parts.net, parts.optimizer, parts.state, {"global_batch_size": 8})
+        run.close()
+    finally:
+        run.abandon()
+    return start
+
+
+def abandoned(folder: Path) -> list[list[int]]:
+    """The steps in abandoned-0, abandoned-1, ..."""
+    found = sorted((folder / "checkpoint").glob("abandoned-*"), key=lambda p: int(p.name[10:]))
+    return [[step for step, _ in commit.committed(path)] for path in found]
+
+
+def shards(path: Path) -> dict[str, str]:
+    """The SHA-256 of the weights and moments of a checkpoint."""
+    files = commit.digests(commit.read_manifest(path))
+    return {name: digest.sha256 for name, digest in files.items() if name.endswith(".distcp")}
+
+
+def flip(file: Path, place: float = 0.5) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(place * len(data))] ^= 16
+    file.write_bytes(data)
+
+
+def flip_a_shard(step: Path) -> None:
+    flip(next(step.glob("*.distcp")))
+
+
+def shorten_a_shard(step: Path) -> None:
+    file = next(step.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+# ---- the newest
+
+
+@pytest.mark.parametrize("text", ['{"step"', "[]", "null", '{"step": 3, "rows": 24}', "\x00\x00"])
+def test_a_train_json_that_cannot_be_used_is_damage(tmp_path: Path, text: str) -> None:
+    """Of the same size, so that only its hash tells; it is read before any tensor."""
+    go(tmp_path, 3)
+    file = tmp_path / "checkpoint/step-3/train.json"
+    file.write_text(text.ljust(file.stat().st_size))
+    assert go(tmp_path, 3) == 2
+    assert "bad-step-3-0" in names(tmp_path)
+
+
+@pytest.mark.parametrize(("before", "after"), [('"seed": 0', '"seed": 1'), ('"dim": 4', '"dim": 5')])
+def test_a_damaged_recipe_is_damage_and_no_other_recipe(tmp_path: Path, before: str, after: str) -> None:
+    go(tmp_path, 3)
+    file = tmp_path / "checkpoint/step-3/train.json"
+    text = file.read_text()
+    assert text.count(before) == 1
+    file.write_text(text.replace(before, after))
+    assert go(tmp_path, 3) == 2
+
+
+def test_several_bad_ones_are_passed_over_at_once(tmp_path: Path) -> None:
+    go(tmp_path, 5)
+    folder = tmp_path / "checkpoint"
+    flip_a_shard(folder / "step-5")
+    shorten_a_shard(folder / "step-4")
+    flip_a_shard(folder / "step-3")
+    (folder / "step-2/manifest.json").unlink()
+    assert go(tmp_path, 1) == 1
+    assert names(tmp_path) == ["bad-step-2-0", "bad-step-3-0", "bad-step-4-0", "bad-step-5-0", "step-1"]
+    assert go(tmp_path, 5) == 1  # their steps can be saved again
+    assert go(tmp_path, 5) == 5
+
+
+@pytest.mark.parametrize("torn", [0, 10])
+def test_a_start_killed_while_it_wrote_the_recipe_is_not_the_end_of_the_run(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, torn: int
+) -> None:
+    """Each start writes recipe.json beside the metrics; the checkpoints have their own."""
+    train(make_job(tmp_path, corpus, "--training.steps=2"))
+    write_text = Path.write_text
+
+    def killed(path: Path, text: str, **kwargs: Any) -> int:
+        if "recipe" in path.name:
+            write_text(path, text[:torn], **kwargs)
+            raise KeyboardInterrupt
+        return write_text(path, text, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_job(tmp_path, corpus, "--training.steps=3"))
+    monkeypatch.undo()
+    job = make_job(tmp_path, corpus, "--training.steps=3")
+    train(job)
+    assert [row["step"] for row in metrics_of(job)] == [1, 2, 3]
+
+
+# ---- load_step
+
+
+def test_load_step_goes_back_and_moves_what_came_after(tmp_path: Path) -> None:
+    go(tmp_path, 5)
+    before = {step: shards(tmp_path / f"checkpoint/step-{step}") for step in (3, 4, 5)}
+    assert go(tmp_path, 4, load_step=2) == 2
+    assert names(tmp_path) == ["abandoned-0", "step-1", "step-2", "step-3", "step-4"]
+    assert abandoned(tmp_path) == [[3, 4, 5]]
+    for step, digest in before.items():
+        assert shards(tmp_path / f"checkpoint/abandoned-0/step-{step}") == digest
+        assert step == 5 or shards(tmp_path / f"checkpoint/step-{step}") == digest  # the same run again
+
+
+def test_a_restart_with_the_same_load_step_goes_on(tmp_path: Path) -> None:
+    go(tmp_path, 5)
+    go(tmp_path, 4, load_step=2)
+    assert go(tmp_path, 6, load_step=2) == 4
+    assert go(tmp_path, 7) == 6  # and so does one without it
+    assert abandoned(tmp_path) == [[3, 4, 5]]
+    assert go(tmp_path, 3, load_step=2) == 2  # after which it goes back once more
+    assert abandoned(tmp_path) == [[3, 4, 5], [3, 4, 5, 6, 7]]
+
+
+def test_before_the_first_save_a_restart_begins_at_load_step_again(tmp_path: Path) -> None:
+    go(tmp_path, 5)
+    for _ in range(2):
+        assert go(tmp_path, 2, load_step=2) == 2
+    assert go(tmp_path, 2) == 2
+    assert abandoned(tmp_path) == [[3, 4, 5]]
+
+
+def test_going_back_to_the_newest_moves_nothing(tmp_path: Path) -> None:
+    go(tmp_path, 3)
+    assert go(tmp_path, 4, load_step=3) == 3
+    assert abandoned(tmp_path) == []
+    assert go(tmp_path, 5, load_step=3) == 4
+
+
+def test_going_back_twice(tmp_path: Path) -> None:
+    go(tmp_path, 6)
+    go(tmp_path, 6, load_step=3)
+    assert go(tmp_path, 7, load_step=5) == 5  # on the branch of 3
+    assert abandoned(tmp_path) == [[4, 5, 6], [6]]
+    assert go(tmp_path, 7, load_step=3) == 3  # another value than the last one: back once more
+    assert abandoned(tmp_path) == [[4, 5, 6], [6], [4, 5, 6, 7]]
+    assert go(tmp_path, 4, load_step=2) == 2
+    assert names(tmp_path)[-4:] == ["step-1", "step-2", "step-3", "step-4"]
+
+
+@pytest.mark.parametrize("damage", [flip_a_shard, shorten_a_shard])
+def test_a_bad_checkpoint_on_the_branch(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    go(tmp_path, 5)
+    go(tmp_path, 4, load_step=2)
+    damage(tmp_path / "checkpoint/step-4")
+    assert go(tmp_path, 3, load_step=2) == 3  # the one before on the branch
+    damage(tmp_path / "checkpoint/step-3")
+    assert go(tmp_path, 3, load_step=2) == 2  # none is left on it: where it began
+    assert abandoned(tmp_path) == [[3, 4, 5]]
+    assert {"bad-step-3-0", "bad-step-4-0"} <= set(names(tmp_path))
+
+
+def test_a_kill_between_two_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go(tmp_path, 5)
+    rename = os.rename
+
+    def killed(a: Any, b: Any) -> None:
+        if os.path.basename(a) == "step-4":
+            raise KeyboardInterrupt
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, 5, load_step=2)
+    monkeypatch.undo()
+    assert names(tmp_path)[1:] == ["step-1", "step-2", "step-3", "step-4"]  # no gap
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    assert go(tmp_path, 3, load_step=2) == 2
+    assert abandoned(tmp_path) == [[5], [3, 4]]
+    assert go(tmp_path / "copy", 5) == 4  # who drops load_step now goes on from what is there
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (shutil.rmtree, ""),
+        (shorten_a_shard, r": __0_0\.distcp has \d+ bytes, \d+ were written"),
+        (lambda step: (step / "manifest.json").unlink(), r": manifest\.json is missing"),
+        (
+            lambda step: flip(step / "train.json"),
+            r": train\.json is not what was written: its SHA-256 differs",
+        ),
+        (flip_a_shard, r": __0_0\.distcp is not what was written: its SHA-256 differs"),
+    ],
+    ids=["absent", "short", "no manifest", "train.json", "flipped"],
+)
+def test_a_load_step_that_cannot_be_loaded_changes_nothing(
+    tmp_path: Path, damage: Callable[[Path], None], why: str
+) -> None:
+    go(tmp_path, 4)
+    damage(tmp_path / "checkpoint/step-2")
+    there = "1, 3, 4" if damage is shutil.rmtree else "1, 2, 3, 4"
+    before = names(tmp_path)
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as error:
+            go(tmp_path, 4, load_step=2)
+        assert error.value.exit_code == 3
+        error.match(rf"load_step=2: no usable checkpoint of that step in \S+{why} \(there: {there}\)")
+        assert names(tmp_path) == before
+    assert go(tmp_path, 4) == 4
+
+
+def test_load_step_of_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"load_step=2: no usable .* \(there: none\)"):
+        go(tmp_path, 4, load_step=2)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_the_one_gone_back_to_outlives_retention(tmp_path: Path) -> None:
+    go(tmp_path, 5)
+    go(tmp_path, 9, load_step=2, keep_latest_k=2)
+    assert names(tmp_path) == ["abandoned-0", "step-2", "step-8", "step-9"]
+    assert go(tmp_path, 9, load_step=2, keep_latest_k=2) == 9
+
+
+# ---- the whole run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
+    """The uninterrupted run of 12 steps, saved at 4, 8 and 12."""
+    job = make_job(tmp_path_factory.mktemp("whole"), corpus, "--training.steps=12")
+    train(job)
+    return job
+
+
+def test_a_run_that_went_back_equals_the_original(whole: Job, tmp_path: Path, corpus: Path) -> None:
+    shutil.copytree(whole.folder, tmp_path / "run")
+    job = make_job(tmp_path, corpus, "--training.steps=12", "--checkpoint.load_step=4")
+    train(job)
+    assert [row["step"] for row in metrics_of(job)] == list(range(1, 13))
+    assert history(job) == history(whole)
+    superseded = (job.folder / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in superseded] == list(range(5, 13))
+    assert superseded == (whole.folder / "metrics.jsonl").read_text().splitlines()[4:]
+    for step in (4, 8, 12):
+        assert shards(job.folder / f"checkpoint/step-{step}") == shards(
+            whole.folder / f"checkpoint/step-{step}"
+        )
+    assert abandoned(job.folder) == [[8, 12]]
+
+    again = make_job(tmp_path, corpus, "--training.steps=14", "--checkpoint.load_step=4")
+    train(again)
+    assert [row["step"] for row in metrics_of(again)] == list(range(1, 15))
+    assert history(again)[:12] == history(whole)
+    assert (job.folder / "metrics.superseded.jsonl").read_text().splitlines() == superseded
+    assert abandoned(job.folder) == [[8, 12]]
+
+
+def test_control_another_branch_is_another_run(whole: Job, tmp_path: Path, corpus: Path) -> None:
+    """What is the reason to go back: here another rate. The steps before are the original's, no others."""
+    shutil.copytree(whole.folder, tmp_path / "run")
+    job = make_job(tmp_path, corpus, "--training.steps=12", "--checkpoint.load_step=4", "--optimizer.lr=1e-3")
+    train(job)
+    assert history(job)[:4] == history(whole)[:4]
+    assert all(a != b for a, b in zip(history(job)[4:], history(whole)[4:]))
+    assert shards(job.folder / "checkpoint/step-12") != shards(whole.folder / "checkpoint/step-12")
+    loaded = [json.loads((job.folder / f"checkpoint/step-{n}/train.json").read_text()) for n in (4, 8, 12)]
+    assert [train_json["branch"] for train_json in loaded] == [None, 4, 4]
+    manifest = commit.read_manifest(job.folder / "checkpoint/step-12")
+    assert (manifest["resumed_from"], torch.__version__) == (4, manifest["torch"])
