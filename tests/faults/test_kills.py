@@ -257,7 +257,7 @@ def test_an_error_in_retention_fails_no_save(run: Start, whole: Whole) -> None:
     outcome = ours.start(replace(SAVE["P8 before .trash"], action="error"))
     assert (outcome.exits, len(outcome.fired)) == ([0], 1)
     assert "old checkpoints could not be deleted" in outcome.logs[0]
-    assert "training goes on" not in outcome.logs[0]
+    assert "in a row" not in outcome.logs[0]
     assert ours.committed() == [6, 8]  # the next save deleted what this one could not
     assert ours.left() == set()
     assert_same(ours, whole(1))
@@ -355,7 +355,7 @@ def test_control_a_kill_that_never_happens_is_noticed(run: Start) -> None:
 def test_control_what_is_left_is_noticed(run: Start, whole: Whole) -> None:
     ours = interrupt(run(1, ALL), whole(1))
     ours.start(Fault("commit:clean", "instead", 0, during="start", action="nothing"))
-    assert ours.left() == {".trash-step-0"}
+    assert ours.left() == {".trash-step-0", ".partial-step-8"}
 
 
 # ---- what is saved is the state at the save
@@ -400,7 +400,7 @@ def assert_durable(run: Run, events: Sequence[Event]) -> None:
         last = max(e.ns for e in events if e.what == "write" and e.inode == inode)
         done = [e for e in synced if (e.inode, e.size) == (inode, size) and last < e.ns < renamed]
         assert done, f"{path.name} is not synced"
-    inside = [e for e in events if Path(e.path).parent.name == ".partial-step-2"]
+    inside = [e for e in events if Path(e.path).parent.name.startswith(".partial-step-2-")]
     named = max(e.ns for e in inside)
     assert any(e.inode == final.stat().st_ino and named < e.ns < renamed for e in synced), "the folder is not"
     assert any(e.inode == final.parent.stat().st_ino and renamed < e.ns for e in synced), "its parent is not"

@@ -121,7 +121,10 @@ def write_tensor(tensor: torch.Tensor, stream: Any) -> None:
     tensor = tensor.detach().cpu()
     if tensor.untyped_storage().size() != tensor.nbytes:  # torch.save would write all of the storage
         tensor = tensor.clone()
-    torch.save(tensor, stream)
+    try:
+        torch.save(tensor, stream)
+    except RuntimeError as e:  # torch's complaint about the archive, when the disk had complained first
+        raise e.__context__ if isinstance(e.__context__, OSError) else e from None
 
 
 def _files(items: list[WriteItem]) -> list[list[WriteItem]]:
