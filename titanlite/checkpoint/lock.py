@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -40,16 +41,20 @@ class FolderLock:
             time.sleep(0.2)
 
     def sign(self) -> None:
-        """Say in the file who holds it."""
+        """Say in the file who holds it. Raises ConfigError if the disk is full."""
         assert self._file is not None
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
+        try:
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._file.flush()
+        except OSError as e:
+            raise ConfigError(f"{self._path} cannot be written to: {e}", "job.dump_folder") from None
 
     def close(self) -> None:
         """Let the next run have the folder."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of a full disk; it is closed all the same
+                self._file.close()
             self._file = None
 
     def _try(self) -> bool:

@@ -97,6 +97,12 @@ def test_faults_are_named(tmp_path: Path) -> None:
     assert commit.fault(path, 7, sizes=False) is None
     shard.unlink()
     assert commit.fault(path, 7) == "__0_0.distcp is missing"
+    shard.mkdir()
+    assert commit.fault(path, 7) == "__0_0.distcp is no file"
+    shard.rmdir()
+    shard.write_bytes(b"shard")
+    (path / "__1_0.distcp").touch()
+    assert commit.fault(path, 7) == "__1_0.distcp was not written with it"
     (path / commit.MANIFEST).unlink()
     assert commit.fault(path, 7) == "manifest.json is missing"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -118,6 +118,31 @@ def test_a_shard_is_not_executed(step: Path, tmp_path: Path) -> None:
     assert not written.exists()
     torch.load(shard, weights_only=False)  # control
     assert written.exists()
+
+
+@pytest.mark.parametrize("name", ["../step-1/__0_0.distcp", "/etc/passwd", "a/b.distcp", "..", ""])
+def test_metadata_does_not_reach_other_files(step: Path, name: str) -> None:
+    metadata = read_metadata(step)
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="which is outside the checkpoint"):
+        load_into(step)
+
+
+def test_metadata_does_not_change_classes(step: Path) -> None:
+    """The BUILD instruction sets attributes of whatever is on the stack, allowed classes among them, which
+    every later load uses."""
+    good, before = (step / ".metadata").read_bytes(), load_into(step).values()
+    module = _StorageInfo.__module__.encode()
+    names_it = b"\x8c" + bytes([len(module)]) + module + b"\x8c\x0c_StorageInfo\x93"
+    builds = b"N}\x8c\x0drelative_path\x8c\x05wrongs\x86b0"  # with (None, {"relative_path": "wrong"})
+    (step / ".metadata").write_bytes(good[:2] + names_it + builds + good[2:])
+    with pytest.raises(CheckpointError, match="would change titanlite itself"):
+        load_into(step)
+    assert not hasattr(_StorageInfo, "relative_path")
+    (step / ".metadata").write_bytes(good)
+    assert all(torch.equal(a, b) for a, b in zip(load_into(step).values(), before))
 
 
 def test_only_plain_data_is_allowed() -> None:

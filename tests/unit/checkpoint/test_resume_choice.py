@@ -3,6 +3,7 @@ the others and of the metrics."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import torch
 from tests.distributed.test_resume import history
 from tests.jobs import make_job, metrics_of
 from tests.unit.checkpoint.test_checkpointer import Parts, names, open_run
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import commit, digest
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.job import Job
 from titanlite.train import train
@@ -102,6 +103,33 @@ def test_several_bad_ones_are_passed_over_at_once(tmp_path: Path) -> None:
     assert go(tmp_path, 5) == 5
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", "train.json"])
+@pytest.mark.parametrize(
+    ("code", "is_damage"), [(errno.EIO, True), (errno.ESTALE, False), (errno.EACCES, False)]
+)
+def test_a_file_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, is_damage: bool
+) -> None:
+    """A sector that is gone is damage; a file system that does not answer may tomorrow."""
+    go(tmp_path, 3)
+    read = digest.digest_file
+
+    def failing(path: Path) -> digest.FileDigest:
+        if path == tmp_path / "checkpoint/step-3" / name:
+            raise OSError(code, os.strerror(code))
+        return read(path)
+
+    monkeypatch.setattr(digest, "digest_file", failing)
+    if is_damage:
+        assert go(tmp_path, 3) == 2
+        return
+    with pytest.raises(RuntimeError, match=os.strerror(code)):
+        go(tmp_path, 3)
+    assert names(tmp_path) == ["step-1", "step-2", "step-3"]
+    monkeypatch.undo()
+    assert go(tmp_path, 3) == 3
+
+
 @pytest.mark.parametrize("torn", [0, 10])
 def test_a_start_killed_while_it_wrote_the_recipe_is_not_the_end_of_the_run(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, torn: int
@@ -134,9 +162,9 @@ def test_load_step_goes_back_and_moves_what_came_after(tmp_path: Path) -> None:
     assert go(tmp_path, 4, load_step=2) == 2
     assert names(tmp_path) == ["abandoned-0", "step-1", "step-2", "step-3", "step-4"]
     assert abandoned(tmp_path) == [[3, 4, 5]]
-    for step, digest in before.items():
-        assert shards(tmp_path / f"checkpoint/abandoned-0/step-{step}") == digest
-        assert step == 5 or shards(tmp_path / f"checkpoint/step-{step}") == digest  # the same run again
+    for step, found in before.items():
+        assert shards(tmp_path / f"checkpoint/abandoned-0/step-{step}") == found
+        assert step == 5 or shards(tmp_path / f"checkpoint/step-{step}") == found  # the same run again
 
 
 def test_a_restart_with_the_same_load_step_goes_on(tmp_path: Path) -> None:
