@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -116,40 +115,12 @@ def test_two_ranks_through_the_launcher(tmp_path: Path, corpus: Path) -> None:
     assert metrics_of(make_job(tmp_path, corpus))[-1]["step"] == 8
 
 
-def test_two_nodes(tmp_path: Path, corpus: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    nodes = [
-        start(tiny(tmp_path, corpus), NNODES="2", NODE_RANK=str(n), RDZV_ENDPOINT=f"localhost:{port}")
-        for n in (0, 1)
-    ]
-    errors = [node.communicate(timeout=120)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], errors
-    assert metrics_of(make_job(tmp_path, corpus))[-1]["step"] == 8
-
-
 def test_the_code_of_the_rank_that_failed_comes_through(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "dying.py").write_text(PLUGIN)
     plugin = ['--job.imports=["dying"]', "--optimizer.name=dying"]
     run = launch(*tiny(tmp_path, corpus), *plugin, NGPU="2", PYTHONPATH=path_with(tmp_path))
     assert run.returncode == 7, run.stderr
     assert "rank 1 ended with exit code 7" in run.stderr
-
-
-def test_restarts_go_on_from_the_last_checkpoint(tmp_path: Path, corpus: Path) -> None:
-    (tmp_path / "dying.py").write_text(PLUGIN)
-    plugin = [
-        '--job.imports=["dying"]',
-        "--optimizer.name=dying",
-        "--checkpoint.interval=2",
-        "--checkpoint.async_mode=disabled",
-        "--training.steps=4",
-    ]
-    run = launch(*tiny(tmp_path, corpus), *plugin, NGPU="2", PYTHONPATH=path_with(tmp_path), MAX_RESTARTS="1")
-    assert run.returncode == 0, run.stderr
-    assert "resumed from" in run.stderr
-    assert [row["step"] for row in metrics_of(make_job(tmp_path, corpus))] == [1, 2, 3, 4]
 
 
 def test_no_usable_checkpoint_is_3(tmp_path: Path, corpus: Path) -> None:

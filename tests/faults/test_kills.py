@@ -28,6 +28,8 @@ from titanlite.checkpoint.digest import first_fault
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has imported torch")
 
 FULL = os.environ.get("TITANLITE_FAULTS") == "full"
+SAMPLE = FULL or os.environ.get("TITANLITE_FAULTS") == "sample"
+pytestmark = pytest.mark.skipif(not SAMPLE, reason="minutes: set TITANLITE_FAULTS=sample, or full")
 INTERVAL, STEPS = 2, 8
 MODES = ("async", "disabled")
 ALL = "--checkpoint.keep_latest_k=0"

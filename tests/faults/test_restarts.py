@@ -34,6 +34,10 @@ from titanlite.train import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TITANLITE_FAULTS") not in ("sample", "full"),
+    reason="minutes: set TITANLITE_FAULTS=sample, or full",
+)
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 KEYS = ("step", "train/loss", "train/grad_norm", "data/batch_sha", "progress/total_tokens")
