@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+FULL = os.environ.get("TITANLITE_FAULTS") == "full"  # a quarter of an hour and more
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120  # of one run of seconds: a rank that hangs is ended by SIGALRM
 GRACE_S = 30.0  # between SIGTERM and SIGKILL, torchrun's
@@ -343,6 +344,12 @@ def _error(planted: _Planted, args: tuple[Any, ...]) -> None:
     raise OSError(errno.EIO, "injected")
 
 
+def _no_memory(planted: _Planted, args: tuple[Any, ...]) -> None:
+    from titanlite.checkpoint.commit import CheckpointError
+
+    raise CheckpointError("injected")
+
+
 def _lose_moments(planted: _Planted, args: tuple[Any, ...]) -> None:
     for moments in args[2].state.values():
         moments["exp_avg"].zero_()
@@ -360,7 +367,7 @@ def _scribble(planted: _Planted, args: tuple[Any, ...]) -> None:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from titanlite.checkpoint.checkpointer import tensors_of
+    from titanlite.checkpoint.state import tensors_of
 
     checkpointer, net, optimizer, state = args[:4]
     tensors = [t for of in tensors_of(net, optimizer).values() for t in of.values()]
@@ -380,6 +387,7 @@ def _scribble(planted: _Planted, args: tuple[Any, ...]) -> None:
 ACTIONS: dict[str, Callable[[_Planted, tuple[Any, ...]], Any]] = {
     "kill": _kill,
     "error": _error,
+    "no_memory": _no_memory,
     "lose_moments": _lose_moments,
     "shift_row": _shift_row,
     "scribble": _scribble,

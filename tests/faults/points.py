@@ -38,6 +38,7 @@ SAVE = {
     "P2 before the copy": Point("staging:HostBuffers.copy", during="save", shared=True),
     "P2 in the copy": Point("staging:HostBuffers._on_host", "after", 9, during="save", shared=True),
     "P2 copied": Point("staging:HostBuffers.copy", "after", during="save", shared=True),
+    "P2 all copied": Point("ranks:Ranks.gather", "after", shared=True),
     "P3 planned": Point("writer:ShardWriter.prepare_global_plan", "after"),
     "P3 before the shards": Point("writer:ShardWriter.write_data", shared=True),
     "P3 second file": Point("writer:ShardWriter._write_file", "before", 2, shared=True),
@@ -67,11 +68,15 @@ SAVE = {
     "P8 before retention": Point("commit:retain", commits=True, step=6),
     "P8 before .trash": Point("os:rename", "before", 1, TRASH, commits=True, step=6),
     "P8 .trash": Point("os:rename", "after", 1, TRASH, commits=True, step=6),
+    "P8 .trash synced": Point("commit:sync", "after", 3, commits=True, step=6),
     "P8 half deleted": Point("shutil:rmtree", "half", 1, TRASH, commits=True, step=6),
     "P8 retained": Point("commit:retain", "after", commits=True, step=6),
 }
 # The writer's own errors: not a lost peer's, and not between two statements, where nothing raises.
-ERRORS = {"P1 disk full?": Point("os:statvfs", action="error")} | {
+ERRORS = {
+    "P1 disk full?": Point("os:statvfs", action="error"),
+    "P2 no memory": Point("staging:HostBuffers.allocate", during="save", action="no_memory", shared=True),
+} | {
     name: replace(point, action="error")
     for name, point in SAVE.items()
     if point.during == "write" and not point.target.startswith("ranks:") and point.step == 4

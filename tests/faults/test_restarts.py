@@ -4,6 +4,7 @@ not.
 
 A run is a dozen seconds, most of it the import of torch in the launcher and in each rank. torchrun's
 patience is cut from half a minute to seconds by PET_RDZV_CONF, which is where it reads its options from.
+Some run only with TITANLITE_FAULTS=full in the environment.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from tests.faults.harness import FULL
 from tests.jobs import make_job, metrics_of, write_toml
 from tests.pool import Pool
 from titanlite.checkpoint.commit import committed, digests, read_manifest
@@ -33,11 +35,7 @@ from titanlite.tools.launch import Agent
 from titanlite.train import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TITANLITE_FAULTS") not in ("sample", "full"),
-    reason="minutes: set TITANLITE_FAULTS=sample, or full",
-)
+in_full = pytest.mark.skipif(not FULL, reason="takes long: set TITANLITE_FAULTS=full")
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 KEYS = ("step", "train/loss", "train/grad_norm", "data/batch_sha", "progress/total_tokens")
@@ -209,6 +207,7 @@ def test_sigterm_to_the_launcher_waits_for_the_save_and_nothing_is_restarted(sta
     assert "Traceback" not in node.log
 
 
+@in_full
 def test_sigterm_while_the_ranks_are_starting_is_75_and_nothing_is_restarted(start: Any) -> None:
     node = start(MAX_RESTARTS="1", IMPORT_S="1")
     node.until(lambda: node.starts)
@@ -218,6 +217,7 @@ def test_sigterm_while_the_ranks_are_starting_is_75_and_nothing_is_restarted(sta
     assert node.step == 0
 
 
+@in_full
 def test_sigterm_while_waiting_for_the_other_nodes_is_75(start: Any) -> None:
     port = free_port()
     node = start(NNODES="2", RDZV_ENDPOINT=f"localhost:{port}")
@@ -227,6 +227,7 @@ def test_sigterm_while_waiting_for_the_other_nodes_is_75(start: Any) -> None:
     assert node.end(timeout_s=20) == 75, node.log
 
 
+@in_full
 def test_sigterm_while_waiting_for_nodes_after_a_crash_is_75(start: Any) -> None:
     node = start(
         NNODES="1:2", RDZV_ENDPOINT=f"localhost:{free_port()}", MAX_RESTARTS="1", KILL="0 0 2",
@@ -272,6 +273,7 @@ def test_a_killed_launcher_leaves_nothing_behind(start: Any) -> None:
     assert node.step < STEPS
 
 
+@in_full
 def test_a_launcher_killed_while_the_ranks_are_starting_leaves_nothing_behind(start: Any) -> None:
     node = start(MAX_RESTARTS="1", IMPORT_S="1")
     node.until(lambda: node.starts)
@@ -330,6 +332,7 @@ def test_a_node_that_comes_back_is_waited_for(start: Any, whole: Job) -> None:
     assert_same(first.job, whole)
 
 
+@in_full
 def test_the_other_node_goes_on_alone(start: Any, whole: Job) -> None:
     first, _ = two_nodes(start, "1:2")
     assert first.end() == 0, first.log

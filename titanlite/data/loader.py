@@ -7,6 +7,8 @@ and a resume costs nothing, however far in it is.
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -219,13 +221,23 @@ class Rows(Dataset):
             self, batch_sampler=order, num_workers=num_workers, collate_fn=_as_is, pin_memory=pin_memory,
             prefetch_factor=4 if num_workers else None, worker_init_fn=_ignore_signals,
         )  # fmt: skip
-        return iter(loader)
+        batches = iter(loader)
+        atexit.register(_end_workers)
+        return batches
 
 
 def _ignore_signals(worker: int) -> None:
     """A stop is the trainer's business, which still needs its workers for the step it is in."""
     for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """Python ends the daemonic children it still has at exit by SIGTERM, which these ignore, and waits."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would report them as lost
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _as_is(batch: Any) -> Any:
