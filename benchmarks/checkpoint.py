@@ -52,7 +52,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs/benchmark_checkpoint")
     parser.add_argument("--output", type=Path)
     options, overrides = parser.parse_known_args()
-    shutil.rmtree(options.folder, ignore_errors=True)
+    if options.folder.exists():
+        parser.error(f"{options.folder} exists: the benchmark deletes its folder when it is done")
     if options.case == "load":
         result = load_case(options, overrides)
     else:

@@ -127,7 +127,7 @@ def test_no_usable_checkpoint_is_3(tmp_path: Path, corpus: Path) -> None:
     bad = tmp_path / "run/checkpoint/step-4"
     bad.mkdir(parents=True)
     (bad / "manifest.json").write_text("{}")
-    run = launch(*tiny(tmp_path, corpus), NGPU="2")
+    run = launch(*tiny(tmp_path, corpus), NGPU="2", MAX_RESTARTS="2")
     assert run.returncode == 3, run.stderr
     assert run.stderr.count("no usable checkpoint") == 1
     assert not (tmp_path / "run/metrics.jsonl").exists()
@@ -137,7 +137,7 @@ def test_no_usable_checkpoint_is_3(tmp_path: Path, corpus: Path) -> None:
 def test_input_that_cannot_be_read_is_2_and_leaves_nothing(tmp_path: Path, ngpu: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n')
     (tmp_path / "b.txt").write_bytes(b"abc\xff")
-    run = launch(*tiny(tmp_path, tmp_path), NGPU=ngpu)
+    run = launch(*tiny(tmp_path, tmp_path), NGPU=ngpu, MAX_RESTARTS="2")
     assert run.returncode == 2, run.stderr
     assert run.stderr.count("b.txt: not UTF-8 at byte 3") == 1
     assert "Traceback" not in run.stderr

@@ -28,6 +28,7 @@ from titanlite.generate import generate
 from titanlite.job import Job, load_job, split_arguments
 from titanlite.log import logger
 from titanlite.metrics.meter import Meter
+from titanlite.metrics.sinks import cut_samples, write_sample
 from titanlite.models.base import Decoder
 from titanlite.optim.base import set_lr
 from titanlite.parallel.apply import parallelize
@@ -160,7 +161,7 @@ class Run:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            self.checkpoints.abandon()
+            self.checkpoints.close_after_error()
         self.meter.close()
 
     def batches(self, job: Job, rt: Runtime) -> Iterator[Batch]:
@@ -185,8 +186,7 @@ class Run:
             logger.info(f"sample at step {self.state.step}:\n{text}")
             if rt.rank == 0 and keep:
                 try:
-                    with open(job.folder / "samples.txt", "a", encoding="utf-8") as f:
-                        f.write(f"--- step {self.state.step}\n{text}\n")
+                    write_sample(job.folder / "samples.txt", self.state.step, text)
                 except OSError as e:  # a full disk does not end the run
                     logger.error(f"samples.txt: {e}")
 
@@ -251,6 +251,7 @@ def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Ch
             aside = job.folder / f".{name}"  # a kill leaves the old one or the new one
             aside.write_text(text, encoding="utf-8")
             os.replace(aside, job.folder / name)
+        cut_samples(job.folder / "samples.txt", state.step)
     if state.step < job.training.steps:
         compiling = " (the first one compiles)" if job.compile.enable else ""
         logger.info(f"steps {state.step + 1} to {job.training.steps}{compiling}")

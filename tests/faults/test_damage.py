@@ -64,7 +64,7 @@ def start(folder: Path, ranks: int = 1, **config: Any) -> Parts:
     try:
         run.load(parts.net, parts.optimizer, parts.state)
     finally:
-        run.abandon()
+        run.close_after_error()
     return parts
 
 

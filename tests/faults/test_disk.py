@@ -142,7 +142,7 @@ def test_the_third_failure_in_a_row_ends_the_run(disk: Disk, mode: str) -> None:
     with pytest.raises(CheckpointError, match="No space left on device") as error:
         save(run, parts)
     assert error.value.exit_code == 3
-    run.abandon()
+    run.close_after_error()
     assert_whole(disk.path / "run", 1, 4, 7)
 
 

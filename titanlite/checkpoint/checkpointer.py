@@ -62,8 +62,9 @@ class Checkpoint:
     """-1: the newest. Else go back to this step: later checkpoints are moved to `abandoned-<n>/`, once; a
     restart with the same value goes on from the newest one saved since."""
     verify: Literal["full", "sizes", "off"] = "full"
-    """What is checked before a checkpoint is loaded: `full`: SHA-256 of all files; `sizes`: that all files
-    are there with their sizes; `off`: nothing but the manifest."""
+    """What is checked of a checkpoint that is loaded: `full`: SHA-256 of all files; `sizes`: of the small
+    files, and that the shards are there with their sizes; `off`: of the small files. A load that fails is
+    followed by `full`."""
     on_save_error: Literal["continue", "stop"] = "continue"
     """After a failed save (a full disk, say): `continue` trains on and stops at the third failure in a row;
     `stop` stops at once."""
@@ -202,8 +203,8 @@ class Checkpointer:
         finally:
             self._release()
 
-    def abandon(self) -> None:
-        """After an error elsewhere: let a save in flight become whole if it still can."""
+    def close_after_error(self) -> None:
+        """Let a save in flight become whole if it still can; frees the folder."""
         try:
             if self._pending is not None:
                 self._pending.result(timeout=60)
@@ -315,7 +316,7 @@ class Checkpointer:
         """On rank 0: set the damaged checkpoint aside; the one before it."""
         faults = [(damaged.path, reason)]
         found = self._candidate(faults)
-        resume.set_aside(faults)
+        resume.set_all_aside(faults)
         assert found is not None, "_candidate() raises if there is none left"
         return found
 
@@ -358,7 +359,7 @@ class Checkpointer:
     def _tidy(self, faults: list[Fault]) -> None:
         assert self._lock is not None
         self._lock.sign()
-        resume.set_aside(faults)
+        resume.set_all_aside(faults)
 
     def _leave_branch(self, step: int) -> None:
         """Having gone back to load_step: what was saved after it is no longer this run's."""

@@ -154,6 +154,8 @@ def abandon(folder: Path, after: int) -> list[Path]:
         branch.mkdir()
         for path in reversed(later):
             os.rename(path, branch / path.name)
+            if is_pinned(path):
+                os.rename(pin_of(path), branch / pin_of(path).name)
         sync(branch)
         sync(folder)
     return later
@@ -161,7 +163,12 @@ def abandon(folder: Path, after: int) -> list[Path]:
 
 def is_pinned(path: Path) -> bool:
     """Whether a person keeps this checkpoint, by an empty file `step-N.keep` beside it."""
-    return path.with_name(f"{path.name}.keep").exists()
+    return pin_of(path).exists()
+
+
+def pin_of(path: Path) -> Path:
+    """The file that says so."""
+    return path.with_name(f"{path.name}.keep")
 
 
 def retain(folder: Path, keep_latest: int, every: int = 0, keep: Collection[int] = ()) -> None:

@@ -71,9 +71,9 @@ def write_file(path: Path, data: bytes) -> FileDigest:
 
 def digest_file(path: Path) -> FileDigest:
     """Read a file and hash it."""
-    sha, size, buffer = hashlib.sha256(), 0, bytearray(READ_BYTES)
-    view = memoryview(buffer)
+    sha, size = hashlib.sha256(), 0
     with open(path, "rb", buffering=0) as f:
+        view = memoryview(bytearray(min(READ_BYTES, os.fstat(f.fileno()).st_size + 1)))
         while count := f.readinto(view):
             sha.update(view[:count])
             size += count

@@ -154,7 +154,7 @@ def _remove_probe(place: Path, size: int) -> None:
     place.rmdir()
 
 
-def set_aside(faults: list[Fault]) -> None:
+def set_all_aside(faults: list[Fault]) -> None:
     """Move bad checkpoints out of the way, so that their steps can be saved again."""
     for path, reason in faults:
         logger.warning(f"checkpoint set aside as {commit.set_aside(path)}: {reason}")

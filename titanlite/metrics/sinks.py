@@ -1,7 +1,7 @@
 """Where metrics go: the console, metrics.jsonl, TensorBoard. All get the same keys; only rank 0 has sinks.
 
-After a resume from step s both files show each step once: TensorBoard purges what came after s, and
-metrics.jsonl is cut there, the cut lines kept in metrics.superseded.jsonl.
+After a resume from step s each step is shown once: TensorBoard purges what came after s; metrics.jsonl and
+samples.txt are cut there, and what is cut goes to metrics.superseded.jsonl and samples.superseded.txt.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -65,18 +66,8 @@ class JsonLines:
 
     def __init__(self, path: Path, from_step: int):
         self.path = path
-        keep: list[str] = []
-        cut: list[str] = []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            (keep if _step_of(line) <= from_step else cut).append(line)
-        text = "".join(f"{line}\n" for line in keep)
-        if cut:
-            with open(path.with_name("metrics.superseded.jsonl"), "a") as f:
-                f.writelines(f"{line}\n" for line in cut)
-        if path.exists() and path.read_text() != text:  # cut, or a last line without its end
-            partial = path.with_suffix(".partial")
-            partial.write_text(text)
-            os.replace(partial, path)
+        lines = path.read_text().splitlines() if path.exists() else []
+        _cut(path, [(_step_of(line), f"{line}\n") for line in lines], from_step)
         self._file = open(path, "a")  # noqa: SIM115 -- open for the whole run
 
     def write(self, step: int, values: Values) -> None:
@@ -93,6 +84,31 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return math.inf  # torn by a kill: its step is written again
+
+
+def write_sample(path: Path, step: int, text: str) -> None:
+    """Append one to samples.txt."""
+    with open(path, "a", encoding="utf-8") as f:
+        f.write(f"--- step {step}\n{text}\n")
+
+
+def cut_samples(path: Path, from_step: int) -> None:
+    """After a resume samples.txt has one sample a step and prompt, too."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    samples = re.split(r"^(?=--- step \d+$)", text, flags=re.MULTILINE)
+    _cut(path, [(int(s.split()[2]), s) for s in samples if s.startswith("--- step ")], from_step)
+
+
+def _cut(path: Path, entries: list[tuple[float, str]], from_step: int) -> None:
+    """Leave the entries (step, text) up to `from_step`; append the others to `<name>.superseded.<ending>`."""
+    kept, later = ("".join(t for step, t in entries if (step > from_step) == cut) for cut in (False, True))
+    if later:
+        with open(path.with_suffix(f".superseded{path.suffix}"), "a", encoding="utf-8") as f:
+            f.write(later)
+    if path.exists() and path.read_text(encoding="utf-8") != kept:  # cut, or a last line without its end
+        aside = path.with_suffix(".partial")
+        aside.write_text(kept, encoding="utf-8")
+        os.replace(aside, path)
 
 
 class TensorBoard:

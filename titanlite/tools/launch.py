@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher import api as launcher
 
 from titanlite import train
@@ -147,6 +148,10 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
             ending = _describe(failure.exitcode)
             print(f"titanlite: rank {rank} ended with {ending}; its message is above", file=sys.stderr)
         return code
+    except RendezvousConnectionError:
+        where = options.rdzv_endpoint or "the rendezvous on this node"
+        print(f"titanlite: no connection to {where}: does the first node's launcher run?", file=sys.stderr)
+        return 1
     except SignalException as error:
         print(f"titanlite: ended by signal {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval

@@ -220,7 +220,7 @@ def test_a_save_in_flight_becomes_whole_after_an_error_elsewhere(tmp_path: Path)
     run, parts = open_run(tmp_path), Parts()
     parts.step()
     run.save(parts.net, parts.optimizer, parts.state, {})
-    run.abandon()
+    run.close_after_error()
     assert [step for step, _ in commit.committed(tmp_path / "checkpoint")] == [1]
 
 
@@ -401,7 +401,7 @@ def test_a_second_run_goes_on_when_the_first_is_gone(
 
 def test_the_folder_is_free_after_a_run_however_it_ended(tmp_path: Path, hold: Hold) -> None:
     save_steps(tmp_path, 1)[1].close()
-    open_run(tmp_path).abandon()
+    open_run(tmp_path).close_after_error()
     with pytest.raises(ConfigError, match="another recipe"):
         open_run(tmp_path, {"model": {"dim": 5}})
     process, _ = hold(tmp_path)  # another process gets it at once

@@ -36,7 +36,7 @@ def go(folder: Path, to_step: int, **config: Any) -> int | None:
             run.save(parts.net, parts.optimizer, parts.state, {"global_batch_size": 8})
         run.close()
     finally:
-        run.abandon()
+        run.close_after_error()
     return start
 
 
@@ -194,7 +194,10 @@ def test_going_back_to_the_newest_moves_nothing(tmp_path: Path) -> None:
 
 def test_going_back_twice(tmp_path: Path) -> None:
     go(tmp_path, 6)
+    (tmp_path / "checkpoint/step-5.keep").touch()
     go(tmp_path, 6, load_step=3)
+    assert not (tmp_path / "checkpoint/step-5.keep").exists(), "the pin of another step 5"
+    assert (tmp_path / "checkpoint/abandoned-0/step-5.keep").exists()
     assert go(tmp_path, 7, load_step=5) == 5  # on the branch of 3
     assert abandoned(tmp_path) == [[4, 5, 6], [6]]
     assert go(tmp_path, 7, load_step=3) == 3  # another value than the last one: back once more

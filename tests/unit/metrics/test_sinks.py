@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from titanlite.metrics.sinks import JsonLines, TensorBoard, console_line
+from titanlite.metrics.sinks import JsonLines, TensorBoard, console_line, cut_samples, write_sample
 
 
 def strict_loads(line: str) -> dict[str, Any]:
@@ -233,3 +233,22 @@ def test_console_leaves_out_what_is_not_there():
 
 def test_console_shows_a_loss_that_is_not_a_number():
     assert "loss nan" in console_line(1, 2, FULL | {"train/loss": math.nan})
+
+
+# ---- samples.txt
+
+
+def test_a_resume_cuts_the_samples_after_its_step(tmp_path: Path) -> None:
+    path, cut = tmp_path / "samples.txt", tmp_path / "samples.superseded.txt"
+    cut_samples(path, 0)
+    assert not path.exists()
+    for step in (2, 4, 6):
+        for prompt in ("one", "two"):
+            write_sample(path, step, f"{prompt}\n--- of {step}")
+    before = path.read_text()
+    cut_samples(path, 6)
+    assert path.read_text() == before
+    assert not cut.exists()
+    cut_samples(path, 4)
+    assert path.read_text() + cut.read_text() == before
+    assert cut.read_text() == "--- step 6\none\n--- of 6\n--- step 6\ntwo\n--- of 6\n"
