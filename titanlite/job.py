@@ -23,7 +23,7 @@ from titanlite.data.loader import Data
 from titanlite.data.tokenizer import Tiktoken, Tokenizer
 from titanlite.evaluate import Validation
 from titanlite.generate import Generation
-from titanlite.losses import CrossEntropy, Loss
+from titanlite.losses import ChunkedCrossEntropy, Loss
 from titanlite.mesh import Parallelism
 from titanlite.metrics.meter import Metrics
 from titanlite.models.attention import AttentionBackend
@@ -61,7 +61,7 @@ class Job:
     tokenizer: Tokenizer = field(default_factory=Tiktoken)
     data: Data
     training: Training = field(default_factory=Training)
-    loss: Loss = field(default_factory=CrossEntropy)
+    loss: Loss = field(default_factory=ChunkedCrossEntropy)
     optimizer: Optimizer = field(default_factory=AdamW)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallelism: Parallelism = field(default_factory=Parallelism)
@@ -107,7 +107,7 @@ class Job:
         """What a run that continues this one must share: the model's shape, the loss, and `data`,
         Rows.recipe."""
         model = {"name": self.model.name, **toml.as_tree(self.model.config)}
-        return {"model": model, "loss": toml.as_tree(self.loss), "data": data}
+        return {"model": model, "loss": self.loss.objective, "data": data}
 
 
 def check_writable(folder: Path, key: str) -> None:

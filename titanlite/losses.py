@@ -2,35 +2,74 @@
 fp32.
 
 Sums, never means: what a step divides by is the number of counted tokens over all ranks and micro-batches.
+Shape suffixes: B batch, T tokens, D model dim, V vocabulary, N = B * T, C tokens of a chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from titanlite.config.component import Component
+from titanlite.config.component import Component, ConfigError
+
+IGNORE = -100  # a target that does not count; torch's own default, and the batches'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(Component):
     """Kind: `[loss] name = ...`."""
 
-    def build(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    def build(self, compile: bool = False) -> Callable[..., torch.Tensor]:
         """A function of hidden [B, T, D], head weight [V, D] and targets int64 [B, T]: the fp32 sum over
         counted targets."""
         raise NotImplementedError
+
+    @property
+    def objective(self) -> dict[str, Any]:
+        """What is minimised, which a resumed run must share; not how it is computed."""
+        return {"name": self.name, **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(Loss, name="cross_entropy"):
     """Cross-entropy over the full logits, in fp32. Targets of -100 do not count."""
 
-    def build(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        return cross_entropy
+    def build(self, compile: bool = False) -> Callable[..., torch.Tensor]:
+        return torch.compile(cross_entropy, fullgraph=True) if compile else cross_entropy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
+    """The same in value and gradient, without ever holding the logits of all tokens."""
+
+    chunk_tokens: int = 2048
+    """Tokens whose logits are held at once."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"{self.chunk_tokens} is below 1", "chunk_tokens")
+
+    def build(self, compile: bool = False) -> Callable[..., torch.Tensor]:
+        chunk = torch.compile(loss_and_gradient_, fullgraph=True) if compile else loss_and_gradient_
+
+        def chunked_cross_entropy(
+            hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor
+        ) -> torch.Tensor:
+            hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+            if torch.is_grad_enabled():
+                return _Chunked.apply(hidden_ND, weight_VD, targets_N, self.chunk_tokens, chunk)
+            chunks = zip(hidden_ND.split(self.chunk_tokens), targets_N.split(self.chunk_tokens))
+            return torch.stack([chunk(F.linear(h, weight_VD), t) for h, t in chunks]).sum()
+
+        return chunked_cross_entropy
+
+    @property
+    def objective(self) -> dict[str, Any]:
+        return CrossEntropy().objective
 
 
 def cross_entropy(
@@ -39,3 +78,64 @@ def cross_entropy(
     """Sum of -log p(target), fp32 scalar; zero (not NaN) where no target counts."""
     logits_BTV = F.linear(hidden_BTD, weight_VD).float()
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
+
+
+def loss_and_gradient_(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
+    """Sum of -log p(target), fp32 scalar. The logits become its gradient with respect to them, in place.
+
+    Spelled out so that the compiler needs two kernels: maximum and sum in one pass, gradient in another.
+    """
+    x_CV = logits_CV.float()
+    top_C1 = x_CV.amax(-1, keepdim=True)
+    powers_CV = (x_CV - top_C1).exp()
+    sum_C1 = powers_CV.sum(-1, keepdim=True)
+    counts_C1 = (targets_C != IGNORE)[:, None]
+    target_C1 = targets_C.clamp(min=0)[:, None]
+    losses_C1 = torch.where(counts_C1, top_C1 - x_CV.gather(1, target_C1) + sum_C1.log(), 0.0)
+    is_target_CV = torch.arange(x_CV.shape[1], device=x_CV.device) == target_C1
+    logits_CV.copy_(torch.where(counts_C1, powers_CV / sum_C1 - is_target_CV.float(), 0.0))
+    return losses_C1.sum()
+
+
+class _Chunked(torch.autograd.Function):
+    """The forward already takes the gradients, chunk by chunk, so that no logits outlive their chunk and
+    none are computed twice; the backward only scales them (as in Liger-Kernel, Hsu et al. 2024). The
+    weight's is accumulated in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_N: torch.Tensor,
+        chunk_tokens: int,
+        chunk: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        d_hidden_ND = torch.empty_like(hidden_ND)
+        d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        total = torch.zeros((), device=hidden_ND.device)
+        parts = (x.split(chunk_tokens) for x in (hidden_ND, targets_N, d_hidden_ND))
+        for h_CD, targets_C, d_h_CD in zip(*parts):
+            logits_CV = F.linear(h_CD, weight_VD)
+            total += chunk(logits_CV, targets_C)
+            torch.mm(logits_CV, weight_VD, out=d_h_CD)
+            _add_product_(d_weight_VD, logits_CV.T, h_CD)
+        ctx.save_for_backward(d_hidden_ND, d_weight_VD)
+        ctx.weight_dtype = weight_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        d_hidden_ND, d_weight_VD = ctx.saved_tensors
+        d_weight = torch.empty_like(d_weight_VD, dtype=ctx.weight_dtype)
+        return d_hidden_ND * scale[0], torch.mul(d_weight_VD, scale[0], out=d_weight), None, None, None
+
+
+def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b in fp32, whatever the factors' dtype."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())

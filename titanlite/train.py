@@ -118,7 +118,7 @@ def build(job: Job, rt: Runtime) -> Run:
     cost = flops_of(job, net)
     model = parallelize(
         net,
-        job.loss.build(),
+        job.loss.build(job.compile.enable),
         rt.mesh,
         attention=job.attention.choose(rt.device, rt.param_dtype),
         recompute=job.activation_checkpoint,

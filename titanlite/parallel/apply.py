@@ -26,7 +26,7 @@ def parallelize(
 ) -> ShardedModel:
     """This rank's part of `net`, still on meta. A single fp32 process is left unsharded."""
     apply_recompute(net, recompute)
-    loss = apply_compile(net, loss, compile)
+    apply_compile(net, compile)
     if mesh.device_mesh is not None:
         apply_fsdp(net, mesh, param_dtype, reduce_dtype, parallelism.fsdp_reshard_after_forward)
     return ShardedModel(net, loss, attention, reduce_each=parallelism.fsdp_reduce == "micro_batch")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from titanlite.models.base import Decoder, LossFunction
+from titanlite.models.base import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +15,8 @@ class Compile:
     """On or off."""
 
 
-def apply_compile(net: Decoder, loss: LossFunction, config: Compile) -> LossFunction:
-    """Compile the blocks in place, after recompute and before FSDP; returns the loss, compiled too."""
-    if not config.enable:
-        return loss
-    for block in net.blocks().values():
-        block.compile(fullgraph=True)
-    return torch.compile(loss, fullgraph=True)
+def apply_compile(net: Decoder, config: Compile) -> None:
+    """Compile the blocks in place, after recompute and before FSDP."""
+    if config.enable:
+        for block in net.blocks().values():
+            block.compile(fullgraph=True)

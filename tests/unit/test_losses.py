@@ -1,0 +1,119 @@
+"""The losses against float64: value and gradients, whole and in chunks, with targets that do not count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlite.config.component import ConfigError
+from titanlite.losses import ChunkedCrossEntropy, CrossEntropy, Loss
+
+VOCABULARY, DIM = 997, 32
+LOSSES = {
+    "whole": CrossEntropy(),
+    "one chunk": ChunkedCrossEntropy(chunk_tokens=1000),
+    "chunks": ChunkedCrossEntropy(chunk_tokens=50),
+    "uneven chunks": ChunkedCrossEntropy(chunk_tokens=64),
+}
+
+
+def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, weight, and targets of which some rows count none."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 50, DIM, generator=generator) * scale
+    weight = torch.randn(VOCABULARY, DIM, generator=generator)
+    targets = torch.randint(0, VOCABULARY, (3, 50), generator=generator)
+    targets[0, :20] = targets[2] = -100
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def gradients(
+    loss: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a part of the loss: what is divided by the tokens of all ranks."""
+    (loss / 7).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0], ids=["usual", "large logits"])
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_value_and_gradients_in_float64(loss: Loss, compile: bool, scale: float) -> None:
+    hidden, weight, targets = inputs(torch.float32, scale)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    wanted = F.cross_entropy(F.linear(*exact).flatten(0, 1), targets.flatten(), reduction="sum")
+    function = loss.build(compile)
+    value = function(hidden, weight, targets)
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(wanted.item(), rel=1e-6)
+    for found, right in zip(gradients(value, hidden, weight), gradients(wanted, *exact)):
+        assert (found - right).abs().max() < 1e-5 * right.abs().max()
+    with torch.no_grad():
+        assert function(hidden, weight, targets).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_bfloat16_gradients_are_as_good_in_chunks_as_whole() -> None:
+    """The weight's gradient is accumulated over 10 chunks, and is no worse than that of one product."""
+    errors = {}
+    for name in ("whole", "chunks"):
+        hidden, weight, targets = inputs(torch.bfloat16)
+        exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+        wanted = F.cross_entropy(F.linear(*exact).flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = ChunkedCrossEntropy(chunk_tokens=15) if name == "chunks" else LOSSES[name]
+        found = gradients(loss.build()(hidden, weight, targets), hidden, weight)
+        assert all(g.dtype == torch.bfloat16 for g in found)
+        right = gradients(wanted, *exact)
+        errors[name] = [((a - b).norm() / b.norm()).item() for a, b in zip(found, right)]
+    assert all(c < 1.1 * w for c, w in zip(errors["chunks"], errors["whole"])), errors
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_nothing_that_counts_is_zero_not_nan(loss: Loss) -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    value = loss.build()(hidden, weight, torch.full_like(targets, -100))
+    assert value.item() == 0.0
+    assert all((g == 0).all() for g in gradients(value, hidden, weight))
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes, in elements."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_logits_are_never_whole(training: bool) -> None:
+    def largest(loss: Loss) -> int:
+        hidden, weight, targets = inputs(torch.float32)
+        function = loss.build()
+        with torch.set_grad_enabled(training), Largest() as mode:
+            value = function(hidden, weight, targets)
+            if training:
+                gradients(value, hidden, weight)
+        return mode.elements
+
+    assert largest(LOSSES["whole"]) == 150 * VOCABULARY
+    assert largest(LOSSES["chunks"]) == 50 * VOCABULARY
+
+
+def test_how_it_is_computed_is_no_part_of_what_is_minimised() -> None:
+    assert (
+        ChunkedCrossEntropy(chunk_tokens=7).objective == CrossEntropy().objective == {"name": "cross_entropy"}
+    )
+
+
+def test_a_chunk_has_tokens() -> None:
+    with pytest.raises(ConfigError, match="0 is below 1") as e:
+        ChunkedCrossEntropy(chunk_tokens=0)
+    assert e.value.key == "chunk_tokens"
