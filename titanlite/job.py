@@ -88,6 +88,11 @@ class Job:
                 "give [[data.validation_sources]]",
                 "validation.enable",
             )
+        if self.activation_checkpoint.mode == "memory_budget" and not self.compile.enable:
+            raise ConfigError(
+                "memory_budget is the compiler's: set compile.enable, or another mode",
+                "activation_checkpoint.mode",
+            )
         total = self.lr_scheduler.total_steps or self.training.steps
         if total < self.training.steps:
             raise ConfigError(

@@ -2,36 +2,120 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch._functorch import config as functorch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from titanlite.config.component import ConfigError, suggest
 from titanlite.models.base import Decoder
+
+PARTS = {"attention": "self_attn", "mlp": "mlp", "norms": "*norm"}  # of a block, by the names of its modules
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
     """Recompute activations in the backward instead of keeping them."""
 
-    mode: Literal["none", "full"] = "none"
-    """`full`: keep only each block's input and run the block again in the backward."""
+    mode: Literal["none", "selective", "full", "memory_budget"] = "none"
+    """`full`: keep only each block's input and run the block again in the backward. `selective`: some of it,
+    by selective_ac_option. `memory_budget`: let the compiler choose what to keep."""
+    selective_ac_option: str = "op"
+    """`op`: keep the results of attention and of every second matrix product in a block. A number n: run
+    every n-th block again, as in `full`. `attention`, `mlp` or `norms`, or several joined by +: run these
+    parts of each block again."""
+    memory_budget: float = 0.5
+    """The share of a compiled block's activations to keep: 1 keeps all, 0 only its inputs."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.memory_budget <= 1:
+            raise ConfigError(f"{self.memory_budget} is not in [0, 1]", "memory_budget")
+        option = self.selective_ac_option
+        if option == "op" or (option.isdecimal() and int(option) > 0):
+            return
+        for part in option.split("+"):
+            if part not in PARTS:
+                known = {"op", "2", *PARTS}
+                raise ConfigError(f"unknown option {part!r}{suggest(part, known)}", "selective_ac_option")
 
 
 def apply_recompute(net: Decoder, config: ActivationCheckpoint) -> None:
-    """Replace the blocks' forwards, before compile."""
+    """Replace forwards of the blocks or of their parts, before compile. Raises ConfigError if the model has
+    nothing of what the configuration names."""
+    functorch.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
+    blocks, option = list(net.blocks().values()), config.selective_ac_option
     if config.mode == "full":
-        for block in net.blocks().values():
-            _recompute(block)
+        chosen, contexts = blocks, None
+    elif config.mode == "selective":
+        chosen = _chosen(blocks, option)
+        contexts = _keep_costly_results if option == "op" else None
+    else:
+        return
+    for module in chosen:
+        _recompute(module, contexts)
 
 
-def _recompute(block: nn.Module) -> None:
-    inner = block.forward
+def _chosen(blocks: list[nn.Module], option: str) -> list[nn.Module]:
+    """The modules that are run again."""
+    if option == "op":
+        return blocks
+    if option.isdecimal():
+        found, what = blocks[int(option) - 1 :: int(option)], f"block {option}"
+    else:
+        patterns = [PARTS[part] for part in option.split("+")]
+        found = [
+            module
+            for block in blocks
+            for name, module in block.named_children()
+            if any(fnmatch(name, pattern) for pattern in patterns)
+        ]
+        what = f"module of a block like {' or '.join(patterns)}"
+    if blocks and not found:
+        raise ConfigError(
+            f"{option!r}: the model's {len(blocks)} blocks have no {what}",
+            "activation_checkpoint.selective_ac_option",
+        )
+    return found
+
+
+def _recompute(module: nn.Module, contexts: Callable[[], Any] | None = None) -> None:
+    inner = module.forward
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     # A def, not functools.partial: compile skips a partial, and would silently compile nothing.
     def forward(*args: torch.Tensor) -> torch.Tensor:
-        return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
-    block.forward = forward
+    module.forward = forward
+
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default}
+_ATTENTIONS = {
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+}
+
+
+def _keep_costly_results() -> Any:
+    seen: Counter[bool] = Counter()
+    return create_selective_checkpoint_contexts(partial(_policy, seen))
+
+
+def _policy(seen: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Attention and every second product, as torchtitan does; the repetition counts like the forward."""
+    keep = op in _ATTENTIONS or "varlen_attn" in str(op)
+    if op in _PRODUCTS:
+        seen[ctx.is_recompute] += 1
+        keep = seen[ctx.is_recompute] % 2 == 1
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
