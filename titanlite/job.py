@@ -32,6 +32,7 @@ from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer
 from titanlite.optim.schedule import LRScheduler
 from titanlite.parallel.compile import Compile
+from titanlite.parallel.float8 import Float8
 from titanlite.parallel.recompute import ActivationCheckpoint
 from titanlite.runtime import Comm, StepPlan, Training, parallelism_ranks
 
@@ -68,6 +69,7 @@ class Job:
     attention: AttentionBackend = field(default_factory=AttentionBackend)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     generation: Generation = field(default_factory=Generation)
@@ -92,6 +94,10 @@ class Job:
             raise ConfigError(
                 "memory_budget is the compiler's: set compile.enable, or another mode",
                 "activation_checkpoint.mode",
+            )
+        if self.float8.enable and not (self.compile.enable or self.float8.emulate):
+            raise ConfigError(
+                "without the compiler float8 is slower than bfloat16: set compile.enable", "float8.enable"
             )
         total = self.lr_scheduler.total_steps or self.training.steps
         if total < self.training.steps:

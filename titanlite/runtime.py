@@ -226,6 +226,8 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     if dist.is_initialized():
         rank = dist.get_rank()
     set_up_logging(rank, verbose=str(rank) in os.environ.get("LOG_RANK", "0").split(","))
+    # torchao's compiled extensions are for inference and for one version of torch: loading them fails, loudly
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _die_with_the_launcher()
     plan = StepPlan.of(training, parallelism_ranks(parallelism, size))

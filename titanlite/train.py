@@ -66,6 +66,7 @@ def train(job: Job) -> int:
             checkpoints.wait_until_staged()  # a save may still be copying the weights
             optimizer.step()
             optimizer.zero_grad()
+            model.weights_changed()
             state.rows += rt.plan.rows
             state.tokens += tokens
             meter.step_done()
@@ -102,6 +103,7 @@ def train(job: Job) -> int:
 
 def build(job: Job, rt: Runtime) -> Run:
     """All parts of the run: data, model, optimizer, and the state they continue from."""
+    job.float8.check_device(rt.device)
     codec = job.tokenizer.build()
     job.model.check_vocabulary(codec.vocab_size)
     with rt.rank_zero_first():
@@ -121,6 +123,7 @@ def build(job: Job, rt: Runtime) -> Run:
         job.loss.build(job.compile.enable),
         rt.mesh,
         attention=job.attention.choose(rt.device, rt.param_dtype),
+        float8=job.float8,
         recompute=job.activation_checkpoint,
         compile=job.compile,
         param_dtype=rt.param_dtype,
@@ -132,6 +135,7 @@ def build(job: Job, rt: Runtime) -> Run:
     optimizer = job.optimizer.build(net.named_parameters())
     state = TrainState(step=0, rows=0, tokens=rt.count(0))
     checkpoints.load(net, optimizer, state)
+    model.weights_changed()
     check_global_batch(
         job, rt.plan.rows, checkpoints.resumed
     )  # it may be the one before, if that was damaged

@@ -17,6 +17,7 @@ from titanlite.models.llama3 import Llama3
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import clip_grad_norm_
 from titanlite.parallel.compile import Compile
+from titanlite.parallel.float8 import Float8
 from titanlite.parallel.recompute import ActivationCheckpoint
 from titanlite.parallel.sharded import ShardedModel
 
@@ -47,6 +48,12 @@ def build(
         cross_entropy if options.get("whole_logits") else ChunkedCrossEntropy(chunk_tokens=24).build(),
         mesh,
         attention="sdpa",
+        float8=Float8(
+            enable="float8" in options,
+            emulate=True,
+            recipe=options.get("float8", "tensorwise"),
+            enable_fsdp_float8_all_gather=options.get("gather", True),
+        ),
         recompute=ActivationCheckpoint(mode=options.get("recompute", "none")),
         compile=Compile(enable=options.get("compile", False)),
         param_dtype=torch.float32,
@@ -124,9 +131,12 @@ def names_on_rank(world_size: int, layout: dict[str, Any]) -> list[tuple[str, tu
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"replicate": 2}, {"recompute": "full"}, {"recompute": "full", "compile": True}, {"tied": False}],
+    [
+        {}, {"replicate": 2}, {"recompute": "full"}, {"recompute": "full", "compile": True}, {"tied": False},
+        {"recompute": "selective"}, {"float8": "tensorwise"}, {"float8": "rowwise", "compile": True},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_no_transform_renames_a_parameter(run_on, layout) -> None:
     with torch.device("meta"):
         overrides = {**SHAPE, "tie_word_embeddings": layout.get("tied", True)}

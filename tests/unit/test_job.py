@@ -145,6 +145,12 @@ def test_validation_needs_rows_to_validate_on(path, complaint):
     assert "set data.holdout_rows" in message
 
 
+def test_float8_needs_the_compiler(path, complaint):
+    assert "set compile.enable" in complaint("--float8.enable")
+    load_job(path, ["--float8.enable", "--compile.enable"])
+    load_job(path, ["--float8.enable", "--float8.emulate"])
+
+
 def test_a_memory_budget_needs_the_compiler(path, complaint):
     budget = "--activation_checkpoint.mode=memory_budget"
     assert "set compile.enable" in complaint(budget)

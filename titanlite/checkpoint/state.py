@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Tensors = dict[str, dict[str, torch.Tensor]]  # part of the state, name, tensor
 
@@ -37,7 +39,16 @@ class TrainState:
 
 def model_tensors(net: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters by name."""
-    return {name: p.detach() for name, p in net.named_parameters()}
+    return {name: _plain(p.detach()) for name, p in net.named_parameters()}
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the class that makes FSDP gather a shard in another format, over the same memory."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not is_traceable_wrapper_subclass(local):
+        return tensor
+    inner = getattr(local, local.__tensor_flatten__()[0][0])
+    return DTensor(inner, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else inner
 
 
 def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The order of the transforms: recompute, compile, shard. A new one gets a file, and a line here."""
+"""The order of the transforms: float8, recompute, compile, shard. A new one gets a file, and a line here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from titanlite.mesh import Mesh, Parallelism
 from titanlite.models.base import Decoder, LossFunction
 from titanlite.parallel.compile import Compile, apply_compile
+from titanlite.parallel.float8 import Float8, apply_float8
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.recompute import ActivationCheckpoint, apply_recompute
 from titanlite.parallel.sharded import ShardedModel
@@ -18,6 +19,7 @@ def parallelize(
     mesh: Mesh,
     *,
     attention: str,
+    float8: Float8,
     recompute: ActivationCheckpoint,
     compile: Compile,
     param_dtype: torch.dtype,
@@ -25,8 +27,15 @@ def parallelize(
     parallelism: Parallelism,
 ) -> ShardedModel:
     """This rank's part of `net`, still on meta. A single fp32 process is left unsharded."""
+    apply_float8(net, float8, sharded=mesh.device_mesh is not None)
     apply_recompute(net, recompute)
     apply_compile(net, compile)
     if mesh.device_mesh is not None:
         apply_fsdp(net, mesh, param_dtype, reduce_dtype, parallelism.fsdp_reshard_after_forward)
-    return ShardedModel(net, loss, attention, reduce_each=parallelism.fsdp_reduce == "micro_batch")
+    return ShardedModel(
+        net,
+        loss,
+        attention,
+        reduce_each=parallelism.fsdp_reduce == "micro_batch",
+        float8_scales=float8.gathers_float8 and mesh.device_mesh is not None,
+    )

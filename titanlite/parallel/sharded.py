@@ -9,6 +9,7 @@ import torch
 from titanlite.data.batch import Batch
 from titanlite.models.attention import document_mask
 from titanlite.models.base import Decoder, LossFunction
+from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal
 
@@ -17,11 +18,19 @@ class ShardedModel:
     """`net` is this rank's part of the model under full-model parameter names; `loss` what is optimised.
 
     `attention`: the kernel for batches with masked documents. `reduce_each`: gradients are reduced after each
-    micro-batch instead of once, in the last backward.
+    micro-batch instead of once, in the last backward. `float8_scales`: weights are gathered in float8.
     """
 
-    def __init__(self, net: Decoder, loss: LossFunction, attention: str, reduce_each: bool = False):
-        self.net, self.loss, self.attention, self.reduce_each = net, loss, attention, reduce_each
+    def __init__(
+        self,
+        net: Decoder,
+        loss: LossFunction,
+        attention: str,
+        reduce_each: bool = False,
+        float8_scales: bool = False,
+    ):
+        self.net, self.loss, self.attention = net, loss, attention
+        self.reduce_each, self.float8_scales = reduce_each, float8_scales
 
     def materialize(self, device: torch.device, seed: int) -> None:
         """Give the meta parameters memory and their initial values."""
@@ -44,6 +53,11 @@ class ShardedModel:
             loss.backward()
             total += loss.detach()
         return total
+
+    def weights_changed(self) -> None:
+        """To be called when the optimizer has stepped or a checkpoint was loaded. Collective."""
+        if self.float8_scales:
+            precompute_scales(self.net)
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> torch.Tensor:

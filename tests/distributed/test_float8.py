@@ -1,0 +1,66 @@
+"""Float8 over FSDP2: gathering in 8 bits changes no number, and runs resume to the bit, from and to bf16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.test_gradients import build, uneven_rows
+from tests.distributed.test_resume import history, run_in_hops, weights_sha
+from tests.jobs import make_job
+from titanlite.train import train
+
+FLOAT8 = ("--float8.enable", "--float8.emulate")
+
+
+def gradients_on_rank(layout: dict[str, Any], scales: bool) -> dict[str, torch.Tensor]:
+    rank = torch.distributed.get_rank()
+    model = build(2, rank, **layout)
+    if scales:
+        model.weights_changed()
+    batch = uneven_rows()
+    model.forward_backward([batch], torch.tensor(batch.num_targets))
+    grads = {name: p.grad for name, p in model.net.named_parameters()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+
+
+def test_gathering_in_8_bits_changes_no_number(run_on) -> None:
+    plain = run_on(2, gradients_on_rank, {}, False)[0]
+    layout = {"float8": "tensorwise"}
+    reference = run_on(2, gradients_on_rank, {**layout, "gather": False}, False)[0]
+    assert any(not torch.equal(reference[name], plain[name]) for name in plain), "float8 is not in use"
+    for scales in (False, True):
+        found = run_on(2, gradients_on_rank, layout, scales)[0]
+        assert all(torch.equal(found[name], reference[name]) for name in reference)
+
+
+def train_on_ranks(folder: str, corpus: str, hops: list[tuple[int, tuple[str, ...]]], name: str) -> None:
+    for steps, overrides in hops:
+        train(make_job(folder, corpus, f"--training.steps={steps}", *overrides, name=name))
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_two_hops_equal_one_run(run_on, tmp_path: Path, corpus: Path, mode: str) -> None:
+    overrides = (*FLOAT8, f"--checkpoint.async_mode={mode}")
+    jobs = {}
+    for name, hops in {"whole": [8], "hops": [3, 8]}.items():
+        run_on(2, train_on_ranks, tmp_path, corpus, [(steps, overrides) for steps in hops], name)
+        jobs[name] = make_job(tmp_path, corpus, "--training.steps=8", *overrides, name=name)
+    assert history(jobs["hops"]) == history(jobs["whole"])
+    assert weights_sha(jobs["hops"], 8) == weights_sha(jobs["whole"], 8)
+
+
+def test_float8_may_be_switched_on_and_off(run_on, tmp_path: Path, corpus: Path) -> None:
+    """The files are the same: a run without float8 goes on from one with it, and on one process."""
+    run_on(2, train_on_ranks, tmp_path, corpus, [(3, ()), (6, FLOAT8)], "run")
+    job = run_in_hops(tmp_path, corpus, [8], name="run")
+    without = run_in_hops(tmp_path, corpus, [8], name="without")
+    assert [row[3] for row in history(job)] == [row[3] for row in history(without)], "other rows"
+    losses = [(a[1], b[1]) for a, b in zip(history(job), history(without))]
+    assert all(a == pytest.approx(b, abs=1e-5) for a, b in losses[:3])
+    assert all(a != b for a, b in losses[3:6]), "float8 is not in use"
+    assert all(a == pytest.approx(b, abs=0.05) for a, b in losses)

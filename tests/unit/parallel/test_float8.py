@@ -1,0 +1,127 @@
+"""Float8, emulated: which layers are swapped, what is refused, and that the numbers are those of 8 bits."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torchao.float8.float8_linear import Float8Linear
+
+from titanlite.config.component import ConfigError
+from titanlite.losses import cross_entropy
+from titanlite.models.base import Decoder
+from titanlite.models.llama3 import Llama3
+from titanlite.parallel.compile import Compile, apply_compile
+from titanlite.parallel.float8 import Float8, apply_float8
+
+SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 64}
+SHAPE |= {"vocab_size": 99}
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+
+
+def build(**changes: int) -> Decoder:
+    net = Llama3(flavor="debug", overrides={**SHAPE, **changes}).build()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+    return net
+
+
+def gradients(net: Decoder) -> torch.Tensor:
+    """Of the blocks' matrices, in one vector."""
+    tokens = torch.arange(32).reshape(2, 16)
+    net(tokens, tokens, cross_entropy).backward()
+    return torch.cat([p.grad.flatten() for name, p in net.named_parameters() if "_proj" in name])
+
+
+def swapped(net: Decoder) -> set[str]:
+    return {name for name, module in net.named_modules() if isinstance(module, Float8Linear)}
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_are_those_of_the_model_up_to_8_bits(recipe: str, compile: bool) -> None:
+    exact = gradients(build())
+    torch._dynamo.reset()
+    net = build()
+    names = [name for name, _ in net.named_parameters()]
+    apply_float8(net, Float8(enable=True, recipe=recipe, emulate=True), sharded=False)
+    apply_compile(net, Compile(enable=compile))
+    assert [name for name, _ in net.named_parameters()] == names
+    error = (gradients(net) - exact).norm() / exact.norm()
+    assert 0.01 < error < 0.2, "8 bits are not exact: a smaller error would say that they are not used"
+
+
+def test_the_recipes_differ_in_precision() -> None:
+    exact, errors = gradients(build()), {}
+    for recipe in RECIPES:
+        net = build()
+        apply_float8(net, Float8(enable=True, recipe=recipe, emulate=True), sharded=False)
+        errors[recipe] = (gradients(net) - exact).norm().item()
+    assert errors["rowwise_with_gw_hp"] < errors["rowwise"] < errors["tensorwise"]
+
+
+def test_all_layers_of_the_blocks_and_nothing_else() -> None:
+    net = build(tie_word_embeddings=False)
+    apply_float8(net, Float8(enable=True, emulate=True), sharded=False)
+    linear = {name for name, module in net.named_modules() if isinstance(module, nn.Linear)}
+    assert swapped(net) == linear - {"lm_head"}
+    assert len(swapped(net)) == 14
+
+
+def test_off_is_off() -> None:
+    net = build()
+    apply_float8(net, Float8(), sharded=False)
+    assert not swapped(net)
+
+
+def test_layers_are_left_out_by_name_and_by_size_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    net = build()
+    config = Float8(enable=True, emulate=True, filter_fqns=["layers.0.mlp"], min_elements=1024)
+    with caplog.at_level(logging.INFO):
+        apply_float8(net, config, sharded=False)
+    left = {f"model.layers.{i}.self_attn.{p}_proj" for i in range(2) for p in "kv"}  # 16 x 32
+    left |= {f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up", "down")}
+    assert not swapped(net) & left
+    assert len(swapped(net)) == 14 - len(left)
+    assert caplog.messages[-1] == (
+        "float8 tensorwise: 7 layers; not in it: 1 x mlp.down_proj, 1 x mlp.gate_proj, 1 x mlp.up_proj, "
+        "2 x self_attn.k_proj, 2 x self_attn.v_proj and the head"
+    )
+
+
+def test_a_filter_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'wq' is in no layer's name; these are .* 2 x self_attn\.q_proj"
+    ) as e:
+        apply_float8(build(), Float8(enable=True, emulate=True, filter_fqns=["wq"]), sharded=False)
+    assert e.value.key == "float8.filter_fqns"
+
+
+def test_dims_that_the_hardware_cannot_take_are_refused_unless_left_out() -> None:
+    with pytest.raises(ConfigError, match=r"mlp\.\w+_proj is .*72.*, not multiples of 16") as e:
+        apply_float8(build(hidden_dim=72), Float8(enable=True, emulate=True), sharded=False)
+    assert e.value.key == "float8.filter_fqns"
+    apply_float8(build(hidden_dim=72), Float8(enable=True, emulate=True, filter_fqns=["mlp"]), sharded=False)
+
+
+def test_a_device_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"needs a CUDA device .* 8\.9, this is cpu; float8\.emulate") as e:
+        Float8(enable=True).check_device(torch.device("cpu"))
+    assert e.value.key == "float8.enable"
+    Float8(enable=True, emulate=True).check_device(torch.device("cpu"))
+    Float8().check_device(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    Float8(enable=True).check_device(torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"rowwise needs .* 9\.0, this is compute capability 8\.9"):
+        Float8(enable=True, recipe="rowwise").check_device(torch.device("cuda"))
+
+
+def test_without_torchao_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(ConfigError, match=r"pip install 'titanlite\[float8\]'"):
+        apply_float8(build(), Float8(enable=True, emulate=True), sharded=False)

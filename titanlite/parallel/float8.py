@@ -1,0 +1,123 @@
+"""Float8: the matrix products of the blocks in 8 bits, by torchao. Layers are swapped under their names.
+
+Weights stay fp32 in the optimizer and in checkpoints, so a run may switch float8 on or off when it resumes.
+The head is left alone: the loss takes its weight, and there the precision counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from titanlite.config.component import ConfigError
+from titanlite.log import logger
+from titanlite.models.base import Decoder
+
+MULTIPLE = 16  # what the hardware asks of the dims of a product's factors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8:
+    """Compute the blocks' linear layers in float8 (Ada, Hopper, newer; `pip install 'titanlite[float8]'`)."""
+
+    enable: bool = False
+    """On or off. Needs compile.enable, without which it is slower than bfloat16."""
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """How values are scaled. `tensorwise`: one scale a tensor, the fastest. `rowwise`: one a row, more exact.
+    `rowwise_with_gw_hp`: also the weights' gradients in bfloat16, the most exact."""
+    enable_fsdp_float8_all_gather: bool = True
+    """tensorwise: FSDP gathers weights in float8, half the bytes."""
+    filter_fqns: list[str] = field(default_factory=list)
+    """Layers to leave as they are: parts of their names, for example `["k_proj", "layers.0."]`."""
+    min_elements: int = 0
+    """Leave layers whose weights have fewer elements than this: casting costs them more than it saves."""
+    emulate: bool = False
+    """Compute the same numbers on any device, slowly: for tests."""
+
+    def __post_init__(self) -> None:
+        if self.min_elements < 0:
+            raise ConfigError(f"{self.min_elements} is below 0", "min_elements")
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether the weights are gathered in float8."""
+        return self.enable and self.enable_fsdp_float8_all_gather and self.recipe == "tensorwise"
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises ConfigError for a device without float8."""
+        if not self.enable or self.emulate:
+            return
+        needed = (8, 9) if self.recipe == "tensorwise" else (9, 0)
+        found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        if found is None or found < needed:
+            here = f"compute capability {found[0]}.{found[1]}" if found else device.type
+            raise ConfigError(
+                f"{self.recipe} needs a CUDA device of compute capability {needed[0]}.{needed[1]}, this is "
+                f"{here}; float8.emulate = true computes the same slowly",
+                "float8.enable",
+            )
+
+
+def apply_float8(net: Decoder, config: Float8, sharded: bool) -> None:
+    """Swap the blocks' linear layers, before recompute, compile and FSDP. Raises ConfigError for a layer that
+    float8 cannot have and for a filter that matches none."""
+    if not config.enable:
+        return
+    torchao = _torchao()
+    layers = {
+        f"{prefix}.{name}": module
+        for prefix, blocks in net.named_modules()
+        if blocks is net.blocks()
+        for name, module in blocks.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    for part in config.filter_fqns:
+        if not any(part in name for name in layers):
+            raise ConfigError(
+                f"{part!r} is in no layer's name; these are {_like(layers)}", "float8.filter_fqns"
+            )
+    left = {
+        name
+        for name, layer in layers.items()
+        if any(part in name for part in config.filter_fqns) or layer.weight.numel() < config.min_elements
+    }
+    for name in layers.keys() - left:
+        rows, columns = layers[name].weight.shape
+        if rows % MULTIPLE or columns % MULTIPLE:
+            raise ConfigError(
+                f"{name} is {rows} x {columns}, not multiples of {MULTIPLE}; leave it out by name",
+                "float8.filter_fqns",
+            )
+    recipe = replace(torchao.Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
+    if config.gathers_float8 and sharded:
+        recipe = replace(recipe, enable_fsdp_float8_all_gather=True)
+    torchao.convert_to_float8_training(
+        net, config=recipe, module_filter_fn=lambda _, name: name in layers and name not in left
+    )
+    rest = f"; not in it: {_like(left)} and the head" if left else "; the head is not in it"
+    logger.info(f"float8 {config.recipe}: {len(layers) - len(left)} layers{rest}")
+
+
+def precompute_scales(net: Decoder) -> None:
+    """The scales of all weights that are gathered in float8, in one collective instead of one a layer."""
+    _torchao().precompute_float8_dynamic_scale_for_fsdp(net)
+
+
+def _like(names: Any) -> str:
+    """Names for people: `16 x self_attn.k_proj`."""
+    kinds = Counter(".".join(name.split(".")[-2:]) for name in names)
+    return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+
+
+def _torchao() -> Any:
+    try:
+        import torchao.float8
+    except ImportError as e:
+        raise ConfigError(
+            f"torchao cannot be imported ({e}): pip install 'titanlite[float8]'", "float8.enable"
+        ) from None
+    return torchao.float8
