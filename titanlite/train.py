@@ -67,8 +67,7 @@ def train(job: Job) -> int:
             optimizer.step()
             optimizer.zero_grad()
             model.weights_changed()
-            state.rows += rt.plan.rows
-            state.tokens += tokens
+            state.consumed(rt.plan.rows, tokens)
             meter.step_done()
 
             evaluation = {}

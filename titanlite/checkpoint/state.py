@@ -31,6 +31,11 @@ class TrainState:
         """Plain numbers; reads the device."""
         return {"step": self.step, "rows": self.rows, "tokens": int(self.tokens)}
 
+    def consumed(self, rows: int, tokens: torch.Tensor) -> None:
+        """Rows that are trained on, and their targets that count."""
+        self.rows += rows
+        self.tokens += tokens
+
     def restore(self, values: dict[str, Any]) -> None:
         """Take the numbers of a train.json."""
         self.step, self.rows = values["step"], values["rows"]
