@@ -34,6 +34,7 @@ from titanlite.optim.schedule import LRScheduler
 from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.recompute import ActivationCheckpoint
+from titanlite.profile import Profiling
 from titanlite.runtime import Comm, StepPlan, Training, parallelism_ranks
 
 
@@ -74,6 +75,7 @@ class Job:
     validation: Validation = field(default_factory=Validation)
     generation: Generation = field(default_factory=Generation)
     metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
 
     @property

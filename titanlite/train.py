@@ -34,6 +34,7 @@ from titanlite.optim.base import set_lr
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import clip_grad_norm_
 from titanlite.parallel.sharded import ShardedModel
+from titanlite.profile import Profiler
 from titanlite.runtime import Runtime, device_name, environment, runtime, world_size
 from titanlite.signals import Signals, Stopped, signals
 
@@ -45,13 +46,13 @@ def train(job: Job) -> int:
         signals() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
         build(job, rt) as run,
+        Profiler(job.profiling, job.folder / "profile", rt.rank, run.state.step + 1) as profiler,
     ):
         model, optimizer, state = run.model, run.optimizer, run.state
         meter, checkpoints = run.meter, run.checkpoints
         batches = run.batches(job, rt)
         first_step, last_step = state.step + 1, job.training.steps
-        evaluation: dict[str, Any] = {}
-        stop = False
+        stop, evaluation = False, dict[str, Any]()
         requests.begin(job.folder / "STOP" if rt.rank == 0 else None)
 
         while state.step < last_step and not stop:
@@ -69,14 +70,13 @@ def train(job: Job) -> int:
             model.weights_changed()
             state.consumed(rt.plan.rows, tokens)
             meter.step_done()
+            profiler.step_done()
 
             evaluation = {}
             if job.validation.enable and due(job.validation.freq, state.step, last_step):
-                with meter.apart("time/validation_s"):
-                    evaluation = run.validate(job, rt)
+                evaluation = run.validate(job, rt)
             if due(job.generation.freq, state.step, last_step):
-                with meter.apart("time/generation_s"):
-                    run.sample(job, rt)
+                run.sample(job, rt)
             stop, save_now, save_failed = vote.result()  # if any rank says so, all do
             logged = evaluation or stop or state.step == first_step
             if logged or due(job.metrics.log_freq, state.step, last_step):
@@ -94,8 +94,7 @@ def train(job: Job) -> int:
                 with meter.apart("checkpoint/stall_s"):
                     checkpoints.save(model.net, optimizer, state, {"global_batch_size": rt.plan.rows})
             if state.step == first_step:
-                rt.shorten_timeouts()
-                checkpoints.warm_up(model.net, optimizer)
+                run.first_step_done(rt)
 
         return finish(job, rt, run, evaluation, trained=state.step - first_step + 1, requests=requests)
 
@@ -167,6 +166,11 @@ class Run:
             self.checkpoints.close_after_error()
         self.meter.close()
 
+    def first_step_done(self, rt: Runtime) -> None:
+        """Everything is compiled and allocated: what waits for that."""
+        rt.shorten_timeouts()
+        self.checkpoints.warm_up(self.model.net, self.optimizer)
+
     def batches(self, job: Job, rt: Runtime) -> Iterator[Batch]:
         """This rank's micro-batches from the run's place in the data on."""
         plan, mesh = rt.plan, rt.mesh
@@ -176,22 +180,27 @@ class Run:
     def validate(self, job: Job, rt: Runtime) -> dict[str, Any]:
         """Validation loss on the held-out rows."""
         num_rows = job.validation.num_rows(self.rows.num_held_out, rt.plan.rows)
-        return validate(self.model, self.rows, num_rows, rt)
+        with self.meter.apart("time/validation_s"):
+            return validate(self.model, self.rows, num_rows, rt)
 
     def sample(self, job: Job, rt: Runtime, keep: bool = True) -> None:
         """Log a sample for each prompt and append it to samples.txt."""
+        with self.meter.apart("time/generation_s"):
+            for prompt in job.generation.prompts:
+                text = self._continue(prompt, job, rt)
+                logger.info(f"sample at step {self.state.step}:\n{text}")
+                if rt.rank == 0 and keep:
+                    try:
+                        write_sample(job.folder / "samples.txt", self.state.step, text)
+                    except OSError as e:  # a full disk does not end the run
+                        logger.error(f"samples.txt: {e}")
+
+    def _continue(self, prompt: str, job: Job, rt: Runtime) -> str:
         c = job.generation
-        for prompt in c.prompts:
-            text = generate(
-                self.model.logits, self.codec, prompt, max_new_tokens=c.max_new_tokens,
-                temperature=c.temperature, seed=job.training.seed, device=rt.device,
-            )  # fmt: skip
-            logger.info(f"sample at step {self.state.step}:\n{text}")
-            if rt.rank == 0 and keep:
-                try:
-                    write_sample(job.folder / "samples.txt", self.state.step, text)
-                except OSError as e:  # a full disk does not end the run
-                    logger.error(f"samples.txt: {e}")
+        return generate(
+            self.model.logits, self.codec, prompt, max_new_tokens=c.max_new_tokens,
+            temperature=c.temperature, seed=job.training.seed, device=rt.device,
+        )  # fmt: skip
 
 
 def due(freq: int, step: int, last_step: int) -> bool:
