@@ -1,19 +1,22 @@
 """The `titanlite` command: finds the verb, turns its errors into one line and an exit code. Dispatch only.
 
 Exit codes: 0 done, 1 crash, 2 configuration or input error, 3 no usable checkpoint or one that could not be
-written, 75 stopped by a signal and saved, 130 interrupted.
+written, 75 stopped by a signal, with nothing lost, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 
-from titanlite.signals import Stopped
+from titanlite.signals import Stopped, signals
 
 TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)  # as in pyproject.toml
 
@@ -54,21 +57,35 @@ def run(argv: Sequence[str]) -> int:
     if complaint := unsupported_torch():
         print(f"titanlite: {complaint}", file=sys.stderr)
         return 2
+    trains = argv[0] in ("train", "launch")
+    if argv[0] == "launch" and sys.stderr.isatty():
+        _tell("starting (importing PyTorch takes some seconds)")
     try:
-        return importlib.import_module(VERBS[argv[0]][0]).main(argv[1:])
+        with signals() if trains else nullcontext():  # a stop is heard from here on
+            return importlib.import_module(VERBS[argv[0]][0]).main(argv[1:])
     except Stopped as stopped:
-        print(f"titanlite: {stopped}", file=sys.stderr)
+        if _speaks():
+            _tell(stopped)
         return stopped.exit_code
     except KeyboardInterrupt:
-        print("titanlite: interrupted", file=sys.stderr)
+        _tell("interrupted")
         return 130
+    except BrokenPipeError:  # `titanlite ... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
     except Exception as error:
         code = getattr(error, "exit_code", 1)
         if code == 1:
             traceback.print_exc()
         elif _speaks():
-            print(f"titanlite: {error}", file=sys.stderr)
+            _tell(error)
         return code
+
+
+def _tell(what: object) -> None:
+    """One line, whether or not anybody is left to read it."""
+    with suppress(OSError):
+        print(f"titanlite: {what}", file=sys.stderr, flush=True)
 
 
 def _speaks() -> bool:

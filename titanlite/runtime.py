@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
@@ -307,8 +307,9 @@ def leave(code: int) -> NoReturn:
     An interpreter that finalises while gloo's threads run can abort a finished run (pytorch issue 179291), so
     a distributed process does not finalise. Writers and loaders must be closed before.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # whoever read it may be gone
+            stream.flush()
     if code == 1 and world_size() > 1:
         time.sleep(2)  # this crash may only echo a peer's end, whose own code the launcher is to see first
     os._exit(code)

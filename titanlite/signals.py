@@ -1,8 +1,9 @@
 """Requests from outside, by signal or by file: stop soon, or save now.
 
-SIGTERM, SIGINT, SIGUSR1, or a file STOP in the run folder: save and end with exit code 75, "requeue me".
-SIGUSR2: save and go on. A handler only notes the request; train.py agrees on it over all ranks and acts
-between two steps, so one rank that is told is enough. A second SIGTERM or SIGINT ends the process at once.
+SIGTERM, SIGINT, SIGHUP, SIGUSR1, or a file STOP in the run folder: save and end with exit code 75, "requeue
+me". SIGUSR2: save and go on. A handler only notes the request; train.py agrees on it over all ranks and acts
+between two steps, so one rank that is told is enough. A second SIGTERM, SIGINT or SIGHUP ends the process at
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the second one does not wait
+STOP = (*END, signal.SIGUSR1)
 SAVE = (signal.SIGUSR2,)
 AGAIN_S = 3.0  # a launcher and a terminal may each send what was meant once
 LOOK_S = 1.0  # between two looks for the file
@@ -37,7 +39,7 @@ class Signals:
         self._file: Path | None = None
         self._looked = -LOOK_S
         self._stop_at: float | None = None
-        self._ended_at: float | None = None  # by SIGTERM or SIGINT, the signals that may be repeated
+        self._ended_at: float | None = None  # by one of END
         self._save = False
         self._stepping = False
 
@@ -71,15 +73,24 @@ class Signals:
         if number in SAVE:
             self._save = True
             return
-        now = time.monotonic()
-        if number != signal.SIGUSR1:
+        now, name = time.monotonic(), signal.Signals(number).name
+        if number in END:
             if self._ended_at is not None and now - self._ended_at > AGAIN_S:
+                _say(f"{name} again: ending without saving")
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             self._ended_at = self._ended_at or now
-        self._stop_at = self._stop_at or now
         if not self._stepping:
-            raise Stopped(f"stopped by {signal.Signals(number).name} before the first step; nothing is lost")
+            raise Stopped(f"stopped by {name} before the first step; nothing is lost")
+        if self._stop_at is None and self._file is not None:  # one rank says it
+            _say(f"{name}: finishing the step, then saving; again after {AGAIN_S:.0f} s: not saving")
+        self._stop_at = self._stop_at or now
+
+
+def _say(text: str) -> None:
+    """A line to standard error, past its buffer, in which the handler may have interrupted a writer."""
+    with suppress(OSError):
+        os.write(2, f"titanlite: {text}\n".encode())
 
 
 @contextmanager
@@ -88,7 +99,8 @@ def signals() -> Iterator[Signals]:
     requests = Signals()
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, requests._handle) for number in (*STOP, *SAVE)}
+        heard = [n for n in (*STOP, *SAVE) if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, requests._handle) for number in heard}  # nohup is heeded
         signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # a launcher holds them back until now
     try:
         yield requests

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -363,3 +364,48 @@ def test_the_module_runs_without_torch_for_help_alone():
     code = "import sys; from titanlite import cli; cli.run(['--help']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n")
+
+
+# ---- stops and pipes
+
+
+IMPORT = """
+import os, signal, sys
+from titanlite import cli
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":  # in the middle of the import that takes seconds
+            os.kill(os.getpid(), int(sys.argv[1]))
+sys.meta_path.insert(0, Finder())
+sys.exit(cli.run(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("verb", ["train", "launch"])
+def test_a_stop_while_torch_is_imported_is_75(verb: str, number: int) -> None:
+    command = [sys.executable, "-c", IMPORT, str(int(number)), verb, DEBUG]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    name = signal.Signals(number).name
+    assert (run.returncode, run.stderr) == (
+        75, f"titanlite: stopped by {name} before the first step; nothing is lost\n"
+    )  # fmt: skip
+
+
+def test_a_save_while_torch_is_imported_ends_nothing() -> None:
+    command = [sys.executable, "-c", IMPORT, str(int(signal.SIGUSR2)), "train", "--help"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m titanlite.cli train --help | head -n 1"
+    run = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.stdout.startswith("usage: titanlite train")
+    assert run.stderr == ""
+
+
+def test_a_message_that_nobody_can_read_changes_no_code() -> None:
+    command = f"({sys.executable} -m titanlite.cli train nowhere.toml 2> /dev/full; echo $?)"
+    run = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.stdout == "2\n"

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from titanlite import signals as module
-from titanlite.signals import AGAIN_S, LOOK_S, STOP, Signals, Stopped, signals
+from titanlite.signals import AGAIN_S, END, LOOK_S, STOP, Signals, Stopped, signals
 
-TERM, INT, USR1, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
 
 class Clock:
@@ -91,8 +92,8 @@ def test_before_the_first_step_a_save_waits() -> None:
 # ---- again
 
 
-@pytest.mark.parametrize("number", [TERM, INT])
-@pytest.mark.parametrize("first", [TERM, INT])
+@pytest.mark.parametrize("number", END)
+@pytest.mark.parametrize("first", END)
 def test_the_same_again_after_a_while_ends_the_process(clock: Clock, first: int, number: int) -> None:
     def twice(requests: Signals) -> None:
         signal.raise_signal(first)
@@ -102,7 +103,7 @@ def test_the_same_again_after_a_while_ends_the_process(clock: Clock, first: int,
     assert end_of(twice) == -number
 
 
-@pytest.mark.parametrize("number", [TERM, INT])
+@pytest.mark.parametrize("number", END)
 def test_the_same_again_at_once_is_one_request(clock: Clock, number: int) -> None:
     def twice(requests: Signals) -> None:
         signal.raise_signal(number)
@@ -203,7 +204,7 @@ def test_handlers_are_put_back() -> None:
     def ours(number: int, frame: object) -> None:
         pass
 
-    numbers = (TERM, INT, USR1, USR2)
+    numbers = (TERM, INT, HUP, USR1, USR2)
     before = {number: signal.signal(number, ours) for number in numbers}
     try:
         with signals():
@@ -215,6 +216,39 @@ def test_handlers_are_put_back() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_nohup_is_heeded() -> None:
+    before = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        with signals() as requests:
+            requests.begin(None)
+            signal.raise_signal(HUP)
+            assert not requests.stop
+    finally:
+        signal.signal(HUP, before)
+
+
+@pytest.mark.parametrize("rank_zero", [True, False])
+def test_one_rank_answers_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], clock: Clock, rank_zero: bool
+) -> None:
+    """A step may take a minute: who presses Ctrl-C must see that it was heard, or presses it again."""
+
+    def twice(requests: Signals) -> None:
+        requests.begin(tmp_path / "STOP" if rank_zero else None)
+        signal.raise_signal(INT)
+        clock.now += 0.1
+        signal.raise_signal(TERM)
+        clock.now += AGAIN_S
+        signal.raise_signal(INT)
+
+    assert end_of(twice) == -INT
+    heard, *rest = capfd.readouterr().err.splitlines()
+    if rank_zero:
+        assert heard == "titanlite: SIGINT: finishing the step, then saving; again after 3 s: not saving"
+        (heard,) = rest
+    assert heard == "titanlite: SIGINT again: ending without saving"
 
 
 def test_a_thread_goes_without() -> None:

@@ -228,7 +228,7 @@ class Rows(Dataset):
 
 def _ignore_signals(worker: int) -> None:
     """A stop is the trainer's business, which still needs its workers for the step it is in."""
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 

@@ -30,7 +30,7 @@ from titanlite import train
 from titanlite.config.component import ConfigError
 from titanlite.job import load_job
 from titanlite.runtime import prepare_to_launch
-from titanlite.signals import AGAIN_S, SAVE, STOP, Stopped
+from titanlite.signals import AGAIN_S, END, SAVE, STOP, Stopped
 
 FINAL_CODES = {2, 3, Stopped.exit_code}  # a restart would only meet them again
 
@@ -70,7 +70,7 @@ class Agent(LocalElasticAgent):
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         now, name = time.monotonic(), signal.Signals(number)
-        if number in (signal.SIGTERM, signal.SIGINT):
+        if number in END:
             if self._ended_at is not None and now - self._ended_at > AGAIN_S:
                 raise SignalException(f"{name.name} again: not waiting any longer", sigval=name)
             self._ended_at = self._ended_at or now
@@ -136,8 +136,6 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
         f"--max-restarts={options.max_restarts}",
         "-m", "titanlite.cli", "train", *trainer_args,
     ]  # fmt: skip
-    for number in STOP:
-        signal.signal(number, _stop_before_the_start)
     setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010 -- launch_agent() has no parameter for it
     try:
         torchrun.run(torchrun.parse_args(arguments))
@@ -145,22 +143,20 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode > 0 else 1
         if code != Stopped.exit_code:
-            ending = _describe(failure.exitcode)
-            print(f"titanlite: rank {rank} ended with {ending}; its message is above", file=sys.stderr)
+            print(f"titanlite: rank {rank} {_describe(failure.exitcode)}", file=sys.stderr)
         return code
     except RendezvousConnectionError:
         where = options.rdzv_endpoint or "the rendezvous on this node"
         print(f"titanlite: no connection to {where}: does the first node's launcher run?", file=sys.stderr)
         return 1
     except SignalException as error:
-        print(f"titanlite: ended by signal {error.sigval.name}", file=sys.stderr)
+        print(f"titanlite: ended by {error.sigval.name}, without saving", file=sys.stderr)
         return 128 + error.sigval
     return 0
 
 
-def _stop_before_the_start(number: int, frame: FrameType | None) -> None:
-    raise Stopped(f"stopped by {signal.Signals(number).name} before the ranks were started; nothing is lost")
-
-
 def _describe(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+    if code >= 0:
+        return f"ended with exit code {code}; its message is above"
+    cause = " (the kernel does that when memory is short)" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{cause}; what is above came after it"
