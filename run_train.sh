@@ -6,7 +6,7 @@
 #
 # On several nodes, run it on each with NNODES, NODE_RANK and RDZV_ENDPOINT=host:port set (host: the first node).
 # MAX_RESTARTS=k restarts all processes up to k times after a crash; NNODES=MIN:MAX goes on with fewer nodes, too.
-# SIGTERM, SIGINT, SIGUSR1: save, then exit with 75 (run it again to go on). SIGUSR2: save and go on.
+# SIGTERM, SIGINT, SIGHUP, SIGUSR1: save, then exit with 75 (run it again to go on). SIGUSR2: save and go on.
 # The exit code is the trainer's own: 0 done, 1 crash, 2 wrong input, 3 no usable checkpoint, 75 stopped and saved.
 set -eu
 

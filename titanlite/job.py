@@ -117,10 +117,12 @@ class Job:
         check_writable(Path(self.data.cache_dir), "data.cache_dir")
 
     def recipe(self, data: dict[str, Any]) -> dict[str, Any]:
-        """What a run that continues this one must share: the model's shape, the loss, and `data`,
-        Rows.recipe."""
+        """What a run that continues this one must share, under the names of the keys that set it: the model's
+        shape, the loss, and `data`, Rows.recipe."""
+        training = {key: data[key] for key in ("seed", "seq_len")}
+        data = {key: value for key, value in data.items() if key not in training}
         model = {"name": self.model.name, **toml.as_tree(self.model.config)}
-        return {"model": model, "loss": self.loss.objective, "data": data}
+        return {"model": model, "loss": self.loss.objective, "training": training, "data": data}
 
 
 def check_writable(folder: Path, key: str) -> None:

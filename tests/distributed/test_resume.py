@@ -242,11 +242,11 @@ def test_packed_and_masked_rows_resume_and_cross_layouts(
 
 BPE = Path(__file__).resolve().parents[2] / "assets" / "tokenizer" / "stdlib.tiktoken"
 CHANGES = {
-    "data.seq_len": ["--training.seq_len=16"],
+    "training.seq_len": ["--training.seq_len=16"],
     "data.packing": ["--data.packing=best_fit"],
     "data.mask_documents": ["--data.mask_documents=true"],
     "data.holdout_rows": ["--data.holdout_rows=11"],
-    "data.seed": ["--training.seed=8"],
+    "training.seed": ["--training.seed=8"],
     "data.sources": ["--data.sources.1.weight=2"],
     "data.tokenizer": [
         f"--tokenizer={{name = 'tiktoken', path = '{BPE}'}}",

@@ -422,9 +422,7 @@ def test_a_run_of_damaged_checkpoints_ends(whole: dict[int, Job], tmp_path: Path
 
     before, metrics = contents(), history(job)
     for _ in range(2):
-        with pytest.raises(
-            CheckpointError, match=r"no usable checkpoint in .*delete them to start afresh"
-        ) as e:
+        with pytest.raises(CheckpointError, match=r"no usable checkpoint in .*to start afresh") as e:
             train(job)
         assert e.value.exit_code == 3
     where = [str(tmp_path / "job.toml"), f"--job.dump_folder={job.folder}"]

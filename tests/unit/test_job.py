@@ -75,7 +75,7 @@ def test_precedence_is_command_line_then_file_then_default(path):
         [
             "--model.overrides.rope_theta=5e5",
             "--optimizer.lr=1e-300",
-            "--checkpoint.allow_changed=['data.seed']",
+            "--checkpoint.allow_changed=['training.seed']",
         ],
         [
             "--tokenizer.name=bytes",

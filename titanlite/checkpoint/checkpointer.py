@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,8 +32,8 @@ from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import cause, load_tensors
 from titanlite.checkpoint.recipe import check_recipe, read_recipe
 from titanlite.checkpoint.resume import Candidate, Fault
-from titanlite.checkpoint.staging import HostBuffers
-from titanlite.checkpoint.state import Tensors, TrainState, make_optimizer_state, tensors_of
+from titanlite.checkpoint.staging import HostBuffers, same_device
+from titanlite.checkpoint.state import Tensors, TrainState, make_optimizer_state, size_of, tensors_of
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
@@ -69,8 +68,8 @@ class Checkpoint:
     """After a failed save (a full disk, say): `continue` trains on and stops at the third failure in a row;
     `stop` stops at once."""
     allow_changed: list[str] = field(default_factory=list)
-    """Parts of the recipe that may differ on resume, for example `["data.seed"]`; anything else that differs
-    is refused."""
+    """Parts of the recipe that may differ on resume, for example `["training.seed"]`; anything else that
+    differs is refused."""
 
     def __post_init__(self) -> None:
         folder = Path(self.folder)
@@ -93,7 +92,6 @@ class Checkpoint:
 
 
 MAX_FAILURES = 3  # saves in a row
-SLACK = 1.05  # of the space that a checkpoint's tensors need: for its index, and for the metrics meanwhile
 
 
 class Checkpointer:
@@ -113,7 +111,7 @@ class Checkpointer:
         self._failures = 0
         self._error: BaseException | None = None  # of the last save
         self._host = HostBuffers()
-        self._thread = ThreadPoolExecutor(1, "checkpoint", _same_device())
+        self._thread = ThreadPoolExecutor(1, "checkpoint", same_device())
         try:
             self._ranks.agree(lambda: self._take_lock(dump_folder))
             self._from = self._open()
@@ -144,11 +142,18 @@ class Checkpointer:
         return self.config.enable and (asked or step % self.config.interval == 0 or step == last_step)
 
     def warm_up(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Allocate the host buffers beside the training, so that the first save need not. Once the optimizer
-        has its state."""
-        first = self._pending is None  # no save has made them yet
-        if first and self.config.enable and self.config.async_mode == "async" and torch.cuda.is_available():
-            self._pending = self._thread.submit(self._allocate, tensors_of(net, optimizer))
+        """Once the optimizer has its state: see whether there is room for a save, and allocate the host
+        buffers beside the training, so that the first save need not."""
+        if not self.config.enable or self._pending is not None:  # a save has seen to both
+            return
+        tensors = tensors_of(net, optimizer)
+        if self._ranks.rank == 0:
+            try:
+                commit.check_space(self.folder, size_of(tensors))
+            except (CheckpointError, OSError) as e:
+                logger.warning(f"{e}, until there is more room")
+        if self.config.async_mode == "async" and torch.cuda.is_available():
+            self._pending = self._thread.submit(self._allocate, tensors)
 
     def save(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, extra: dict[str, Any]
@@ -189,8 +194,12 @@ class Checkpointer:
             return
         self._failures += 1
         stop = self.config.on_save_error == "stop" or self._failures == MAX_FAILURES
-        if stop or not isinstance(self._error, CheckpointError):
+        if not isinstance(self._error, CheckpointError):
             raise self._error
+        if stop:
+            raise CheckpointError(
+                f"{self._error}; that was failure {self._failures} in a row, the run ends{self._last_good()}"
+            ) from self._error
         logger.error(f"{self._error} (failure {self._failures} of {MAX_FAILURES} in a row)")
 
     def close(self) -> None:
@@ -198,6 +207,8 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         try:
             error = pending.exception() if pending is not None else self._error
+            if isinstance(error, CheckpointError):
+                raise CheckpointError(f"{error}; that was the last one{self._last_good()}") from error
             if error is not None:
                 raise error
         finally:
@@ -249,14 +260,8 @@ class Checkpointer:
             self._retain()
 
     def _begin(self, step: int, tensors: Tensors) -> Path:
-        needed = sum(t.numel() * t.itemsize for of in tensors.values() for t in of.values())
         with _disk_errors(step):
-            disk = os.statvfs(self.folder)
-            free = disk.f_bavail * disk.f_frsize
-            if free < needed * SLACK:
-                raise CheckpointError(
-                    f"{self.folder} has {gib(free)} free, a checkpoint needs {gib(needed)}; none is written"
-                )
+            commit.check_space(self.folder, size_of(tensors))
             return commit.begin(self.folder, step)
 
     def _commit(
@@ -275,6 +280,10 @@ class Checkpointer:
         with _disk_errors(step):
             path = commit.commit(partial, step, texts, written, about)
         logger.info(f"saved {path} ({gib(size)}, {time.perf_counter() - began:.1f} s)")
+
+    def _last_good(self) -> str:
+        there = commit.committed(self.folder)
+        return f" (there is {there[-1][1].name} to go on from)" if there else ""
 
     def _retain(self) -> None:
         c, keep = self.config, [self._from.step] if self._from else []
@@ -338,6 +347,8 @@ class Checkpointer:
             if found is None:
                 there = ", ".join(str(step) for step, _ in commit.committed(self.folder)) or "none"
                 why = next((f": {why}" for path, why in faults if path.name == f"step-{load_step}"), "")
+                aside = [p.parent for p in self.folder.glob(f"abandoned-*/step-{load_step}")]
+                why = why or (f"; to have it back, move it there from {aside[-1]}" if aside else "")
                 raise CheckpointError(
                     f"--checkpoint.load_step={load_step}: no usable checkpoint of that step in {self.folder}"
                     f"{why} (there: {there})"
@@ -365,7 +376,7 @@ class Checkpointer:
         """Having gone back to load_step: what was saved after it is no longer this run's."""
         if step == self.config.load_step:
             for path in commit.abandon(self.folder, after=step):
-                logger.warning(f"moved to abandoned-*: {path}, saved after step {step}")
+                logger.warning(f"saved after step {step}, and moved aside: {path}")
 
     def _branch(self) -> int | None:
         """The load_step that this start, or the starts before with the same one, went back to."""
@@ -384,11 +395,3 @@ def _disk_errors(step: int) -> Iterator[None]:
         yield
     except OSError as e:
         raise CheckpointError(f"step {step} could not be saved: {type(e).__name__}: {e}") from e
-
-
-def _same_device() -> Callable[[], None]:
-    """For a thread to begin with: threads start on device 0, whatever this rank's is."""
-    if not torch.cuda.is_available():
-        return lambda: None
-    device = torch.cuda.current_device()
-    return lambda: torch.cuda.set_device(device)

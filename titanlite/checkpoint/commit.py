@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.digest import FileDigest, write_file
+from titanlite.checkpoint.digest import FileDigest, gib, write_file
 
 
 class CheckpointError(RuntimeError):
@@ -31,6 +31,7 @@ class CheckpointError(RuntimeError):
 MANIFEST = "manifest.json"
 SHARD = ".distcp"
 FORMAT = 2
+SLACK = 1.05  # of the bytes of its tensors: for a checkpoint's index, and for the metrics meanwhile
 
 
 def partial_path(folder: Path, step: int) -> Path:
@@ -45,6 +46,16 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
         (m, p) for p in folder.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name)) and p.is_dir()
     ]
     return sorted((int(m[1]), p) for m, p in found)
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raises CheckpointError unless there is room for a checkpoint with `needed` bytes of tensors."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free < needed * SLACK:
+        raise CheckpointError(
+            f"{folder} has {gib(free)} free, a checkpoint needs {gib(needed)}; none is written"
+        )
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -120,12 +131,14 @@ def fault(path: Path, step: int | None = None, sizes: bool = True) -> str | None
             if not stat.S_ISREG(status.st_mode):
                 return f"{name} is no file"
             if status.st_size != expected.size:
-                return f"{name} has {status.st_size} bytes, {expected.size} were written"
+                return f"{name} has {status.st_size:,} bytes, {expected.size:,} were written"
         if extra := {p.name for p in path.glob(f"*{SHARD}")} - files.keys():
             return f"{min(extra)} was not written with it"
     except FileNotFoundError as e:
         return f"{Path(e.filename).name} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except ValueError as e:
+        return f"its manifest cannot be trusted: {e}"
+    except (KeyError, TypeError, AttributeError) as e:
         return f"its manifest cannot be trusted: {type(e).__name__}: {e}"
     return None
 
@@ -136,6 +149,8 @@ def set_aside(path: Path, prefix: str = "bad") -> Path:
         p for i in range(1 << 20) if not (p := path.with_name(f"{prefix}-{path.name}-{i}")).exists()
     )
     os.rename(path, target)
+    if is_pinned(path):
+        os.rename(pin_of(path), pin_of(target))
     sync(path.parent)
     return target
 
@@ -147,7 +162,7 @@ def set_aside_before(folder: Path) -> list[Path]:
 
 def abandon(folder: Path, after: int) -> list[Path]:
     """Move the checkpoints after step `after` into `abandoned-<n>/`, the newest first, so that a kill between
-    two moves leaves none that has a gap before it. Returns their old paths."""
+    two moves leaves none that has a gap before it. Returns their new paths."""
     later = [path for step, path in committed(folder) if step > after]
     if later:
         branch = next(p for i in range(1 << 20) if not (p := folder / f"abandoned-{i}").exists())
@@ -158,7 +173,8 @@ def abandon(folder: Path, after: int) -> list[Path]:
                 os.rename(pin_of(path), branch / pin_of(path).name)
         sync(branch)
         sync(folder)
-    return later
+        return [branch / path.name for path in later]
+    return []
 
 
 def is_pinned(path: Path) -> bool:

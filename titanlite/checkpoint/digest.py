@@ -95,7 +95,7 @@ def first_fault(folder: Path, files: Mapping[str, FileDigest]) -> str | None:
                 raise
             return f"{name} cannot be read: {e.strerror}"
         if found.size != expected.size:
-            return f"{name} has {found.size} bytes, {expected.size} were written"
+            return f"{name} has {found.size:,} bytes, {expected.size:,} were written"
         return None if found == expected else f"{name} is not what was written: its SHA-256 differs"
 
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:

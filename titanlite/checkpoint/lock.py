@@ -36,7 +36,9 @@ class FolderLock:
                     f"{folder} is in use by {holder}; stop it, or choose another --job.dump_folder"
                 )
             if not told:
-                logger.warning(f"{folder} is in use by {self._holder()}; waiting for it to end")
+                logger.warning(
+                    f"{folder} is in use by {self._holder()}; waiting {WAIT_S:.0f} s at most for it to end"
+                )
                 told = True
             time.sleep(0.2)
 

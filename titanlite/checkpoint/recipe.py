@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.component import ConfigError
+from titanlite.log import logger
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -25,13 +26,15 @@ def check_recipe(
 ) -> None:
     """Raises ConfigError naming what differs, unless it is allowed to, itself or a part it belongs to."""
     before, now = flatten(theirs), flatten(ours)
-    changed = [
-        f"{key} was {before.get(key, 'absent')!r}, is {now.get(key, 'absent')!r}"
-        # What is one value first: a changed tokenizer changes each source's fingerprint, too.
-        for key in sorted(before.keys() | now.keys(), key=lambda key: (key.count("."), key))
-        if before.get(key) != now.get(key)
-        and not any(key == a or key.startswith(a + ".") for a in allow_changed)
-    ]
+    # What is one value first: a changed tokenizer changes each source's fingerprint, too.
+    keys = sorted(before.keys() | now.keys(), key=lambda key: (key.count("."), key))
+    changed: list[str] = []
+    allowed: list[str] = []
+    for key in keys:
+        if before.get(key) != now.get(key):
+            is_allowed = any(key == a or key.startswith(a + ".") for a in allow_changed)
+            said = f"{key} was {before.get(key, 'absent')!r}, is {now.get(key, 'absent')!r}"
+            (allowed if is_allowed else changed).append(said)
     if changed:
         more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
         raise ConfigError(
@@ -39,6 +42,8 @@ def check_recipe(
             "--job.dump_folder, delete that one, set it back, or name it in --checkpoint.allow_changed",
             "job.dump_folder",
         )
+    for said in allowed:
+        logger.warning(f"changed, as checkpoint.allow_changed says: {said}")
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -168,7 +168,8 @@ def unusable(folder: Path, faults: list[Fault]) -> CheckpointError | None:
     if not remains:
         return None
     return CheckpointError(
-        f"no usable checkpoint in {folder}: {'; '.join(remains)}; delete them to start afresh"
+        f"no usable checkpoint in {folder}: {'; '.join(remains)}; to start afresh, choose another "
+        "--job.dump_folder"
     )
 
 

@@ -9,6 +9,7 @@ DTensors: KeyError <class 'type'>, seen with torch 2.11 on CUDA.)
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -115,6 +116,14 @@ def pin(memory: torch.Tensor) -> None:
         raise CheckpointError(
             f"{memory.nbytes >> 20} MiB of host memory cannot be pinned ({code}); {INSTEAD}"
         )
+
+
+def same_device() -> Callable[[], None]:
+    """For a thread to begin with: threads start on device 0, whatever this rank's is."""
+    if not torch.cuda.is_available():
+        return lambda: None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)
 
 
 def _local(tensors: Tensors) -> list[tuple[str, torch.Tensor]]:

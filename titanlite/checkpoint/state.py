@@ -74,6 +74,11 @@ def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     return {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
 
 
+def size_of(tensors: Tensors) -> int:
+    """Bytes of all ranks' shards together."""
+    return sum(t.numel() * t.itemsize for of in tensors.values() for t in of.values())
+
+
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer allocate its state, by a step that changes no weight: zero gradients at a rate of
     zero."""

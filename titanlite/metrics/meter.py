@@ -112,7 +112,7 @@ class Meter:
             try:
                 sink.write(step, values)
             except OSError as e:  # a full disk, say; what is in the sink's buffer is written when it can be
-                logger.error(f"metrics of step {step} cannot be written: {e}")
+                logger.error(f"{type(sink).__name__}: metrics of step {step} cannot be written: {e}")
 
     def close(self) -> None:
         """Flush and close the sinks."""
@@ -120,7 +120,7 @@ class Meter:
             try:
                 sink.close()
             except OSError as e:
-                logger.error(f"metrics cannot be written: {e}")
+                logger.error(f"{type(sink).__name__}: metrics cannot be written: {e}")
 
 
 def _exp(loss: float) -> float:

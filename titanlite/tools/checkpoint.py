@@ -1,4 +1,4 @@
-"""titanlite checkpoint list DIR                what is there, the newest last
+"""titanlite checkpoint list DIR                what is there; looks at sizes, not at contents
 titanlite checkpoint verify DIR [DIR ...]     hash every file of every checkpoint; exit code 3 if one is bad
 titanlite checkpoint show DIR [--tensors]     what is in the newest: state, recipe, files, tensors
 
@@ -44,13 +44,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _list(paths: list[Path]) -> int:
     found = checkpoints_below(paths[0])
+    faults = {path: commit.fault(path, step) for step, path in found}
+    newest = next((path for _, path in reversed(found) if not faults[path]), None)  # what a run goes on from
     print(f"{'step':>10}  {'saved at':25}  {'size':>10}  {'ranks':>5}  ")
     for step, path in found:
         notes = ["kept by step-N.keep"] if commit.is_pinned(path) else []
-        notes += ["newest"] if path == found[-1][1] else []
-        if reason := commit.fault(path, step):
+        if reason := faults[path]:
             print(f"{step:>10}  BAD: {reason}")
             continue
+        notes += ["newest"] if path == newest else []
         m = commit.read_manifest(path)
         size = sum(digest.size for digest in commit.digests(m).values())
         print(
@@ -92,7 +94,8 @@ def _show(paths: list[Path], list_tensors: bool = False) -> int:
     tensors = {name: t for name, t in saved.items() if isinstance(t, TensorStorageMetadata)}
     print(path)
     for key, value in {**train, **{k: v for k, v in manifest.items() if k not in ("files", "step")}}.items():
-        print(f"  {key:20} {value:,}" if type(value) is int else f"  {key:20} {value}")
+        if value is not None:
+            print(f"  {key:20} {value:,}" if type(value) is int else f"  {key:20} {value}")
     for title, values in (("recipe", recipe), ("files", commit.digests(manifest))):
         print(f"{title}:")
         for key, value in values.items():

@@ -78,7 +78,7 @@ def test_a_manifest_edited_by_hand_is_not_believed(tmp_path: Path) -> None:
     for edited in (*without, {**manifest, "step": 8}, {**manifest, "files": {}}, {**manifest, "more": 1}):
         (path / commit.MANIFEST).write_text(json.dumps(edited))
         found = commit.fault(path, 7)
-        assert found == "its manifest cannot be trusted: ValueError: its own SHA-256 differs", edited
+        assert found == "its manifest cannot be trusted: its own SHA-256 differs", edited
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"5", b"null", b'"text"', b"{}", b"\xff"])

@@ -242,7 +242,7 @@ def test_a_kill_between_two_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("damage", "why"),
     [
         (shutil.rmtree, ""),
-        (shorten_a_shard, r": __0_0\.distcp has \d+ bytes, \d+ were written"),
+        (shorten_a_shard, r": __0_0\.distcp has [\d,]+ bytes, [\d,]+ were written"),
         (lambda step: (step / "manifest.json").unlink(), r": manifest\.json is missing"),
         (
             lambda step: flip(step / "train.json"),
