@@ -1,13 +1,17 @@
 """Tokens/s, MFU and peak memory of a training configuration, measured by running the real trainer on real
-text.
+text; beside torchtitan 0.2.2 if asked for.
 
-    python benchmarks/throughput.py train_configs/llama3_1b.toml --ngpu 1 --output
-    benchmarks/results/NAME.json \
-        [--section.key=value ...]
+    python benchmarks/throughput.py train_configs/llama3_1b.toml --ngpu 1 [--section.key=value ...]
+        --output benchmarks/results/NAME.json [--peer "--training.local_batch_size 16 ..."]
 
 Tokenizer and data are replaced by the shipped ones (the standard library's source), so that nothing has to be
 downloaded; the model, its vocabulary and every kernel stay the configuration's. Medians are over the reports
-after the first `--skip` steps; the raw metrics.jsonl and the environment are part of the output.
+after the first `--skip` steps; the raw reports and the environment are part of the output.
+
+With `--peer` the two trainers run in turns, torchtitan first, `--rounds` times each, and the output has the
+ratios of the medians over all rounds. torchtitan is given the options in the string; it trains on random
+tokens and is described by TORCHTITAN_PEER, a folder with its torchtitan.toml and what that imports. Its MFU
+is computed from its tokens/s with our FLOP formula.
 """
 
 from __future__ import annotations
@@ -15,14 +19,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.environment import environment  # noqa: E402
+
 SHIPPED_DATA = [
     f"--tokenizer.path={ROOT / 'assets/tokenizer/stdlib.tiktoken'}",
     "--tokenizer.num_special_tokens=2",
@@ -34,6 +46,9 @@ SHIPPED_DATA = [
     "--metrics.log_freq=5",
     "--lr_scheduler.warmup_steps=10",
 ]
+TPS, MFU = "throughput/tokens_per_second_per_device", "throughput/mfu"
+RESERVED = "memory/peak_reserved_gib"
+KEYS = (TPS, MFU, RESERVED, "memory/peak_allocated_gib", "time/step_s", "time/data_wait_pct")
 
 
 def main() -> None:
@@ -45,40 +60,95 @@ def main() -> None:
     parser.add_argument("--ngpu", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--skip", type=int, default=10, help="steps before the first report that counts")
+    parser.add_argument("--peer", help="measure torchtitan, with these options, in turns with titanlite")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
     options, overrides = parser.parse_known_args()
+    runs = []
+    for _ in range(options.rounds):
+        if options.peer is not None:
+            runs.append(measure_peer(options))
+            print(json.dumps({"trainer": "torchtitan", **medians(runs[-1:], "torchtitan")}), flush=True)
+        runs.append(measure(options, overrides))
+        print(json.dumps({"trainer": "titanlite", **medians(runs[-1:], "titanlite")}), flush=True)
+    ours = medians(runs, "titanlite")
+    result: dict[str, Any] = {
+        "config": Path(options.config).name,
+        "overrides": overrides,
+        "ngpu": options.ngpu,
+        "medians": ours,
+    }
+    if options.peer is not None:
+        theirs = medians(runs, "torchtitan")
+        theirs[MFU] = ours[MFU] * theirs[TPS] / ours[TPS]  # the same model, the same formula
+        ratios = {key: ours[key] / theirs[key] for key in (TPS, RESERVED)}
+        result |= {"peer_options": options.peer, "peer_medians": theirs, "ratios": ratios}
+    print(json.dumps(result))
+    result |= {"runs": runs, "environment": environment("torch", "torchao", "torchtitan")}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    """One run of titanlite: its reports."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(ROOT / "run_train.sh"), options.config, f"--training.steps={options.steps}"]
         command += [*SHIPPED_DATA, *overrides, f"--job.dump_folder={folder}"]
         began = time.perf_counter()
-        environment = os.environ | {"NGPU": str(options.ngpu), "PYTHON": sys.executable}
-        subprocess.run(command, env=environment, check=True)
+        env = os.environ | {"NGPU": str(options.ngpu), "PYTHON": sys.executable}
+        subprocess.run(command, env=env, check=True)
         wall_s = time.perf_counter() - began
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        env = json.loads((Path(folder) / "env.json").read_text())
+        ran_on = json.loads((Path(folder) / "env.json").read_text())
+    del ran_on["command"]  # it holds this machine's temporary folder
     counted = [row for row in rows if row["step"] > options.skip]
-    keys = [
-        "throughput/tokens_per_second_per_device",
-        "throughput/mfu",
-        "time/step_s",
-        "time/data_wait_pct",
-        "memory/peak_allocated_gib",
-        "memory/peak_reserved_gib",
+    return {"trainer": "titanlite", "wall_s": wall_s, "env": ran_on, "counted": counted, "reports": rows}
+
+
+def measure_peer(options: argparse.Namespace) -> dict[str, Any]:
+    """One run of torchtitan: its reports, under our names."""
+    peer = Path(os.environ["TORCHTITAN_PEER"])
+    env = os.environ | {"PYTHONPATH": f"{peer}:{os.environ.get('PYTHONPATH', '')}"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.ngpu}",
+            "-m", "torchtitan.train", "--job.config_file", str(peer / "torchtitan.toml"),
+            "--job.dump_folder", folder, "--training.steps", str(options.steps), "--metrics.log_freq", "5",
+            *shlex.split(options.peer),
+        ]  # fmt: skip
+        began = time.perf_counter()
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    rows = peer_reports(done.stdout)
+    if done.returncode != 0 or not rows:
+        sys.exit(f"torchtitan ended with {done.returncode}:\n{done.stdout[-6000:]}")
+    counted = [row for row in rows if row["step"] > options.skip]
+    return {
+        "trainer": "torchtitan",
+        "wall_s": time.perf_counter() - began,
+        "counted": counted,
+        "reports": rows,
+    }
+
+
+def peer_reports(log: str) -> list[dict[str, float]]:
+    """torchtitan's step lines; memory is its peak reserved."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
+    found = re.findall(r"step: +(\d+) .*?loss: +([\d.]+).*?memory: +([\d.]+)GiB.*?tps: +([\d,]+)", plain)
+    return [
+        {"step": int(step), "train/loss": float(loss), RESERVED: float(gib), TPS: float(tps.replace(",", ""))}
+        for step, loss, gib, tps in {match[0]: match for match in found}.values()
     ]
-    medians = {
-        k: statistics.median(row[k] for row in counted) for k in keys if all(k in row for row in counted)
+
+
+def medians(runs: list[dict[str, Any]], trainer: str) -> dict[str, float]:
+    """Over the counted reports of all runs of a trainer; of memory, the peak."""
+    counted = [row for run in runs if run["trainer"] == trainer for row in run["counted"]]
+    found = {
+        key: (max if key.startswith("memory/") else statistics.median)(row[key] for row in counted)
+        for key in KEYS
+        if all(key in row for row in counted)
     }
-    summary = {
-        "config": Path(options.config).name,
-        "overrides": overrides,
-        "ngpu": options.ngpu,
-        "wall_s": wall_s,
-    }
-    result = {**summary, "medians": medians, "loss": rows[-1]["train/loss"], "env": env, "metrics": rows}
-    del result["env"]["command"]  # it holds this machine's temporary folder
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({**summary, **medians, "first_step_s": rows[0]["time/step_s"]}))
+    return {**found, "runs": sum(run["trainer"] == trainer for run in runs)}
 
 
 if __name__ == "__main__":

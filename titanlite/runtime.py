@@ -117,6 +117,8 @@ class Runtime:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     comm: Comm
+    began: float
+    """When this run's set-up began, by time.perf_counter()."""
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """`value` summed over the data-parallel ranks, in place."""
@@ -222,7 +224,7 @@ def local_rank() -> int:
 def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterator[Runtime]:
     """Set the process up, and tear it down on a clean exit. On an error the peers are left to the launcher: a
     rank that waits for them in a teardown would only hide the message."""
-    rank, size = int(os.environ.get("RANK", "0")), world_size()
+    began, rank, size = time.perf_counter(), int(os.environ.get("RANK", "0")), world_size()
     if dist.is_initialized():
         rank = dist.get_rank()
     set_up_logging(rank, verbose=str(rank) in os.environ.get("LOG_RANK", "0").split(","))
@@ -240,7 +242,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     _set_determinism(training.deterministic)
     mesh = build_mesh(parallelism, device.type, rank, size, distributed)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
-    yield Runtime(device, rank, size, mesh, plan, param_dtype, reduce_dtype, comm)
+    yield Runtime(device, rank, size, mesh, plan, param_dtype, reduce_dtype, comm, began)
     _set_determinism(False)
     if ours:
         dist.destroy_process_group()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -27,12 +27,14 @@ from titanlite.evaluate import validate
 from titanlite.generate import generate
 from titanlite.job import Job, load_job, split_arguments
 from titanlite.log import logger
+from titanlite.metrics.memory import OutOfMemory, Settings, explain
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import cut_samples, write_sample
 from titanlite.models.base import Decoder
 from titanlite.optim.base import set_lr
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import clip_grad_norm_
+from titanlite.parallel.compile import Compilations
 from titanlite.parallel.sharded import ShardedModel
 from titanlite.profile import Profiler
 from titanlite.runtime import Runtime, device_name, environment, runtime, world_size
@@ -50,7 +52,7 @@ def train(job: Job) -> int:
     ):
         model, optimizer, state = run.model, run.optimizer, run.state
         meter, checkpoints = run.meter, run.checkpoints
-        batches = run.batches(job, rt)
+        batches = run.batches()
         first_step, last_step = state.step + 1, job.training.steps
         stop, evaluation = False, dict[str, Any]()
         requests.begin(job.folder / "STOP" if rt.rank == 0 else None)
@@ -74,9 +76,9 @@ def train(job: Job) -> int:
 
             evaluation = {}
             if job.validation.enable and due(job.validation.freq, state.step, last_step):
-                evaluation = run.validate(job, rt)
+                evaluation = run.validate()
             if due(job.generation.freq, state.step, last_step):
-                run.sample(job, rt)
+                run.sample()
             stop, save_now, save_failed = vote.result()  # if any rank says so, all do
             logged = evaluation or stop or state.step == first_step
             if logged or due(job.metrics.log_freq, state.step, last_step):
@@ -87,16 +89,16 @@ def train(job: Job) -> int:
                     "progress/total_tokens": int(state.tokens),
                     "data/batch_sha": rt.sum_u64(sum(batch.sha for batch in micro_batches)),
                 }
-                meter.report(state.step, values | evaluation)
+                meter.report(state.step, values | evaluation | run.compilations.news())
             if save_failed:
                 checkpoints.settle()
             if checkpoints.due(state.step, last_step, stop or save_now):  # now that its line is written
                 with meter.apart("checkpoint/stall_s"):
                     checkpoints.save(model.net, optimizer, state, {"global_batch_size": rt.plan.rows})
             if state.step == first_step:
-                run.first_step_done(rt)
+                run.first_step_done()
 
-        return finish(job, rt, run, evaluation, trained=state.step - first_step + 1, requests=requests)
+        return finish(run, evaluation, trained=state.step - first_step + 1, requests=requests)
 
 
 def build(job: Job, rt: Runtime) -> Run:
@@ -134,15 +136,13 @@ def build(job: Job, rt: Runtime) -> Run:
     state = TrainState(step=0, rows=0, tokens=rt.count(0))
     checkpoints.load(net, optimizer, state)
     model.weights_changed()
-    check_global_batch(
-        job, rt.plan.rows, checkpoints.resumed
-    )  # it may be the one before, if that was damaged
+    check_global_batch(job, rt.plan.rows, checkpoints.resumed)  # of the one before, if that was damaged
 
     record(job, rt, rows, state, checkpoints)
     sinks = job.metrics.sinks(job.folder, state.step, job.training.steps) if rt.rank == 0 else []
     peak = peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None
-    meter = Meter(rt.device, sinks, rt.plan.tokens, cost, rt.world_size, peak, rt.synchronize)
-    return Run(codec, rows, model, optimizer, state, checkpoints, meter)
+    meter = Meter(rt.device, sinks, rt.plan.tokens, cost, rt.world_size, peak, rt.synchronize, began=rt.began)
+    return Run(job, rt, codec, rows, model, optimizer, state, checkpoints, meter)
 
 
 @dataclass
@@ -150,6 +150,8 @@ class Run:
     """The parts of a run. Leaving it closes the sinks; after an error, a checkpoint in flight may still
     become whole."""
 
+    job: Job
+    rt: Runtime
     codec: TextCodec
     rows: Rows
     model: ShardedModel
@@ -157,6 +159,7 @@ class Run:
     state: TrainState
     checkpoints: Checkpointer
     meter: Meter
+    compilations: Compilations = field(default_factory=Compilations)
 
     def __enter__(self) -> Run:
         return self
@@ -165,42 +168,44 @@ class Run:
         if error is not None:
             self.checkpoints.close_after_error()
         self.meter.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+            settings, step = memory_settings(self.job, self.rt), self.state.step
+            raise OutOfMemory(explain(trace, step, peak, self.model.net, self.optimizer, settings)) from error
 
-    def first_step_done(self, rt: Runtime) -> None:
+    def first_step_done(self) -> None:
         """Everything is compiled and allocated: what waits for that."""
-        rt.shorten_timeouts()
+        self.rt.shorten_timeouts()
         self.checkpoints.warm_up(self.model.net, self.optimizer)
 
-    def batches(self, job: Job, rt: Runtime) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Batch]:
         """This rank's micro-batches from the run's place in the data on."""
-        plan, mesh = rt.plan, rt.mesh
+        plan, mesh = self.rt.plan, self.rt.mesh
         order = MicroBatches(self.state.rows, plan.rows, plan.micro_batch_rows, mesh.dp_rank, mesh.dp_size)
-        return self.rows.batches(order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
+        on_gpu = self.rt.device.type == "cuda"
+        return self.rows.batches(order, self.job.data.num_workers, pin_memory=on_gpu)
 
-    def validate(self, job: Job, rt: Runtime) -> dict[str, Any]:
+    def validate(self) -> dict[str, Any]:
         """Validation loss on the held-out rows."""
-        num_rows = job.validation.num_rows(self.rows.num_held_out, rt.plan.rows)
+        num_rows = self.job.validation.num_rows(self.rows.num_held_out, self.rt.plan.rows)
         with self.meter.apart("time/validation_s"):
-            return validate(self.model, self.rows, num_rows, rt)
+            return validate(self.model, self.rows, num_rows, self.rt)
 
-    def sample(self, job: Job, rt: Runtime, keep: bool = True) -> None:
+    def sample(self, keep: bool = True) -> None:
         """Log a sample for each prompt and append it to samples.txt."""
+        c = self.job.generation
         with self.meter.apart("time/generation_s"):
-            for prompt in job.generation.prompts:
-                text = self._continue(prompt, job, rt)
+            for prompt in c.prompts:
+                text = generate(
+                    self.model.logits, self.codec, prompt, max_new_tokens=c.max_new_tokens,
+                    temperature=c.temperature, seed=self.job.training.seed, device=self.rt.device,
+                )  # fmt: skip
                 logger.info(f"sample at step {self.state.step}:\n{text}")
-                if rt.rank == 0 and keep:
+                if self.rt.rank == 0 and keep:
                     try:
-                        write_sample(job.folder / "samples.txt", self.state.step, text)
+                        write_sample(self.job.folder / "samples.txt", self.state.step, text)
                     except OSError as e:  # a full disk does not end the run
                         logger.error(f"samples.txt: {e}")
-
-    def _continue(self, prompt: str, job: Job, rt: Runtime) -> str:
-        c = job.generation
-        return generate(
-            self.model.logits, self.codec, prompt, max_new_tokens=c.max_new_tokens,
-            temperature=c.temperature, seed=job.training.seed, device=rt.device,
-        )  # fmt: skip
 
 
 def due(freq: int, step: int, last_step: int) -> bool:
@@ -213,6 +218,22 @@ def flops_of(job: Job, net: Decoder) -> int:
     c = job.model.config
     return flops_per_token(
         net.num_matmul_parameters(), c.n_layers, c.n_heads, c.head_dim, job.training.seq_len
+    )
+
+
+def memory_settings(job: Job, rt: Runtime) -> Settings:
+    """What decides how much memory a step takes."""
+    chunk = getattr(job.loss, "chunk_tokens", None)
+    tokens = job.training.local_batch_size * job.training.seq_len
+    return Settings(
+        local_batch_size=job.training.local_batch_size,
+        micro_batches=rt.plan.micro_batches,
+        shards=rt.mesh.shard,
+        recompute=job.activation_checkpoint.mode,
+        chunked_loss=chunk is not None,
+        float8=job.float8.enable,
+        reduces_each=job.parallelism.fsdp_reduce == "micro_batch",
+        logits=2 * min(chunk or tokens, tokens) * job.model.config.vocab_size * rt.param_dtype.itemsize,
     )
 
 
@@ -241,10 +262,11 @@ def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows) -> None:
     logger.info(
         f"{plan.rows} rows a step: {plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank"
     )
+    c = job.model.config
+    kernel = job.attention.fix_sdpa_kernel(rt.device, rt.param_dtype, c.n_heads, c.n_kv_heads, c.head_dim)
     if job.data.mask_documents:
-        logger.info(
-            f"documents are masked from each other by {job.attention.choose(rt.device, rt.param_dtype)}"
-        )
+        kernel = f"{job.attention.choose(rt.device, rt.param_dtype)}, documents masked from each other"
+    logger.info(f"attention: {kernel}")
     logger.info("initialising the weights")
 
 
@@ -269,11 +291,10 @@ def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Ch
         logger.info(f"steps {state.step + 1} to {job.training.steps}{compiling}")
 
 
-def finish(
-    job: Job, rt: Runtime, run: Run, evaluation: dict[str, Any], trained: int, requests: Signals
-) -> int:
+def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: Signals) -> int:
     """Say what came of the run and where it is; a run that was finished already is evaluated again. Returns
     the exit code."""
+    job = run.job
     run.checkpoints.close()
     requests.done()
     if run.state.step < job.training.steps:
@@ -286,8 +307,8 @@ def finish(
         return Stopped.exit_code
     if trained <= 0:
         logger.info(f"nothing to train: step {run.state.step} is done; raise --training.steps to go on")
-        evaluation = run.validate(job, rt) if job.validation.enable else {}
-        run.sample(job, rt, keep=False)
+        evaluation = run.validate() if job.validation.enable else {}
+        run.sample(keep=False)
     if evaluation:
         logger.info(
             f"validation loss {evaluation['eval/loss']:.4f} over {evaluation['eval/tokens']:,} tokens"

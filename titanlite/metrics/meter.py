@@ -43,7 +43,8 @@ class Metrics:
 
 @dataclass
 class Meter:
-    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token`, `peak_flops` by cost.py."""
+    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token`, `peak_flops` by cost.py; `began`:
+    when the program did, for the time to the first step."""
 
     device: torch.device
     sinks: Sequence[Sink]
@@ -52,6 +53,7 @@ class Meter:
     world_size: int
     peak_flops: float | None
     synchronize: Callable[[], None]
+    began: float | None = None
     _began: float = field(default_factory=time.perf_counter)
     _steps: int = 0
     _data_wait_s: float = 0.0
@@ -100,6 +102,8 @@ class Meter:
             **peak_memory(self.device),
             **self._extra,
         }
+        if self.began is not None:
+            values["time/to_first_step_s"], self.began = now - self.began, None
         if self.peak_flops is not None:
             values["throughput/mfu"] = flops / self.peak_flops
         self._began, self._steps, self._data_wait_s, self._paused_s, self._extra = now, 0, 0.0, 0.0, {}

@@ -53,6 +53,7 @@ def console_line(step: int, total_steps: int, values: Values) -> str:
         "memory/peak_reserved_gib": "mem {:.1f} GiB",
         "time/data_wait_pct": "data {:.1f}%",
     }
+    formats |= {"time/to_first_step_s": "started in {:.0f} s", "compile/seconds": "compiled in {:.0f} s"}
     parts += [text.format(values[key]) for key, text in formats.items() if key in values]
     if "throughput/tokens_per_second" in values:
         mfu = values.get("throughput/mfu")

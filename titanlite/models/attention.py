@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from titanlite.config.component import ConfigError
@@ -37,11 +38,15 @@ Mask = torch.Tensor | BlockMask | Lengths
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBackend:
-    """The kernel for rows whose documents are masked from each other (data.mask_documents)."""
+    """Attention's kernels."""
 
     backend: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
-    """`varlen`: FlashAttention over documents, CUDA and bf16 or fp16 only. `flex`: FlexAttention, compiled,
-    CUDA only. `sdpa`: a dense mask, anywhere, quadratic in memory. `auto`: the first of these that works."""
+    """For rows whose documents are masked from each other (data.mask_documents). `varlen`: FlashAttention
+    over documents, CUDA and bf16 or fp16 only. `flex`: FlexAttention, compiled, CUDA only. `sdpa`: a dense
+    mask, anywhere, quadratic in memory. `auto`: the first of these that works."""
+    sdpa_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """On CUDA, the kernel of scaled_dot_product_attention. `auto`: torch's choice, but never `math`, which
+    writes out all scores: that is only taken when it is asked for."""
 
     def choose(self, device: torch.device, dtype: torch.dtype) -> str:
         """The kernel's name. Raises ConfigError for one that `device` and `dtype` do not have."""
@@ -62,6 +67,36 @@ class AttentionBackend:
                 "attention.backend",
             )
         return self.backend
+
+    def fix_sdpa_kernel(
+        self, device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int
+    ) -> str:
+        """Leave scaled_dot_product_attention no kernels but those of `sdpa_kernel`, in this process; the name
+        of the one that it will take. Raises ConfigError if there is none."""
+        if device.type != "cuda":
+            return f"sdpa on {device.type}"
+        switches = {
+            "flash": torch.backends.cuda.enable_flash_sdp,
+            "cudnn": torch.backends.cuda.enable_cudnn_sdp,
+            "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
+            "math": torch.backends.cuda.enable_math_sdp,
+        }
+        for name, enable in switches.items():
+            enable(self.sdpa_kernel == name or (self.sdpa_kernel == "auto" and name != "math"))
+        q, k = (torch.empty(1, n, 128, head_dim, device=device, dtype=dtype) for n in (n_heads, n_kv_heads))
+        choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=n_heads != n_kv_heads)
+        found = {
+            SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cudnn",
+            SDPBackend.EFFICIENT_ATTENTION: "efficient", SDPBackend.MATH: "math",
+        }.get(SDPBackend(choice))  # fmt: skip
+        if found is None:
+            raise ConfigError(
+                f"{self.sdpa_kernel!r}: no kernel on this device for {str(dtype).removeprefix('torch.')}, "
+                f"{n_heads} heads on {n_kv_heads}, head_dim {head_dim}; `math` has no limits, but is slow "
+                "and quadratic in memory",
+                "attention.sdpa_kernel",
+            )
+        return found
 
 
 def document_mask(backend: str, positions: torch.Tensor, num_documents: int) -> Mask:

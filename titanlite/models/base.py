@@ -68,6 +68,7 @@ class DecoderConfig:
     dim: int
     n_layers: int
     n_heads: int
+    n_kv_heads: int
     head_dim: int
 
     def __post_init__(self) -> None:

@@ -27,7 +27,6 @@ class Llama3Config(DecoderConfig):
 
     vocab_size: int = 128256
     hidden_dim: int
-    n_kv_heads: int
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_factor: float = 1.0

@@ -1,9 +1,13 @@
-"""torch.compile, in place and by block: names stay, one graph serves all blocks, a break is an error."""
+"""torch.compile, in place and by block: names stay, one graph serves all blocks, a break is an error. What
+the compiler does after the first step is counted, and told with its reason."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from torch._dynamo.utils import CompilationMetrics, get_compilation_metrics
+
+from titanlite.log import logger
 from titanlite.models.base import Decoder
 
 
@@ -20,3 +24,25 @@ def apply_compile(net: Decoder, config: Compile) -> None:
     if config.enable:
         for block in net.blocks().values():
             block.compile(fullgraph=True)
+
+
+@dataclass
+class Compilations:
+    """What the compiler did, from its own records (the last 64)."""
+
+    _seen: list[CompilationMetrics] = field(default_factory=get_compilation_metrics)
+    _first: bool = True
+
+    def news(self) -> dict[str, float]:
+        """Metrics of the compilations since the last call, {} if there were none. From the second call on
+        each is logged with its reason: a shape, or a flag, that changes from step to step."""
+        records = get_compilation_metrics()
+        new = [m for m in records if not any(m is seen for seen in self._seen)]
+        for m in [] if self._first else new:
+            reason = (m.recompile_reason or "first use").splitlines()[0]
+            logger.warning(
+                f"compiled {m.co_name} again, {m.entire_frame_compile_time_s or 0:.1f} s: {reason}"
+            )
+        self._seen, self._first = records, False
+        seconds = sum(m.entire_frame_compile_time_s or 0.0 for m in new)
+        return {"compile/graphs": len(new), "compile/seconds": seconds} if new else {}

@@ -11,7 +11,7 @@ from titanlite.config.component import ConfigError
 from titanlite.losses import cross_entropy
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.compile import Compile, apply_compile
+from titanlite.parallel.compile import Compilations, Compile, apply_compile
 from titanlite.parallel.recompute import ActivationCheckpoint, apply_recompute
 
 SHAPE = {
@@ -156,3 +156,28 @@ def test_an_unknown_option_is_refused(option: str) -> None:
 def test_a_budget_is_a_share() -> None:
     with pytest.raises(ConfigError, match=r"1\.5 is not in \[0, 1\]"):
         ActivationCheckpoint(mode="memory_budget", memory_budget=1.5)
+
+
+def test_compilations_after_the_first_report_are_told_with_their_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch._dynamo.reset()
+    net, compilations = build(), Compilations()
+    step(net)
+    assert compilations.news() == {}, "nothing was compiled"
+    compilations = Compilations()
+    for block in net.blocks().values():
+        block.compile(fullgraph=True, backend="eager")
+    step(net)
+    first = compilations.news()
+    assert first["compile/graphs"] == 1
+    assert first["compile/seconds"] > 0
+    step(net)
+    assert compilations.news() == {}
+    assert not caplog.messages
+    tokens = torch.arange(20).reshape(2, 10)
+    net(tokens, tokens, cross_entropy)
+    assert compilations.news()["compile/graphs"] == 1
+    (said,) = caplog.messages
+    assert said.startswith("compiled forward again")
+    assert said.endswith("expected 12, actual 10")

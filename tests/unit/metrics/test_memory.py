@@ -1,0 +1,92 @@
+"""Out of memory: the message names the step, the phase, what the memory held, and three settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.jobs import make_job
+from titanlite.metrics import memory
+from titanlite.metrics.memory import GIB, OutOfMemory, Settings, Usage, phase, remedies, usage
+from titanlite.parallel.sharded import ShardedModel
+from titanlite.train import train
+
+SETTINGS = Settings(
+    local_batch_size=8, micro_batches=1, shards=1, recompute="none", chunked_loss=True, float8=False,
+    reduces_each=False, logits=1 * GIB,
+)  # fmt: skip
+USED = Usage(parameters=6 * GIB, gradients=6 * GIB, optimizer=12 * GIB, logits=1 * GIB, activations=50 * GIB)
+
+
+def settings_of(**changes: Any) -> list[str]:
+    return [remedy.setting.split(",")[0] for remedy in remedies(USED, replace(SETTINGS, **changes))]
+
+
+def test_what_helps_depends_on_what_is_set() -> None:
+    full, half = 'activation_checkpoint.mode = "full"', "training.local_batch_size = 4"
+    float8, gpus = "float8.enable = true", "twice the GPUs"
+    assert settings_of() == [full, half, float8]
+    assert settings_of(recompute="full") == [half, float8, gpus]
+    assert settings_of(recompute="full", local_batch_size=1, float8=True) == [gpus]
+    several = settings_of(micro_batches=4, shards=64)
+    assert several[0] == 'parallelism.fsdp_reduce = "micro_batch"'
+    assert several[0] not in settings_of(micro_batches=4, shards=64, reduces_each=True)
+
+
+def test_the_logits_count_when_they_are_whole() -> None:
+    used = USED._replace(logits=100 * GIB)
+    found = remedies(used, replace(SETTINGS, chunked_loss=False))
+    assert found[0].setting == 'loss.name = "chunked_cross_entropy"'
+    assert found[0].saves == 90 * GIB
+    assert len(found) == 3
+
+
+def test_usage_adds_up_to_the_peak() -> None:
+    net = nn.Linear(100, 10, bias=False)
+    optimizer = torch.optim.AdamW(net.parameters())
+    assert usage(net, optimizer, 50, 20_000) == (4000, 4000, 0, 50, 11_950)
+    net(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    assert usage(net, optimizer, 50, 20_000) == (4000, 4000, 8004, 50, 3946)
+    assert usage(net, None, 0, 0).activations == 0
+
+
+def test_the_phase_is_the_innermost_function_that_has_one() -> None:
+    def forward_backward() -> None:
+        backward()
+
+    def backward() -> None:
+        helper()
+
+    def helper() -> None:
+        raise ValueError
+
+    for act, wanted in ((forward_backward, "backward"), (helper, "outside a step")):
+        with pytest.raises(ValueError) as e:
+            act()
+        assert phase(e.tb) == wanted
+    assert set(memory.PHASES.values()) >= {"forward", "the optimizer's step", "validation", "saving"}
+
+
+def test_a_run_out_of_memory_says_so(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ShardedModel._loss
+    calls: list[int] = []
+
+    def small(self: ShardedModel, batch: Any) -> torch.Tensor:
+        calls.append(0)
+        if len(calls) == 10:  # of four a step: in the third
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(self, batch)
+
+    monkeypatch.setattr(ShardedModel, "_loss", small)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        OutOfMemory, match=r"out of memory in step 3, forward: .* optimizer .*\n  .*\n  "
+    ) as e:
+        train(make_job(tmp_path, corpus))
+    assert isinstance(e.value.__cause__, torch.OutOfMemoryError)

@@ -1,0 +1,130 @@
+"""Out of memory, explained: in which step and phase, what the memory held, and which settings would help."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+GIB = 1 << 30
+PHASES = {  # function in a traceback, from the outside in: what it is part of
+    "materialize": "initialising the weights",
+    "load": "loading a checkpoint",
+    "forward_backward": "forward",
+    "backward": "backward",
+    "clip_grad_norm_": "gradient clipping",
+    "step": "the optimizer's step",
+    "validate": "validation",
+    "generate": "sampling",
+    "save": "saving",
+}
+
+
+class Usage(NamedTuple):
+    """Bytes of this rank at the peak, by kind. Activations are what is not one of the others."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    logits: int
+    activations: int
+
+
+class Remedy(NamedTuple):
+    """A setting, and about how many bytes less it takes."""
+
+    setting: str
+    saves: float
+
+
+class OutOfMemory(RuntimeError):
+    """The device's memory is used up; the message says by what."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the remedies depend on. `logits`: bytes that the loss holds at once."""
+
+    local_batch_size: int
+    micro_batches: int
+    shards: int
+    recompute: str
+    chunked_loss: bool
+    float8: bool
+    reduces_each: bool
+    logits: int
+
+
+def explain(
+    trace: TracebackType | None,
+    step: int,
+    peak: int,
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+) -> str:
+    """The message for a run that ran out of memory in `step`, with `peak` bytes allocated."""
+    used = usage(net, optimizer, settings.logits, peak)
+    kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in used._asdict().items())
+    advice = "".join(
+        f"\n  {remedy.setting} (about {remedy.saves / GIB:.1f} GiB less)"
+        for remedy in remedies(used, settings)
+    )
+    return (
+        f"out of memory in step {step}, {phase(trace)}: {peak / GIB:.1f} GiB at the peak ({kinds} GiB). "
+        f"What would help most:{advice}"
+    )
+
+
+def phase(trace: TracebackType | None) -> str:
+    """What was going on, by the innermost function of a traceback that says so."""
+    names = [frame.name for frame in traceback.extract_tb(trace)]
+    return next((PHASES[name] for name in reversed(names) if name in PHASES), "outside a step")
+
+
+def usage(net: nn.Module, optimizer: torch.optim.Optimizer | None, logits: int, peak: int) -> Usage:
+    """What `peak` bytes are made of."""
+    parameters = list(net.parameters())
+    states = optimizer.state.values() if optimizer is not None else ()
+    weights = _bytes(parameters)
+    gradients = max(
+        _bytes(p.grad for p in parameters if p.grad is not None), weights
+    )  # in step 1, not all yet
+    moments = _bytes(t for state in states for t in state.values() if isinstance(t, torch.Tensor))
+    fixed = weights + gradients + moments
+    return Usage(weights, gradients, moments, logits, max(peak - fixed - logits, 0))
+
+
+def remedies(used: Usage, settings: Settings) -> list[Remedy]:
+    """The three settings that help most, the best first; the figures are rules of thumb."""
+    s, found = settings, []
+    if s.recompute != "full":
+        milder = ', or "selective" for half of it' if s.recompute == "none" else ""
+        found.append(Remedy(f'activation_checkpoint.mode = "full"{milder}', 0.75 * used.activations))
+    if s.local_batch_size > 1:
+        half = s.local_batch_size // 2
+        found.append(
+            Remedy(
+                f"training.local_batch_size = {half}, with training.global_batch_size kept",
+                (used.activations + (0 if s.chunked_loss else used.logits)) * (1 - half / s.local_batch_size),
+            )
+        )
+    if not s.chunked_loss:
+        found.append(Remedy('loss.name = "chunked_cross_entropy"', 0.9 * used.logits))
+    if not s.float8:
+        found.append(Remedy("float8.enable = true", 0.25 * used.activations))
+    if not s.reduces_each and s.micro_batches > 1 and s.shards > 1:
+        found.append(Remedy('parallelism.fsdp_reduce = "micro_batch"', used.gradients * (s.shards - 1)))
+    fixed = used.parameters + used.gradients + used.optimizer
+    found.append(Remedy("twice the GPUs, for parallelism.data_parallel_shard_degree = -1", fixed / 2))
+    return sorted(found, key=lambda remedy: -remedy.saves)[:3]
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    shards = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)  # a DTensor's is this rank's
+    return sum(t.nbytes for t in shards)
