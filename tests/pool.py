@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT_S = 240
+TIMEOUT_S = 400
 
 
 def _rank(rank: int, world_size: int, store: str, tasks: Any, results: Any) -> None:

@@ -39,7 +39,7 @@ from titanlite.job import Job
 from titanlite.optim.adamw import AdamW
 from titanlite.parallel.sharded import ShardedModel
 
-RANKS, STEPS, TIMEOUT_S = 2, 8, 100
+RANKS, STEPS, TIMEOUT_S = 2, 8, 300
 KEYS = ("step", "train/loss", "train/grad_norm", "data/batch_sha", "progress/total_tokens")
 
 PLACES: dict[str, tuple[Any, str]] = {

@@ -381,11 +381,10 @@ sys.exit(cli.run(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-@pytest.mark.parametrize("verb", ["train", "launch"])
+@pytest.mark.parametrize(("verb", "number"), [("train", signal.SIGHUP), ("launch", signal.SIGTERM)])
 def test_a_stop_while_torch_is_imported_is_75(verb: str, number: int) -> None:
     command = [sys.executable, "-c", IMPORT, str(int(number)), verb, DEBUG]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     name = signal.Signals(number).name
     assert (run.returncode, run.stderr) == (
         75, f"titanlite: stopped by {name} before the first step; nothing is lost\n"
@@ -394,7 +393,7 @@ def test_a_stop_while_torch_is_imported_is_75(verb: str, number: int) -> None:
 
 def test_a_save_while_torch_is_imported_ends_nothing() -> None:
     command = [sys.executable, "-c", IMPORT, str(int(signal.SIGUSR2)), "train", "--help"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert (run.returncode, run.stderr) == (0, "")
 
 

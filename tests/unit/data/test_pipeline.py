@@ -154,7 +154,7 @@ def start(raw: Path, output: Path, processes: int = 1, part: str = "0/1", moment
 def test_parts_at_the_same_time(raw: Path, reference: dict[str, str], tmp_path: Path) -> None:
     running = [start(raw, tmp_path / "out", 1, f"{i}/3") for i in range(3)]
     for process in running:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
     assert content(tmp_path / "out") == reference
 
@@ -179,7 +179,7 @@ def test_killed_at_any_moment_it_goes_on(
     raw: Path, reference: dict[str, str], tmp_path: Path, moment: str
 ) -> None:
     process = start(raw, tmp_path / "out", moment=moment)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     make(raw, tmp_path / "out", num_processes=1)
@@ -190,7 +190,7 @@ def test_killed_at_any_moment_it_goes_on(
 def test_killed_while_it_cleans_up(raw: Path, reference: dict[str, str], tmp_path: Path) -> None:
     """From the mark that all is whole until the name is given, only files that are no longer needed go."""
     process = start(raw, tmp_path / "out", moment="unlink:200")
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
     make(raw, tmp_path / "out", num_processes=1)
     assert content(tmp_path / "out") == reference
@@ -216,7 +216,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, *functions: str) -> Counter:
 
 def test_done_work_is_not_done_again(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start(raw, tmp_path / "out", moment="encode:8")
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     calls = counted(monkeypatch, "scan", "resolve", "encode")
     make(raw, tmp_path / "whole", num_processes=1)
     whole = dict(calls)
@@ -253,7 +253,7 @@ def test_a_killed_worker_ends_the_run_with_a_reason(
     raw: Path, reference: dict[str, str], tmp_path: Path
 ) -> None:
     process = start(raw, tmp_path / "out", processes=2, moment="encode:3")  # the parent never encodes
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err  # -c is not run again in workers: the control
     files, folder = find_files([str(raw)], "input"), tmp_path / "killed"
     with pytest.raises(RuntimeError, match=r"killed .out of memory.*run it again"):
