@@ -1,0 +1,164 @@
+"""What is fast only on a GPU: float8, the chunked loss, attention's kernels, profiling, and running out of
+memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.gpu.test_cuda import column, run
+from tests.jobs import write_toml
+from titanlite.config.component import ConfigError
+from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
+from titanlite.models.attention import AttentionBackend
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parents[2]
+CUDA = torch.device("cuda")
+WIDE = ["--model.overrides.dim=128", "--model.overrides.hidden_dim=256", "--model.overrides.head_dim=32"]
+FLOAT8 = [*WIDE, "--compile.enable", "--float8.enable"]
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_chunked_gradients_in_bf16_are_as_good_as_whole(compile: bool) -> None:
+    """The weight's gradient over 16 chunks is accumulated in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 512, 256, generator=generator)
+    weight = torch.randn(4099, 256, generator=generator) * 0.1
+    targets = torch.randint(0, 4099, (4, 512), generator=generator)
+    targets[1, :100] = -100
+    exact = [x.bfloat16().double().cuda().requires_grad_() for x in (hidden, weight)]
+    wanted = F.cross_entropy(F.linear(*exact).flatten(0, 1), targets.cuda().flatten(), reduction="sum")
+    wanted.backward()
+    errors = []
+    for loss in (CrossEntropy(), ChunkedCrossEntropy(chunk_tokens=128)):
+        found = [x.bfloat16().cuda().requires_grad_() for x in (hidden, weight)]
+        value = loss.build(compile)(*found, targets.cuda())
+        assert value.item() == pytest.approx(wanted.item(), rel=1e-3)
+        value.backward()
+        errors.append([((a.grad - b.grad).norm() / b.grad.norm()).item() for a, b in zip(found, exact)])
+    whole, chunked = errors
+    assert all(c < 1.1 * w for c, w in zip(chunked, whole)), errors
+
+
+def test_the_logits_take_no_memory_of_their_own() -> None:
+    def peak(loss: CrossEntropy | ChunkedCrossEntropy) -> int:
+        hidden = torch.randn(8, 2048, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(65536, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.randint(0, 65536, (8, 2048), device=CUDA)
+        function = loss.build(compile=True)
+        function(hidden, weight, targets).backward()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function(hidden, weight, targets).backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    logits = 8 * 2048 * 65536 * 2
+    assert peak(CrossEntropy()) > logits
+    assert peak(ChunkedCrossEntropy()) < logits / 4
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_float8_trains_like_bf16_and_resumes_to_the_bit(tmp_path: Path, corpus: Path, recipe: str) -> None:
+    overrides = [*FLOAT8, f"--float8.recipe={recipe}"]
+    plain = run(tmp_path, corpus, *WIDE, "--compile.enable", name="bf16")
+    whole = run(tmp_path, corpus, *overrides, name="whole")
+    assert column(whole, "train/loss") != column(plain, "train/loss")
+    assert column(whole, "train/loss") == pytest.approx(column(plain, "train/loss"), rel=2e-2)
+    run(tmp_path, corpus, *overrides, "--training.steps=3", name="parts")
+    parts = run(tmp_path, corpus, *overrides, name="parts")
+    for key in ("train/loss", "train/grad_norm"):
+        assert column(parts, key) == column(whole, key)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_float8_gathered_in_8_bits_changes_no_number(tmp_path: Path, corpus: Path) -> None:
+    off = "--float8.enable_fsdp_float8_all_gather=false"
+    gathered = run(tmp_path, corpus, *FLOAT8, ngpu=2, name="gathered")
+    plain = run(tmp_path, corpus, *FLOAT8, off, ngpu=2, name="plain")
+    assert column(gathered, "train/loss") == pytest.approx(column(plain, "train/loss"), rel=1e-3)
+
+
+def test_the_math_kernel_is_only_taken_when_it_is_asked_for() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    try:
+        assert AttentionBackend().fix_sdpa_kernel(CUDA, bf16, 8, 2, 64) in ("flash", "cudnn")
+        for name in ("flash", "cudnn", "math"):
+            assert AttentionBackend(sdpa_kernel=name).fix_sdpa_kernel(CUDA, bf16, 8, 2, 64) == name
+        assert AttentionBackend().fix_sdpa_kernel(CUDA, fp32, 8, 8, 64) == "efficient"
+        with pytest.raises(ConfigError, match="no kernel on this device for float32, 8 heads on 2") as e:
+            AttentionBackend().fix_sdpa_kernel(CUDA, fp32, 8, 2, 64)
+        assert e.value.key == "attention.sdpa_kernel"
+        q, k = (torch.randn(1, n, 64, 64, device=CUDA) for n in (8, 2))
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+    finally:
+        for enable in ("flash", "cudnn", "mem_efficient", "math"):
+            getattr(torch.backends.cuda, f"enable_{enable}_sdp")(True)
+
+
+@pytest.mark.parametrize("mode", ["op", "2", "mlp", "attention", "norms"])
+def test_selective_recompute_gives_the_same_loss(tmp_path: Path, corpus: Path, mode: str) -> None:
+    plain = run(tmp_path, corpus, "--compile.enable", name="plain")
+    selective = [
+        "--activation_checkpoint.mode=selective",
+        f"--activation_checkpoint.selective_ac_option={mode}",
+    ]
+    again = run(tmp_path, corpus, "--compile.enable", *selective, name="again")
+    assert column(again, "train/loss") == pytest.approx(column(plain, "train/loss"), rel=5e-3)
+
+
+def test_profiles(tmp_path: Path, corpus: Path) -> None:
+    """The table is of kernels, not of operators; the allocations are there."""
+    profile = [
+        "--profiling.enable_profiling",
+        "--profiling.enable_memory_snapshot",
+        "--profiling.profile_freq=6",
+    ]
+    folder, config = tmp_path / "run", str(write_toml(tmp_path, corpus))
+    where = [f"--job.dump_folder={folder}", f"--data.cache_dir={corpus / 'cache'}"]
+    command = [str(ROOT / "run_train.sh"), config, *where, *profile]
+    env = os.environ | {"PYTHON": sys.executable}
+    log = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stderr
+    table = log.split("where the time of step 6 went")[1]
+    assert "aten::" not in table
+    assert "gemm" in table or "nvjet" in table or "cutlass" in table
+    assert (folder / "profile/trace-step-6-rank-0.json.gz").exists()
+    snapshot = pickle.loads((folder / "profile/memory-step-6-rank-0.pickle").read_bytes())
+    assert snapshot["segments"]
+    assert any(trace for trace in snapshot["device_traces"])
+
+
+def test_nsys_ranges_leave_the_run_as_it_is(tmp_path: Path, corpus: Path) -> None:
+    plain = run(tmp_path, corpus, name="plain")
+    profile = ["--profiling.enable_profiling", "--profiling.profiler=nsys", "--profiling.profile_freq=4"]
+    assert column(run(tmp_path, corpus, *profile, name="nsys"), "train/loss") == column(plain, "train/loss")
+
+
+def test_out_of_memory_is_explained(tmp_path: Path, corpus: Path) -> None:
+    limit = tmp_path / "limit.py"
+    limit.write_text("import torch\ntorch.cuda.set_per_process_memory_fraction(0.01)\n")
+    large = [
+        '--job.imports=["limit"]', "--training.seq_len=2048", "--training.local_batch_size=64",
+        "--training.global_batch_size=64", "--model.overrides.dim=512", "--model.overrides.hidden_dim=4096",
+        "--data.holdout_rows=0",
+    ]  # fmt: skip
+    folder, config = tmp_path / "run", str(write_toml(tmp_path, corpus))
+    where = [f"--job.dump_folder={folder}", f"--data.cache_dir={corpus / 'cache'}"]
+    env = os.environ | {
+        "PYTHON": sys.executable,
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    command = [str(ROOT / "run_train.sh"), config, *where, *large]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.split("OutOfMemory: ")[-1]
+    assert last.startswith("out of memory in step 1, forward: ")
+    assert 'activation_checkpoint.mode = "full"' in last
