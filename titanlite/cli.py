@@ -1,7 +1,7 @@
 """The `titanlite` command: finds the verb, turns its errors into one line and an exit code. Dispatch only.
 
 Exit codes: 0 done, 1 crash, 2 configuration or input error, 3 no usable checkpoint or one that could not be
-written, 75 stopped by a signal, with nothing lost, 130 interrupted.
+written, 75 stopped by a signal, with nothing lost, 130 interrupted, 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -70,16 +70,25 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         _tell("interrupted")
         return 130
-    except BrokenPipeError:  # `titanlite ... | head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 128 + signal.SIGPIPE
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and not _reader_is_there():
+            return 128 + signal.SIGPIPE  # `titanlite ... | head` has seen enough
         code = getattr(error, "exit_code", 1)
         if code == 1:
             traceback.print_exc()
         elif _speaks():
             _tell(error)
         return code
+
+
+def _reader_is_there() -> bool:
+    """Whether standard output is read. If not, what is left in its buffer goes nowhere."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return False
+    return True
 
 
 def _tell(what: object) -> None:

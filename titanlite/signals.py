@@ -80,11 +80,11 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             self._ended_at = self._ended_at or now
+        first, self._stop_at = self._stop_at is None, self._stop_at or now
         if not self._stepping:
             raise Stopped(f"stopped by {name} before the first step; nothing is lost")
-        if self._stop_at is None and self._file is not None:  # one rank says it
+        if first and self._file is not None:  # one rank says it
             _say(f"{name}: finishing the step, then saving; again after {AGAIN_S:.0f} s: not saving")
-        self._stop_at = self._stop_at or now
 
 
 def _say(text: str) -> None:

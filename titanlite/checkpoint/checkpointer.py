@@ -150,8 +150,10 @@ class Checkpointer:
         if self._ranks.rank == 0:
             try:
                 commit.check_space(self.folder, size_of(tensors))
-            except (CheckpointError, OSError) as e:
+            except CheckpointError as e:
                 logger.warning(f"{e}, until there is more room")
+            except OSError as e:
+                logger.warning(f"{self.folder} does not answer: {e}")
         if self.config.async_mode == "async" and torch.cuda.is_available():
             self._pending = self._thread.submit(self._allocate, tensors)
 
