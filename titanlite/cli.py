@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import os
 import re
+import select
 import signal
 import sys
 import traceback
@@ -83,9 +84,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _reader_is_there() -> bool:
     """Whether standard output is read. If not, what is left in its buffer goes nowhere."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+    pipe = select.poll()
+    pipe.register(1, 0)
+    if any(event & select.POLLERR for _, event in pipe.poll(0)):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return False
     return True
