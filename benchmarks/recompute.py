@@ -49,9 +49,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options, overrides = parser.parse_known_args()
     results: dict[str, dict[str, float]] = {}
+    raw = {}
     for name in options.cases.split(","):
         run = measure(options, [*overrides, *CASES[name]])
-        results[name] = medians([run], "titanlite")
+        results[name], raw[name] = medians([run], "titanlite"), run["reports"]
         base = next(iter(results.values()))
         here = results[name]
         time, memory = (here[key] / base[key] - 1 for key in (TIME, MEMORY))
@@ -63,6 +64,7 @@ def main() -> None:
         "overrides": overrides,
         "cases": results,
         "env": run["env"],
+        "reports": raw,
         "environment": environment("torch"),
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,8 @@ def main() -> None:
     }
     if options.peer is not None:
         theirs = medians(runs, "torchtitan")
-        theirs[MFU] = ours[MFU] * theirs[TPS] / ours[TPS]  # the same model, the same formula
+        if MFU in ours:  # the same model, the same formula
+            theirs[MFU] = ours[MFU] * theirs[TPS] / ours[TPS]
         ratios = {key: ours[key] / theirs[key] for key in (TPS, RESERVED)}
         result |= {"peer_options": options.peer, "peer_medians": theirs, "ratios": ratios}
     print(json.dumps(result))

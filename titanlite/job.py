@@ -32,7 +32,7 @@ from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer
 from titanlite.optim.schedule import LRScheduler
 from titanlite.parallel.compile import Compile
-from titanlite.parallel.float8 import Float8
+from titanlite.parallel.float8 import MULTIPLE, Float8
 from titanlite.parallel.recompute import ActivationCheckpoint
 from titanlite.profile import Profiling
 from titanlite.runtime import Comm, StepPlan, Training, parallelism_ranks
@@ -100,6 +100,13 @@ class Job:
         if self.float8.enable and not (self.compile.enable or self.float8.emulate):
             raise ConfigError(
                 "without the compiler float8 is slower than bfloat16: set compile.enable", "float8.enable"
+            )
+        tokens = self.training.local_batch_size * self.training.seq_len
+        if self.float8.enable and self.float8.recipe != "rowwise_with_gw_hp" and tokens % MULTIPLE:
+            raise ConfigError(
+                f"float8 needs a multiple of {MULTIPLE} tokens a micro-batch; local_batch_size x seq_len is "
+                f"{tokens}",
+                "training.local_batch_size",
             )
         total = self.lr_scheduler.total_steps or self.training.steps
         if total < self.training.steps:

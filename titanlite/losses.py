@@ -33,6 +33,10 @@ class Loss(Component):
         """What is minimised, which a resumed run must share; not how it is computed."""
         return {"name": self.name, **asdict(self)}
 
+    def bytes_held(self, tokens: int, dim: int, vocab_size: int, itemsize: int) -> int:
+        """Memory at the peak for the logits of a micro-batch and their gradient, about."""
+        return 2 * tokens * vocab_size * itemsize
+
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(Loss, name="cross_entropy"):
@@ -55,6 +59,7 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
 
     def build(self, compile: bool = False) -> Callable[..., torch.Tensor]:
         chunk = torch.compile(loss_and_gradient_, fullgraph=True) if compile else loss_and_gradient_
+        value = CrossEntropy().build(compile)
 
         def chunked_cross_entropy(
             hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor
@@ -63,7 +68,7 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
             if torch.is_grad_enabled():
                 return _Chunked.apply(hidden_ND, weight_VD, targets_N, self.chunk_tokens, chunk)
             chunks = zip(hidden_ND.split(self.chunk_tokens), targets_N.split(self.chunk_tokens))
-            return torch.stack([chunk(F.linear(h, weight_VD), t) for h, t in chunks]).sum()
+            return torch.stack([value(h, weight_VD, t) for h, t in chunks]).sum()
 
         return chunked_cross_entropy
 
@@ -71,13 +76,17 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
     def objective(self) -> dict[str, Any]:
         return CrossEntropy().objective
 
+    def bytes_held(self, tokens: int, dim: int, vocab_size: int, itemsize: int) -> int:
+        chunk = min(tokens, self.chunk_tokens) * vocab_size * itemsize
+        return chunk + vocab_size * dim * 4  # the weight's gradient in fp32
+
 
 def cross_entropy(
     hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Sum of -log p(target), fp32 scalar; zero (not NaN) where no target counts."""
-    logits_BTV = F.linear(hidden_BTD, weight_VD).float()
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
+    """Sum of -log p(target), fp32 scalar; zero (not NaN) where no target counts. Also without the B dim."""
+    logits_NV = F.linear(hidden_BTD, weight_VD).float().flatten(0, -2)
+    return F.cross_entropy(logits_NV, targets_BT.flatten(), reduction="sum")
 
 
 def loss_and_gradient_(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,13 @@ Steps are counted from the run's beginning, so a resumed run traces the same one
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerAction
 
 from titanlite.config.component import ConfigError
@@ -21,6 +21,7 @@ from titanlite.log import logger
 
 TOP = 20  # rows of the table
 ALLOCATIONS = 200_000  # events of an allocation history
+RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ class Profiling:
     """Trace the last steps of each profile_freq."""
     profiler: Literal["torch", "nsys"] = "torch"
     """`torch`: traces in <dump_folder>/profile/, for ui.perfetto.dev, and at the end a table of the kernels
-    that took longest. `nsys`: NVTX ranges and a capture range, for `nsys profile -c cudaProfilerApi`."""
+    that took longest. `nsys`: NVTX ranges and capture ranges, for
+    `nsys profile -c cudaProfilerApi --capture-range-end=repeat`."""
     enable_memory_snapshot: bool = False
     """Record the allocations of the traced steps into <dump_folder>/profile/, for pytorch.org/memory_viz."""
     profile_freq: int = 10
@@ -56,103 +58,127 @@ class Profiling:
                 "profile_freq",
             )
 
-    def action(self, step: int, first_step: int) -> ProfilerAction:
-        """What the profiler does in `step` of a run that started at `first_step`."""
-        cycle, place = divmod(step - 1, self.profile_freq)
-        left = self.profile_freq - place  # steps of the cycle, this one included
-        traced = left <= self.profiler_active
-        whole = first_step <= step - place + self.profile_freq - self.profiler_active
-        late = self.profile_cycles and cycle - (first_step - 1) // self.profile_freq >= self.profile_cycles
-        if late or not whole or left > self.profiler_active + self.profiler_warmup:
-            return ProfilerAction.NONE
-        if not traced:
-            return ProfilerAction.WARMUP
-        return ProfilerAction.RECORD_AND_SAVE if left == 1 else ProfilerAction.RECORD
+    def check(self, device: torch.device, world_size: int) -> None:
+        """Raises ConfigError for what `device` does not have, and for a rank that there is not."""
+        if device.type != "cuda":
+            for on, key in (
+                (self.enable_memory_snapshot, "enable_memory_snapshot"),
+                (self.enable_profiling and self.profiler == "nsys", "profiler"),
+            ):
+                if on:
+                    raise ConfigError("needs a CUDA device", f"profiling.{key}")
+        if missing := [rank for rank in self.ranks if not 0 <= rank < world_size]:
+            raise ConfigError(f"there is no rank {missing[0]} among {world_size}", "profiling.ranks")
+
+    def traced(self, first_step: int, last_step: int) -> list[int]:
+        """The last steps of the traces that a run from `first_step` to `last_step` will take: of cycles
+        whose traced steps are all in it."""
+        begin = -(-(first_step + self.profiler_active - 1) // self.profile_freq) * self.profile_freq
+        ends = list(range(begin, last_step + 1, self.profile_freq))
+        return ends[: self.profile_cycles or None]
 
 
 class Profiler:
     """Traces steps while it is open; `step_done` after each. A rank that is not asked for does nothing."""
 
-    def __init__(self, config: Profiling, folder: Path, rank: int, first_step: int):
+    def __init__(self, config: Profiling, folder: Path, rank: int, first_step: int, last_step: int):
         self._config, self._folder, self._rank = config, folder, rank
         self._first_step = self._step = first_step
         self._table = ""
         self._torch: torch.profiler.profile | None = None
         self._ranges = contextlib.ExitStack()
         on = rank in config.ranks
+        self._ends = config.traced(first_step, last_step) if on else []
         self._snapshots = on and config.enable_memory_snapshot
         self._nsys = on and config.enable_profiling and config.profiler == "nsys"
-        if (self._snapshots or self._nsys) and not torch.cuda.is_available():
-            key = "enable_memory_snapshot" if self._snapshots else "profiler"
-            raise ConfigError("needs a CUDA device", f"profiling.{key}")
         if on and config.enable_profiling and not self._nsys:
             self._torch = torch.profiler.profile(
-                schedule=lambda passed: config.action(first_step + passed, first_step),
-                on_trace_ready=self._save_trace,
+                schedule=lambda passed: self._action(first_step + passed), on_trace_ready=self._save_trace
+            )
+        if on and (config.enable_profiling or config.enable_memory_snapshot):
+            steps = ", ".join(str(end) for end in self._ends[:3]) + (", ..." if self._ends[3:] else "")
+            logger.info(
+                f"profiling up to step {steps}" if steps else "profiling: no cycle fits into this run"
             )
 
     def __enter__(self) -> Profiler:
-        if self._torch is not None:
+        if self._torch is not None and self._ends:
             self._torch.start()
-        self._switch()
+        self._begin()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ranges.close()
-        if self._torch is not None and error is None:
+        if self._snapshots:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if self._torch is not None and error is None and self._ends:
+            self._step = 0  # what is still recorded is no whole trace
             self._torch.stop()
         if self._table:
             logger.info(self._table)
 
+    def due(self) -> bool:
+        """Whether step_done will write something, which takes its time."""
+        return self._step in self._ends
+
     def step_done(self) -> None:
         """A step has been issued to the device."""
-        if self._snapshots and self._action is ProfilerAction.RECORD_AND_SAVE:
-            path = self._path("memory", "pickle")
-            torch.cuda.memory._dump_snapshot(str(path))
-            torch.cuda.memory._record_memory_history(enabled=None)
-            logger.info(f"allocations of step {self._step} in {path}")
-        if self._torch is not None:
+        action, following = self._action(self._step), self._action(self._step + 1)
+        if following in RECORDING and action not in RECORDING and torch.cuda.is_available():
+            torch.cuda.synchronize()  # or the trace would begin with this step's kernels
+        if action is ProfilerAction.RECORD_AND_SAVE:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._ranges.close()
+            if self._snapshots:
+                self._save("memory", "pickle", torch.cuda.memory._dump_snapshot)
+                torch.cuda.memory._record_memory_history(enabled=None)
+        if self._torch is not None and self._ends:
             self._torch.step()
         self._step += 1
-        self._switch()
+        self._begin()
 
-    @property
-    def _action(self) -> ProfilerAction:
-        return self._config.action(self._step, self._first_step)
+    def _action(self, step: int) -> ProfilerAction:
+        left = next((end - step + 1 for end in self._ends if step <= end), 0)  # steps up to a trace's end
+        if 0 < left <= self._config.profiler_active:
+            return ProfilerAction.RECORD_AND_SAVE if left == 1 else ProfilerAction.RECORD
+        if 0 < left <= self._config.profiler_active + self._config.profiler_warmup:
+            return ProfilerAction.WARMUP
+        return ProfilerAction.NONE
 
-    def _switch(self) -> None:
-        """Begin or end what torch.profiler does not do."""
-        recording = self._action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-        earlier = self._step > self._first_step
-        before = self._config.action(self._step - 1, self._first_step) if earlier else ProfilerAction.NONE
-        begins = recording and before is not ProfilerAction.RECORD
-        if self._snapshots and begins:
+    def _begin(self) -> None:
+        """What torch.profiler does not do, at the first step of a trace."""
+        if self._action(self._step) not in RECORDING:
+            return
+        if self._step > self._first_step and self._action(self._step - 1) is ProfilerAction.RECORD:
+            return
+        if self._snapshots:
             torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
-        if self._nsys:
-            if before in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE):
-                torch.cuda.synchronize()  # or the kernels would come after the range
-            self._ranges.close()
-            if recording:
-                self._ranges.enter_context(torch.cuda.profiler.profile())
-                self._ranges.enter_context(torch.autograd.profiler.emit_nvtx())
-                self._ranges.enter_context(torch.cuda.nvtx.range(f"step {self._step}"))
-
-    def _path(self, what: str, ending: str) -> Path:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        return self._folder / f"{what}-step-{self._step}-rank-{self._rank}.{ending}"
+        if self._nsys:  # one range of capture a trace
+            self._ranges.enter_context(torch.cuda.profiler.profile())
+            self._ranges.enter_context(torch.autograd.profiler.emit_nvtx())
+            self._ranges.enter_context(torch.cuda.nvtx.range(f"titanlite: from step {self._step}"))
 
     def _save_trace(self, done: torch.profiler.profile) -> None:
-        path = self._path("trace", "json.gz")
-        done.export_chrome_trace(str(path))
-        steps = self._config.profiler_active
+        if self._step not in self._ends:  # the run ends within it
+            return
+        self._save("trace", "json.gz", done.export_chrome_trace)
         self._table = f"where the time of step {self._step} went, on rank {self._rank}:\n"
-        self._table += kernel_table(done.key_averages(), steps)
-        logger.info(f"trace of step {self._step} in {path}")
+        self._table += kernel_table(done.key_averages(), self._config.profiler_active)
+
+    def _save(self, what: str, ending: str, write: Callable[[str], object]) -> None:
+        path = self._folder / f"{what}-step-{self._step}-rank-{self._rank}.{ending}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write(str(path))
+            logger.info(f"{what} of step {self._step} in {path}")
+        except OSError as e:  # a full disk does not end the run
+            logger.error(f"{path} cannot be written: {e}")
 
 
 def kernel_table(events: Any, steps: int) -> str:
     """The kernels, or without a device the operators, that took longest; times are a step's."""
-    on_device = [e for e in events if e.device_type == DeviceType.CUDA]
+    on_device = [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation]
     times = (
         {e.key: (e.self_device_time_total, e.count) for e in on_device}
         if on_device

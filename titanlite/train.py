@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,8 @@ from titanlite.evaluate import validate
 from titanlite.generate import generate
 from titanlite.job import Job, load_job, split_arguments
 from titanlite.log import logger
-from titanlite.metrics.memory import OutOfMemory, Settings, explain
+from titanlite.losses import ChunkedCrossEntropy
+from titanlite.metrics.memory import MemorySettings, OutOfMemory, explain
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import cut_samples, write_sample
 from titanlite.models.base import Decoder
@@ -48,7 +50,7 @@ def train(job: Job) -> int:
         signals() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
         build(job, rt) as run,
-        Profiler(job.profiling, job.folder / "profile", rt.rank, run.state.step + 1) as profiler,
+        run.profiler() as profiler,
     ):
         model, optimizer, state = run.model, run.optimizer, run.state
         meter, checkpoints = run.meter, run.checkpoints
@@ -72,7 +74,8 @@ def train(job: Job) -> int:
             model.weights_changed()
             state.consumed(rt.plan.rows, tokens)
             meter.step_done()
-            profiler.step_done()
+            with meter.apart("time/profiling_s") if profiler.due() else nullcontext():
+                profiler.step_done()
 
             evaluation = {}
             if job.validation.enable and due(job.validation.freq, state.step, last_step):
@@ -89,7 +92,7 @@ def train(job: Job) -> int:
                     "progress/total_tokens": int(state.tokens),
                     "data/batch_sha": rt.sum_u64(sum(batch.sha for batch in micro_batches)),
                 }
-                meter.report(state.step, values | evaluation | run.compilations.news())
+                meter.report(state.step, values | evaluation | run.compilations.since_last())
             if save_failed:
                 checkpoints.settle()
             if checkpoints.due(state.step, last_step, stop or save_now):  # now that its line is written
@@ -104,6 +107,7 @@ def train(job: Job) -> int:
 def build(job: Job, rt: Runtime) -> Run:
     """All parts of the run: data, model, optimizer, and the state they continue from."""
     job.float8.check_device(rt.device)
+    job.profiling.check(rt.device, rt.world_size)
     codec = job.tokenizer.build()
     job.model.check_vocabulary(codec.vocab_size)
     with rt.rank_zero_first():
@@ -115,6 +119,9 @@ def build(job: Job, rt: Runtime) -> Run:
     checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, toml.dump(job))
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)
 
+    c = job.model.config
+    shape = (job.training.seq_len, c.n_heads, c.n_kv_heads, c.head_dim)
+    kernel = job.attention.fix_kernel(rt.device, rt.param_dtype, job.data.mask_documents, shape)
     with torch.device("meta"):
         net = job.model.build()
     cost = flops_of(job, net)
@@ -130,7 +137,7 @@ def build(job: Job, rt: Runtime) -> Run:
         reduce_dtype=rt.reduce_dtype,
         parallelism=job.parallelism,
     )
-    describe(job, rt, net, rows)
+    describe(job, rt, net, rows, kernel)
     model.materialize(rt.device, job.training.seed)
     optimizer = job.optimizer.build(net.named_parameters())
     state = TrainState(step=0, rows=0, tokens=rt.count(0))
@@ -171,7 +178,12 @@ class Run:
         if isinstance(error, torch.OutOfMemoryError):
             peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
             settings, step = memory_settings(self.job, self.rt), self.state.step
-            raise OutOfMemory(explain(trace, step, peak, self.model.net, self.optimizer, settings)) from error
+            raise OutOfMemory(explain(trace, step, peak, self.optimizer, settings)) from error
+
+    def profiler(self) -> Profiler:
+        """Traces the steps that `[profiling]` asks for."""
+        folder, steps = self.job.folder / "profile", self.job.training.steps
+        return Profiler(self.job.profiling, folder, self.rt.rank, self.state.step + 1, steps)
 
     def first_step_done(self) -> None:
         """Everything is compiled and allocated: what waits for that."""
@@ -221,19 +233,19 @@ def flops_of(job: Job, net: Decoder) -> int:
     )
 
 
-def memory_settings(job: Job, rt: Runtime) -> Settings:
+def memory_settings(job: Job, rt: Runtime) -> MemorySettings:
     """What decides how much memory a step takes."""
-    chunk = getattr(job.loss, "chunk_tokens", None)
+    c = job.model.config
     tokens = job.training.local_batch_size * job.training.seq_len
-    return Settings(
+    return MemorySettings(
         local_batch_size=job.training.local_batch_size,
         micro_batches=rt.plan.micro_batches,
         shards=rt.mesh.shard,
         recompute=job.activation_checkpoint.mode,
-        chunked_loss=chunk is not None,
-        float8=job.float8.enable,
+        chunked_loss=isinstance(job.loss, ChunkedCrossEntropy),
+        float8_possible=job.compile.enable and not job.float8.enable and job.float8.works_on(rt.device),
         reduces_each=job.parallelism.fsdp_reduce == "micro_batch",
-        logits=2 * min(chunk or tokens, tokens) * job.model.config.vocab_size * rt.param_dtype.itemsize,
+        logits=job.loss.bytes_held(tokens, c.dim, c.vocab_size, rt.param_dtype.itemsize),
     )
 
 
@@ -251,7 +263,7 @@ def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> N
     logger.info(f"the global batch changes from {before} to {rows} rows")
 
 
-def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows) -> None:
+def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows, kernel: str) -> None:
     """Say what is about to run."""
     plan, size = rt.plan, sum(p.numel() for p in net.parameters())
     logger.info(f"{job.model.name} {job.model.flavor}: {size:,} parameters")
@@ -262,11 +274,8 @@ def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows) -> None:
     logger.info(
         f"{plan.rows} rows a step: {plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank"
     )
-    c = job.model.config
-    kernel = job.attention.fix_sdpa_kernel(rt.device, rt.param_dtype, c.n_heads, c.n_kv_heads, c.head_dim)
-    if job.data.mask_documents:
-        kernel = f"{job.attention.choose(rt.device, rt.param_dtype)}, documents masked from each other"
-    logger.info(f"attention: {kernel}")
+    masked = ", documents masked from each other" if job.data.mask_documents else ""
+    logger.info(f"attention by {kernel}{masked}")
     logger.info("initialising the weights")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from tests.distributed.test_gradients import build, uneven_rows
 from tests.distributed.test_resume import history, run_in_hops, weights_sha
@@ -22,6 +23,11 @@ def gradients_on_rank(layout: dict[str, Any], scales: bool) -> dict[str, torch.T
     model = build(2, rank, **layout)
     if scales:
         model.weights_changed()
+    if "float8" in layout:  # so that the equality below is one of two ways
+        shards = [p._local_tensor for name, p in model.net.named_parameters() if "_proj" in name]
+        gathers = [isinstance(shard, WeightWithDynamicFloat8CastTensor) for shard in shards]
+        assert set(gathers) == {layout.get("gather", True)}
+        assert not scales or all(shard._precomputed_scale is not None for shard in shards)
     batch = uneven_rows()
     model.forward_backward([batch], torch.tensor(batch.num_targets))
     grads = {name: p.grad for name, p in model.net.named_parameters()}

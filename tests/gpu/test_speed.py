@@ -88,17 +88,22 @@ def test_float8_gathered_in_8_bits_changes_no_number(tmp_path: Path, corpus: Pat
 
 def test_the_math_kernel_is_only_taken_when_it_is_asked_for() -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
+    grouped, plain = (64, 8, 2, 64), (64, 8, 8, 64)
     try:
-        assert AttentionBackend().fix_sdpa_kernel(CUDA, bf16, 8, 2, 64) in ("flash", "cudnn")
+        assert AttentionBackend().fix_kernel(CUDA, bf16, False, grouped) in ("flash", "cudnn")
         for name in ("flash", "cudnn", "math"):
-            assert AttentionBackend(sdpa_kernel=name).fix_sdpa_kernel(CUDA, bf16, 8, 2, 64) == name
-        assert AttentionBackend().fix_sdpa_kernel(CUDA, fp32, 8, 8, 64) == "efficient"
-        with pytest.raises(ConfigError, match="no kernel on this device for float32, 8 heads on 2") as e:
-            AttentionBackend().fix_sdpa_kernel(CUDA, fp32, 8, 2, 64)
-        assert e.value.key == "attention.sdpa_kernel"
+            assert AttentionBackend(sdpa_kernel=name).fix_kernel(CUDA, bf16, False, grouped) == name
+        assert AttentionBackend().fix_kernel(CUDA, fp32, False, plain) == "efficient"
+        dense = AttentionBackend(backend="sdpa", sdpa_kernel="flash")
+        for backend, masked, shape in ((AttentionBackend(), False, grouped), (dense, True, plain)):
+            with pytest.raises(ConfigError, match="no kernel on this device for") as e:
+                backend.fix_kernel(CUDA, fp32, masked, shape)
+            assert e.value.key == "attention.sdpa_kernel"
+        AttentionBackend().fix_kernel(CUDA, fp32, False, plain)
         q, k = (torch.randn(1, n, 64, 64, device=CUDA) for n in (8, 2))
         with pytest.raises(RuntimeError, match="No available kernel"):
             F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        assert AttentionBackend().fix_kernel(CUDA, bf16, True, grouped) == "varlen"
     finally:
         for enable in ("flash", "cudnn", "mem_efficient", "math"):
             getattr(torch.backends.cuda, f"enable_{enable}_sdp")(True)
@@ -129,6 +134,7 @@ def test_profiles(tmp_path: Path, corpus: Path) -> None:
     log = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stderr
     table = log.split("where the time of step 6 went")[1]
     assert "aten::" not in table
+    assert "ProfilerStep" not in table
     assert "gemm" in table or "nvjet" in table or "cutlass" in table
     assert (folder / "profile/trace-step-6-rank-0.json.gz").exists()
     snapshot = pickle.loads((folder / "profile/memory-step-6-rank-0.pickle").read_bytes())

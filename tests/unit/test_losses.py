@@ -117,3 +117,9 @@ def test_a_chunk_has_tokens() -> None:
     with pytest.raises(ConfigError, match="0 is below 1") as e:
         ChunkedCrossEntropy(chunk_tokens=0)
     assert e.value.key == "chunk_tokens"
+
+
+def test_the_bytes_it_holds() -> None:
+    assert CrossEntropy().bytes_held(tokens=100, dim=8, vocab_size=50, itemsize=2) == 2 * 100 * 50 * 2
+    chunked = ChunkedCrossEntropy(chunk_tokens=10)
+    assert chunked.bytes_held(tokens=100, dim=8, vocab_size=50, itemsize=2) == 10 * 50 * 2 + 50 * 8 * 4

@@ -17,12 +17,13 @@ from titanlite.profile import Profiler, Profiling, kernel_table
 from titanlite.train import train
 
 
-def plan(first_step: int, **config: Any) -> dict[str, list[int]]:
+def plan(first_step: int, last_step: int = 40, **config: Any) -> dict[str, list[int]]:
     """Steps by what the profiler does in them."""
     profiling, found = Profiling(enable_profiling=True, **config), {}
-    for step in range(first_step, 41):
-        found.setdefault(profiling.action(step, first_step).name, []).append(step)
-    found.pop("NONE")
+    profiler = Profiler(profiling, Path(), 0, first_step, last_step)
+    for step in range(first_step, last_step + 1):
+        found.setdefault(profiler._action(step).name, []).append(step)
+    found.pop("NONE", None)
     return found
 
 
@@ -41,11 +42,37 @@ def plan(first_step: int, **config: Any) -> dict[str, list[int]]:
         ),
         (1, {"profile_freq": 3}, {"WARMUP": [1, 2], "RECORD_AND_SAVE": [3]}),
         (1, {"profile_freq": 1, "profiler_warmup": 0}, {"RECORD_AND_SAVE": [1]}),
-        (10, {"profiler_active": 2}, {}),  # half a trace is none
+        # half a trace is none, and counts for none
+        (10, {"profiler_active": 2}, {"WARMUP": [17, 18], "RECORD": [19], "RECORD_AND_SAVE": [20]}),
+        (1, {"last_step": 9}, {}),
     ],
 )
 def test_the_last_steps_of_a_cycle_are_traced(first_step, config, wanted) -> None:
     assert plan(first_step, **config) == wanted
+
+
+@pytest.mark.parametrize("last_step", [3, 5])
+def test_what_the_end_of_a_run_cuts_off_is_no_trace(tmp_path: Path, last_step: int) -> None:
+    profiling = Profiling(
+        enable_profiling=True, profile_freq=2, profiler_warmup=0, profiler_active=2, profile_cycles=0
+    )
+    with Profiler(profiling, tmp_path / "profile", 0, 1, 1000) as profiler:
+        for _ in range(last_step):
+            torch.ones(8).sum()
+            profiler.step_done()
+    steps = range(2, last_step + 1, 2)
+    assert {p.name for p in (tmp_path / "profile").iterdir()} == {
+        f"trace-step-{step}-rank-0.json.gz" for step in steps
+    }
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("no folder")
+    with Profiler(
+        Profiling(enable_profiling=True, profile_freq=3), tmp_path / "profile", 0, 1, 3
+    ) as profiler:
+        for _ in range(3):
+            profiler.step_done()
 
 
 def test_a_run_leaves_a_trace_and_a_table(
@@ -74,7 +101,7 @@ def test_profiling_changes_no_number(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_other_ranks_do_nothing(tmp_path: Path) -> None:
-    with Profiler(Profiling(enable_profiling=True), tmp_path / "profile", 1, 1) as profiler:
+    with Profiler(Profiling(enable_profiling=True), tmp_path / "profile", 1, 1, 20) as profiler:
         for _ in range(20):
             profiler.step_done()
     assert not (tmp_path / "profile").exists()
@@ -83,8 +110,8 @@ def test_other_ranks_do_nothing(tmp_path: Path) -> None:
 class Event:
     """One of key_averages()."""
 
-    def __init__(self, key: str, device: Any, cpu: float, cuda: float, count: int):
-        self.key, self.device_type, self.count = key, device, count
+    def __init__(self, key: str, device: Any, cpu: float, cuda: float, count: int, named: bool = False):
+        self.key, self.device_type, self.count, self.is_user_annotation = key, device, count, named
         self.self_cpu_time_total, self.self_device_time_total = cpu, cuda
 
 
@@ -92,6 +119,7 @@ def test_with_a_device_its_kernels_count() -> None:
     cpu, cuda = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
     events = [
         Event("aten::mm", cpu, 9e9, 0, 3),
+        Event("ProfilerStep*", cuda, 0, 9000, 1, named=True),  # a range over the kernels, not one of them
         Event("gemm", cuda, 0, 6000, 4),
         Event("add", cuda, 0, 2000, 8),
     ]
@@ -114,7 +142,6 @@ def test_steps_that_make_no_cycle_are_refused(config: dict[str, int], key: str) 
     assert e.value.key == key
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize(
     ("config", "key"),
     [
@@ -122,7 +149,15 @@ def test_steps_that_make_no_cycle_are_refused(config: dict[str, int], key: str) 
         ({"enable_profiling": True, "profiler": "nsys"}, "profiling.profiler"),
     ],
 )
-def test_what_needs_a_gpu_says_so(tmp_path: Path, config: dict[str, Any], key: str) -> None:
+def test_what_needs_a_gpu_says_so(config: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match="needs a CUDA device") as e:
-        Profiler(Profiling(**config), tmp_path, 0, 1)
+        Profiling(**config).check(torch.device("cpu"), 1)
     assert e.value.key == key
+    Profiling(**config).check(torch.device("cuda"), 1)
+
+
+def test_a_rank_that_is_not_there_is_refused() -> None:
+    Profiling(ranks=[0, 3]).check(torch.device("cpu"), 4)
+    with pytest.raises(ConfigError, match="no rank 4 among 4") as e:
+        Profiling(ranks=[0, 4]).check(torch.device("cpu"), 4)
+    assert e.value.key == "profiling.ranks"

@@ -9,12 +9,10 @@ from types import TracebackType
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
-GIB = 1 << 30
+from titanlite.metrics.device import GIB
+
 PHASES = {  # function in a traceback, from the outside in: what it is part of
-    "materialize": "initialising the weights",
-    "load": "loading a checkpoint",
     "forward_backward": "forward",
     "backward": "backward",
     "clip_grad_norm_": "gradient clipping",
@@ -47,7 +45,7 @@ class OutOfMemory(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class MemorySettings:
     """What the remedies depend on. `logits`: bytes that the loss holds at once."""
 
     local_batch_size: int
@@ -55,7 +53,7 @@ class Settings:
     shards: int
     recompute: str
     chunked_loss: bool
-    float8: bool
+    float8_possible: bool
     reduces_each: bool
     logits: int
 
@@ -64,12 +62,11 @@ def explain(
     trace: TracebackType | None,
     step: int,
     peak: int,
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    settings: Settings,
+    optimizer: torch.optim.Optimizer,
+    settings: MemorySettings,
 ) -> str:
     """The message for a run that ran out of memory in `step`, with `peak` bytes allocated."""
-    used = usage(net, optimizer, settings.logits, peak)
+    used = usage(optimizer, settings.logits, peak)
     kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in used._asdict().items())
     advice = "".join(
         f"\n  {remedy.setting} (about {remedy.saves / GIB:.1f} GiB less)"
@@ -87,10 +84,10 @@ def phase(trace: TracebackType | None) -> str:
     return next((PHASES[name] for name in reversed(names) if name in PHASES), "outside a step")
 
 
-def usage(net: nn.Module, optimizer: torch.optim.Optimizer | None, logits: int, peak: int) -> Usage:
-    """What `peak` bytes are made of."""
-    parameters = list(net.parameters())
-    states = optimizer.state.values() if optimizer is not None else ()
+def usage(optimizer: torch.optim.Optimizer, logits: int, peak: int) -> Usage:
+    """What `peak` bytes are made of. The optimizer's parameters: a model's may be gathered copies."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = optimizer.state.values()
     weights = _bytes(parameters)
     gradients = max(
         _bytes(p.grad for p in parameters if p.grad is not None), weights
@@ -100,14 +97,14 @@ def usage(net: nn.Module, optimizer: torch.optim.Optimizer | None, logits: int, 
     return Usage(weights, gradients, moments, logits, max(peak - fixed - logits, 0))
 
 
-def remedies(used: Usage, settings: Settings) -> list[Remedy]:
+def remedies(used: Usage, settings: MemorySettings) -> list[Remedy]:
     """The three settings that help most, the best first; the figures are rules of thumb."""
     s, found = settings, []
     if s.recompute != "full":
         milder = ', or "selective" for half of it' if s.recompute == "none" else ""
         found.append(Remedy(f'activation_checkpoint.mode = "full"{milder}', 0.75 * used.activations))
     if s.local_batch_size > 1:
-        half = s.local_batch_size // 2
+        half = max(n for n in range(1, s.local_batch_size) if s.local_batch_size % n == 0)
         found.append(
             Remedy(
                 f"training.local_batch_size = {half}, with training.global_batch_size kept",
@@ -116,7 +113,7 @@ def remedies(used: Usage, settings: Settings) -> list[Remedy]:
         )
     if not s.chunked_loss:
         found.append(Remedy('loss.name = "chunked_cross_entropy"', 0.9 * used.logits))
-    if not s.float8:
+    if s.float8_possible:
         found.append(Remedy("float8.enable = true", 0.25 * used.activations))
     if not s.reduces_each and s.micro_batches > 1 and s.shards > 1:
         found.append(Remedy('parallelism.fsdp_reduce = "micro_batch"', used.gradients * (s.shards - 1)))

@@ -43,7 +43,8 @@ class AttentionBackend:
     backend: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
     """For rows whose documents are masked from each other (data.mask_documents). `varlen`: FlashAttention
     over documents, CUDA and bf16 or fp16 only. `flex`: FlexAttention, compiled, CUDA only. `sdpa`: a dense
-    mask, anywhere, quadratic in memory. `auto`: the first of these that works."""
+    mask, quadratic in memory; on CUDA sdpa_kernel has to have a kernel for it. `auto`: the first of these
+    that works."""
     sdpa_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """On CUDA, the kernel of scaled_dot_product_attention. `auto`: torch's choice, but never `math`, which
     writes out all scores: that is only taken when it is asked for."""
@@ -68,11 +69,18 @@ class AttentionBackend:
             )
         return self.backend
 
-    def fix_sdpa_kernel(
-        self, device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int
+    def fix_kernel(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        masked: bool,
+        shape: tuple[int, int, int, int],
     ) -> str:
-        """Leave scaled_dot_product_attention no kernels but those of `sdpa_kernel`, in this process; the name
-        of the one that it will take. Raises ConfigError if there is none."""
+        """The name of the kernel that a training step will take, for queries of `shape` (T, H, K, E). For the
+        life of the process, scaled_dot_product_attention is left none but those that `sdpa_kernel` allows.
+        Raises ConfigError if there is none."""
+        if masked and (backend := self.choose(device, dtype)) != "sdpa":
+            return backend
         if device.type != "cuda":
             return f"sdpa on {device.type}"
         switches = {
@@ -83,17 +91,20 @@ class AttentionBackend:
         }
         for name, enable in switches.items():
             enable(self.sdpa_kernel == name or (self.sdpa_kernel == "auto" and name != "math"))
-        q, k = (torch.empty(1, n, 128, head_dim, device=device, dtype=dtype) for n in (n_heads, n_kv_heads))
-        choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=n_heads != n_kv_heads)
+        T, H, K, E = shape
+        q, k, v = (torch.empty(1, n, T, E, device=device, dtype=dtype, requires_grad=True) for n in (H, K, K))
+        mask = torch.ones(1, 1, T, T, device=device, dtype=torch.bool) if masked else None
+        choice = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=H != K)
         found = {
             SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cudnn",
             SDPBackend.EFFICIENT_ATTENTION: "efficient", SDPBackend.MATH: "math",
         }.get(SDPBackend(choice))  # fmt: skip
         if found is None:
+            what = "a dense mask" if masked else "causal attention"
             raise ConfigError(
-                f"{self.sdpa_kernel!r}: no kernel on this device for {str(dtype).removeprefix('torch.')}, "
-                f"{n_heads} heads on {n_kv_heads}, head_dim {head_dim}; `math` has no limits, but is slow "
-                "and quadratic in memory",
+                f"{self.sdpa_kernel!r}: no kernel on this device for {what} in "
+                f"{str(dtype).removeprefix('torch.')}, {H} heads on {K}, head_dim {E}; `math` has no limits, "
+                "but is slow and quadratic in memory",
                 "attention.sdpa_kernel",
             )
         return found

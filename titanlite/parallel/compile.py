@@ -33,16 +33,18 @@ class Compilations:
     _seen: list[CompilationMetrics] = field(default_factory=get_compilation_metrics)
     _first: bool = True
 
-    def news(self) -> dict[str, float]:
+    def since_last(self) -> dict[str, float]:
         """Metrics of the compilations since the last call, {} if there were none. From the second call on
         each is logged with its reason: a shape, or a flag, that changes from step to step."""
         records = get_compilation_metrics()
         new = [m for m in records if not any(m is seen for seen in self._seen)]
-        for m in [] if self._first else new:
-            reason = (m.recompile_reason or "first use").splitlines()[0]
-            logger.warning(
-                f"compiled {m.co_name} again, {m.entire_frame_compile_time_s or 0:.1f} s: {reason}"
+        graphs = [m for m in new if m.is_forward and m.co_name]  # backwards have records of their own
+        for m in [] if self._first else graphs:
+            again = (
+                f"again: {m.recompile_reason.splitlines()[0]}" if m.recompile_reason else "for the first time"
             )
+            logger.warning(f"compiled {m.co_name} {again}")
         self._seen, self._first = records, False
-        seconds = sum(m.entire_frame_compile_time_s or 0.0 for m in new)
-        return {"compile/graphs": len(new), "compile/seconds": seconds} if new else {}
+        seconds = sum(m.entire_frame_compile_time_s or 0.0 for m in graphs)
+        seconds += sum(m.backward_cumulative_compile_time_us or 0 for m in new) / 1e6
+        return {"compile/graphs": len(graphs), "compile/seconds": seconds} if graphs else {}

@@ -47,19 +47,26 @@ class Float8:
         """Whether the weights are gathered in float8."""
         return self.enable and self.enable_fsdp_float8_all_gather and self.recipe == "tensorwise"
 
+    def works_on(self, device: torch.device) -> bool:
+        """Whether the device has what the recipe needs."""
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= self._needed
+
     def check_device(self, device: torch.device) -> None:
         """Raises ConfigError for a device without float8."""
-        if not self.enable or self.emulate:
+        if not self.enable or self.emulate or self.works_on(device):
             return
-        needed = (8, 9) if self.recipe == "tensorwise" else (9, 0)
-        found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        if found is None or found < needed:
-            here = f"compute capability {found[0]}.{found[1]}" if found else device.type
-            raise ConfigError(
-                f"{self.recipe} needs a CUDA device of compute capability {needed[0]}.{needed[1]}, this is "
-                f"{here}; float8.emulate = true computes the same slowly",
-                "float8.enable",
-            )
+        here, (major, minor) = device.type, self._needed
+        if device.type == "cuda":
+            here = "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
+        raise ConfigError(
+            f"{self.recipe} needs a CUDA device of compute capability {major}.{minor}, this is {here}; "
+            "float8.emulate = true computes the same slowly",
+            "float8.enable",
+        )
+
+    @property
+    def _needed(self) -> tuple[int, int]:
+        return (8, 9) if self.recipe == "tensorwise" else (9, 0)
 
 
 def apply_float8(net: Decoder, config: Float8, sharded: bool) -> None:
@@ -85,6 +92,10 @@ def apply_float8(net: Decoder, config: Float8, sharded: bool) -> None:
         for name, layer in layers.items()
         if any(part in name for part in config.filter_fqns) or layer.weight.numel() < config.min_elements
     }
+    if left == layers.keys():
+        raise ConfigError(
+            f"float8 is left with no layer: {_like(layers)} are all left out", "float8.filter_fqns"
+        )
     for name in layers.keys() - left:
         rows, columns = layers[name].weight.shape
         if rows % MULTIPLE or columns % MULTIPLE:

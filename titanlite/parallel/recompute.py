@@ -32,7 +32,7 @@ class ActivationCheckpoint:
     every n-th block again, as in `full`. `attention`, `mlp` or `norms`, or several joined by +: run these
     parts of each block again."""
     memory_budget: float = 0.5
-    """The share of a compiled block's activations to keep: 1 keeps all, 0 only its inputs."""
+    """The share to keep of what the compiler would keep by itself: 0 keeps only a block's inputs."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.memory_budget <= 1:

@@ -11,13 +11,17 @@ import torch
 from torch import nn
 
 from tests.jobs import make_job
+from titanlite import evaluate
+from titanlite import generate as sampling
+from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.metrics import memory
-from titanlite.metrics.memory import GIB, OutOfMemory, Settings, Usage, phase, remedies, usage
+from titanlite.metrics.memory import GIB, MemorySettings, OutOfMemory, Usage, phase, remedies, usage
+from titanlite.parallel import clip
 from titanlite.parallel.sharded import ShardedModel
 from titanlite.train import train
 
-SETTINGS = Settings(
-    local_batch_size=8, micro_batches=1, shards=1, recompute="none", chunked_loss=True, float8=False,
+SETTINGS = MemorySettings(
+    local_batch_size=8, micro_batches=1, shards=1, recompute="none", chunked_loss=True, float8_possible=True,
     reduces_each=False, logits=1 * GIB,
 )  # fmt: skip
 USED = Usage(parameters=6 * GIB, gradients=6 * GIB, optimizer=12 * GIB, logits=1 * GIB, activations=50 * GIB)
@@ -27,12 +31,17 @@ def settings_of(**changes: Any) -> list[str]:
     return [remedy.setting.split(",")[0] for remedy in remedies(USED, replace(SETTINGS, **changes))]
 
 
+def test_half_a_batch_divides_it() -> None:
+    assert "training.local_batch_size = 3" in settings_of(local_batch_size=9)
+    assert "training.local_batch_size = 1" in settings_of(local_batch_size=7)
+
+
 def test_what_helps_depends_on_what_is_set() -> None:
     full, half = 'activation_checkpoint.mode = "full"', "training.local_batch_size = 4"
     float8, gpus = "float8.enable = true", "twice the GPUs"
     assert settings_of() == [full, half, float8]
     assert settings_of(recompute="full") == [half, float8, gpus]
-    assert settings_of(recompute="full", local_batch_size=1, float8=True) == [gpus]
+    assert settings_of(recompute="full", local_batch_size=1, float8_possible=False) == [gpus]
     several = settings_of(micro_batches=4, shards=64)
     assert several[0] == 'parallelism.fsdp_reduce = "micro_batch"'
     assert several[0] not in settings_of(micro_batches=4, shards=64, reduces_each=True)
@@ -49,11 +58,11 @@ def test_the_logits_count_when_they_are_whole() -> None:
 def test_usage_adds_up_to_the_peak() -> None:
     net = nn.Linear(100, 10, bias=False)
     optimizer = torch.optim.AdamW(net.parameters())
-    assert usage(net, optimizer, 50, 20_000) == (4000, 4000, 0, 50, 11_950)
+    assert usage(optimizer, 50, 20_000) == (4000, 4000, 0, 50, 11_950)
     net(torch.ones(1, 100)).sum().backward()
     optimizer.step()
-    assert usage(net, optimizer, 50, 20_000) == (4000, 4000, 8004, 50, 3946)
-    assert usage(net, None, 0, 0).activations == 0
+    assert usage(optimizer, 50, 20_000) == (4000, 4000, 8004, 50, 3946)
+    assert usage(optimizer, 0, 0).activations == 0
 
 
 def test_the_phase_is_the_innermost_function_that_has_one() -> None:
@@ -70,7 +79,11 @@ def test_the_phase_is_the_innermost_function_that_has_one() -> None:
         with pytest.raises(ValueError) as e:
             act()
         assert phase(e.tb) == wanted
-    assert set(memory.PHASES.values()) >= {"forward", "the optimizer's step", "validation", "saving"}
+
+
+def test_the_phases_are_functions_that_there_are() -> None:
+    there = (ShardedModel, torch.Tensor, clip, torch.optim.Optimizer, evaluate, sampling, Checkpointer)
+    assert all(any(hasattr(place, name) for place in there) for name in memory.PHASES)
 
 
 def test_a_run_out_of_memory_says_so(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
