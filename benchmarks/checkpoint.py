@@ -95,6 +95,8 @@ def save_case(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     began = time.perf_counter()
     for at, line in lines_of(command, env):
         plain = re.sub(r"\x1b\[[0-9;]*m", "", line)
+        for place in (ROOT, *map(Path, sys.path)):  # the lines go into the results: no paths of this machine
+            plain = plain.replace(f"{place}/", "") if place != Path() else plain
         if match := re.search(r"\bstep:? +(\d+)\b(?=.*loss)", plain):
             arrived.setdefault(int(match[1]), at - began)
         elif re.search(r"saved|[Ss]aving|checkpoint|staging|pinned", plain):
