@@ -87,7 +87,7 @@ class Profiler:
         self._table = ""
         self._torch: torch.profiler.profile | None = None
         self._ranges = contextlib.ExitStack()
-        on = rank in config.ranks
+        on = rank in config.ranks and (config.enable_profiling or config.enable_memory_snapshot)
         self._ends = config.traced(first_step, last_step) if on else []
         self._snapshots = on and config.enable_memory_snapshot
         self._nsys = on and config.enable_profiling and config.profiler == "nsys"
@@ -95,7 +95,7 @@ class Profiler:
             self._torch = torch.profiler.profile(
                 schedule=lambda passed: self._action(first_step + passed), on_trace_ready=self._save_trace
             )
-        if on and (config.enable_profiling or config.enable_memory_snapshot):
+        if on:
             steps = ", ".join(str(end) for end in self._ends[:3]) + (", ..." if self._ends[3:] else "")
             logger.info(
                 f"profiling up to step {steps}" if steps else "profiling: no cycle fits into this run"

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite import losses
 from titanlite.config.component import ConfigError
+from titanlite.data import batch
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy, Loss
 
 VOCABULARY, DIM = 997, 32
@@ -123,3 +125,8 @@ def test_the_bytes_it_holds() -> None:
     assert CrossEntropy().bytes_held(tokens=100, dim=8, vocab_size=50, itemsize=2) == 2 * 100 * 50 * 2
     chunked = ChunkedCrossEntropy(chunk_tokens=10)
     assert chunked.bytes_held(tokens=100, dim=8, vocab_size=50, itemsize=2) == 10 * 50 * 2 + 50 * 8 * 4
+
+
+def test_losses_and_batches_mean_the_same_targets() -> None:
+    """Two files of one layer, which do not import each other."""
+    assert losses.IGNORE == batch.IGNORE

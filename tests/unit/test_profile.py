@@ -100,9 +100,11 @@ def test_profiling_changes_no_number(tmp_path: Path, corpus: Path) -> None:
     assert losses("profiled", "--profiling.enable_profiling", "--profiling.profile_freq=4") == losses("plain")
 
 
-def test_other_ranks_do_nothing(tmp_path: Path) -> None:
-    with Profiler(Profiling(enable_profiling=True), tmp_path / "profile", 1, 1, 20) as profiler:
+@pytest.mark.parametrize(("config", "rank"), [(Profiling(enable_profiling=True), 1), (Profiling(), 0)])
+def test_other_ranks_and_other_runs_do_nothing(tmp_path: Path, config: Profiling, rank: int) -> None:
+    with Profiler(config, tmp_path / "profile", rank, 1, 20) as profiler:
         for _ in range(20):
+            assert not profiler.due(), "a step is held up for nothing"
             profiler.step_done()
     assert not (tmp_path / "profile").exists()
 

@@ -74,7 +74,7 @@ def explain(
     )
     return (
         f"out of memory in step {step}, {phase(trace)}: {peak / GIB:.1f} GiB at the peak ({kinds} GiB). "
-        f"What would help most:{advice}"
+        f"What would help most, by rules of thumb:{advice}"
     )
 
 

@@ -97,7 +97,10 @@ def cut_samples(path: Path, from_step: int) -> None:
     """After a resume samples.txt has one sample a step and prompt, too."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     samples = re.split(r"^(?=--- step \d+$)", text, flags=re.MULTILINE)
-    _cut(path, [(int(s.split()[2]), s) for s in samples if s.startswith("--- step ")], from_step)
+    headed = (s.startswith("--- step ") for s in samples)  # what stands before the first one stays
+    _cut(
+        path, [(int(s.split()[2]) if is_sample else 0, s) for s, is_sample in zip(samples, headed)], from_step
+    )
 
 
 def _cut(path: Path, entries: list[tuple[float, str]], from_step: int) -> None:

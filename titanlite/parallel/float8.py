@@ -75,13 +75,8 @@ def apply_float8(net: Decoder, config: Float8, sharded: bool) -> None:
     if not config.enable:
         return
     torchao = _torchao()
-    layers = {
-        f"{prefix}.{name}": module
-        for prefix, blocks in net.named_modules()
-        if blocks is net.blocks()
-        for name, module in blocks.named_modules()
-        if isinstance(module, nn.Linear)
-    }
+    inside = {module for module in net.blocks().modules() if isinstance(module, nn.Linear)}
+    layers = {name: module for name, module in net.named_modules() if module in inside}
     for part in config.filter_fqns:
         if not any(part in name for name in layers):
             raise ConfigError(

@@ -242,6 +242,7 @@ def test_a_resume_cuts_the_samples_after_its_step(tmp_path: Path) -> None:
     path, cut = tmp_path / "samples.txt", tmp_path / "samples.superseded.txt"
     cut_samples(path, 0)
     assert not path.exists()
+    path.write_text("a note of mine\n")
     for step in (2, 4, 6):
         for prompt in ("one", "two"):
             write_sample(path, step, f"{prompt}\n--- of {step}")
