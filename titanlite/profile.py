@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -79,10 +80,21 @@ class Profiling:
 
 
 class Profiler:
-    """Traces steps while it is open; `step_done` after each. A rank that is not asked for does nothing."""
+    """Traces steps while it is open; `step_done` after each. A rank that is not asked for does nothing.
 
-    def __init__(self, config: Profiling, folder: Path, rank: int, first_step: int, last_step: int):
-        self._config, self._folder, self._rank = config, folder, rank
+    `apart`: within it, traces are written.
+    """
+
+    def __init__(
+        self,
+        config: Profiling,
+        folder: Path,
+        rank: int,
+        first_step: int,
+        last_step: int,
+        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        self._config, self._folder, self._rank, self._apart = config, folder, rank, apart
         self._first_step = self._step = first_step
         self._table = ""
         self._torch: torch.profiler.profile | None = None
@@ -117,12 +129,12 @@ class Profiler:
         if self._table:
             logger.info(self._table)
 
-    def due(self) -> bool:
-        """Whether step_done will write something, which takes its time."""
-        return self._step in self._ends
-
     def step_done(self) -> None:
         """A step has been issued to the device."""
+        with self._apart() if self._step in self._ends else nullcontext():  # writing takes its time
+            self._advance()
+
+    def _advance(self) -> None:
         action, following = self._action(self._step), self._action(self._step + 1)
         if following in RECORDING and action not in RECORDING and torch.cuda.is_available():
             torch.cuda.synchronize()  # or the trace would begin with this step's kernels

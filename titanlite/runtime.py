@@ -9,6 +9,7 @@ rank included.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import signal
@@ -54,7 +55,13 @@ class Training:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """dtype in which gradients are summed over ranks."""
 
+    gc_freq: int = 50
+    """Collect Python's garbage every so many steps, on all ranks in the same one: a rank that does it in its
+    own time holds up the others. 0: each in its own time."""
+
     def __post_init__(self) -> None:
+        if self.gc_freq < 0:
+            raise ConfigError(f"{self.gc_freq} is below 0", "gc_freq")
         for key in ("seq_len", "local_batch_size", "steps"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{getattr(self, key)} is below 1", key)
@@ -117,6 +124,7 @@ class Runtime:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     comm: Comm
+    gc_freq: int
     began: float
     """When this run's set-up began, by time.perf_counter()."""
 
@@ -177,8 +185,16 @@ class Runtime:
         elif self.device.type == "mps":
             torch.mps.synchronize()
 
-    def shorten_timeouts(self) -> None:
-        """From the first step on, a collective that takes long is a hang."""
+    def collect_garbage(self, step: int) -> None:
+        """When it is due."""
+        if self.gc_freq and step % self.gc_freq == 0:
+            gc.collect()
+
+    def first_step_done(self) -> None:
+        """From here on, a collective that takes long is a hang, and what is there stays."""
+        if self.gc_freq:
+            gc.collect()
+            gc.freeze()  # so that a collection looks only at what is new, and takes no time
         if self.world_size == 1:
             return
         assert self.mesh.device_mesh is not None
@@ -242,7 +258,10 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     _set_determinism(training.deterministic)
     mesh = build_mesh(parallelism, device.type, rank, size, distributed)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
-    yield Runtime(device, rank, size, mesh, plan, param_dtype, reduce_dtype, comm, began)
+    with _collecting_only_when_due(training.gc_freq):
+        yield Runtime(
+            device, rank, size, mesh, plan, param_dtype, reduce_dtype, comm, training.gc_freq, began
+        )
     _set_determinism(False)
     if ours:
         dist.destroy_process_group()
@@ -343,6 +362,17 @@ def _die_with_the_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
             os._exit(1)  # it died before this line
+
+
+@contextmanager
+def _collecting_only_when_due(gc_freq: int) -> Iterator[None]:
+    if gc_freq:
+        gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 def _set_determinism(on: bool) -> None:

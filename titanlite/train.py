@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +29,7 @@ from titanlite.generate import generate
 from titanlite.job import Job, load_job, split_arguments
 from titanlite.log import logger
 from titanlite.losses import ChunkedCrossEntropy
-from titanlite.metrics.memory import MemorySettings, OutOfMemory, explain
+from titanlite.metrics.memory import MemorySettings, OutOfMemory, building, explain
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import cut_samples, write_sample
 from titanlite.models.base import Decoder
@@ -74,8 +74,8 @@ def train(job: Job) -> int:
             model.weights_changed()
             state.consumed(rt.plan.rows, tokens)
             meter.step_done()
-            with meter.apart("time/profiling_s") if profiler.due() else nullcontext():
-                profiler.step_done()
+            profiler.step_done()
+            rt.collect_garbage(state.step)
 
             evaluation = {}
             if job.validation.enable and due(job.validation.freq, state.step, last_step):
@@ -138,17 +138,18 @@ def build(job: Job, rt: Runtime) -> Run:
         parallelism=job.parallelism,
     )
     describe(job, rt, net, rows, kernel)
-    model.materialize(rt.device, job.training.seed)
-    optimizer = job.optimizer.build(net.named_parameters())
-    state = TrainState(step=0, rows=0, tokens=rt.count(0))
-    checkpoints.load(net, optimizer, state)
-    model.weights_changed()
+    with building(net, rt.mesh.shard):
+        model.materialize(rt.device, job.training.seed)
+        optimizer = job.optimizer.build(net.named_parameters())
+        state = TrainState(step=0, rows=0, tokens=rt.count(0))
+        checkpoints.load(net, optimizer, state)
+        model.weights_changed()
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)  # of the one before, if that was damaged
 
     record(job, rt, rows, state, checkpoints)
     sinks = job.metrics.sinks(job.folder, state.step, job.training.steps) if rt.rank == 0 else []
     peak = peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None
-    meter = Meter(rt.device, sinks, rt.plan.tokens, cost, rt.world_size, peak, rt.synchronize, began=rt.began)
+    meter = Meter(rt.device, sinks, rt.plan.tokens, cost, rt.world_size, peak, rt.synchronize, rt.began)
     return Run(job, rt, codec, rows, model, optimizer, state, checkpoints, meter)
 
 
@@ -183,11 +184,12 @@ class Run:
     def profiler(self) -> Profiler:
         """Traces the steps that `[profiling]` asks for."""
         folder, steps = self.job.folder / "profile", self.job.training.steps
-        return Profiler(self.job.profiling, folder, self.rt.rank, self.state.step + 1, steps)
+        apart = partial(self.meter.apart, "time/profiling_s")
+        return Profiler(self.job.profiling, folder, self.rt.rank, self.state.step + 1, steps, apart)
 
     def first_step_done(self) -> None:
         """Everything is compiled and allocated: what waits for that."""
-        self.rt.shorten_timeouts()
+        self.rt.first_step_done()
         self.checkpoints.warm_up(self.model.net, self.optimizer)
 
     def batches(self) -> Iterator[Batch]:

@@ -145,3 +145,26 @@ def test_no_transform_renames_a_parameter(run_on, layout) -> None:
             for n, p in Llama3(flavor="debug", overrides=overrides).build().named_parameters()
         ]
     assert all(names == wanted for names in run_on(2, names_on_rank, 2, layout))
+
+
+def gathered_on_rank(tied: bool) -> tuple[set[str], set[str]]:
+    """Parameters that are gathered between forward and backward, and after it."""
+    model, batch = build(2, torch.distributed.get_rank(), tied=tied), uneven_rows()
+
+    def gathered() -> set[str]:
+        return {name for name, p in model.net.named_parameters() if not isinstance(p, DTensor)}
+
+    loss = model.net(batch.inputs, batch.targets, model.loss)
+    between = gathered()
+    loss.backward()
+    return between, gathered()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_the_backward_begins_with_stays_gathered(run_on, tied) -> None:
+    for between, after in run_on(2, gathered_on_rank, tied):
+        last = f"model.layers.{SHAPE['n_layers'] - 1}."
+        ends = {"model.norm.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"}
+        assert {name for name in between if not name.startswith(last)} == ends
+        assert any(name.startswith(last) for name in between)
+        assert not after

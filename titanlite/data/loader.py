@@ -8,6 +8,7 @@ and a resume costs nothing, however far in it is.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
@@ -219,15 +220,17 @@ class Rows(Dataset):
         """This rank's micro-batches from `order.from_row` on, without end."""
         loader = DataLoader(
             self, batch_sampler=order, num_workers=num_workers, collate_fn=_as_is, pin_memory=pin_memory,
-            prefetch_factor=4 if num_workers else None, worker_init_fn=_ignore_signals,
+            prefetch_factor=4 if num_workers else None, worker_init_fn=_set_up_worker,
         )  # fmt: skip
         batches = iter(loader)
         atexit.register(_end_workers)
         return batches
 
 
-def _ignore_signals(worker: int) -> None:
-    """A stop is the trainer's business, which still needs its workers for the step it is in."""
+def _set_up_worker(worker: int) -> None:
+    """A stop is the trainer's business, which still needs its workers for the step it is in; so are the steps
+    in which it collects garbage."""
+    gc.enable()
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from titanlite.metrics.device import GIB
 
@@ -56,6 +58,21 @@ class MemorySettings:
     float8_possible: bool
     reduces_each: bool
     logits: int
+
+
+@contextmanager
+def building(net: nn.Module, shards: int) -> Iterator[None]:
+    """Explains it if the body, which gives the model its memory, runs out of it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        weights = 4 * sum(p.numel() for p in net.parameters()) / shards / GIB
+        total = torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else 0.0
+        raise OutOfMemory(
+            f"out of memory before the first step: on each of {shards} GPUs, of {total:.1f} GiB, weights and "
+            f"gradients take {2 * weights:.1f} GiB, AdamW's moments as much, activations come on top. What "
+            "would help: more GPUs for parallelism.data_parallel_shard_degree = -1, or a smaller model"
+        ) from e
 
 
 def explain(

@@ -43,8 +43,8 @@ class Metrics:
 
 @dataclass
 class Meter:
-    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token`, `peak_flops` by cost.py; `began`:
-    when the program did, for the time to the first step."""
+    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token`, `peak_flops` by cost.py;
+    `set_up_began`: when the run's set-up did, for the time to the first step."""
 
     device: torch.device
     sinks: Sequence[Sink]
@@ -53,7 +53,7 @@ class Meter:
     world_size: int
     peak_flops: float | None
     synchronize: Callable[[], None]
-    began: float | None = None
+    set_up_began: float | None = None
     _began: float = field(default_factory=time.perf_counter)
     _steps: int = 0
     _data_wait_s: float = 0.0
@@ -102,8 +102,8 @@ class Meter:
             **peak_memory(self.device),
             **self._extra,
         }
-        if self.began is not None:
-            values["time/to_first_step_s"], self.began = now - self.began, None
+        if self.set_up_began is not None:
+            values["time/to_first_step_s"], self.set_up_began = now - self.set_up_began, None
         if self.peak_flops is not None:
             values["throughput/mfu"] = flops / self.peak_flops
         self._began, self._steps, self._data_wait_s, self._paused_s, self._extra = now, 0, 0.0, 0.0, {}

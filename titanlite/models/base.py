@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from titanlite.config.component import Component, ConfigError, suggest
@@ -51,6 +52,11 @@ class Decoder(nn.Module):
         """The transformer blocks in order: the unit of recompute, compile and sharding."""
         raise NotImplementedError
 
+    def ends(self) -> list[list[nn.Module]]:
+        """What comes before and after the blocks, each list to be sharded together; empty if both have one
+        weight (tied embeddings)."""
+        raise NotImplementedError
+
     def initial(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation of the normal that the parameter `name` starts from."""
         raise NotImplementedError
@@ -58,6 +64,26 @@ class Decoder(nn.Module):
     def num_matmul_parameters(self) -> int:
         """Parameters that every token is multiplied with: all but an embedding that is only looked up."""
         raise NotImplementedError
+
+
+class Head(nn.Linear):
+    """The projection to the vocabulary. It is called with the loss, not only asked for its weight, so that it
+    can be sharded like any module."""
+
+    def forward(
+        self, h_BTD: torch.Tensor, targets: torch.Tensor | None = None, loss: LossFunction | None = None
+    ) -> torch.Tensor:
+        return head(h_BTD, self.weight, targets, loss)
+
+
+def head(
+    h_BTD: torch.Tensor, weight_VD: torch.Tensor, targets: torch.Tensor | None, loss: LossFunction | None
+) -> torch.Tensor:
+    """Logits [B, T, V]; with `loss`, the sum of the token losses instead."""
+    if loss is None:
+        return F.linear(h_BTD, weight_VD)
+    assert targets is not None
+    return loss(h_BTD, weight_VD, targets)
 
 
 @dataclass(frozen=True, kw_only=True)

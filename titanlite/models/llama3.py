@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from titanlite.config.component import ConfigError
 from titanlite.models.attention import Mask, causal_attention
-from titanlite.models.base import Decoder, DecoderConfig, LossFunction, ModelFamily
+from titanlite.models.base import Decoder, DecoderConfig, Head, LossFunction, ModelFamily, head
 from titanlite.models.layers import RMSNorm, RopeScaling, SwiGLU, apply_rope, rope_tables
 
 
@@ -191,7 +190,7 @@ class LlamaForCausalLM(Decoder):
         super().__init__()
         self.config, self.vocab_size = c, c.vocab_size
         self.model = LlamaModel(c)
-        self.lm_head = None if c.tie_word_embeddings else nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.lm_head = None if c.tie_word_embeddings else Head(c.dim, c.vocab_size, bias=False)
 
     def forward(
         self,
@@ -202,23 +201,22 @@ class LlamaForCausalLM(Decoder):
         mask: Mask | None = None,
     ) -> torch.Tensor:
         h_BTD = self.model(tokens, positions, mask)
-        weight_VD = self._head_weight()
-        if weight_VD is None:
-            return h_BTD
-        if loss is None:
-            return F.linear(h_BTD, weight_VD)
-        assert targets is not None
-        return loss(h_BTD, weight_VD, targets)
-
-    def _head_weight(self) -> torch.Tensor | None:
         if self.lm_head is not None:
-            return self.lm_head.weight
+            return self.lm_head(h_BTD, targets, loss)
         if self.config.tie_word_embeddings and self.model.embed_tokens is not None:
-            return self.model.embed_tokens.weight
-        return None
+            return head(h_BTD, self.model.embed_tokens.weight, targets, loss)
+        return h_BTD
 
     def blocks(self) -> nn.ModuleDict:
         return self.model.layers
+
+    def ends(self) -> list[list[nn.Module]]:
+        if self.config.tie_word_embeddings:
+            return []
+        before: list[nn.Module | None] = [self.model.embed_tokens]
+        after: list[nn.Module | None] = [self.model.norm, self.lm_head]
+        ends = [[module for module in end if module is not None] for end in (before, after)]
+        return [end for end in ends if end]
 
     def initial(self, name: str) -> tuple[float, float]:
         if name.endswith("norm.weight"):

@@ -8,6 +8,7 @@ division is off.
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titanlite.mesh import Mesh
@@ -17,15 +18,26 @@ from titanlite.models.base import Decoder
 def apply_fsdp(
     net: Decoder, mesh: Mesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard_after_forward: str
 ) -> None:
-    """Shard each block, and the rest (embedding, norm, head) as one group, in place."""
+    """Shard each block and each end, in place; tied embeddings are one group with what is left."""
     # Inputs are not cast: activations have the parameters' dtype from the embedding on, and the rotary tables
     # must stay fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     reshard = {"always": True, "never": False, "default": mesh.shard > 1}[reshard_after_forward]
-    for block in net.blocks().values():
+    # The backward begins with the last block and what follows it: freeing those would be for nothing.
+    *blocks, last = net.blocks().values()
+    for block in blocks:
         fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(
+        last, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always"
+    )
+    for end in net.ends():
+        lookup = isinstance(end[0], nn.Embedding)
+        fully_shard(end, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and lookup)
+        for module in end:
+            if isinstance(module, FSDPModule) and lookup:  # whose backward does not read the weight
+                module.set_unshard_in_backward(False)
     fully_shard(net, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
     for module in net.modules():
         if isinstance(module, FSDPModule):

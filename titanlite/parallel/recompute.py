@@ -105,6 +105,7 @@ _ATTENTIONS = {
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
 }
+_MAXIMA = {_aten.max.default}  # of a whole tensor, for float8's scales: a number, which is dear to find
 
 
 def _keep_costly_results() -> Any:
@@ -113,8 +114,9 @@ def _keep_costly_results() -> Any:
 
 
 def _policy(seen: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Attention and every second product, as torchtitan does; the repetition counts like the forward."""
-    keep = op in _ATTENTIONS or "varlen_attn" in str(op)
+    """Attention, every second product and float8's maxima, as torchtitan does; the repetition counts like
+    the forward."""
+    keep = op in _ATTENTIONS or op in _MAXIMA or "varlen_attn" in str(op)
     if op in _PRODUCTS:
         seen[ctx.is_recompute] += 1
         keep = seen[ctx.is_recompute] % 2 == 1

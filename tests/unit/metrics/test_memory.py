@@ -103,3 +103,16 @@ def test_a_run_out_of_memory_says_so(tmp_path: Path, corpus: Path, monkeypatch: 
     ) as e:
         train(make_job(tmp_path, corpus))
     assert isinstance(e.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_a_model_that_does_not_fit_says_what_it_takes(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ShardedModel, "materialize", too_large)
+    with pytest.raises(
+        OutOfMemory, match=r"before the first step: on each of 1 GPUs.* take 0.0 GiB.*more GPUs"
+    ):
+        train(make_job(tmp_path, corpus))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -85,10 +87,12 @@ def test_the_real_compiler_changes_nothing(name: str) -> None:
     assert [name for name, _ in net.named_parameters()] == names
 
 
-def kept_elements(recompute: ActivationCheckpoint) -> int:
-    """Elements kept for the backward, in all: without the compiler, which keeps less of its own accord."""
+def kept_elements(recompute: ActivationCheckpoint, compile: bool = False) -> int:
+    """Elements kept for the backward, in all; the compiler keeps less of its own accord."""
+    torch._dynamo.reset()
     net = build()
     apply_recompute(net, recompute)
+    apply_compile(net, Compile(enable=compile))
     kept: dict[int, int] = {}
 
     def keep(t: torch.Tensor) -> torch.Tensor:
@@ -111,32 +115,51 @@ def test_what_is_recomputed_is_not_kept() -> None:
     assert kept["norms and mlp"] < kept["mlp"]
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
+def test_the_compiler_keeps_to_its_budget() -> None:
+    whole = kept_elements(RECOMPUTE["none"], compile=True)
+    kept = [
+        kept_elements(ActivationCheckpoint(mode="memory_budget", memory_budget=share), compile=True) / whole
+        for share in (1.0, 0.5, 0.0)
+    ]
+    assert kept[0] == 1
+    assert kept[2] < kept[1] < 0.8
+    assert kept_elements(RECOMPUTE["none"], compile=True) == whole, "a budget outlives its job"
 
-    count = 0
+
+class Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten.mm.default
+        self.count[str(function)] += 1
         return function(*args, **(kwargs or {}))
 
 
-def products(recompute: ActivationCheckpoint) -> int:
+def calls(recompute: ActivationCheckpoint) -> tuple[int, int]:
+    """Products and attentions of a step."""
     net = build()
     apply_recompute(net, recompute)
-    with Products() as mode:
+    with Calls() as mode:
         step(net)
-    return mode.count
+    return mode.count["aten.mm.default"], mode.count[
+        "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    ]
 
 
-def test_products_that_are_run_again() -> None:
-    once = products(RECOMPUTE["none"])
-    layers = SHAPE["n_layers"]
-    again = {name: (products(config) - once) / layers for name, config in RECOMPUTE.items()}
+def test_products_and_attentions_that_are_run_again() -> None:
+    once, layers = calls(RECOMPUTE["none"]), SHAPE["n_layers"]
+    assert once[1] == layers
+    again = {
+        name: tuple((n - first) / layers for n, first in zip(calls(config), once))
+        for name, config in RECOMPUTE.items()
+    }
     # Of q, k, v, o, gate, up, down: nothing needs the result of `down`, so a repetition ends before it.
     assert again == {
-        "none": 0, "full": 6, "op": 3, "every second": 3, "mlp": 2, "attention": 3, "norms and mlp": 2,
-        "memory budget": 0,
+        "none": (0, 0), "full": (6, 1), "op": (3, 0), "every second": (3, 0.5), "mlp": (2, 0),
+        "attention": (3, 1), "norms and mlp": (2, 0), "memory budget": (0, 0),
     }  # fmt: skip
 
 
