@@ -50,8 +50,8 @@ class CrossEntropy(Loss, name="cross_entropy"):
 class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
     """The same in value and gradient, without ever holding the logits of all tokens."""
 
-    chunk_tokens: int = 2048
-    """Tokens whose logits are held at once."""
+    chunk_tokens: int = 4096
+    """Tokens whose logits are held at once, at most."""
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
@@ -65,19 +65,26 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
             hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor
         ) -> torch.Tensor:
             hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+            num_chunks = self.num_chunks(len(targets_N))
             if torch.is_grad_enabled():
-                return _Chunked.apply(hidden_ND, weight_VD, targets_N, self.chunk_tokens, chunk)
-            chunks = zip(hidden_ND.split(self.chunk_tokens), targets_N.split(self.chunk_tokens))
+                return _Chunked.apply(hidden_ND, weight_VD, targets_N, num_chunks, chunk)
+            chunks = zip(hidden_ND.chunk(num_chunks), targets_N.chunk(num_chunks))
             return torch.stack([value(h, weight_VD, t) for h, t in chunks]).sum()
 
         return chunked_cross_entropy
+
+    def num_chunks(self, tokens: int) -> int:
+        """Into how many chunks so many tokens are cut: equal ones if it can be, so that one graph serves
+        all."""
+        least = -(-tokens // self.chunk_tokens)
+        return next((n for n in range(least, 2 * least) if tokens % n == 0), least)
 
     @property
     def objective(self) -> dict[str, Any]:
         return CrossEntropy().objective
 
     def bytes_held(self, tokens: int, dim: int, vocab_size: int, itemsize: int) -> int:
-        chunk = min(tokens, self.chunk_tokens) * vocab_size * itemsize
+        chunk = -(-tokens // self.num_chunks(tokens)) * vocab_size * itemsize
         return chunk + vocab_size * dim * 4  # the weight's gradient in fp32
 
 
@@ -117,18 +124,19 @@ class _Chunked(torch.autograd.Function):
         hidden_ND: torch.Tensor,
         weight_VD: torch.Tensor,
         targets_N: torch.Tensor,
-        chunk_tokens: int,
+        num_chunks: int,
         chunk: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         d_hidden_ND = torch.empty_like(hidden_ND)
         d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
         total = torch.zeros((), device=hidden_ND.device)
-        parts = (x.split(chunk_tokens) for x in (hidden_ND, targets_N, d_hidden_ND))
+        parts = (x.chunk(num_chunks) for x in (hidden_ND, targets_N, d_hidden_ND))
         for h_CD, targets_C, d_h_CD in zip(*parts):
             logits_CV = F.linear(h_CD, weight_VD)
             total += chunk(logits_CV, targets_C)
             torch.mm(logits_CV, weight_VD, out=d_h_CD)
             _add_product_(d_weight_VD, logits_CV.T, h_CD)
+            del logits_CV  # or the next chunk's would be made beside them
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return total

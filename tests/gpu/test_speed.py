@@ -53,6 +53,7 @@ def test_the_logits_take_no_memory_of_their_own() -> None:
         hidden = torch.randn(8, 2048, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(65536, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
         targets = torch.randint(0, 65536, (8, 2048), device=CUDA)
+        torch._dynamo.reset()  # or shapes of other tests would make these dynamic ones
         function = loss.build(compile=True)
         function(hidden, weight, targets).backward()
         torch.cuda.reset_peak_memory_stats()
@@ -62,7 +63,7 @@ def test_the_logits_take_no_memory_of_their_own() -> None:
 
     logits = 8 * 2048 * 65536 * 2
     assert peak(CrossEntropy()) > logits
-    assert peak(ChunkedCrossEntropy()) < logits / 4
+    assert peak(ChunkedCrossEntropy(chunk_tokens=2048)) < logits / 5
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -152,8 +153,8 @@ def test_out_of_memory_is_explained(tmp_path: Path, corpus: Path) -> None:
     limit = tmp_path / "limit.py"
     limit.write_text("import torch\ntorch.cuda.set_per_process_memory_fraction(0.01)\n")
     large = [
-        '--job.imports=["limit"]', "--training.seq_len=2048", "--training.local_batch_size=64",
-        "--training.global_batch_size=64", "--model.overrides.dim=512", "--model.overrides.hidden_dim=4096",
+        '--job.imports=["limit"]', "--training.seq_len=256", "--training.local_batch_size=512",
+        "--training.global_batch_size=512", "--model.overrides.dim=512", "--model.overrides.hidden_dim=4096",
         "--data.holdout_rows=0",
     ]  # fmt: skip
     folder, config = tmp_path / "run", str(write_toml(tmp_path, corpus))

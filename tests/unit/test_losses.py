@@ -115,6 +115,14 @@ def test_how_it_is_computed_is_no_part_of_what_is_minimised() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("tokens", "chunks"), [(1, 1), (10, 1), (11, 2), (12, 2), (20, 2), (21, 3), (32, 4), (25, 5), (29, 3)]
+)
+def test_chunks_are_equal_if_they_can_be(tokens: int, chunks: int) -> None:
+    """32 into 4 of 8 rather than 10, 10, 10, 2; 29 is prime, and 29 chunks would be too small."""
+    assert ChunkedCrossEntropy(chunk_tokens=10).num_chunks(tokens) == chunks
+
+
 def test_a_chunk_has_tokens() -> None:
     with pytest.raises(ConfigError, match="0 is below 1") as e:
         ChunkedCrossEntropy(chunk_tokens=0)

@@ -8,6 +8,7 @@ head dim.
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -94,7 +95,9 @@ class AttentionBackend:
         T, H, K, E = shape
         q, k, v = (torch.empty(1, n, T, E, device=device, dtype=dtype, requires_grad=True) for n in (H, K, K))
         mask = torch.ones(1, 1, T, T, device=device, dtype=torch.bool) if masked else None
-        choice = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=H != K)
+        choice = SDPBackend.ERROR.value
+        with suppress(RuntimeError):  # which says that there is none
+            choice = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=H != K)
         found = {
             SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cudnn",
             SDPBackend.EFFICIENT_ATTENTION: "efficient", SDPBackend.MATH: "math",

@@ -75,6 +75,7 @@ class ShardedModel:
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] for tokens int64 [B, T]. Collective like loss_sum."""
-        logits = self.net(tokens)
+        with torch.compiler.set_stance("force_eager"):  # prompts have many lengths: no graph for each
+            logits = self.net(tokens)
         reshard(self.net)
         return logits

@@ -15,6 +15,7 @@ from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.compile import Compilations, Compile, apply_compile
 from titanlite.parallel.recompute import ActivationCheckpoint, apply_recompute
+from titanlite.parallel.sharded import ShardedModel
 
 SHAPE = {
     "dim": 32,
@@ -179,6 +180,19 @@ def test_an_unknown_option_is_refused(option: str) -> None:
 def test_a_budget_is_a_share() -> None:
     with pytest.raises(ConfigError, match=r"1\.5 is not in \[0, 1\]"):
         ActivationCheckpoint(mode="memory_budget", memory_budget=1.5)
+
+
+def test_samples_leave_the_compiler_alone() -> None:
+    torch._dynamo.reset()
+    net, counter = build(), CompileCounter()
+    for block in net.blocks().values():
+        block.compile(fullgraph=True, backend=counter)
+    model = ShardedModel(net, cross_entropy, "sdpa")
+    for length in (3, 5, 8):
+        model.logits(torch.arange(length)[None])
+    assert counter.frame_count == 0
+    step(net)
+    assert counter.frame_count == 1
 
 
 def test_compilations_after_the_first_report_are_told_with_their_reason(
