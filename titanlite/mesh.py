@@ -57,7 +57,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named views of the ranks. `device_mesh` is None in a single process without process groups."""
+    """Named views of the ranks. `device_mesh` is None in a single process."""
 
     replicate: int
     shard: int
@@ -81,11 +81,9 @@ class Mesh:
         return self.device_mesh if self.replicate > 1 else self.device_mesh["shard"]
 
 
-def build_mesh(
-    parallelism: Parallelism, device_type: str, rank: int, world_size: int, distributed: bool
-) -> Mesh:
-    """The mesh of this job; collective over all ranks when `distributed`."""
+def build_mesh(parallelism: Parallelism, device_type: str, rank: int, world_size: int) -> Mesh:
+    """The mesh of this job; collective over all ranks."""
     replicate, shard = parallelism.degrees(world_size)
     names = ("replicate", "shard")
-    mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=names) if distributed else None
+    mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=names) if world_size > 1 else None
     return Mesh(replicate, shard, rank, mesh)

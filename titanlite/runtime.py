@@ -2,8 +2,7 @@
 clean exit.
 
 The only module that reads the environment, and the home of the collectives that the loop itself uses. A
-single process in fp32 needs no process group and makes none; everything else runs over torch.distributed, one
-rank included.
+single process needs no process group and makes none.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from titanlite.config.component import ConfigError
 from titanlite.log import set_up_logging
@@ -251,12 +249,11 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     plan = StepPlan.of(training, parallelism_ranks(parallelism, size))
     device = pick_device()
     param_dtype = _param_dtype(training, device)
-    distributed = size > 1 or param_dtype != torch.float32
-    ours = distributed and not dist.is_initialized()
+    ours = size > 1 and not dist.is_initialized()
     if ours:
-        _init_process_group(device, size, comm)
+        _init_process_group(device, comm)
     _set_determinism(training.deterministic)
-    mesh = build_mesh(parallelism, device.type, rank, size, distributed)
+    mesh = build_mesh(parallelism, device.type, rank, size)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     with _collecting_only_when_due(training.gc_freq):
         yield Runtime(
@@ -339,20 +336,13 @@ def leave(code: int) -> NoReturn:
 def _param_dtype(training: Training, device: torch.device) -> torch.dtype:
     if training.mixed_precision_param == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if training.mixed_precision_param == "bfloat16" and device.type == "mps":
-        raise ConfigError(
-            "bfloat16 needs FSDP2, which MPS does not have; use float32", "training.mixed_precision_param"
-        )
     return getattr(torch, training.mixed_precision_param)
 
 
-def _init_process_group(device: torch.device, size: int, comm: Comm) -> None:
+def _init_process_group(device: torch.device, comm: Comm) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
-    if size == 1 and "RANK" not in os.environ:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
 
 
 def _die_with_the_launcher() -> None:

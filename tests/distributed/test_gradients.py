@@ -42,7 +42,7 @@ def build(
         net = family.build()
     reduce = options.get("reduce", "step")
     parallelism = Parallelism(data_parallel_replicate_degree=replicate, fsdp_reduce=reduce)
-    mesh = build_mesh(parallelism, "cpu", rank, world_size, distributed=world_size > 1)
+    mesh = build_mesh(parallelism, "cpu", rank, world_size)
     model = parallelize(
         net,
         cross_entropy if options.get("whole_logits") else ChunkedCrossEntropy(chunk_tokens=24).build(),
@@ -56,7 +56,7 @@ def build(
         ),
         recompute=ActivationCheckpoint(mode=options.get("recompute", "none")),
         compile=Compile(enable=options.get("compile", False)),
-        param_dtype=torch.float32,
+        param_dtype=options.get("dtype", torch.float32),
         reduce_dtype=torch.float32,
         parallelism=parallelism,
     )
@@ -106,6 +106,23 @@ def test_gradient_is_the_same_for_any_split(run_on, world_size, micro_batches, r
     assert split.keys() == whole.keys()
     for name, value in whole.items():
         assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
+
+
+@pytest.mark.parametrize("layout", [{}, {"tied": False}, {"recompute": "full", "compile": True}], ids=str)
+def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
+    """The layers' own casts do what FSDP's do; weights and gradients are fp32 in both."""
+    alone, fp32 = gradients(1, 0, 1, dtype=torch.bfloat16, **layout), gradients(1, 0, 1, **layout)
+    sharded = run_on(2, on_rank, 2, 1, {"dtype": torch.bfloat16, **layout})[0]
+    for name, value in alone.items():
+        assert value.dtype == sharded[name].dtype == torch.float32
+
+    def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+        return max(((a[name] - b[name]).norm() / b[name].norm()).item() for name in a)
+
+    assert distance(alone, fp32) > 2e-3
+    assert distance(alone, sharded) < 2 * distance(alone, fp32)
+    kept = {t.dtype for t in build(1, 0, dtype=torch.bfloat16, **layout).net.parameters()}
+    assert kept == {torch.float32}
 
 
 def test_the_norm_is_that_of_the_gradients() -> None:

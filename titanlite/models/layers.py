@@ -1,4 +1,4 @@
-"""Layers shared by the families: RMSNorm, rotary embedding, SwiGLU feed-forward.
+"""Layers shared by the families: linear, RMSNorm, rotary embedding, SwiGLU feed-forward.
 
 Shape suffixes: B batch, T tokens, D model dim, F feed-forward dim, H heads, E head dim.
 """
@@ -11,6 +11,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+
+class Linear(nn.Linear):
+    """Without bias; the product is taken in the dtype of `x`, whatever the weight's."""
+
+    def __init__(self, dim_in: int, dim_out: int):
+        super().__init__(dim_in, dim_out, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -78,9 +88,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
-        self.gate_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
+        self.gate_proj = Linear(dim, hidden_dim)
+        self.up_proj = Linear(dim, hidden_dim)
+        self.down_proj = Linear(hidden_dim, dim)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))

@@ -17,7 +17,7 @@ from torch import nn
 from titanlite.config.component import ConfigError
 from titanlite.models.attention import Mask, causal_attention
 from titanlite.models.base import Decoder, DecoderConfig, Head, LossFunction, ModelFamily, head
-from titanlite.models.layers import RMSNorm, RopeScaling, SwiGLU, apply_rope, rope_tables
+from titanlite.models.layers import Linear, RMSNorm, RopeScaling, SwiGLU, apply_rope, rope_tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +129,10 @@ class Attention(nn.Module):
     def __init__(self, c: Llama3Config):
         super().__init__()
         self.head_dim = c.head_dim
-        self.q_proj = nn.Linear(c.dim, c.n_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=False)
+        self.q_proj = Linear(c.dim, c.n_heads * c.head_dim)
+        self.k_proj = Linear(c.dim, c.n_kv_heads * c.head_dim)
+        self.v_proj = Linear(c.dim, c.n_kv_heads * c.head_dim)
+        self.o_proj = Linear(c.n_heads * c.head_dim, c.dim)
 
     def forward(
         self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask | None

@@ -9,6 +9,7 @@ from titanlite.models.base import Decoder, LossFunction
 from titanlite.parallel.compile import Compile, apply_compile
 from titanlite.parallel.float8 import Float8, apply_float8
 from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.precision import apply_precision
 from titanlite.parallel.recompute import ActivationCheckpoint, apply_recompute
 from titanlite.parallel.sharded import ShardedModel
 
@@ -26,12 +27,14 @@ def parallelize(
     reduce_dtype: torch.dtype,
     parallelism: Parallelism,
 ) -> ShardedModel:
-    """This rank's part of `net`, still on meta. A single fp32 process is left unsharded."""
+    """This rank's part of `net`, still on meta. A single process is left unsharded."""
     apply_float8(net, float8, sharded=mesh.device_mesh is not None)
     apply_recompute(net, recompute)
     apply_compile(net, compile)
     if mesh.device_mesh is not None:
         apply_fsdp(net, mesh, param_dtype, reduce_dtype, parallelism.fsdp_reshard_after_forward)
+    else:
+        apply_precision(net, param_dtype)
     return ShardedModel(
         net,
         loss,
