@@ -1,9 +1,10 @@
 """What each kind of recompute costs in time and saves in memory, by running the real trainer with each.
 
     python benchmarks/recompute.py train_configs/llama3_1b.toml --output benchmarks/results/NAME.json
-        [--cases none,norms,...] [--section.key=value ...]
+        [--cases norms,mlp,...] [--devices 0,1] [--section.key=value ...]
 
-The first case is what the others are held against.
+Each case is held against a run without recompute on the same device, of which there is one on each of
+`--devices`.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.devices import on_devices  # noqa: E402
 from benchmarks.environment import environment  # noqa: E402
 from benchmarks.throughput import measure, medians  # noqa: E402
 
 SELECTIVE = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=")
 CASES = {
-    "none": [],
-    **{name: [SELECTIVE[0], SELECTIVE[1] + name] for name in ("norms", "attention", "mlp", "op", "2")},
+    **{
+        name: [SELECTIVE[0], SELECTIVE[1] + name]
+        for name in ("norms", "attention", "mlp", "norms+mlp", "op", "2")
+    },
     "full": ["--activation_checkpoint.mode=full"],
     **{
         f"budget {share}": [
@@ -42,29 +47,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config")
-    parser.add_argument("--ngpu", type=int, default=1)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--skip", type=int, default=10)
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--devices", default="0", help="devices to measure on, one case at a time on each")
     parser.add_argument("--output", type=Path, required=True)
     options, overrides = parser.parse_known_args()
-    results: dict[str, dict[str, float]] = {}
-    raw = {}
-    for name in options.cases.split(","):
-        run = measure(options, [*overrides, *CASES[name]])
-        results[name], raw[name] = medians([run], "titanlite"), run["reports"]
-        base = next(iter(results.values()))
-        here = results[name]
+    options.ngpu = 1
+    without: dict[str, dict[str, Any]] = {}  # by device
+
+    def compare(device: str, name: str) -> dict[str, Any]:
+        if device not in without:
+            without[device] = measure(options, overrides, device)
+        run = measure(options, [*overrides, *CASES[name]], device)
+        here, base = medians([run], "titanlite"), medians([without[device]], "titanlite")
         time, memory = (here[key] / base[key] - 1 for key in (TIME, MEMORY))
         print(
             f"{name:12} {here[TIME]:.3f} s {time:+6.1%}   {here[MEMORY]:5.1f} GiB {memory:+6.1%}", flush=True
         )
+        return {"name": name, "time": time, "memory": memory, "device": device, **run}
+
+    cases = on_devices(options.devices.split(","), options.cases.split(","), compare)
     output = {
         "config": Path(options.config).name,
         "overrides": overrides,
-        "cases": results,
-        "env": run["env"],
-        "reports": raw,
+        "cases": cases,
+        "without": without,
         "environment": environment("torch"),
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -90,13 +90,15 @@ def main() -> None:
     options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """One run of titanlite: its reports."""
+def measure(options: argparse.Namespace, overrides: list[str], device: str | None = None) -> dict[str, Any]:
+    """One run of titanlite: its reports. `device`: the only one it sees."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(ROOT / "run_train.sh"), options.config, f"--training.steps={options.steps}"]
         command += [*SHIPPED_DATA, *overrides, f"--job.dump_folder={folder}"]
         began = time.perf_counter()
         env = os.environ | {"NGPU": str(options.ngpu), "PYTHON": sys.executable}
+        if device is not None:
+            env["CUDA_VISIBLE_DEVICES"] = device
         subprocess.run(command, env=env, check=True)
         wall_s = time.perf_counter() - began
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]

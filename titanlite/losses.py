@@ -25,7 +25,7 @@ class Loss(Component):
 
     def build(self, compile: bool = False) -> Callable[..., torch.Tensor]:
         """A function of hidden [B, T, D], head weight [V, D] and targets int64 [B, T]: the fp32 sum over
-        counted targets."""
+        counted targets. Logits have the hidden states' dtype, the weight's gradient the weight's."""
         raise NotImplementedError
 
     @property
@@ -58,7 +58,9 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
             raise ConfigError(f"{self.chunk_tokens} is below 1", "chunk_tokens")
 
     def build(self, compile: bool = False) -> Callable[..., torch.Tensor]:
-        chunk = torch.compile(loss_and_gradient_, fullgraph=True) if compile else loss_and_gradient_
+        chunk = loss_and_gradient_
+        if compile:  # two passes for maximum and sum take 15% less time than one (H200, torch 2.11)
+            chunk = torch.compile(chunk, fullgraph=True, options={"online_softmax": False})
         value = CrossEntropy().build(compile)
 
         def chunked_cross_entropy(
@@ -92,14 +94,15 @@ def cross_entropy(
     hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor
 ) -> torch.Tensor:
     """Sum of -log p(target), fp32 scalar; zero (not NaN) where no target counts. Also without the B dim."""
-    logits_NV = F.linear(hidden_BTD, weight_VD).float().flatten(0, -2)
+    logits_NV = F.linear(hidden_BTD, weight_VD.to(hidden_BTD.dtype)).float().flatten(0, -2)
     return F.cross_entropy(logits_NV, targets_BT.flatten(), reduction="sum")
 
 
 def loss_and_gradient_(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
     """Sum of -log p(target), fp32 scalar. The logits become its gradient with respect to them, in place.
 
-    Spelled out so that the compiler needs two kernels: maximum and sum in one pass, gradient in another.
+    Spelled out so that the compiler needs two kernels, one for maximum and sum, one for the gradient, and the
+    second does little for an element: what can be known of a row is computed once.
     """
     x_CV = logits_CV.float()
     top_C1 = x_CV.amax(-1, keepdim=True)
@@ -108,8 +111,9 @@ def loss_and_gradient_(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torc
     counts_C1 = (targets_C != IGNORE)[:, None]
     target_C1 = targets_C.clamp(min=0)[:, None]
     losses_C1 = torch.where(counts_C1, top_C1 - x_CV.gather(1, target_C1) + sum_C1.log(), 0.0)
-    is_target_CV = torch.arange(x_CV.shape[1], device=x_CV.device) == target_C1
-    logits_CV.copy_(torch.where(counts_C1, powers_CV / sum_C1 - is_target_CV.float(), 0.0))
+    share_C1, one_C1 = counts_C1 / sum_C1, counts_C1.float()
+    is_target_CV = torch.arange(x_CV.shape[1], device=x_CV.device, dtype=torch.int32) == target_C1.int()
+    logits_CV.copy_(powers_CV * share_C1 - torch.where(is_target_CV, one_C1, 0.0))
     return losses_C1.sum()
 
 
@@ -127,8 +131,10 @@ class _Chunked(torch.autograd.Function):
         num_chunks: int,
         chunk: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
+        ctx.weight_dtype = weight_VD.dtype
         d_hidden_ND = torch.empty_like(hidden_ND)
         d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        weight_VD = weight_VD.to(hidden_ND.dtype)
         total = torch.zeros((), device=hidden_ND.device)
         parts = (x.chunk(num_chunks) for x in (hidden_ND, targets_N, d_hidden_ND))
         for h_CD, targets_C, d_h_CD in zip(*parts):
@@ -138,14 +144,17 @@ class _Chunked(torch.autograd.Function):
             _add_product_(d_weight_VD, logits_CV.T, h_CD)
             del logits_CV  # or the next chunk's would be made beside them
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
-        ctx.weight_dtype = weight_VD.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_hidden_ND, d_weight_VD = ctx.saved_tensors
-        d_weight = torch.empty_like(d_weight_VD, dtype=ctx.weight_dtype)
-        return d_hidden_ND * scale[0], torch.mul(d_weight_VD, scale[0], out=d_weight), None, None, None
+        if ctx.weight_dtype == torch.float32:
+            d_weight = d_weight_VD.mul_(scale[0])
+        else:
+            d_weight = torch.empty_like(d_weight_VD, dtype=ctx.weight_dtype)
+            torch.mul(d_weight_VD, scale[0], out=d_weight)
+        return d_hidden_ND * scale[0], d_weight, None, None, None
 
 
 def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

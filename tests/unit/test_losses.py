@@ -73,6 +73,22 @@ def test_bfloat16_gradients_are_as_good_in_chunks_as_whole() -> None:
     assert all(c < 1.1 * w for c, w in zip(errors["chunks"], errors["whole"])), errors
 
 
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["whole", "chunks"])
+def test_a_weight_in_fp32_has_its_gradient_in_fp32(name: str, compile: bool) -> None:
+    """As in a process that shards nothing: the products are bf16's, and only they."""
+    hidden, weight, targets = inputs(torch.bfloat16)
+    other = weight.detach().float().requires_grad_()
+    rounded = gradients(LOSSES[name].build(compile)(hidden, weight, targets), hidden, weight)
+    hidden = hidden.detach().requires_grad_()
+    found = gradients(LOSSES[name].build(compile)(hidden, other, targets), hidden, other)
+    assert torch.equal(found[0], rounded[0])
+    assert found[1].dtype == torch.float32
+    assert torch.equal(found[1].bfloat16(), rounded[1])
+    if name == "chunks":
+        assert not torch.equal(found[1].bfloat16().float(), found[1]), "was rounded on its way"
+
+
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 def test_nothing_that_counts_is_zero_not_nan(loss: Loss) -> None:
     hidden, weight, targets = inputs(torch.float32)

@@ -80,9 +80,8 @@ def head(
     h_BTD: torch.Tensor, weight_VD: torch.Tensor, targets: torch.Tensor | None, loss: LossFunction | None
 ) -> torch.Tensor:
     """Logits [B, T, V]; with `loss`, the sum of the token losses instead."""
-    weight_VD = weight_VD.to(h_BTD.dtype)
     if loss is None:
-        return F.linear(h_BTD, weight_VD)
+        return F.linear(h_BTD, weight_VD.to(h_BTD.dtype))
     assert targets is not None
     return loss(h_BTD, weight_VD, targets)
 

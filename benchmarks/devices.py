@@ -1,0 +1,29 @@
+"""Cases that are measured one at a time on a device, on several devices at once."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def on_devices(devices: list[str], work: list[T], act: Callable[[str, T], R]) -> list[R]:
+    """`act(device, item)` for each item, on whichever of the devices is free; results in the order of
+    `work`."""
+    free: queue.Queue[str] = queue.Queue()
+    for device in devices:
+        free.put(device)
+
+    def one(item: T) -> R:
+        device = free.get()
+        try:
+            return act(device, item)
+        finally:
+            free.put(device)
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        return list(pool.map(one, work))
