@@ -45,7 +45,12 @@ def main() -> None:
 
     def one(device: str, case: tuple[str, int]) -> dict[str, Any]:
         loss, vocab_size = case
-        chosen = [*overrides, f"--loss.name={loss}", f"--model.overrides.vocab_size={vocab_size}"]
+        chosen = [
+            *overrides,
+            "--lr_scheduler.warmup_steps=1",
+            f"--loss.name={loss}",
+            f"--model.overrides.vocab_size={vocab_size}",
+        ]
         run = measure(options, chosen, device)
         peak = max(row[PEAK] for row in run["reports"])
         beyond = peak - STATE_BYTES * parameters(options.config, chosen) / 2**30

@@ -23,8 +23,8 @@ class Parallelism:
     data_parallel_shard_degree: int = -1
     """Ranks that share one copy of parameters, gradients and optimizer state (FSDP); -1: the rest."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters between forward and backward: `always`, `never`, or `default` (when sharded
-    over more than one rank)."""
+    """Free gathered parameters between forward and backward, and gather them again: `always`, `never`, or
+    `default`, which keeps those of a model that fit into 5% of the GPU's memory."""
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
     """When gradients are summed over ranks: once a step, which is fastest but keeps a whole model's gradients
     on every rank while micro-batches accumulate, or after each micro-batch, which keeps only the rank's

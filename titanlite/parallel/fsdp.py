@@ -14,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
 
+SMALL = 0.05  # of the device's memory
+
 
 def apply_fsdp(
     net: Decoder, mesh: Mesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard_after_forward: str
@@ -24,7 +26,8 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    reshard = {"always": True, "never": False, "default": mesh.shard > 1}[reshard_after_forward]
+    default = mesh.shard > 1 and not _is_small(net, param_dtype, mesh.fsdp.device_type)
+    reshard = {"always": True, "never": False, "default": default}[reshard_after_forward]
     # The backward begins with the last block and what follows it: freeing those would be for nothing.
     *blocks, last = net.blocks().values()
     for block in blocks:
@@ -43,6 +46,15 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _is_small(net: Decoder, dtype: torch.dtype, device_type: str) -> bool:
+    """Whether all blocks, gathered, leave almost as much memory as one: then the second gathering is time
+    for nothing."""
+    if device_type != "cuda":
+        return False
+    gathered = sum(p.numel() for p in net.blocks().parameters()) * dtype.itemsize
+    return gathered <= SMALL * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def sync_gradients(net: Decoder, on: bool) -> None:
