@@ -35,7 +35,7 @@ from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import MULTIPLE, Float8
 from titanlite.parallel.recompute import ActivationCheckpoint
 from titanlite.profile import Profiling
-from titanlite.runtime import Comm, StepPlan, Training, parallelism_ranks
+from titanlite.runtime import Comm, StepPlan, Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,8 @@ class Job:
 
     def check(self, world_size: int) -> None:
         """Rules that span sections, before any process group or file exists. Raises ConfigError."""
-        StepPlan.of(self.training, parallelism_ranks(self.parallelism, world_size))
+        StepPlan.of(self.training, self.parallelism.degrees(world_size).data_parallel)
+        self._check_tensor_parallel()
         if self.validation.enable and not (self.data.holdout_rows or self.data.validation_sources):
             raise ConfigError(
                 "validation.enable needs rows to validate on: set data.holdout_rows, for example to 256, or "
@@ -122,6 +123,33 @@ class Job:
 
         check_writable(self.folder, "job.dump_folder")
         check_writable(Path(self.data.cache_dir), "data.cache_dir")
+
+    def _check_tensor_parallel(self) -> None:
+        """Whether the model and the rows can be divided as parallelism.tensor_parallel_degree says."""
+        degree, c = self.parallelism.tensor_parallel_degree, self.model.config
+        if degree == 1:
+            return
+        where = "parallelism.tensor_parallel_degree"
+        for what, number, why in (
+            ("n_heads", c.n_heads, ""),
+            ("n_kv_heads", c.n_kv_heads, ": each rank needs key and value heads of its own"),
+            ("hidden_dim", c.hidden_dim, ""),
+            ("vocab_size", c.vocab_size, ": the loss is divided over the vocabulary"),
+            ("training.seq_len", self.training.seq_len, ": the norms are divided over the tokens"),
+        ):
+            if number % degree:
+                legal = [n for n in range(2, number + 1) if number % n == 0][:4]
+                raise ConfigError(
+                    f"{what} = {number} cannot be divided by {degree}{why}; it can be by {legal}", where
+                )
+        if self.compile.enable and self.activation_checkpoint.mode in ("full", "selective"):
+            raise ConfigError(
+                f"{self.activation_checkpoint.mode!r} cannot be compiled with tensor parallel (torch 2.13 "
+                "fails in the backward); memory_budget can, and either works without compile.enable",
+                "activation_checkpoint.mode",
+            )
+        if self.float8.enable:
+            raise ConfigError("float8 does not yet work with tensor parallel", "float8.enable")
 
     def recipe(self, data: dict[str, Any]) -> dict[str, Any]:
         """What a run that continues this one must share, under the names of the keys that set it: the model's

@@ -1,17 +1,35 @@
 """The ranks as a mesh with named axes, and the one place that knows the order of the axes.
 
-Axes: `replicate` (HSDP: whole copies) and `shard` (FSDP: parts of one copy); together they are the
-data-parallel ranks.
+Axes, from the outermost in: `replicate` (HSDP: whole copies), `shard` (FSDP: parts of one copy), `tensor`
+(parts of each layer). Ranks along `tensor` read the same rows; replicate x shard are the data-parallel ranks.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.config.component import ConfigError
+
+
+class Degrees(NamedTuple):
+    """Ranks along each axis, in the mesh's order."""
+
+    replicate: int
+    shard: int
+    tensor: int
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that read different rows."""
+        return self.replicate * self.shard
+
+
+SHARD = "data_parallel_shard_degree"
+KEYS = ("data_parallel_replicate_degree", SHARD, "tensor_parallel_degree")  # of the degrees, in their order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +40,9 @@ class Parallelism:
     """Copies of the sharded model; above 1 with sharding is HSDP."""
     data_parallel_shard_degree: int = -1
     """Ranks that share one copy of parameters, gradients and optimizer state (FSDP); -1: the rest."""
+    tensor_parallel_degree: int = 1
+    """Ranks that share each layer's work on the same rows, and the rows' tokens between the layers (sequence
+    parallel)."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters between forward and backward, and gather them again: `always`, `never`, or
     `default`, which keeps those of a model that fit into 5% of the GPU's memory."""
@@ -31,59 +52,73 @@ class Parallelism:
     shard."""
 
     def __post_init__(self) -> None:
-        if self.data_parallel_replicate_degree < 1:
-            raise ConfigError(
-                f"{self.data_parallel_replicate_degree} is below 1", "data_parallel_replicate_degree"
-            )
-        if self.data_parallel_shard_degree < 1 and self.data_parallel_shard_degree != -1:
-            raise ConfigError(
-                f"{self.data_parallel_shard_degree} is neither -1 nor at least 1",
-                "data_parallel_shard_degree",
-            )
+        for key in KEYS:
+            degree = getattr(self, key)
+            if degree < 1 and (degree != -1 or key != SHARD):
+                least = "neither -1 nor at least 1" if key == SHARD else "below 1"
+                raise ConfigError(f"{degree} is {least}", key)
 
-    def degrees(self, world_size: int) -> tuple[int, int]:
-        """(replicate, shard) for a number of ranks. Raises ConfigError if they do not multiply to it."""
-        replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
-        if shard == -1:
-            shard = world_size // replicate
-        if replicate * shard != world_size:
+    def degrees(self, world_size: int) -> Degrees:
+        """The degrees for a number of ranks. Raises ConfigError if they do not multiply to it."""
+        asked = Degrees(*(getattr(self, key) for key in KEYS))
+        product = " x ".join(f"{key} {n}" for key, n in zip(KEYS, asked) if n > 1)
+        if asked.shard == -1:
+            others = -math.prod(asked)
+            if world_size % others:
+                raise ConfigError(
+                    f"there are {world_size} ranks, which {product} does not divide", "parallelism"
+                )
+            return asked._replace(shard=world_size // others)
+        if math.prod(asked) != world_size:
             raise ConfigError(
-                f"data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard} is "
-                f"{replicate * shard}, there are {world_size} ranks; a shard degree of -1 takes the rest",
+                f"{product or 'no degree above 1'} makes {math.prod(asked)}, there are {world_size} ranks; "
+                "a shard degree of -1 takes the rest",
                 "parallelism",
             )
-        return replicate, shard
+        return asked
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Named views of the ranks. `device_mesh` is None in a single process."""
 
-    replicate: int
-    shard: int
+    degrees: Degrees
     rank: int
     device_mesh: DeviceMesh | None
 
     @property
     def dp_size(self) -> int:
         """Ranks that read different rows."""
-        return self.replicate * self.shard
+        return self.degrees.data_parallel
 
     @property
     def dp_rank(self) -> int:
         """Which of them this one is."""
-        return self.rank
+        return self.rank // self.degrees.tensor
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for those that read the same rows: what they all know is counted once."""
+        return self.rank % self.degrees.tensor == 0
 
     @property
     def fsdp(self) -> DeviceMesh:
         """What fully_shard takes: one axis (shard), or two (replicate, shard) for HSDP."""
         assert self.device_mesh is not None, "no process group: nothing to shard over"
-        return self.device_mesh if self.replicate > 1 else self.device_mesh["shard"]
+        return self.device_mesh[("replicate", "shard") if self.degrees.replicate > 1 else "shard"]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """The ranks that share each layer's work."""
+        assert self.device_mesh is not None
+        return self.device_mesh["tensor"]
+
+
+ALONE = Mesh(Degrees(1, 1, 1), 0, None)
 
 
 def build_mesh(parallelism: Parallelism, device_type: str, rank: int, world_size: int) -> Mesh:
     """The mesh of this job; collective over all ranks."""
-    replicate, shard = parallelism.degrees(world_size)
-    names = ("replicate", "shard")
-    mesh = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=names) if world_size > 1 else None
-    return Mesh(replicate, shard, rank, mesh)
+    degrees = parallelism.degrees(world_size)
+    mesh = init_device_mesh(device_type, degrees, mesh_dim_names=Degrees._fields) if world_size > 1 else None
+    return Mesh(degrees, rank, mesh)

@@ -127,19 +127,21 @@ class Runtime:
     """When this run's set-up began, by time.perf_counter()."""
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` summed over the data-parallel ranks, in place."""
+        """`value` summed over all ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(value)
         return value
 
     def sum_u64(self, value: int) -> str:
         """The sum mod 2^64 of an unsigned integer over the data-parallel ranks, as 16 hex digits."""
+        value = value if self.mesh.leads else 0
         signed = (value + (1 << 63)) % (1 << 64) - (1 << 63)  # int64 addition wraps, which is what is wanted
         total = self.sum(torch.tensor(signed, dtype=torch.int64, device=self.device))
         return f"{total.item() % (1 << 64):016x}"
 
     def count(self, number: int) -> torch.Tensor:
         """The sum of an integer over the data-parallel ranks, int64 on the device; no host sync."""
+        number = number if self.mesh.leads else 0
         return self.sum(torch.full((), number, dtype=torch.int64, device=self.device))
 
     def vote(self, *flags: bool) -> Vote:
@@ -246,7 +248,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _die_with_the_launcher()
-    plan = StepPlan.of(training, parallelism_ranks(parallelism, size))
+    plan = StepPlan.of(training, parallelism.degrees(size).data_parallel)
     device = pick_device()
     param_dtype = _param_dtype(training, device)
     ours = size > 1 and not dist.is_initialized()
@@ -263,12 +265,6 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     if ours:
         dist.destroy_process_group()
         time.sleep(0.1)  # gloo's worker thread still needs the interpreter's lock once; see leave()
-
-
-def parallelism_ranks(parallelism: Parallelism, size: int) -> int:
-    """Data-parallel ranks among `size`."""
-    replicate, shard = parallelism.degrees(size)
-    return replicate * shard
 
 
 def pick_device() -> torch.device:

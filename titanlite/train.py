@@ -127,7 +127,7 @@ def build(job: Job, rt: Runtime) -> Run:
     cost = flops_of(job, net)
     model = parallelize(
         net,
-        job.loss.build(job.compile.enable),
+        job.loss,
         rt.mesh,
         attention=job.attention.choose(rt.device, rt.param_dtype),
         float8=job.float8,
@@ -138,7 +138,7 @@ def build(job: Job, rt: Runtime) -> Run:
         parallelism=job.parallelism,
     )
     describe(job, rt, net, rows, kernel)
-    with building(net, rt.mesh.shard):
+    with building(net, rt.mesh.degrees.shard):
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(net.named_parameters())
         state = TrainState(step=0, rows=0, tokens=rt.count(0))
@@ -242,7 +242,7 @@ def memory_settings(job: Job, rt: Runtime) -> MemorySettings:
     return MemorySettings(
         local_batch_size=job.training.local_batch_size,
         micro_batches=rt.plan.micro_batches,
-        shards=rt.mesh.shard,
+        shards=rt.mesh.degrees.shard,
         recompute=job.activation_checkpoint.mode,
         chunked_loss=isinstance(job.loss, ChunkedCrossEntropy),
         float8_possible=job.compile.enable and not job.float8.enable and job.float8.works_on(rt.device),

@@ -3,17 +3,21 @@ tokens count; and no transform renames a parameter."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch
-from titanlite.losses import ChunkedCrossEntropy, cross_entropy
+from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
 from titanlite.mesh import Parallelism, build_mesh
+from titanlite.models import llama3
 from titanlite.models.llama3 import Llama3
+from titanlite.parallel import apply, tensor
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import clip_grad_norm_
 from titanlite.parallel.compile import Compile
@@ -28,7 +32,7 @@ SHAPE = {
     "n_kv_heads": 2,
     "head_dim": 8,
     "hidden_dim": 64,
-    "vocab_size": 250,
+    "vocab_size": 252,
 }
 ROWS = 8
 
@@ -41,11 +45,15 @@ def build(
     with torch.device("meta"):
         net = family.build()
     reduce = options.get("reduce", "step")
-    parallelism = Parallelism(data_parallel_replicate_degree=replicate, fsdp_reduce=reduce)
+    parallelism = Parallelism(
+        data_parallel_replicate_degree=replicate,
+        tensor_parallel_degree=options.get("tensor", 1),
+        fsdp_reduce=reduce,
+    )
     mesh = build_mesh(parallelism, "cpu", rank, world_size)
     model = parallelize(
         net,
-        cross_entropy if options.get("whole_logits") else ChunkedCrossEntropy(chunk_tokens=24).build(),
+        CrossEntropy() if options.get("whole_logits") else ChunkedCrossEntropy(chunk_tokens=24),
         mesh,
         attention="sdpa",
         float8=Float8(
@@ -77,8 +85,9 @@ def uneven_rows() -> Batch:
 def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> dict[str, torch.Tensor]:
     """Full gradients, loss and norm of one step over `uneven_rows`, this rank taking its share."""
     model, batch = build(world_size, rank, **layout), uneven_rows()
-    size = ROWS // world_size // micro_batches
-    begins = [(a * world_size + rank) * size for a in range(micro_batches)]
+    ranks = model.mesh.dp_size
+    size = ROWS // ranks // micro_batches
+    begins = [(a * ranks + model.mesh.dp_rank) * size for a in range(micro_batches)]
     mine = [Batch(batch.inputs[b : b + size], batch.targets[b : b + size], 0, 0) for b in begins]
     loss = model.forward_backward(mine, torch.tensor(batch.num_targets))
     if world_size > 1:
@@ -125,6 +134,53 @@ def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
     assert kept == {torch.float32}
 
 
+@pytest.mark.parametrize(
+    ("world_size", "replicate", "layout"),
+    [
+        (2, 1, {}), (2, 1, {"whole_logits": True}),
+        (4, 1, {"tied": False, "compile": True}), (4, 1, {"recompute": "full"}),
+        (4, 1, {"recompute": "selective", "reduce": "micro_batch"}), (4, 2, {"tied": False}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gradient_is_the_same_with_tensor_parallel(run_on, world_size, replicate, layout) -> None:
+    whole = gradients(1, 0, 1, whole_logits=True, tied=layout.get("tied", True))
+    layout = {"tensor": 2, "replicate": replicate, **layout}
+    split = run_on(world_size, on_rank, world_size, 2, layout)[0]
+    assert split.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
+
+
+def broken_on_rank(what: str) -> dict[str, torch.Tensor]:
+    """The gradients without one of the sums over the tensor-parallel ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "loss":
+            part = tensor.vocabulary_part
+            patch.setattr(apply, "vocabulary_part", lambda *args: replace(part(*args), total=lambda x: x))
+        else:
+            patch.setattr(tensor, "Partial", Replicate)
+        return gradients(2, torch.distributed.get_rank(), 1, tensor=2)
+
+
+@pytest.mark.parametrize("what", ["loss", "hidden states"])
+def test_control_a_missing_sum_is_noticed(run_on, what: str) -> None:
+    whole, broken = gradients(1, 0, 1), run_on(2, broken_on_rank, what)[0]
+    assert not all(torch.allclose(broken[name], whole[name], rtol=1e-4, atol=1e-7) for name in whole)
+
+
+def unmatched_on_rank() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(llama3.TENSOR_PLAN, "model.layers.*.attention", "gather")
+        with pytest.raises(ConfigError) as e:
+            build(2, torch.distributed.get_rank(), tensor=2)
+    return str(e.value)
+
+
+def test_a_plan_for_modules_that_are_not_there_is_refused(run_on) -> None:
+    assert "'model.layers.*.attention' is no module of the model" in run_on(2, unmatched_on_rank)[0]
+
+
 def test_the_norm_is_that_of_the_gradients() -> None:
     result = gradients(1, 0, 1)
     squares = sum((g.double() ** 2).sum() for name, g in result.items() if name not in ("loss", "norm"))
@@ -150,7 +206,7 @@ def names_on_rank(world_size: int, layout: dict[str, Any]) -> list[tuple[str, tu
     "layout",
     [
         {}, {"replicate": 2}, {"recompute": "full"}, {"recompute": "full", "compile": True}, {"tied": False},
-        {"recompute": "selective"}, {"float8": "tensorwise"}, {"float8": "rowwise"},
+        {"recompute": "selective"}, {"float8": "tensorwise"}, {"float8": "rowwise"}, {"tensor": 2},
     ],
     ids=str,
 )  # fmt: skip

@@ -129,7 +129,12 @@ def train_on_rank(folder: Path, corpus: Path, overrides: list[str], name: str, w
     train(make_job(folder, corpus, *overrides, name=name, world_size=world_size))
 
 
+TENSOR = "--parallelism.tensor_parallel_degree=2"
 LAYOUTS = {
+    "tensor2": (2, [TENSOR]),
+    "tensor2 fsdp2": (4, [TENSOR]),
+    "tensor2 hsdp2": (4, [TENSOR, "--parallelism.data_parallel_replicate_degree=2"]),
+    "tensor2 recompute": (2, [TENSOR, "--activation_checkpoint.mode=selective"]),
     "fsdp2": (2, []),
     "fsdp4": (4, ["--training.local_batch_size=1"]),
     "hsdp2x2": (4, ["--parallelism.data_parallel_replicate_degree=2"]),
@@ -169,6 +174,20 @@ def test_resume_on_another_number_of_ranks(whole: Job, tmp_path: Path, corpus: P
     assert_same_run(make_job(tmp_path, corpus, *overrides, name="elastic"), whole)
 
 
+def test_a_chain_of_layouts_equals_one_run(whole: Job, tmp_path: Path, corpus: Path, run_on) -> None:
+    """Weights, moments and rows cross them; validation and samples run on each."""
+    extra = ["--validation.enable=true", "--validation.freq=3", "--generation.freq=3"]
+    extra += ['--generation.prompts=["ab", "cde"]', "--generation.max_new_tokens=4"]
+    chain = [(4, []), (4, [TENSOR]), (2, [TENSOR]), (1, [])]
+    for steps, (world_size, layout) in zip((3, 6, 9, 12), chain):
+        overrides = [*extra, *layout, f"--training.steps={steps}"]
+        if world_size == 1:
+            train_on_rank(tmp_path, corpus, overrides, "chain", 1)
+        else:
+            run_on(world_size, train_on_rank, tmp_path, corpus, overrides, "chain", world_size)
+    assert_same_run(make_job(tmp_path, corpus, name="chain"), whole)
+
+
 def test_validation_is_the_same_number_on_any_ranks(tmp_path: Path, corpus: Path, run_on) -> None:
     losses = {}
     overrides = [
@@ -176,14 +195,14 @@ def test_validation_is_the_same_number_on_any_ranks(tmp_path: Path, corpus: Path
         "--validation.enable=true",
     ]  # 10 held-out rows: uneven on 2 and on 4 ranks
     train_on_rank(tmp_path, corpus, overrides, "v1", 1)
-    for world_size in (2, 4):
-        run_on(world_size, train_on_rank, tmp_path, corpus, overrides, f"v{world_size}", world_size)
-    for world_size in (1, 2, 4):
-        last = metrics_of(make_job(tmp_path, corpus, name=f"v{world_size}"))[-1]
+    layouts = {"v2": (2, []), "v4": (4, []), "vt": (4, [TENSOR])}
+    for name, (world_size, layout) in layouts.items():
+        run_on(world_size, train_on_rank, tmp_path, corpus, [*overrides, *layout], name, world_size)
+    for name in ("v1", *layouts):
+        last = metrics_of(make_job(tmp_path, corpus, name=name))[-1]
         assert last["eval/tokens"] == 10 * 32
-        losses[world_size] = last["eval/loss"]
-    assert losses[2] == pytest.approx(losses[1], abs=1e-6)
-    assert losses[4] == pytest.approx(losses[1], abs=1e-6)
+        losses[name] = last["eval/loss"]
+    assert all(loss == pytest.approx(losses["v1"], abs=1e-6) for loss in losses.values()), losses
 
 
 def test_generate_reads_any_layout_and_a_copy(tmp_path: Path, corpus: Path, run_on, capsys) -> None:
@@ -234,8 +253,9 @@ def test_packed_and_masked_rows_resume_and_cross_layouts(
     hops = run_in_hops(tmp_path, corpus, [5, 12], *PACKED, "--data.num_workers=2")
     assert history(hops) == history(packed)
     assert weights_sha(hops, 12) == weights_sha(packed, 12)
-    run_on(2, train_on_rank, tmp_path, corpus, [*PACKED, "--training.steps=12"], "two", 2)
-    assert_same_run(make_job(tmp_path, corpus, name="two", world_size=2), packed)
+    for layout in ([], [TENSOR]):
+        run_on(2, train_on_rank, tmp_path, corpus, [*PACKED, *layout, "--training.steps=12"], f"{layout}", 2)
+        assert_same_run(make_job(tmp_path, corpus, name=f"{layout}", world_size=2), packed)
     assert metrics_of(packed)[-1]["train/loss"] < metrics_of(packed)[0]["train/loss"] - 0.5
     assert history(packed)[0] != history(whole)[0]
 

@@ -125,16 +125,31 @@ def test_a_global_batch_of_minus_one_follows_the_ranks(path):
     assert load_job(path, ["--training.global_batch_size=-1"], world_size=3).training.global_batch_size == -1
 
 
+@pytest.mark.parametrize(
+    ("degree", "others", "said"),
+    [
+        (4, [], "n_kv_heads = 2 cannot be divided by 4: each rank needs key and value heads of its own"),
+        (3, [], "n_heads = 4 cannot be divided by 3; it can be by [2, 4]"),
+        (2, ["--training.seq_len=33"], "training.seq_len = 33 cannot be divided by 2"),
+        (2, ["--model.overrides.vocab_size=259"], "vocab_size = 259 cannot be divided by 2"),
+        (2, ["--compile.enable", "--activation_checkpoint.mode=full"], "'full' cannot be compiled"),
+        (2, ["--float8.enable", "--compile.enable"], "float8 does not yet work with tensor parallel"),
+    ],
+)
+def test_what_tensor_parallel_cannot_do_is_refused(complaint, degree, others, said):
+    tensor = f"--parallelism.tensor_parallel_degree={degree}"
+    assert said in complaint(tensor, "--training.global_batch_size=-1", *others, world_size=12)
+
+
 def test_the_degrees_multiply_to_the_ranks(complaint):
     assert complaint("--parallelism.data_parallel_shard_degree=4", world_size=2).endswith(
-        "data_parallel_replicate_degree 1 x data_parallel_shard_degree 4 is 4, there are 2 ranks; "
-        "a shard degree of -1 takes the rest"
+        "data_parallel_shard_degree 4 makes 4, there are 2 ranks; a shard degree of -1 takes the rest"
     )
 
 
 def test_replicas_divide_the_ranks(path, complaint):
     override = "--parallelism.data_parallel_replicate_degree=2"
-    assert load_job(path, [override], world_size=4).parallelism.degrees(4) == (2, 2)
+    assert load_job(path, [override], world_size=4).parallelism.degrees(4) == (2, 2, 1)
     assert "there are 3 ranks" in complaint(override, world_size=3)
 
 

@@ -30,6 +30,9 @@ class Decoder(nn.Module):
     """
 
     vocab_size: int
+    tensor_plan: dict[str, str]
+    """How tensor parallel divides the layers, by patterns of their names: `embedding`, `sequence` (norms),
+    `gather` (a module whose layers need all tokens), `colwise`, `rowwise`, `head`."""
 
     def forward(
         self,
@@ -96,6 +99,7 @@ class DecoderConfig:
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    hidden_dim: int
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):

@@ -25,7 +25,6 @@ class Llama3Config(DecoderConfig):
     """The shape of one flavor. rope_factor 1 means no scaling; max_position is only told to Hugging Face."""
 
     vocab_size: int = 128256
-    hidden_dim: int
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_factor: float = 1.0
@@ -123,6 +122,21 @@ class Llama3(ModelFamily, name="llama3"):
         }
 
 
+TENSOR_PLAN = {
+    "model.embed_tokens": "embedding",
+    "model.layers.*.input_layernorm": "sequence",
+    "model.layers.*.self_attn": "gather",
+    "model.layers.*.self_attn.[qkv]_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.post_attention_layernorm": "sequence",
+    "model.layers.*.mlp": "gather",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "model.norm": "sequence",
+}
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
@@ -191,6 +205,7 @@ class LlamaForCausalLM(Decoder):
         self.config, self.vocab_size = c, c.vocab_size
         self.model = LlamaModel(c)
         self.lm_head = None if c.tie_word_embeddings else Head(c.dim, c.vocab_size, bias=False)
+        self.tensor_plan = TENSOR_PLAN if c.tie_word_embeddings else {**TENSOR_PLAN, "lm_head": "head"}
 
     def forward(
         self,

@@ -1,22 +1,25 @@
-"""The order of the transforms: float8, recompute, compile, shard. A new one gets a file, and a line here."""
+"""The order of the transforms: float8, tensor parallel, recompute, compile, shard. A new one gets a file, and
+a line here."""
 
 from __future__ import annotations
 
 import torch
 
+from titanlite.losses import Loss
 from titanlite.mesh import Mesh, Parallelism
-from titanlite.models.base import Decoder, LossFunction
+from titanlite.models.base import Decoder
 from titanlite.parallel.compile import Compile, apply_compile
 from titanlite.parallel.float8 import Float8, apply_float8
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.precision import apply_precision
 from titanlite.parallel.recompute import ActivationCheckpoint, apply_recompute
 from titanlite.parallel.sharded import ShardedModel
+from titanlite.parallel.tensor import apply_tensor, logits_of_all_tokens, of_all_tokens, vocabulary_part
 
 
 def parallelize(
     net: Decoder,
-    loss: LossFunction,
+    loss: Loss,
     mesh: Mesh,
     *,
     attention: str,
@@ -29,6 +32,14 @@ def parallelize(
 ) -> ShardedModel:
     """This rank's part of `net`, still on meta. A single process is left unsharded."""
     apply_float8(net, float8, sharded=mesh.device_mesh is not None)
+    project = None
+    if mesh.degrees.tensor == 1:
+        loss_function = loss.build(compile.enable)
+    else:
+        apply_tensor(net, mesh.tensor)
+        part = vocabulary_part(net.vocab_size, mesh.tensor)
+        loss_function = of_all_tokens(loss.build(compile.enable, part), mesh.tensor)
+        project = logits_of_all_tokens(mesh.tensor)
     apply_recompute(net, recompute)
     apply_compile(net, compile)
     if mesh.device_mesh is not None:
@@ -37,8 +48,10 @@ def parallelize(
         apply_precision(net, param_dtype)
     return ShardedModel(
         net,
-        loss,
+        loss_function,
         attention,
+        mesh,
+        project,
         reduce_each=parallelism.fsdp_reduce == "micro_batch",
         float8_scales=float8.gathers_float8 and mesh.device_mesh is not None,
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from titanlite.data.batch import Batch
+from titanlite.mesh import ALONE, Mesh
 from titanlite.models.attention import document_mask
 from titanlite.models.base import Decoder, LossFunction
 from titanlite.parallel.float8 import precompute_scales
@@ -17,8 +19,9 @@ from titanlite.parallel.initialize import fill_normal
 class ShardedModel:
     """`net` is this rank's part of the model under full-model parameter names; `loss` what is optimised.
 
-    `attention`: the kernel for batches with masked documents. `reduce_each`: gradients are reduced after each
-    micro-batch instead of once, in the last backward. `float8_scales`: weights are gathered in float8.
+    `attention`: the kernel for batches with masked documents. `project`: makes the logits, where the head
+    alone cannot. `reduce_each`: gradients are reduced after each micro-batch instead of once, in the last
+    backward. `float8_scales`: weights are gathered in float8.
     """
 
     def __init__(
@@ -26,10 +29,13 @@ class ShardedModel:
         net: Decoder,
         loss: LossFunction,
         attention: str,
+        mesh: Mesh = ALONE,
+        project: LossFunction | None = None,
         reduce_each: bool = False,
         float8_scales: bool = False,
     ):
-        self.net, self.loss, self.attention = net, loss, attention
+        self.net, self.loss, self.attention, self.mesh = net, loss, attention, mesh
+        self.project = project
         self.reduce_each, self.float8_scales = reduce_each, float8_scales
 
     def materialize(self, device: torch.device, seed: int) -> None:
@@ -41,7 +47,7 @@ class ShardedModel:
 
     def forward_backward(self, micro_batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
         """Accumulate the gradient of (sum of token losses) / `tokens`; returns this rank's share of that
-        loss, detached.
+        loss, detached: the shares of all ranks add up to it.
 
         `tokens`: targets that count over all ranks and micro-batches. Gradients are reduced in the last
         backward, or in each.
@@ -52,7 +58,7 @@ class ShardedModel:
             loss = self._loss(batch) / tokens.clamp(min=1)
             loss.backward()
             total += loss.detach()
-        return total
+        return total if self.mesh.leads else torch.zeros_like(total)
 
     def weights_changed(self) -> None:
         """To be called when the optimizer has stepped or a checkpoint was loaded. Collective."""
@@ -61,10 +67,11 @@ class ShardedModel:
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """Sum of the token losses of one batch, fp32 scalar. Collective over all ranks."""
+        """This rank's share of the sum of the token losses of one batch, fp32 scalar. Collective over all
+        ranks."""
         loss = self._loss(batch)
         reshard(self.net)
-        return loss
+        return loss if self.mesh.leads else torch.zeros_like(loss)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         mask = None
@@ -75,7 +82,9 @@ class ShardedModel:
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] for tokens int64 [B, T]. Collective like loss_sum."""
+        length = tokens.shape[1]
+        tokens = F.pad(tokens, (0, -length % self.mesh.degrees.tensor))  # to the right, where none looks
         with torch.compiler.set_stance("force_eager"):  # prompts have many lengths: no graph for each
-            logits = self.net(tokens)
+            logits = self.net(tokens, tokens, self.project)
         reshard(self.net)
-        return logits
+        return logits[:, :length]

@@ -1,0 +1,111 @@
+"""Tensor parallel with sequence parallel: each layer's weights are divided over the ranks of the `tensor`
+axis, and between the layers each of these ranks has its share of the tokens (Korthikanti et al. 2022).
+
+A family says in its table which layer is divided how (`Decoder.tensor_plan`); torch's styles do it. The loss
+is of all tokens and divided over the vocabulary: it gathers the hidden states for its part of the head.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from titanlite.config.component import ConfigError
+from titanlite.losses import VocabularyPart
+from titanlite.models.base import Decoder, LossFunction
+
+TOKENS = 1  # the dim of [B, T, D] that is divided between the layers
+
+
+def apply_tensor(net: Decoder, mesh: DeviceMesh) -> None:
+    """Divide the layers that `net.tensor_plan` names, in place; before recompute, compile and FSDP."""
+    styles = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
+        "sequence": SequenceParallel(sequence_dim=TOKENS),
+        "gather": _GatherTokens(),
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(output_layouts=Shard(TOKENS)),
+        "head": _DivideRows(),
+    }
+    names = [name for name, _ in net.named_modules()]
+    for pattern, style in net.tensor_plan.items():
+        found = [name for name in names if fnmatch(name, pattern)]
+        if not found:
+            raise ConfigError(f"tensor_plan: {pattern!r} is no module of the model", "model.name")
+        for name in found:
+            parallelize_module(net, mesh, {name: styles[style]})
+            if style == "embedding":
+                # Its output is still on its way, and a compiled block drops the gradient of such a tensor
+                # (pytorch issue 191113); a copy has arrived.
+                net.get_submodule(name).register_forward_hook(lambda module, tokens, found: found.clone())
+
+
+def vocabulary_part(vocab_size: int, mesh: DeviceMesh) -> VocabularyPart:
+    """This rank's part of the head."""
+    size = vocab_size // mesh.size()
+    return VocabularyPart(
+        first=mesh.get_local_rank() * size,
+        maximum=lambda x: funcol.all_reduce(x, "max", mesh),
+        total=lambda x: funcol.all_reduce(x, "sum", mesh),
+    )
+
+
+def of_all_tokens(loss: LossFunction, mesh: DeviceMesh) -> LossFunction:
+    """`loss`, of this rank's part of the head, as a function of its part of the tokens."""
+
+    def gathered(h_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        assert isinstance(weight_VD, DTensor)
+        hidden = _gather(h_BTD, mesh).to_local(grad_placements=[Partial()])  # each has its part's gradient
+        return loss(hidden, weight_VD.to_local(grad_placements=[Shard(0)]), targets_BT)
+
+    return gathered
+
+
+def logits_of_all_tokens(mesh: DeviceMesh) -> LossFunction:
+    """In the place of a loss: the whole logits [B, T, V], on every rank."""
+
+    def logits(h_BTD: torch.Tensor, weight_VD: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        assert isinstance(weight_VD, DTensor)
+        hidden = _gather(h_BTD, mesh).to_local()
+        part = nn.functional.linear(hidden, weight_VD.to_local().to(hidden.dtype))
+        return DTensor.from_local(part, mesh, [Shard(2)], run_check=False).full_tensor()
+
+    return logits
+
+
+def _gather(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """All tokens of what is divided by tokens."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Shard(TOKENS)], run_check=False)
+    return x.redistribute(placements=[Replicate()])
+
+
+class _GatherTokens(ParallelStyle):
+    """The module's first input is of all tokens, once for all layers in it that are divided by columns."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _, args: (_gather(args[0], device_mesh), *args[1:]))
+        return module
+
+
+class _DivideRows(ParallelStyle):
+    """The weight is divided by rows, and the module called as it is."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def divide(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            for name, parameter in module.named_parameters(recurse=False):
+                module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+
+        return distribute_module(module, device_mesh, divide)
