@@ -44,8 +44,9 @@ class Parallelism:
     """Ranks that share each layer's work on the same rows, and the rows' tokens between the layers (sequence
     parallel)."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters between forward and backward, and gather them again: `always`, `never`, or
-    `default`, which keeps those of a model that fit into 5% of the GPU's memory."""
+    """Free gathered parameters between forward and backward, and gather them again: `always` (all but the
+    last block's and the head's, which the backward begins with), `never`, or `default`, which keeps those of
+    a model that fit into 5% of the GPU's memory."""
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
     """When gradients are summed over ranks: once a step, which is fastest but keeps a whole model's gradients
     on every rank while micro-batches accumulate, or after each micro-batch, which keeps only the rank's

@@ -51,7 +51,8 @@ class Training:
     """dtype of parameters and activations in forward and backward (the optimizer's copy is fp32). auto:
     bfloat16 on CUDA, float32 elsewhere."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
-    """dtype in which gradients are summed over ranks."""
+    """dtype in which gradients are summed over ranks. bfloat16 halves the traffic; micro-batches still add up
+    in fp32, for which each is reduced at once (as with parallelism.fsdp_reduce = "micro_batch")."""
 
     gc_freq: int = 50
     """Collect Python's garbage every so many steps, on all ranks in the same one: a rank that does it in its

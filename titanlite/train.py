@@ -246,7 +246,7 @@ def memory_settings(job: Job, rt: Runtime) -> MemorySettings:
         recompute=job.activation_checkpoint.mode,
         chunked_loss=isinstance(job.loss, ChunkedCrossEntropy),
         float8_possible=job.compile.enable and not job.float8.enable and job.float8.works_on(rt.device),
-        reduces_each=job.parallelism.fsdp_reduce == "micro_batch",
+        reduces_each=job.parallelism.fsdp_reduce == "micro_batch" or rt.reduce_dtype != torch.float32,
         logits=job.loss.bytes_held(tokens, c.dim, c.vocab_size, rt.param_dtype.itemsize),
     )
 

@@ -22,6 +22,7 @@ from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import clip_grad_norm_
 from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
+from titanlite.parallel.initialize import fill_normal
 from titanlite.parallel.recompute import ActivationCheckpoint
 from titanlite.parallel.sharded import ShardedModel
 
@@ -69,6 +70,9 @@ def build(
         parallelism=parallelism,
     )
     model.materialize(torch.device("cpu"), seed=0)
+    for name, p in model.net.named_parameters():
+        if name.endswith("norm.weight"):  # which start as ones
+            fill_normal(p, name, 1.0, 0.3, seed=0)
     return model
 
 
@@ -117,10 +121,10 @@ def test_gradient_is_the_same_for_any_split(run_on, world_size, micro_batches, r
         assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
 
 
-@pytest.mark.parametrize("layout", [{}, {"tied": False}, {"recompute": "full", "compile": True}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"tied": False}, {"recompute": "full"}], ids=str)
 def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
     """The layers' own casts do what FSDP's do; weights and gradients are fp32 in both."""
-    alone, fp32 = gradients(1, 0, 1, dtype=torch.bfloat16, **layout), gradients(1, 0, 1, **layout)
+    alone, fp32 = gradients(1, 0, 2, dtype=torch.bfloat16, **layout), gradients(1, 0, 2, **layout)
     sharded = run_on(2, on_rank, 2, 1, {"dtype": torch.bfloat16, **layout})[0]
     for name, value in alone.items():
         assert value.dtype == sharded[name].dtype == torch.float32
@@ -128,8 +132,8 @@ def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
     def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
         return max(((a[name] - b[name]).norm() / b[name].norm()).item() for name in a)
 
-    assert distance(alone, fp32) > 2e-3
-    assert distance(alone, sharded) < 2 * distance(alone, fp32)
+    assert distance(alone, fp32) > 5e-3
+    assert distance(alone, sharded) < 0.5 * distance(alone, fp32), "FSDP rounds an embedding's gradient, only"
     kept = {t.dtype for t in build(1, 0, dtype=torch.bfloat16, **layout).net.parameters()}
     assert kept == {torch.float32}
 

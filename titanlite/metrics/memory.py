@@ -59,6 +59,11 @@ class MemorySettings:
     reduces_each: bool
     logits: int
 
+    @property
+    def gathers_gradients(self) -> bool:
+        """Whether a rank holds the whole model's gradients while micro-batches accumulate."""
+        return not self.reduces_each and self.micro_batches > 1 and self.shards > 1
+
 
 @contextmanager
 def building(net: nn.Module, shards: int) -> Iterator[None]:
@@ -69,9 +74,11 @@ def building(net: nn.Module, shards: int) -> Iterator[None]:
         weights = 4 * sum(p.numel() for p in net.parameters()) / shards / GIB
         total = torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else 0.0
         raise OutOfMemory(
-            f"out of memory before the first step: on each of {shards} GPUs, of {total:.1f} GiB, weights and "
-            f"gradients take {2 * weights:.1f} GiB, AdamW's moments as much, activations come on top. What "
-            "would help: more GPUs for parallelism.data_parallel_shard_degree = -1, or a smaller model"
+            f"out of memory before the first step: of {total:.1f} GiB, weights take {weights:.1f}, gradients "
+            f"{weights:.1f}, the optimizer {2 * weights:.1f} GiB (with one copy sharded over {shards} GPUs), "
+            "and activations come on top. What would help: more GPUs for "
+            "parallelism.data_parallel_shard_degree = -1, parallelism.data_parallel_replicate_degree = 1, or "
+            "smaller model.overrides"
         ) from e
 
 
@@ -83,7 +90,7 @@ def explain(
     settings: MemorySettings,
 ) -> str:
     """The message for a run that ran out of memory in `step`, with `peak` bytes allocated."""
-    used = usage(optimizer, settings.logits, peak)
+    used = usage(optimizer, settings, peak)
     kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in used._asdict().items())
     advice = "".join(
         f"\n  {remedy.setting} (about {remedy.saves / GIB:.1f} GiB less)"
@@ -101,14 +108,17 @@ def phase(trace: TracebackType | None) -> str:
     return next((PHASES[name] for name in reversed(names) if name in PHASES), "outside a step")
 
 
-def usage(optimizer: torch.optim.Optimizer, logits: int, peak: int) -> Usage:
+def usage(optimizer: torch.optim.Optimizer, settings: MemorySettings, peak: int) -> Usage:
     """What `peak` bytes are made of. The optimizer's parameters: a model's may be gathered copies."""
+    logits = settings.logits
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = optimizer.state.values()
     weights = _bytes(parameters)
     gradients = max(
         _bytes(p.grad for p in parameters if p.grad is not None), weights
     )  # in step 1, not all yet
+    if settings.gathers_gradients:
+        gradients *= settings.shards
     moments = _bytes(t for state in states for t in state.values() if isinstance(t, torch.Tensor))
     fixed = weights + gradients + moments
     return Usage(weights, gradients, moments, logits, max(peak - fixed - logits, 0))
@@ -132,8 +142,12 @@ def remedies(used: Usage, settings: MemorySettings) -> list[Remedy]:
         found.append(Remedy('loss.name = "chunked_cross_entropy"', 0.9 * used.logits))
     if s.float8_possible:
         found.append(Remedy("float8.enable = true", 0.25 * used.activations))
-    if not s.reduces_each and s.micro_batches > 1 and s.shards > 1:
-        found.append(Remedy('parallelism.fsdp_reduce = "micro_batch"', used.gradients * (s.shards - 1)))
+    if s.gathers_gradients:
+        saves = used.gradients * (1 - 1 / s.shards)
+        found.append(Remedy('parallelism.fsdp_reduce = "micro_batch"', saves))
+    found.append(Remedy("half of training.seq_len", used.activations / 2))
+    if s.chunked_loss:
+        found.append(Remedy("half of loss.chunk_tokens", used.logits / 2))
     fixed = used.parameters + used.gradients + used.optimizer
     found.append(Remedy("twice the GPUs, for parallelism.data_parallel_shard_degree = -1", fixed / 2))
     return sorted(found, key=lambda remedy: -remedy.saves)[:3]

@@ -77,9 +77,9 @@ class AttentionBackend:
         masked: bool,
         shape: tuple[int, int, int, int],
     ) -> str:
-        """The name of the kernel that a training step will take, for queries of `shape` (T, H, K, E). For the
-        life of the process, scaled_dot_product_attention is left none but those that `sdpa_kernel` allows.
-        Raises ConfigError if there is none."""
+        """The name of the kernel that a training step will take, for queries of `shape` (T, H, K, E). If it
+        is one of scaled_dot_product_attention's, that is left none but those that `sdpa_kernel` allows, for
+        the life of the process; raises ConfigError if there is none."""
         if masked and (backend := self.choose(device, dtype)) != "sdpa":
             return backend
         if device.type != "cuda":

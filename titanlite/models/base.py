@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from titanlite.config.component import Component, ConfigError, suggest
@@ -67,26 +66,6 @@ class Decoder(nn.Module):
     def num_matmul_parameters(self) -> int:
         """Parameters that every token is multiplied with: all but an embedding that is only looked up."""
         raise NotImplementedError
-
-
-class Head(nn.Linear):
-    """The projection to the vocabulary. It is called with the loss, not only asked for its weight, so that it
-    can be sharded like any module."""
-
-    def forward(
-        self, h_BTD: torch.Tensor, targets: torch.Tensor | None = None, loss: LossFunction | None = None
-    ) -> torch.Tensor:
-        return head(h_BTD, self.weight, targets, loss)
-
-
-def head(
-    h_BTD: torch.Tensor, weight_VD: torch.Tensor, targets: torch.Tensor | None, loss: LossFunction | None
-) -> torch.Tensor:
-    """Logits [B, T, V]; with `loss`, the sum of the token losses instead."""
-    if loss is None:
-        return F.linear(h_BTD, weight_VD.to(h_BTD.dtype))
-    assert targets is not None
-    return loss(h_BTD, weight_VD, targets)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Layers shared by the families: linear, RMSNorm, rotary embedding, SwiGLU feed-forward.
+"""Layers shared by the families: linear, head, RMSNorm, rotary embedding, SwiGLU feed-forward.
 
 Shape suffixes: B batch, T tokens, D model dim, F feed-forward dim, H heads, E head dim.
 """
@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titanlite.models.base import LossFunction
+
 
 class Linear(nn.Linear):
     """Without bias; the product is taken in the dtype of `x`, whatever the weight's."""
@@ -23,9 +25,29 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+class Head(Linear):
+    """The projection to the vocabulary. It is called with the loss, not only asked for its weight, so that it
+    can be sharded like any module."""
+
+    def forward(
+        self, h_BTD: torch.Tensor, targets: torch.Tensor | None = None, loss: LossFunction | None = None
+    ) -> torch.Tensor:
+        return head(h_BTD, self.weight, targets, loss)
+
+
+def head(
+    h_BTD: torch.Tensor, weight_VD: torch.Tensor, targets: torch.Tensor | None, loss: LossFunction | None
+) -> torch.Tensor:
+    """Logits [B, T, V]; with `loss`, the sum of the token losses instead."""
+    if loss is None:
+        return F.linear(h_BTD, weight_VD.to(h_BTD.dtype))
+    assert targets is not None
+    return loss(h_BTD, weight_VD, targets)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim, computed in fp32, returned in x's dtype (Zhang & Sennrich
-    2019)."""
+    2019). The weight is rounded to x's dtype first, as FSDP gathers it: alone or sharded, it is the same."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -33,7 +55,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.to(x.dtype).float(), self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True)

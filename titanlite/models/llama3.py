@@ -16,8 +16,8 @@ from torch import nn
 
 from titanlite.config.component import ConfigError
 from titanlite.models.attention import Mask, causal_attention
-from titanlite.models.base import Decoder, DecoderConfig, Head, LossFunction, ModelFamily, head
-from titanlite.models.layers import Linear, RMSNorm, RopeScaling, SwiGLU, apply_rope, rope_tables
+from titanlite.models.base import Decoder, DecoderConfig, LossFunction, ModelFamily
+from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, SwiGLU, apply_rope, head, rope_tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ class LlamaForCausalLM(Decoder):
         super().__init__()
         self.config, self.vocab_size = c, c.vocab_size
         self.model = LlamaModel(c)
-        self.lm_head = None if c.tie_word_embeddings else Head(c.dim, c.vocab_size, bias=False)
+        self.lm_head = None if c.tie_word_embeddings else Head(c.dim, c.vocab_size)
         self.tensor_plan = TENSOR_PLAN if c.tie_word_embeddings else {**TENSOR_PLAN, "lm_head": "head"}
 
     def forward(

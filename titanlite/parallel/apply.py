@@ -52,6 +52,7 @@ def parallelize(
         attention,
         mesh,
         project,
-        reduce_each=parallelism.fsdp_reduce == "micro_batch",
+        # FSDP would add micro-batches up in the dtype in which it reduces.
+        reduce_each=parallelism.fsdp_reduce == "micro_batch" or reduce_dtype != torch.float32,
         float8_scales=float8.gathers_float8 and mesh.device_mesh is not None,
     )

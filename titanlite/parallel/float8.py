@@ -88,9 +88,8 @@ def apply_float8(net: Decoder, config: Float8, sharded: bool) -> None:
         if any(part in name for part in config.filter_fqns) or layer.weight.numel() < config.min_elements
     }
     if left == layers.keys():
-        raise ConfigError(
-            f"float8 is left with no layer: {_like(layers)} are all left out", "float8.filter_fqns"
-        )
+        key = "filter_fqns" if config.filter_fqns else "min_elements"
+        raise ConfigError(f"float8 is left with no layer: {_like(layers)} are all left out", f"float8.{key}")
     for name in layers.keys() - left:
         rows, columns = layers[name].weight.shape
         if rows % MULTIPLE or columns % MULTIPLE:

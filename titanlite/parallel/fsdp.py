@@ -28,33 +28,33 @@ def apply_fsdp(
     )
     default = mesh.degrees.shard > 1 and not _is_small(net, param_dtype, mesh.fsdp.device_type)
     reshard = {"always": True, "never": False, "default": default}[reshard_after_forward]
-    # The backward begins with the last block and what follows it: freeing those would be for nothing.
-    *blocks, last = net.blocks().values()
+    blocks = list(net.blocks().values())
     for block in blocks:
-        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(
-        last, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard_after_forward == "always"
-    )
+        # The backward begins with the last block and the head: freeing those would be for nothing.
+        free = reshard and block is not blocks[-1]
+        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=free)
     for end in net.ends():
-        lookup = isinstance(end[0], nn.Embedding)
-        fully_shard(end, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and lookup)
-        for module in end:
-            if isinstance(module, FSDPModule) and lookup:  # whose backward does not read the weight
-                module.set_unshard_in_backward(False)
+        free = reshard and isinstance(end[0], nn.Embedding)
+        fully_shard(end, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=free)
     fully_shard(net, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if isinstance(module, nn.Embedding):
+                module.set_unshard_in_backward(False)  # which does not read the weight
 
 
 def _is_small(net: Decoder, dtype: torch.dtype, device_type: str) -> bool:
     """Whether all blocks, gathered, leave almost as much memory as one: then the second gathering is time
-    for nothing."""
+    for nothing. The same on all ranks, whatever their devices; collective."""
     if device_type != "cuda":
         return False
     gathered = sum(p.numel() for p in net.blocks().parameters()) * dtype.itemsize
-    return gathered <= SMALL * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    device = torch.cuda.current_device()
+    memory = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
+    torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MIN)
+    return gathered <= SMALL * memory.item()
 
 
 def sync_gradients(net: Decoder, on: bool) -> None:
@@ -64,7 +64,7 @@ def sync_gradients(net: Decoder, on: bool) -> None:
 
 
 def reshard(net: Decoder) -> None:
-    """Free gathered parameters after a forward that no backward follows. The root group stays gathered
+    """Free gathered parameters after a forward that no backward follows. Some groups stay gathered
     otherwise, and named_parameters() would give the gathered copies, not the optimizer's."""
     for module in net.modules():
         if isinstance(module, FSDPModule):

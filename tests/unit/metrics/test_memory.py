@@ -39,12 +39,15 @@ def test_half_a_batch_divides_it() -> None:
 def test_what_helps_depends_on_what_is_set() -> None:
     full, half = 'activation_checkpoint.mode = "full"', "training.local_batch_size = 4"
     float8, gpus = "float8.enable = true", "twice the GPUs"
-    assert settings_of() == [full, half, float8]
-    assert settings_of(recompute="full") == [half, float8, gpus]
-    assert settings_of(recompute="full", local_batch_size=1, float8_possible=False) == [gpus]
-    several = settings_of(micro_batches=4, shards=64)
-    assert several[0] == 'parallelism.fsdp_reduce = "micro_batch"'
-    assert several[0] not in settings_of(micro_batches=4, shards=64, reduces_each=True)
+    assert settings_of() == [full, half, "half of training.seq_len"]
+    seq_len, chunk = "half of training.seq_len", "half of loss.chunk_tokens"
+    assert settings_of(recompute="full") == [half, seq_len, float8]
+    assert settings_of(recompute="full", local_batch_size=1, float8_possible=False) == [seq_len, gpus, chunk]
+    reduce = 'parallelism.fsdp_reduce = "micro_batch"'
+    used = USED._replace(gradients=64 * 6 * GIB)
+    several = replace(SETTINGS, micro_batches=4, shards=64)
+    assert remedies(used, several)[0] == (reduce, 63 * 6 * GIB)
+    assert all(r.setting != reduce for r in remedies(used, replace(several, reduces_each=True)))
 
 
 def test_the_logits_count_when_they_are_whole() -> None:
@@ -56,13 +59,15 @@ def test_the_logits_count_when_they_are_whole() -> None:
 
 
 def test_usage_adds_up_to_the_peak() -> None:
-    net = nn.Linear(100, 10, bias=False)
+    net, small = nn.Linear(100, 10, bias=False), replace(SETTINGS, logits=50)
     optimizer = torch.optim.AdamW(net.parameters())
-    assert usage(optimizer, 50, 20_000) == (4000, 4000, 0, 50, 11_950)
+    assert usage(optimizer, small, 20_000) == (4000, 4000, 0, 50, 11_950)
     net(torch.ones(1, 100)).sum().backward()
     optimizer.step()
-    assert usage(optimizer, 50, 20_000) == (4000, 4000, 8004, 50, 3946)
-    assert usage(optimizer, 0, 0).activations == 0
+    assert usage(optimizer, small, 20_000) == (4000, 4000, 8004, 50, 3946)
+    assert usage(optimizer, replace(small, logits=0), 0).activations == 0
+    whole = replace(small, micro_batches=2, shards=3)  # a whole model's gradients, not only this rank's
+    assert usage(optimizer, whole, 40_000) == (4000, 12_000, 8004, 50, 15_946)
 
 
 def test_the_phase_is_the_innermost_function_that_has_one() -> None:
@@ -112,7 +117,5 @@ def test_a_model_that_does_not_fit_says_what_it_takes(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ShardedModel, "materialize", too_large)
-    with pytest.raises(
-        OutOfMemory, match=r"before the first step: on each of 1 GPUs.* take 0.0 GiB.*more GPUs"
-    ):
+    with pytest.raises(OutOfMemory, match=r"before the first step: of .*weights take 0.0, .*more GPUs"):
         train(make_job(tmp_path, corpus))

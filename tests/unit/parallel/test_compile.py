@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.component import ConfigError
-from titanlite.losses import cross_entropy
+from titanlite.losses import ChunkedCrossEntropy, cross_entropy
 from titanlite.models.base import Decoder
-from titanlite.models.llama3 import Llama3
+from titanlite.models.llama3 import Block, Llama3
 from titanlite.parallel.compile import Compilations, Compile, apply_compile
 from titanlite.parallel.recompute import ActivationCheckpoint, apply_recompute
 from titanlite.parallel.sharded import ShardedModel
@@ -64,16 +65,39 @@ def close(found: tuple[float, list[torch.Tensor]], wanted: tuple[float, list[tor
 
 
 @recompute
-def test_one_graph_serves_all_blocks_and_changes_nothing(recompute: ActivationCheckpoint) -> None:
+def test_one_graph_serves_all_blocks_and_changes_nothing(
+    recompute: ActivationCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = step(build())
     torch._dynamo.reset()
     net, counter = build(), CompileCounter()
     apply_recompute(net, recompute)
-    for block in net.blocks().values():
-        block.compile(fullgraph=True, backend=counter)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    apply_compile(net, Compile(enable=True))
     assert close(step(net), wanted)
     kinds = 2 if recompute.selective_ac_option == "2" else 1  # of blocks
     assert counter.frame_count == kinds, "every block compiled its own graph, or none at all"
+
+
+def test_a_break_in_a_graph_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = build()
+    inner = Block.forward
+    monkeypatch.setattr(
+        Block, "forward", lambda self, x, *a: inner(self, torch._dynamo.graph_break() or x, *a)
+    )
+    apply_compile(net, Compile(enable=True))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        step(net)
+
+
+def test_the_loss_is_one_graph_for_all_chunks() -> None:
+    torch._dynamo.reset()
+    compilations = Compilations()
+    hidden = torch.randn(2, 24, 8, requires_grad=True)
+    weight, targets = torch.randn(99, 8, requires_grad=True), torch.randint(0, 99, (2, 24))
+    loss = ChunkedCrossEntropy(chunk_tokens=20).build(compile=True)  # 3 chunks of 16
+    loss(hidden, weight, targets).backward()
+    assert compilations.since_last()["compile/graphs"] == 1
 
 
 @pytest.mark.parametrize("name", ["none", "op", "memory budget"])
