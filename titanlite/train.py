@@ -121,7 +121,8 @@ def build(job: Job, rt: Runtime) -> Run:
 
     c = job.model.config
     shape = (job.training.seq_len, c.n_heads, c.n_kv_heads, c.head_dim)
-    kernel = job.attention.fix_kernel(rt.device, rt.param_dtype, job.data.mask_documents, shape)
+    gathered = rt.mesh.degrees.context > 1
+    kernel = job.attention.fix_kernel(rt.device, rt.param_dtype, job.data.mask_documents, shape, gathered)
     with torch.device("meta"):
         net = job.model.build()
     cost = flops_of(job, net)
@@ -129,7 +130,7 @@ def build(job: Job, rt: Runtime) -> Run:
         net,
         job.loss,
         rt.mesh,
-        attention=job.attention.choose(rt.device, rt.param_dtype),
+        attention=job.attention.choose(rt.device, rt.param_dtype, gathered),
         float8=job.float8,
         recompute=job.activation_checkpoint,
         compile=job.compile,
