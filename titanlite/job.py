@@ -86,6 +86,13 @@ class Job:
     def check(self, world_size: int) -> None:
         """Rules that span sections, before any process group or file exists. Raises ConfigError."""
         StepPlan.of(self.training, self.parallelism.degrees(world_size).data_parallel)
+        context, tensor = self.parallelism.context_parallel_degree, self.parallelism.tensor_parallel_degree
+        if context > 1 and self.training.seq_len % (2 * context * tensor):
+            raise ConfigError(
+                f"training.seq_len = {self.training.seq_len} is no multiple of 2 x context_parallel_degree "
+                f"{context} x tensor_parallel_degree {tensor}: each rank has two equal pieces of a row",
+                "parallelism.context_parallel_degree",
+            )
         self._check_tensor_parallel()
         if self.validation.enable and not (self.data.holdout_rows or self.data.validation_sources):
             raise ConfigError(

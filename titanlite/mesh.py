@@ -1,7 +1,8 @@
 """The ranks as a mesh with named axes, and the one place that knows the order of the axes.
 
-Axes, from the outermost in: `replicate` (HSDP: whole copies), `shard` (FSDP: parts of one copy), `tensor`
-(parts of each layer). Ranks along `tensor` read the same rows; replicate x shard are the data-parallel ranks.
+Axes, from the outermost in: `replicate` (HSDP: whole copies), `shard` (FSDP: parts of one copy), `context`
+(parts of each row), `tensor` (parts of each layer). Ranks along `context` and `tensor` read the same rows;
+replicate x shard are the data-parallel ranks. FSDP shards over `context`, too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Degrees(NamedTuple):
 
     replicate: int
     shard: int
+    context: int
     tensor: int
 
     @property
@@ -27,9 +29,22 @@ class Degrees(NamedTuple):
         """Ranks that read different rows."""
         return self.replicate * self.shard
 
+    @property
+    def same_rows(self) -> int:
+        """Ranks that read the same ones."""
+        return self.context * self.tensor
+
 
 SHARD = "data_parallel_shard_degree"
-KEYS = ("data_parallel_replicate_degree", SHARD, "tensor_parallel_degree")  # of the degrees, in their order
+KEYS = (
+    "data_parallel_replicate_degree",
+    SHARD,
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+)  # of the degrees, in their order
+
+
+SHARD_AND_CONTEXT = "shard_context"  # the two as one axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +55,8 @@ class Parallelism:
     """Copies of the sharded model; above 1 with sharding is HSDP."""
     data_parallel_shard_degree: int = -1
     """Ranks that share one copy of parameters, gradients and optimizer state (FSDP); -1: the rest."""
+    context_parallel_degree: int = 1
+    """Ranks that share the tokens of each row; attention gathers keys and values. For long rows."""
     tensor_parallel_degree: int = 1
     """Ranks that share each layer's work on the same rows, and the rows' tokens between the layers (sequence
     parallel)."""
@@ -95,18 +112,35 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """Which of them this one is."""
-        return self.rank // self.degrees.tensor
+        return self.rank // self.degrees.same_rows
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which one copy of the weights is divided."""
+        return self.degrees.shard * self.degrees.same_rows
 
     @property
     def leads(self) -> bool:
         """Whether this rank speaks for those that read the same rows: what they all know is counted once."""
+        return self.rank % self.degrees.same_rows == 0
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss of this rank's tokens is not another's, too."""
         return self.rank % self.degrees.tensor == 0
 
     @property
     def fsdp(self) -> DeviceMesh:
         """What fully_shard takes: one axis (shard), or two (replicate, shard) for HSDP."""
         assert self.device_mesh is not None, "no process group: nothing to shard over"
-        return self.device_mesh[("replicate", "shard") if self.degrees.replicate > 1 else "shard"]
+        shard = "shard" if self.degrees.context == 1 else SHARD_AND_CONTEXT
+        return self.device_mesh[("replicate", shard) if self.degrees.replicate > 1 else shard]
+
+    @property
+    def context(self) -> DeviceMesh:
+        """The ranks that share the tokens of each row."""
+        assert self.device_mesh is not None
+        return self.device_mesh["context"]
 
     @property
     def tensor(self) -> DeviceMesh:
@@ -115,11 +149,13 @@ class Mesh:
         return self.device_mesh["tensor"]
 
 
-ALONE = Mesh(Degrees(1, 1, 1), 0, None)
+ALONE = Mesh(Degrees(1, 1, 1, 1), 0, None)
 
 
 def build_mesh(parallelism: Parallelism, device_type: str, rank: int, world_size: int) -> Mesh:
     """The mesh of this job; collective over all ranks."""
     degrees = parallelism.degrees(world_size)
     mesh = init_device_mesh(device_type, degrees, mesh_dim_names=Degrees._fields) if world_size > 1 else None
+    if mesh is not None and degrees.context > 1:
+        mesh["shard", "context"]._flatten(SHARD_AND_CONTEXT)
     return Mesh(degrees, rank, mesh)

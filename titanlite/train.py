@@ -121,7 +121,8 @@ def build(job: Job, rt: Runtime) -> Run:
 
     c = job.model.config
     shape = (job.training.seq_len, c.n_heads, c.n_kv_heads, c.head_dim)
-    kernel = job.attention.fix_kernel(rt.device, rt.param_dtype, job.data.mask_documents, shape)
+    gathered = rt.mesh.degrees.context > 1
+    kernel = job.attention.fix_kernel(rt.device, rt.param_dtype, job.data.mask_documents, shape, gathered)
     with torch.device("meta"):
         net = job.model.build()
     cost = flops_of(job, net)
@@ -129,7 +130,7 @@ def build(job: Job, rt: Runtime) -> Run:
         net,
         job.loss,
         rt.mesh,
-        attention=job.attention.choose(rt.device, rt.param_dtype),
+        attention=job.attention.choose(rt.device, rt.param_dtype, gathered),
         float8=job.float8,
         recompute=job.activation_checkpoint,
         compile=job.compile,
@@ -138,7 +139,7 @@ def build(job: Job, rt: Runtime) -> Run:
         parallelism=job.parallelism,
     )
     describe(job, rt, net, rows, kernel)
-    with building(net, rt.mesh.degrees.shard):
+    with building(net, rt.mesh.shards):
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(net.named_parameters())
         state = TrainState(step=0, rows=0, tokens=rt.count(0))
@@ -242,7 +243,7 @@ def memory_settings(job: Job, rt: Runtime) -> MemorySettings:
     return MemorySettings(
         local_batch_size=job.training.local_batch_size,
         micro_batches=rt.plan.micro_batches,
-        shards=rt.mesh.degrees.shard,
+        shards=rt.mesh.shards,
         recompute=job.activation_checkpoint.mode,
         chunked_loss=isinstance(job.loss, ChunkedCrossEntropy),
         float8_possible=job.compile.enable and not job.float8.enable and job.float8.works_on(rt.device),

@@ -49,6 +49,7 @@ def build(
     parallelism = Parallelism(
         data_parallel_replicate_degree=replicate,
         tensor_parallel_degree=options.get("tensor", 1),
+        context_parallel_degree=options.get("context", 1),
         fsdp_reduce=reduce,
     )
     mesh = build_mesh(parallelism, "cpu", rank, world_size)
@@ -144,10 +145,13 @@ def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
         (2, 1, {}), (2, 1, {"whole_logits": True}),
         (4, 1, {"tied": False, "compile": True}), (4, 1, {"recompute": "full"}),
         (4, 1, {"recompute": "selective", "reduce": "micro_batch"}), (4, 2, {"tied": False}),
+        (2, 1, {"tensor": 1, "context": 2}), (4, 1, {"tensor": 1, "context": 2, "compile": True}),
+        (4, 2, {"tensor": 1, "context": 2, "tied": False}), (4, 1, {"context": 2, "recompute": "full"}),
+        (4, 1, {"tensor": 1, "context": 4}),
     ],
     ids=str,
 )  # fmt: skip
-def test_gradient_is_the_same_with_tensor_parallel(run_on, world_size, replicate, layout) -> None:
+def test_gradient_is_the_same_on_layouts_of_one_row(run_on, world_size, replicate, layout) -> None:
     whole = gradients(1, 0, 1, whole_logits=True, tied=layout.get("tied", True))
     layout = {"tensor": 2, "replicate": replicate, **layout}
     split = run_on(world_size, on_rank, world_size, 2, layout)[0]

@@ -130,7 +130,11 @@ def train_on_rank(folder: Path, corpus: Path, overrides: list[str], name: str, w
 
 
 TENSOR = "--parallelism.tensor_parallel_degree=2"
+CONTEXT = "--parallelism.context_parallel_degree=2"
 LAYOUTS = {
+    "context2": (2, [CONTEXT]),
+    "context2 fsdp2": (4, [CONTEXT]),
+    "context2 tensor2": (4, [CONTEXT, TENSOR]),
     "tensor2": (2, [TENSOR]),
     "tensor2 fsdp2": (4, [TENSOR]),
     "tensor2 hsdp2": (4, [TENSOR, "--parallelism.data_parallel_replicate_degree=2"]),
@@ -178,7 +182,7 @@ def test_a_chain_of_layouts_equals_one_run(whole: Job, tmp_path: Path, corpus: P
     """Weights, moments and rows cross them; validation and samples run on each."""
     extra = ["--validation.enable=true", "--validation.freq=3", "--generation.freq=3"]
     extra += ['--generation.prompts=["ab", "cde"]', "--generation.max_new_tokens=4"]
-    chain = [(4, []), (4, [TENSOR]), (2, [TENSOR]), (1, [])]
+    chain = [(4, []), (4, [TENSOR]), (2, [CONTEXT]), (1, [])]
     for steps, (world_size, layout) in zip((3, 6, 9, 12), chain):
         overrides = [*extra, *layout, f"--training.steps={steps}"]
         if world_size == 1:
@@ -195,7 +199,7 @@ def test_validation_is_the_same_number_on_any_ranks(tmp_path: Path, corpus: Path
         "--validation.enable=true",
     ]  # 10 held-out rows: uneven on 2 and on 4 ranks
     train_on_rank(tmp_path, corpus, overrides, "v1", 1)
-    layouts = {"v2": (2, []), "v4": (4, []), "vt": (4, [TENSOR])}
+    layouts = {"v2": (2, []), "v4": (4, []), "vt": (4, [TENSOR]), "vc": (4, [CONTEXT])}
     for name, (world_size, layout) in layouts.items():
         run_on(world_size, train_on_rank, tmp_path, corpus, [*overrides, *layout], name, world_size)
     for name in ("v1", *layouts):
@@ -253,7 +257,7 @@ def test_packed_and_masked_rows_resume_and_cross_layouts(
     hops = run_in_hops(tmp_path, corpus, [5, 12], *PACKED, "--data.num_workers=2")
     assert history(hops) == history(packed)
     assert weights_sha(hops, 12) == weights_sha(packed, 12)
-    for layout in ([], [TENSOR]):
+    for layout in ([], [TENSOR], [CONTEXT]):
         run_on(2, train_on_rank, tmp_path, corpus, [*PACKED, *layout, "--training.steps=12"], f"{layout}", 2)
         assert_same_run(make_job(tmp_path, corpus, name=f"{layout}", world_size=2), packed)
     assert metrics_of(packed)[-1]["train/loss"] < metrics_of(packed)[0]["train/loss"] - 0.5

@@ -149,7 +149,7 @@ def test_the_degrees_multiply_to_the_ranks(complaint):
 
 def test_replicas_divide_the_ranks(path, complaint):
     override = "--parallelism.data_parallel_replicate_degree=2"
-    assert load_job(path, [override], world_size=4).parallelism.degrees(4) == (2, 2, 1)
+    assert load_job(path, [override], world_size=4).parallelism.degrees(4) == (2, 2, 1, 1)
     assert "there are 3 ranks" in complaint(override, world_size=3)
 
 

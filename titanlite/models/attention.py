@@ -8,6 +8,7 @@ head dim.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -33,8 +34,16 @@ class Lengths(NamedTuple):
     longest: int
 
 
+class Gathered(NamedTuple):
+    """For a rank that has a part of each row's tokens (context parallel): `gather` makes the keys, or the
+    values, of all tokens from its own, and `mask` is of its queries and all keys."""
+
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    mask: torch.Tensor | BlockMask
+
+
 # bool [B, 1, T, T] is for scaled_dot_product_attention, the others for the kernels they are named after
-Mask = torch.Tensor | BlockMask | Lengths
+Mask = torch.Tensor | BlockMask | Lengths | Gathered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +59,12 @@ class AttentionBackend:
     """On CUDA, the kernel of scaled_dot_product_attention. `auto`: torch's choice, but never `math`, which
     writes out all scores: that is only taken when it is asked for."""
 
-    def choose(self, device: torch.device, dtype: torch.dtype) -> str:
-        """The kernel's name. Raises ConfigError for one that `device` and `dtype` do not have."""
+    def choose(self, device: torch.device, dtype: torch.dtype, gathered: bool = False) -> str:
+        """The kernel's name. Raises ConfigError for one that `device` and `dtype` do not have, or that cannot
+        mask `gathered` keys."""
         works = {
             "varlen": varlen_attn is not None
+            and not gathered
             and device.type == "cuda"
             and dtype in (torch.bfloat16, torch.float16),
             "flex": device.type == "cuda",
@@ -76,12 +87,14 @@ class AttentionBackend:
         dtype: torch.dtype,
         masked: bool,
         shape: tuple[int, int, int, int],
+        gathered: bool = False,
     ) -> str:
         """The name of the kernel that a training step will take, for queries of `shape` (T, H, K, E). If it
         is one of scaled_dot_product_attention's, that is left none but those that `sdpa_kernel` allows, for
         the life of the process; raises ConfigError if there is none."""
-        if masked and (backend := self.choose(device, dtype)) != "sdpa":
+        if (masked or gathered) and (backend := self.choose(device, dtype, gathered)) != "sdpa":
             return backend
+        masked = masked or gathered
         if device.type != "cuda":
             return f"sdpa on {device.type}"
         switches = {
@@ -135,11 +148,32 @@ def document_mask(backend: str, positions: torch.Tensor, num_documents: int) -> 
     return (document[:, :, None] == document[:, None, :])[:, None] & causal
 
 
+def part_mask(
+    backend: str, here: torch.Tensor, there: torch.Tensor, document: torch.Tensor | None
+) -> torch.Tensor | BlockMask:
+    """The causal mask for queries and keys at these places of a row, int64 [Q] and [T]; `document` int32
+    [B, T]: which document each place is in, if they are masked from each other."""
+    if backend == "flex":
+
+        def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            before = here[q] >= there[k]
+            return before if document is None else before & (document[b, here[q]] == document[b, there[k]])
+
+        B = None if document is None else len(document)
+        return _block_mask(sees, B, None, len(here), len(there), device=here.device)
+    before = here[:, None] >= there
+    if document is None:
+        return before[None, None]
+    return (document[:, here, None] == document[:, None, there])[:, None] & before
+
+
 def causal_attention(
     q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor, mask: Mask | None = None
 ) -> torch.Tensor:
     """Each token attends to itself and the tokens before it that `mask` leaves: [B, T, H, E]."""
     gqa = q_BTHE.shape[2] != k_BTKE.shape[2]
+    if isinstance(mask, Gathered):
+        k_BTKE, v_BTKE, mask = mask.gather(k_BTKE), mask.gather(v_BTKE), mask.mask
     if isinstance(mask, Lengths):
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
         options: dict[str, Any] = {"window_size": (-1, 0)}  # causal

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from titanlite.data.batch import Batch
 from titanlite.mesh import ALONE, Mesh
-from titanlite.models.attention import document_mask
+from titanlite.models.attention import Mask, document_mask
 from titanlite.models.base import Decoder, LossFunction
+from titanlite.parallel.context import Context
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal
@@ -36,6 +37,7 @@ class ShardedModel:
     ):
         self.net, self.loss, self.attention, self.mesh = net, loss, attention, mesh
         self.project = project
+        self.context = Context(mesh.context, attention) if mesh.degrees.context > 1 else None
         self.reduce_each, self.float8_scales = reduce_each, float8_scales
 
     def materialize(self, device: torch.device, seed: int) -> None:
@@ -58,7 +60,7 @@ class ShardedModel:
             loss = self._loss(batch) / tokens.clamp(min=1)
             loss.backward()
             total += loss.detach()
-        return total if self.mesh.leads else torch.zeros_like(total)
+        return total if self.mesh.has_loss else torch.zeros_like(total)
 
     def weights_changed(self) -> None:
         """To be called when the optimizer has stepped or a checkpoint was loaded. Collective."""
@@ -71,20 +73,32 @@ class ShardedModel:
         ranks."""
         loss = self._loss(batch)
         reshard(self.net)
-        return loss if self.mesh.leads else torch.zeros_like(loss)
+        return loss if self.mesh.has_loss else torch.zeros_like(loss)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        mask = None
-        if batch.positions is not None:
-            mask = document_mask(self.attention, batch.positions, batch.num_documents)
-        return self.net(batch.inputs, batch.targets, self.loss, batch.positions, mask)
+        inputs, targets, positions = batch.inputs, batch.targets, batch.positions
+        mask: Mask | None = None
+        if self.context is not None:
+            here, there = self.context.places(inputs.shape[1], inputs.device)
+            mask = self.context.mask(here, there, positions)
+            inputs, targets = inputs[:, here], targets[:, here]
+            positions = here if positions is None else positions[:, here]
+        elif positions is not None:
+            mask = document_mask(self.attention, positions, batch.num_documents)
+        return self.net(inputs, targets, self.loss, positions, mask)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] for tokens int64 [B, T]. Collective like loss_sum."""
-        length = tokens.shape[1]
-        tokens = F.pad(tokens, (0, -length % self.mesh.degrees.tensor))  # to the right, where none looks
+        length, pieces = tokens.shape[1], self.mesh.degrees.tensor * 2 * self.mesh.degrees.context
+        tokens = F.pad(tokens, (0, -length % pieces))  # to the right, where none looks
         with torch.compiler.set_stance("force_eager"):  # prompts have many lengths: no graph for each
-            logits = self.net(tokens, tokens, self.project)
+            if self.context is None:
+                logits = self.net(tokens, tokens, self.project)
+            else:
+                here, there = self.context.places(tokens.shape[1], tokens.device)
+                mask = self.context.mask(here, there, None)
+                logits = self.context.gather(self.net(tokens[:, here], tokens, self.project, here, mask))
+                logits = logits[:, there.argsort()]
         reshard(self.net)
         return logits[:, :length]
