@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -248,3 +248,27 @@ def test_all_problems_are_named_up_to_three(step: Path) -> None:
     wanted = {"model": {f"t{i}": torch.zeros(1) for i in range(4)}}
     with pytest.raises(CheckpointError, match=r"model\.bias is unexpected; .* \(and 3 more\)"):
         load_tensors(step, wanted)
+
+
+# ---- what Python 3.11.0 to 3.11.3 write for a member of an enum: a call of getattr
+
+
+def read_by_getattr(tmp_path: Path, owner: object, name: str) -> Metadata:
+    metadata = Metadata({}, planner_data=Calls(getattr, owner, name), storage_data={})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return read_metadata(tmp_path)
+
+
+def test_a_member_of_an_enum_may_be_written_as_getattr(tmp_path: Path) -> None:
+    found = read_by_getattr(tmp_path, _MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
+    assert found.planner_data is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(_MEM_FORMAT_ENCODING, "mro"), (Metadata, "__init__"), (torch.Size([1]), "count")],
+    ids=str,
+)  # fmt: skip
+def test_getattr_reaches_nothing_else(tmp_path: Path, owner: object, name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"it asks for '{name}' of"):
+        read_by_getattr(tmp_path, owner, name)
