@@ -6,6 +6,7 @@ The head is left alone: the loss takes its weight, and there the precision count
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -90,13 +91,19 @@ def apply_float8(net: Decoder, config: Float8, sharded: bool) -> None:
     if left == layers.keys():
         key = "filter_fqns" if config.filter_fqns else "min_elements"
         raise ConfigError(f"float8 is left with no layer: {_like(layers)} are all left out", f"float8.{key}")
-    for name in layers.keys() - left:
-        rows, columns = layers[name].weight.shape
-        if rows % MULTIPLE or columns % MULTIPLE:
-            raise ConfigError(
-                f"{name} is {rows} x {columns}, not multiples of {MULTIPLE}; leave it out by name",
-                "float8.filter_fqns",
-            )
+    odd = [
+        name
+        for name, layer in layers.items()
+        if name not in left and any(size % MULTIPLE for size in layer.weight.shape)
+    ]
+    if odd:
+        rows, columns = layers[odd[0]].weight.shape
+        kinds = sorted({name.split(".")[-1] for name in odd})
+        raise ConfigError(
+            f"{odd[0]} is {rows} x {columns}, not multiples of {MULTIPLE}; leave all such layers out: "
+            + json.dumps([*config.filter_fqns, *kinds]),
+            "float8.filter_fqns",
+        )
     recipe = replace(torchao.Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
     if config.gathers_float8 and sharded:
         recipe = replace(recipe, enable_fsdp_float8_all_gather=True)

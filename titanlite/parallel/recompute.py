@@ -41,8 +41,13 @@ class ActivationCheckpoint:
         if option == "op" or (option.isdecimal() and int(option) > 0):
             return
         for part in option.split("+"):
+            if part == "op" or part.isdecimal():
+                raise ConfigError(
+                    f"{part!r} stands alone; {', '.join(PARTS)} may be joined by +, and numbers begin with 1",
+                    "selective_ac_option",
+                )
             if part not in PARTS:
-                known = {"op", "2", *PARTS}
+                known = {"op", "a number", *PARTS}
                 raise ConfigError(f"unknown option {part!r}{suggest(part, known)}", "selective_ac_option")
 
 

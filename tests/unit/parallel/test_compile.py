@@ -194,7 +194,13 @@ def test_a_block_that_is_not_there_is_refused() -> None:
     assert e.value.key == "activation_checkpoint.selective_ac_option"
 
 
-@pytest.mark.parametrize("option", ["0", "ops", "mlp+", "mlp,norms", ""])
+@pytest.mark.parametrize("option", ["mlp+op", "2+mlp", "0"])
+def test_what_stands_alone_is_not_joined(option: str) -> None:
+    with pytest.raises(ConfigError, match="stands alone; attention, mlp, norms may be joined"):
+        ActivationCheckpoint(mode="selective", selective_ac_option=option)
+
+
+@pytest.mark.parametrize("option", ["ops", "mlp+", "mlp,norms", ""])
 def test_an_unknown_option_is_refused(option: str) -> None:
     with pytest.raises(ConfigError, match="unknown option") as e:
         ActivationCheckpoint(mode="selective", selective_ac_option=option)

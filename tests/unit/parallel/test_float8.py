@@ -104,7 +104,11 @@ def test_a_filter_that_matches_nothing_is_refused() -> None:
 
 
 def test_dims_that_the_hardware_cannot_take_are_refused_unless_left_out() -> None:
-    with pytest.raises(ConfigError, match=r"mlp\.\w+_proj is .*72.*, not multiples of 16") as e:
+    said = (
+        r"layers\.0\.mlp\.gate_proj is 72 x \d+, not multiples of 16; leave all such layers out: "
+        r"\[\"down_proj\", \"gate_proj\", \"up_proj\"\]"
+    )
+    with pytest.raises(ConfigError, match=said) as e:
         apply_float8(build(hidden_dim=72), Float8(enable=True, emulate=True), sharded=False)
     assert e.value.key == "float8.filter_fqns"
     apply_float8(build(hidden_dim=72), Float8(enable=True, emulate=True, filter_fqns=["mlp"]), sharded=False)
