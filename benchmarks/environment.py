@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from datetime import datetime, timezone
@@ -20,6 +21,12 @@ def environment(*packages: str) -> dict[str, Any]:
         **{name: installed(name) for name in packages},
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def write_result(path: Path, result: dict[str, Any], *packages: str) -> None:
+    """A benchmark's raw output, with what it was measured on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**result, "environment": environment(*packages)}, indent=1) + "\n")
 
 
 def installed(package: str) -> str:

@@ -22,7 +22,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.devices import on_devices  # noqa: E402
-from benchmarks.environment import environment  # noqa: E402
+from benchmarks.environment import write_result  # noqa: E402
 from benchmarks.throughput import measure  # noqa: E402
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -67,10 +67,8 @@ def main() -> None:
         "summary": summary,
         "curves": curves,
         "env": runs[0]["env"],
-        "environment": environment("torch", "torchao"),
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(output) + "\n")
+    write_result(options.output, output, "torch", "torchao")
     if options.picture is not None:
         draw(output, options.picture)
 

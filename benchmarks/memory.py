@@ -21,7 +21,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.devices import on_devices  # noqa: E402
-from benchmarks.environment import environment  # noqa: E402
+from benchmarks.environment import write_result  # noqa: E402
 from benchmarks.throughput import measure  # noqa: E402
 from titanlite.job import load_job  # noqa: E402
 
@@ -70,10 +70,8 @@ def main() -> None:
         "overrides": overrides,
         "growth": growth,
         "cases": cases,
-        "environment": environment("torch"),
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(output, indent=1) + "\n")
+    write_result(options.output, output, "torch")
 
 
 def parameters(config: str, overrides: list[str]) -> int:

@@ -10,7 +10,6 @@ Each case is held against a run without recompute on the same device, of which t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.devices import on_devices  # noqa: E402
-from benchmarks.environment import environment  # noqa: E402
+from benchmarks.environment import write_result  # noqa: E402
 from benchmarks.throughput import measure, medians  # noqa: E402
 
 SELECTIVE = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=")
@@ -73,10 +72,8 @@ def main() -> None:
         "overrides": overrides,
         "cases": cases,
         "without": without,
-        "environment": environment("torch"),
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(output, indent=1) + "\n")
+    write_result(options.output, output, "torch")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.environment import environment  # noqa: E402
+from benchmarks.environment import write_result  # noqa: E402
 
 SHIPPED_DATA = [
     f"--tokenizer.path={ROOT / 'assets/tokenizer/stdlib.tiktoken'}",
@@ -85,9 +85,7 @@ def main() -> None:
         ratios = {key: ours[key] / theirs[key] for key in (TPS, RESERVED)}
         result |= {"peer_options": options.peer, "peer_medians": theirs, "ratios": ratios}
     print(json.dumps(result))
-    result |= {"runs": runs, "environment": environment("torch", "torchao", "torchtitan")}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.output, {**result, "runs": runs}, "torch", "torchao", "torchtitan")
 
 
 def measure(options: argparse.Namespace, overrides: list[str], device: str | None = None) -> dict[str, Any]:

@@ -145,10 +145,12 @@ def test_a_chunk_has_tokens() -> None:
     assert e.value.key == "chunk_tokens"
 
 
-def test_the_bytes_it_holds() -> None:
-    assert CrossEntropy().bytes_held(tokens=100, dim=8, vocab_size=50, itemsize=2) == 2 * 100 * 50 * 2
-    chunked = ChunkedCrossEntropy(chunk_tokens=10)
-    assert chunked.bytes_held(tokens=100, dim=8, vocab_size=50, itemsize=2) == 10 * 50 * 2 + 50 * 8 * 4
+def test_only_whole_logits_grow_with_the_tokens() -> None:
+    """Of what a loss says it holds, from which the advice on running out of memory is made."""
+    few, many = ({"tokens": n, "dim": 8, "vocab_size": 50, "itemsize": 2} for n in (100, 1000))
+    whole, chunked = CrossEntropy(), ChunkedCrossEntropy(chunk_tokens=10)
+    assert whole.bytes_held(**many) == 10 * whole.bytes_held(**few)
+    assert chunked.bytes_held(**many) == chunked.bytes_held(**few) < whole.bytes_held(**few)
 
 
 def test_losses_and_batches_mean_the_same_targets() -> None:
