@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace, overrides: list[str], device: str | Non
         wall_s = time.perf_counter() - began
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         ran_on = json.loads((Path(folder) / "env.json").read_text())
-    del ran_on["command"]  # it holds this machine's temporary folder
+    del ran_on["command"], ran_on["platform"]  # they name this machine's folders and kernel
     counted = [row for row in rows if row["step"] > options.skip]
     return {"trainer": "titanlite", "wall_s": wall_s, "env": ran_on, "counted": counted, "reports": rows}
 

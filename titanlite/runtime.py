@@ -353,13 +353,16 @@ def _die_with_the_launcher() -> None:
 
 @contextmanager
 def _collecting_only_when_due(gc_freq: int) -> Iterator[None]:
+    was_enabled = gc.isenabled()
     if gc_freq:
         gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
-        gc.enable()
+        if gc_freq:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _set_determinism(on: bool) -> None:
