@@ -33,7 +33,6 @@ cores=$(getconf _NPROCESSORS_ONLN)
 if [ "$NGPU" -gt 1 ] 2>/dev/null; then  # the trainer says what is wrong with one that is no number
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
 fi
-export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export LOG_RANK=${LOG_RANK:-0}
 
 exec "${PYTHON:-python3}" -m titanlite.cli launch \

@@ -245,8 +245,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     if dist.is_initialized():
         rank = dist.get_rank()
     set_up_logging(rank, verbose=str(rank) in os.environ.get("LOG_RANK", "0").split(","))
-    # torchao's compiled extensions are for inference and for one version of torch: loading them fails, loudly
-    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+    set_library_defaults()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _die_with_the_launcher()
     plan = StepPlan.of(training, parallelism.degrees(size).data_parallel)
@@ -308,10 +307,21 @@ def environment(rt: Runtime) -> dict[str, Any]:
 LAUNCHER = "TITANLITE_LAUNCHER_PID"
 
 
+def set_library_defaults() -> None:
+    """Settings that libraries read from the environment, unless the user has made them; before CUDA is
+    used."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        # activations of many sizes leave gaps between segments that cannot grow
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # torchao's compiled extensions are for inference and for one version of torch: loading them fails, loudly
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+
+
 def prepare_to_launch() -> None:
     """For the launcher: let ranks know it, and give each restart a store of its own. torchrun's shared one
     still has the addresses of the ranks that died, and a new gloo group may wait for them forever (seen with
     torch 2.13)."""
+    set_library_defaults()
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[LAUNCHER] = str(os.getpid())
 

@@ -26,6 +26,30 @@ WIDE = ["--model.overrides.dim=128", "--model.overrides.hidden_dim=256", "--mode
 FLOAT8 = [*WIDE, "--compile.enable", "--float8.enable"]
 
 
+def trained(
+    folder: Path,
+    corpus: Path,
+    *overrides: str,
+    name: str = "run",
+    program: list[str] | None = None,
+    code: int = 0,
+    **environment: str,
+) -> str:
+    """What the base job writes to stderr; modules in `folder` can be imported."""
+    where = [f"--job.dump_folder={folder / name}", f"--data.cache_dir={corpus / 'cache'}"]
+    command = [
+        *(program or [str(ROOT / "run_train.sh")]),
+        str(write_toml(folder, corpus)),
+        *where,
+        *overrides,
+    ]
+    path = f"{folder}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": path} | environment
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stderr
+
+
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_chunked_gradients_in_bf16_are_as_good_as_whole(compile: bool) -> None:
     """The weight's gradient over 16 chunks is accumulated in fp32."""
@@ -129,11 +153,8 @@ def test_profiles(tmp_path: Path, corpus: Path) -> None:
         "--profiling.enable_memory_snapshot",
         "--profiling.profile_freq=6",
     ]
-    folder, config = tmp_path / "run", str(write_toml(tmp_path, corpus))
-    where = [f"--job.dump_folder={folder}", f"--data.cache_dir={corpus / 'cache'}"]
-    command = [str(ROOT / "run_train.sh"), config, *where, *profile]
-    env = os.environ | {"PYTHON": sys.executable}
-    log = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stderr
+    folder = tmp_path / "run"
+    log = trained(tmp_path, corpus, *profile)
     table = log.split("where the time of step 6 went")[1]
     assert "aten::" not in table
     assert "ProfilerStep" not in table
@@ -142,6 +163,31 @@ def test_profiles(tmp_path: Path, corpus: Path) -> None:
     snapshot = pickle.loads((folder / "profile/memory-step-6-rank-0.pickle").read_bytes())
     assert snapshot["segments"]
     assert any(trace for trace in snapshot["device_traces"])
+
+
+def test_segments_are_expandable(tmp_path: Path, corpus: Path) -> None:
+    """Also without the launcher, which sets it for its ranks."""
+    profile = ["--profiling.enable_memory_snapshot", "--profiling.profile_freq=2", "--training.steps=2"]
+    for name, program in (("alone", [sys.executable, "-m", "titanlite.cli", "train"]), ("launched", None)):
+        trained(tmp_path, corpus, *profile, name=name, program=program)
+        snapshot = pickle.loads((tmp_path / name / "profile/memory-step-2-rank-0.pickle").read_bytes())
+        assert all(segment["is_expandable"] for segment in snapshot["segments"]), name
+
+
+def test_a_step_never_waits_for_the_device(tmp_path: Path, corpus: Path) -> None:
+    """Four more steps bring no synchronising call, unless they are logged."""
+    (tmp_path / "watch.py").write_text('import torch\ntorch.cuda.set_sync_debug_mode("warn")\n')
+    watched = ['--job.imports=["watch"]', "--compile.enable", "--checkpoint.enable=false"]
+
+    def waits(steps: int, log_freq: int) -> int:
+        log = trained(
+            tmp_path, corpus, *watched, f"--training.steps={steps}", f"--metrics.log_freq={log_freq}",
+            name=f"{steps}-{log_freq}", PYTHONWARNINGS="always",
+        )  # fmt: skip
+        return log.count("called a synchronizing CUDA operation")
+
+    assert waits(8, 100) == waits(4, 100)
+    assert waits(8, 1) > waits(8, 100) > 0
 
 
 def test_nsys_ranges_leave_the_run_as_it_is(tmp_path: Path, corpus: Path) -> None:
@@ -158,15 +204,6 @@ def test_out_of_memory_is_explained(tmp_path: Path, corpus: Path) -> None:
         "--training.global_batch_size=512", "--model.overrides.dim=512", "--model.overrides.hidden_dim=4096",
         "--data.holdout_rows=0",
     ]  # fmt: skip
-    folder, config = tmp_path / "run", str(write_toml(tmp_path, corpus))
-    where = [f"--job.dump_folder={folder}", f"--data.cache_dir={corpus / 'cache'}"]
-    env = os.environ | {
-        "PYTHON": sys.executable,
-        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
-    }
-    command = [str(ROOT / "run_train.sh"), config, *where, *large]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    last = done.stderr.split("OutOfMemory: ")[-1]
+    last = trained(tmp_path, corpus, *large, code=1).split("OutOfMemory: ")[-1]
     assert last.startswith("out of memory in step 1, forward: ")
     assert 'activation_checkpoint.mode = "full"' in last
