@@ -13,6 +13,7 @@ import re
 import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -77,7 +78,9 @@ def run(argv: Sequence[str]) -> int:
         code = getattr(error, "exit_code", 1)
         if code == 1:
             traceback.print_exc()
-        elif _speaks():
+        else:
+            if not _speaks():  # most such errors are all ranks', and then this one is ended while it waits
+                time.sleep(2)
             _tell(error)
         return code
 
@@ -99,7 +102,7 @@ def _tell(what: object) -> None:
 
 
 def _speaks() -> bool:
-    """Errors of the user's are the same on all ranks: one on each node tells them."""
+    """One rank on each node, for what all of them have to say."""
     runtime = sys.modules.get("titanlite.runtime")
     return runtime is None or runtime.local_rank() == 0
 

@@ -21,3 +21,5 @@ def set_up_logging(rank: int, verbose: bool) -> None:
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     # Said by libraries about choices made here on purpose; each is named, so that nothing else is hidden.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    # A norm over a mesh of two axes takes two all-reduces of one number.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

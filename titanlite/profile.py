@@ -68,6 +68,8 @@ class Profiling:
             ):
                 if on:
                     raise ConfigError("needs a CUDA device", f"profiling.{key}")
+        if not self.ranks:
+            raise ConfigError("names no rank; to profile none, leave the section out", "profiling.ranks")
         if missing := [rank for rank in self.ranks if not 0 <= rank < world_size]:
             raise ConfigError(f"there is no rank {missing[0]} among {world_size}", "profiling.ranks")
 

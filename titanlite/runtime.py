@@ -322,6 +322,8 @@ def prepare_to_launch() -> None:
     still has the addresses of the ranks that died, and a new gloo group may wait for them forever (seen with
     torch 2.13)."""
     set_library_defaults()
+    # what torch's C++ warns of is not the user's doing: gloo groups without options, files that time a trace
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[LAUNCHER] = str(os.getpid())
 

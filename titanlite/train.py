@@ -76,6 +76,8 @@ def train(job: Job) -> int:
             meter.step_done()
             profiler.step_done()
             rt.collect_garbage(state.step)
+            if state.step == first_step:
+                run.first_step_done()
 
             evaluation = {}
             if job.validation.enable and due(job.validation.freq, state.step, last_step):
@@ -98,27 +100,17 @@ def train(job: Job) -> int:
             if checkpoints.due(state.step, last_step, stop or save_now):  # now that its line is written
                 with meter.apart("checkpoint/stall_s"):
                     checkpoints.save(model.net, optimizer, state, {"global_batch_size": rt.plan.rows})
-            if state.step == first_step:
-                run.first_step_done()
 
         return finish(run, evaluation, trained=state.step - first_step + 1, requests=requests)
 
 
 def build(job: Job, rt: Runtime) -> Run:
-    """All parts of the run: data, model, optimizer, and the state they continue from."""
+    """All parts of the run: model, data, optimizer, and the state they continue from. First what may not fit
+    together and costs nothing; nothing is written until all of it does."""
     job.float8.check_device(rt.device)
     job.profiling.check(rt.device, rt.world_size)
     codec = job.tokenizer.build()
     job.model.check_vocabulary(codec.vocab_size)
-    with rt.rank_zero_first():
-        rows = job.data.build(codec, seq_len=job.training.seq_len, seed=job.training.seed)
-    recipe = job.recipe(rows.recipe)
-    rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))
-
-    # Opening the checkpoints refuses a folder that holds another recipe's run, before it is written to.
-    checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, toml.dump(job))
-    check_global_batch(job, rt.plan.rows, checkpoints.resumed)
-
     c = job.model.config
     shape = (job.training.seq_len, c.n_heads, c.n_kv_heads, c.head_dim)
     gathered = rt.mesh.degrees.context > 1
@@ -138,6 +130,15 @@ def build(job: Job, rt: Runtime) -> Run:
         reduce_dtype=rt.reduce_dtype,
         parallelism=job.parallelism,
     )
+
+    with rt.rank_zero_first():
+        rows = job.data.build(codec, seq_len=job.training.seq_len, seed=job.training.seed)
+    recipe = job.recipe(rows.recipe)
+    rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))
+    # Opening the checkpoints refuses a folder that holds another recipe's run, before it is written to.
+    checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, toml.dump(job))
+    check_global_batch(job, rt.plan.rows, checkpoints.resumed)
+
     describe(job, rt, net, rows, kernel)
     with building(net, rt.mesh.shards):
         model.materialize(rt.device, job.training.seed)
@@ -278,7 +279,7 @@ def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows, kernel: str) -> No
         f"{plan.rows} rows a step: {plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank"
     )
     masked = ", documents masked from each other" if job.data.mask_documents else ""
-    logger.info(f"attention by {kernel}{masked}")
+    logger.info(f"attention by {kernel}{masked}; recompute {job.activation_checkpoint.mode}; {job.loss.name}")
     logger.info("initialising the weights")
 
 

@@ -167,10 +167,10 @@ def test_profiles(tmp_path: Path, corpus: Path) -> None:
 
 def test_segments_are_expandable(tmp_path: Path, corpus: Path) -> None:
     """Also without the launcher, which sets it for its ranks."""
-    profile = ["--profiling.enable_memory_snapshot", "--profiling.profile_freq=2", "--training.steps=2"]
+    profile = ["--profiling.enable_memory_snapshot", "--profiling.profile_freq=3", "--training.steps=3"]
     for name, program in (("alone", [sys.executable, "-m", "titanlite.cli", "train"]), ("launched", None)):
         trained(tmp_path, corpus, *profile, name=name, program=program)
-        snapshot = pickle.loads((tmp_path / name / "profile/memory-step-2-rank-0.pickle").read_bytes())
+        snapshot = pickle.loads((tmp_path / name / "profile/memory-step-3-rank-0.pickle").read_bytes())
         assert all(segment["is_expandable"] for segment in snapshot["segments"]), name
 
 

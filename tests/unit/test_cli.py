@@ -247,11 +247,17 @@ def test_an_interrupt_is_130(run, monkeypatch):
     assert run("fake") == (130, "", "titanlite: interrupted\n")
 
 
-@pytest.mark.parametrize(("local_rank", "spoken"), [("0", True), ("1", False)])
-def test_one_rank_of_a_node_tells_the_users_mistake(run, monkeypatch, local_rank, spoken):
+@pytest.mark.parametrize(("local_rank", "waits"), [("0", []), ("1", [2])])
+def test_other_ranks_tell_a_mistake_only_if_the_first_of_the_node_does_not(
+    run, monkeypatch, local_rank, waits
+):
+    """It ends them while they wait, through the launcher, if it has the same to say."""
+    waited = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     fake_verb(monkeypatch, raising(ConfigError("wrong")))
-    assert run("fake") == (2, "", "titanlite: wrong\n" if spoken else "")
+    assert run("fake") == (2, "", "titanlite: wrong\n")
+    assert waited == waits
 
 
 # ---- launch

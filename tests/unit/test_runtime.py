@@ -22,7 +22,7 @@ def test_garbage_is_collected_when_it_is_due(
         Meter, "report", lambda self, step, values: (done.append(step), report(self, step, values))
     )
     train(make_job(tmp_path, corpus, "--training.gc_freq=3", "--training.steps=7"))
-    assert done == [1, "due", 2, "due", 3, 4, 5, "due", 6, 7]
+    assert done == ["due", 1, 2, "due", 3, 4, 5, "due", 6, 7]
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 

@@ -58,6 +58,7 @@ def console_line(step: int, total_steps: int, values: Values) -> str:
     if "throughput/tokens_per_second" in values:
         mfu = values.get("throughput/mfu")
         parts.append("mfu n/a" if mfu is None else f"mfu {100 * mfu:.1f}%")
+    if "time/step_s" in values and "compile/seconds" not in values:  # which no later step takes
         parts.append(f"eta {timedelta(seconds=round((total_steps - step) * values['time/step_s']))}")
     return "  ".join(parts)
 

@@ -81,7 +81,8 @@ def apply_float8(net: Decoder, config: Float8, sharded: bool) -> None:
     for part in config.filter_fqns:
         if not any(part in name for name in layers):
             raise ConfigError(
-                f"{part!r} is in no layer's name; these are {_like(layers)}", "float8.filter_fqns"
+                f"{part!r} is in no layer's name; these are {_like(layers)} (the head is left out anyway)",
+                "float8.filter_fqns",
             )
     left = {
         name

@@ -222,6 +222,10 @@ def test_console_line():
     )
 
 
+def test_console_does_not_expect_every_step_to_compile():
+    assert console_line(1, 200, {**FULL, "compile/seconds": 40.0}).endswith("  compiled in 40 s  mfu 43.2%")
+
+
 def test_console_says_that_mfu_is_unknown():
     values = {key: value for key, value in FULL.items() if key != "throughput/mfu"}
     assert "  mfu n/a  " in console_line(10, 200, values)
