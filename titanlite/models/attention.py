@@ -11,19 +11,16 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from titanlite.config.component import ConfigError
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # not on every platform
-    varlen_attn = None  # type: ignore[assignment]
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class Lengths(NamedTuple):
@@ -43,7 +40,7 @@ class Gathered(NamedTuple):
 
 
 # bool [B, 1, T, T] is for scaled_dot_product_attention, the others for the kernels they are named after
-Mask = torch.Tensor | BlockMask | Lengths | Gathered
+Mask = Union[torch.Tensor, "BlockMask", Lengths, Gathered]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +60,10 @@ class AttentionBackend:
         """The kernel's name. Raises ConfigError for one that `device` and `dtype` do not have, or that cannot
         mask `gathered` keys."""
         works = {
-            "varlen": varlen_attn is not None
-            and not gathered
+            "varlen": not gathered
             and device.type == "cuda"
-            and dtype in (torch.bfloat16, torch.float16),
+            and dtype in (torch.bfloat16, torch.float16)
+            and _load_varlen(),
             "flex": device.type == "cuda",
             "sdpa": True,
         }
@@ -133,6 +130,7 @@ def document_mask(backend: str, positions: torch.Tensor, num_documents: int) -> 
     """
     B, T = positions.shape
     if backend == "varlen":
+        _load_varlen()
         capacity = 1 << (num_documents - 1).bit_length()  # few sizes, few recompilations
         flat = positions.flatten() == 0
         starts = torch.nonzero_static(flat, size=capacity, fill_value=B * T).flatten()
@@ -143,7 +141,7 @@ def document_mask(backend: str, positions: torch.Tensor, num_documents: int) -> 
         def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
             return (q >= k) & (document[b, q] == document[b, k])
 
-        return _block_mask(sees, B, None, T, T, device=positions.device)
+        return _block_mask(sees, B, T, T, positions.device)
     causal = torch.ones((T, T), dtype=torch.bool, device=positions.device).tril()
     return (document[:, :, None] == document[:, None, :])[:, None] & causal
 
@@ -160,7 +158,7 @@ def part_mask(
             return before if document is None else before & (document[b, here[q]] == document[b, there[k]])
 
         B = None if document is None else len(document)
-        return _block_mask(sees, B, None, len(here), len(there), device=here.device)
+        return _block_mask(sees, B, len(here), len(there), here.device)
     before = here[:, None] >= there
     if document is None:
         return before[None, None]
@@ -177,23 +175,43 @@ def causal_attention(
     if isinstance(mask, Lengths):
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
         options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
-        if gqa and _ASKS_FOR_GQA:
+        if gqa and _varlen_asks_for_gqa:
             options["enable_gqa"] = True
-        out: Any = varlen_attn(q, k, v, mask.ends, mask.ends, mask.longest, mask.longest, **options)
+        out: Any = _varlen(q, k, v, mask.ends, mask.ends, mask.longest, mask.longest, **options)
         return out.unflatten(0, q_BTHE.shape[:2])
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
-    if isinstance(mask, BlockMask):
-        out_BHTE = _flex(q, k, v, block_mask=mask, enable_gqa=gqa)
-    else:
+    if mask is None or isinstance(mask, torch.Tensor):
         out_BHTE = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa
         )
+    else:
+        out_BHTE = _flex(q, k, v, block_mask=mask, enable_gqa=gqa)
     return out_BHTE.transpose(1, 2)
 
 
-# torch 2.11 takes fewer key heads without being told.
-_ASKS_FOR_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+# Loaded for the first mask that wants them: with them come the compiler and two seconds.
+_varlen: Any = None
+_varlen_asks_for_gqa = False  # torch 2.11 takes fewer key heads without being told
+_flex: Any = None
+_create_block_mask: Any = None
 
-# Uncompiled, both write out [B, H, T, T]; within a compiled block the inner compile is part of it.
-_flex = torch.compile(flex_attention)
-_block_mask = torch.compile(create_block_mask)
+
+def _load_varlen() -> bool:
+    """Whether there is such a kernel."""
+    global _varlen, _varlen_asks_for_gqa
+    with suppress(ImportError):  # not on every platform
+        from torch.nn.attention.varlen import varlen_attn
+
+        _varlen = varlen_attn
+        _varlen_asks_for_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return _varlen is not None
+
+
+def _block_mask(sees: Any, B: int | None, Q: int, K: int, device: torch.device) -> BlockMask:
+    global _flex, _create_block_mask
+    if _flex is None:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        # Uncompiled, both write out [B, H, Q, K]; within a compiled block the inner compile is part of it.
+        _flex, _create_block_mask = torch.compile(flex_attention), torch.compile(create_block_mask)
+    return _create_block_mask(sees, B, None, Q, K, device=device)

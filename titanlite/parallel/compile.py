@@ -3,9 +3,9 @@ the compiler does after the first step is counted, and told with its reason."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
-
-from torch._dynamo.utils import CompilationMetrics, get_compilation_metrics
+from typing import Any
 
 from titanlite.log import logger
 from titanlite.models.base import Decoder
@@ -30,13 +30,13 @@ def apply_compile(net: Decoder, config: Compile) -> None:
 class Compilations:
     """What the compiler did, from its own records (the last 64)."""
 
-    _seen: list[CompilationMetrics] = field(default_factory=get_compilation_metrics)
+    _seen: list[Any] = field(default_factory=lambda: _records())
     _first: bool = True
 
     def since_last(self) -> dict[str, float]:
         """Metrics of the compilations since the last call, {} if there were none. From the second call on
         each is logged with its reason: a shape, or a flag, that changes from step to step."""
-        records = get_compilation_metrics()
+        records = _records()
         new = [m for m in records if not any(m is seen for seen in self._seen)]
         graphs = [m for m in new if m.is_forward and m.co_name]  # backwards have records of their own
         for m in [] if self._first else graphs:
@@ -48,3 +48,8 @@ class Compilations:
         seconds = sum(m.entire_frame_compile_time_s or 0.0 for m in graphs)
         seconds += sum(m.backward_cumulative_compile_time_us or 0 for m in new) / 1e6
         return {"compile/graphs": len(graphs), "compile/seconds": seconds} if graphs else {}
+
+
+def _records() -> list[Any]:
+    dynamo = sys.modules.get("torch._dynamo.utils")  # imported, which takes a second, by what compiles
+    return dynamo.get_compilation_metrics() if dynamo else []

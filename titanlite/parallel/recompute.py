@@ -108,7 +108,6 @@ _ATTENTIONS = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.higher_order.flex_attention,
 }
 _MAXIMA = {_aten.max.default}  # of a whole tensor, for float8's scales: a number, which is dear to find
 
@@ -121,7 +120,12 @@ def _keep_costly_results() -> Any:
 def _policy(seen: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Attention, every second product and float8's maxima, as torchtitan does; the repetition counts like
     the forward."""
-    keep = op in _ATTENTIONS or op in _MAXIMA or "varlen_attn" in str(op)
+    # by name: the two other kernels of attention are imported when they are used
+    keep = (
+        op in _ATTENTIONS
+        or op in _MAXIMA
+        or any(name in str(op) for name in ("varlen_attn", "flex_attention"))
+    )
     if op in _PRODUCTS:
         seen[ctx.is_recompute] += 1
         keep = seen[ctx.is_recompute] % 2 == 1
