@@ -67,7 +67,12 @@ def tiny(folder: Path, corpus: Path, name: str = "run") -> list[str]:
 
 def test_the_debug_run_learns_and_says_where_everything_is(tmp_path: Path) -> None:
     folder = tmp_path / "debug"
-    shorter = ["--training.steps=40", f"--job.dump_folder={folder}", f"--data.cache_dir={tmp_path / 'cache'}"]
+    shorter = [
+        "--training.steps=24",
+        "--training.global_batch_size=8",
+        f"--job.dump_folder={folder}",
+        f"--data.cache_dir={tmp_path / 'cache'}",
+    ]
     run = launch("debug", *shorter)
     assert run.returncode == 0, run.stderr
     assert "tokenising into" in run.stderr
@@ -75,18 +80,18 @@ def test_the_debug_run_learns_and_says_where_everything_is(tmp_path: Path) -> No
     assert metrics[0]["train/loss"] - metrics[-1]["train/loss"] > 1.5
     assert metrics[0]["train/loss"] - metrics[-1]["eval/loss"] > 1.5
     for line in (
-        "sample at step 40:\ndef main(",
+        "sample at step 24:\ndef main(",
         "validation loss ",
         f"metrics      {folder / 'metrics.jsonl'}",
     ):
         assert line in run.stderr
     assert list((folder / "tb").glob("events.*"))
-    assert (folder / "checkpoint/step-40/manifest.json").exists()
-    assert (folder / "samples.txt").read_text().startswith("--- step 40\ndef main(")
+    assert (folder / "checkpoint/step-24/manifest.json").exists()
+    assert (folder / "samples.txt").read_text().startswith("--- step 24\ndef main(")
 
     again = launch("debug", *shorter)
     assert again.returncode == 0, again.stderr
-    assert "nothing to train: step 40 is done" in again.stderr
+    assert "nothing to train: step 24 is done" in again.stderr
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == len(metrics)
 
     command = [
