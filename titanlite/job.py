@@ -24,7 +24,7 @@ from titanlite.data.tokenizer import Tiktoken, Tokenizer
 from titanlite.evaluate import Validation
 from titanlite.generate import Generation
 from titanlite.losses import ChunkedCrossEntropy, Loss
-from titanlite.mesh import Parallelism
+from titanlite.mesh import ZERO_BUBBLE, Parallelism
 from titanlite.metrics.meter import Metrics
 from titanlite.models.attention import AttentionBackend
 from titanlite.models.base import ModelFamily
@@ -94,6 +94,7 @@ class Job:
                 "parallelism.context_parallel_degree",
             )
         self._check_tensor_parallel()
+        self._check_pipeline_parallel(world_size)
         if self.validation.enable and not (self.data.holdout_rows or self.data.validation_sources):
             raise ConfigError(
                 "validation.enable needs rows to validate on: set data.holdout_rows, for example to 256, or "
@@ -130,6 +131,41 @@ class Job:
 
         check_writable(self.folder, "job.dump_folder")
         check_writable(Path(self.data.cache_dir), "data.cache_dir")
+
+    def _check_pipeline_parallel(self, world_size: int) -> None:
+        """Whether the blocks and the micro-batches go through the pipeline that is asked for."""
+        p, c, where = self.parallelism, self.model.config, "parallelism.pipeline_parallel_degree"
+        if p.pipeline_parallel_degree == 1:
+            return
+        schedule, stages = p.pipeline_parallel_schedule, len(p.stages([str(i) for i in range(c.n_layers)]))
+        if getattr(c, "tie_word_embeddings", False):
+            raise ConfigError(
+                "the embedding and the head are one weight, but on different stages; "
+                "model.overrides.tie_word_embeddings = false makes two of it, for a new model",
+                where,
+            )
+        plan = StepPlan.of(self.training, p.degrees(world_size).data_parallel)
+        least = 1 if schedule == "GPipe" else stages if schedule == "1F1B" else p.pipeline_parallel_degree
+        rounds = max(plan.micro_batches // p.pipeline_parallel_degree, 1)
+        uneven = schedule.startswith("Interleaved") and plan.micro_batches % rounds
+        if plan.micro_batches < least or uneven:
+            one = plan.rows // plan.micro_batches
+            legal = [n * one for n in (least, 2 * least, 4 * least)]
+            raise ConfigError(
+                f"{plan.micro_batches} micro-batches do not fill {schedule} over {stages} stages; a step "
+                f"needs {least} or a multiple: training.global_batch_size = {', '.join(map(str, legal))}",
+                where,
+            )
+        if p.fsdp_reduce == "micro_batch" or self.training.mixed_precision_reduce != "float32":
+            key = "fsdp_reduce" if p.fsdp_reduce == "micro_batch" else "mixed_precision_reduce"
+            raise ConfigError(f"a pipeline reduces gradients once a step, in float32: unset {key}", where)
+        apart = schedule in ZERO_BUBBLE and (self.compile.enable or self.activation_checkpoint.mode != "none")
+        if apart:
+            raise ConfigError(
+                f"{schedule} takes a block's backward apart, which is one piece under compile.enable and is "
+                "run once under activation_checkpoint; 1F1B and Interleaved1F1B work with both",
+                "parallelism.pipeline_parallel_schedule",
+            )
 
     def _check_tensor_parallel(self) -> None:
         """Whether the model and the rows can be divided as parallelism.tensor_parallel_degree says."""

@@ -172,17 +172,23 @@ class _Chunked(torch.autograd.Function):
             _add_product_(d_weight_VD, logits_CV.T, h_CD)
             del logits_CV  # or the next chunk's would be made beside them
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
+        ctx.scaled = False
         return total
 
     @staticmethod
     def backward(ctx: Any, *scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_hidden_ND, d_weight_VD = ctx.saved_tensors
+        in_place = [d_hidden_ND]
         if ctx.weight_dtype == torch.float32:
-            d_weight = d_weight_VD.mul_(scale[0])
+            in_place.append(d_weight := d_weight_VD)
         else:
             d_weight = torch.empty_like(d_weight_VD, dtype=ctx.weight_dtype)
             torch.mul(d_weight_VD, scale[0], out=d_weight)
-        return d_hidden_ND.mul_(scale[0]), d_weight, None, None, None
+        if not ctx.scaled:  # a pipeline without bubbles comes twice, for the hidden states and for the weight
+            ctx.scaled = True
+            for gradient in in_place:
+                gradient.data.mul_(scale[0])  # .data: autograd would take it for a mistake
+        return d_hidden_ND, d_weight, None, None, None
 
 
 def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -1,14 +1,17 @@
 """The ranks as a mesh with named axes, and the one place that knows the order of the axes.
 
-Axes, from the outermost in: `replicate` (HSDP: whole copies), `shard` (FSDP: parts of one copy), `context`
-(parts of each row), `tensor` (parts of each layer). Ranks along `context` and `tensor` read the same rows;
-replicate x shard are the data-parallel ranks. FSDP shards over `context`, too.
+Axes, from the outermost in: `pipeline` (parts of the model, one after another), `replicate` (HSDP: whole
+copies), `shard` (FSDP: parts of one copy), `context` (parts of each row), `tensor` (parts of each layer).
+Ranks along `pipeline`, `context` and `tensor` read the same rows; replicate x shard are the data-parallel
+ranks. FSDP shards over `context`, too.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,8 +20,9 @@ from titanlite.config.component import ConfigError
 
 
 class Degrees(NamedTuple):
-    """Ranks along each axis, in the mesh's order."""
+    """Ranks along each axis, or a rank's place on each; in the mesh's order."""
 
+    pipeline: int
     replicate: int
     shard: int
     context: int
@@ -32,11 +36,12 @@ class Degrees(NamedTuple):
     @property
     def same_rows(self) -> int:
         """Ranks that read the same ones."""
-        return self.context * self.tensor
+        return self.pipeline * self.context * self.tensor
 
 
 SHARD = "data_parallel_shard_degree"
 KEYS = (
+    "pipeline_parallel_degree",
     "data_parallel_replicate_degree",
     SHARD,
     "context_parallel_degree",
@@ -45,6 +50,15 @@ KEYS = (
 
 
 SHARD_AND_CONTEXT = "shard_context"  # the two as one axis
+
+STAGES_A_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+}  # of the schedules
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +74,28 @@ class Parallelism:
     tensor_parallel_degree: int = 1
     """Ranks that share each layer's work on the same rows, and the rows' tokens between the layers (sequence
     parallel)."""
+    pipeline_parallel_degree: int = 1
+    """Ranks, or groups of ranks, that share the blocks: each has some, and passes on what comes out of them.
+    Micro-batches are those that global_batch_size accumulates."""
+    pipeline_parallel_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
+    ] = "1F1B"
+    """Which micro-batch a rank works on when. `1F1B`: forwards and backwards in turns, one stage a rank.
+    `GPipe`: all forwards first. `Interleaved1F1B`: two stages a rank, which wait less and send more.
+    `InterleavedZeroBubble`, `ZBVZeroBubble`: also the weights' gradients apart from the activations', to fill
+    what waiting is left; not with compile.enable, nor with recompute."""
+    pipeline_parallel_first_stage_less_layers: int = 1
+    """Blocks that the first stage has fewer than others, for its embedding."""
+    pipeline_parallel_last_stage_less_layers: int = 1
+    """Blocks that the last stage has fewer than others, for its head and the loss."""
+    pipeline_parallel_split_points: list[str] = field(default_factory=list)
+    """The blocks with which all stages but the first begin, by name, such as `["layers.3", "layers.6"]`;
+    empty: by number, as even as can be."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters between forward and backward, and gather them again: `always` (all but the
     last block's and the head's, which the backward begins with), `never`, or `default`, which keeps those of
-    a model that fit into 5% of the GPU's memory."""
+    a model that fit into 5% of the GPU's memory, and those of a pipeline, which gathers again for each
+    micro-batch otherwise."""
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
     """When gradients are summed over ranks: once a step, which is fastest but keeps a whole model's gradients
     on every rank while micro-batches accumulate, or after each micro-batch, which keeps only the rank's
@@ -75,6 +107,34 @@ class Parallelism:
             if degree < 1 and (degree != -1 or key != SHARD):
                 least = "neither -1 nor at least 1" if key == SHARD else "below 1"
                 raise ConfigError(f"{degree} is {least}", key)
+        for key in (
+            "pipeline_parallel_first_stage_less_layers",
+            "pipeline_parallel_last_stage_less_layers",
+        ):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"{getattr(self, key)} is below 0", key)
+
+    def stages(self, blocks: Sequence[str]) -> list[list[str]]:
+        """The blocks of each stage, in order. Raises ConfigError if a stage is left with none."""
+        number = self.pipeline_parallel_degree * STAGES_A_RANK[self.pipeline_parallel_schedule]
+        if self.pipeline_parallel_split_points:
+            return _split_at(blocks, self.pipeline_parallel_split_points, number)
+        first = self.pipeline_parallel_first_stage_less_layers
+        last = self.pipeline_parallel_last_stage_less_layers
+        each, more = divmod(len(blocks) + first + last, number)
+        ends_first = [0, number - 1, *range(1, number - 1)]  # where blocks are missing
+        sizes = [each + (i in ends_first[:more]) for i in range(number)]
+        sizes[0] -= first
+        sizes[-1] -= last
+        if min(sizes) < 1:
+            raise ConfigError(
+                f"{len(blocks)} blocks on {number} stages, {first} fewer on the first, {last} on the last, "
+                f"make {sizes}: lower the degree, take a schedule with one stage a rank, or set both "
+                "pipeline_parallel_..._stage_less_layers to 0",
+                "parallelism.pipeline_parallel_degree",
+            )
+        begins = list(itertools.accumulate(sizes, initial=0))
+        return [list(blocks[a:b]) for a, b in itertools.pairwise(begins)]
 
     def degrees(self, world_size: int) -> Degrees:
         """The degrees for a number of ranks. Raises ConfigError if they do not multiply to it."""
@@ -96,6 +156,21 @@ class Parallelism:
         return asked
 
 
+def _split_at(blocks: Sequence[str], points: Sequence[str], number: int) -> list[list[str]]:
+    key = "parallelism.pipeline_parallel_split_points"
+    if len(points) != number - 1:
+        raise ConfigError(f"{len(points)} points make {len(points) + 1} stages, not {number}", key)
+    names = [point.rpartition(".")[2] for point in points]
+    if missing := [point for point, name in zip(points, names) if name not in blocks]:
+        raise ConfigError(
+            f"{missing[0]!r} is no block; they are layers.{blocks[0]} to layers.{blocks[-1]}", key
+        )
+    begins = [0, *(blocks.index(name) for name in names), len(blocks)]
+    if any(a >= b for a, b in itertools.pairwise(begins)):
+        raise ConfigError(f"{list(points)} are not in order, or leave the first stage without blocks", key)
+    return [list(blocks[a:b]) for a, b in itertools.pairwise(begins)]
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Named views of the ranks. `device_mesh` is None in a single process."""
@@ -105,6 +180,15 @@ class Mesh:
     device_mesh: DeviceMesh | None
 
     @property
+    def place(self) -> Degrees:
+        """This rank's coordinates."""
+        rank, place = self.rank, []
+        for size in reversed(self.degrees):
+            rank, along = divmod(rank, size)
+            place.append(along)
+        return Degrees(*reversed(place))
+
+    @property
     def dp_size(self) -> int:
         """Ranks that read different rows."""
         return self.degrees.data_parallel
@@ -112,7 +196,7 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """Which of them this one is."""
-        return self.rank // self.degrees.same_rows
+        return self.place.replicate * self.degrees.shard + self.place.shard
 
     @property
     def shards(self) -> int:
@@ -122,12 +206,13 @@ class Mesh:
     @property
     def leads(self) -> bool:
         """Whether this rank speaks for those that read the same rows: what they all know is counted once."""
-        return self.rank % self.degrees.same_rows == 0
+        return self.place.pipeline == self.place.context == self.place.tensor == 0
 
     @property
     def has_loss(self) -> bool:
-        """Whether the loss of this rank's tokens is not another's, too."""
-        return self.rank % self.degrees.tensor == 0
+        """Whether the loss of this rank's tokens is not another's, too; in a pipeline, of those of the last
+        stage."""
+        return self.place.tensor == 0
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -148,8 +233,13 @@ class Mesh:
         assert self.device_mesh is not None
         return self.device_mesh["tensor"]
 
+    @property
+    def pipeline(self) -> DeviceMesh | None:
+        """The ranks that share the blocks; None if there is one."""
+        return self.device_mesh["pipeline"] if self.device_mesh and self.degrees.pipeline > 1 else None
 
-ALONE = Mesh(Degrees(1, 1, 1, 1), 0, None)
+
+ALONE = Mesh(Degrees(1, 1, 1, 1, 1), 0, None)
 
 
 def build_mesh(parallelism: Parallelism, device_type: str, rank: int, world_size: int) -> Mesh:

@@ -67,7 +67,7 @@ def train(job: Job) -> int:
             tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
             vote = rt.vote(requests.stop, requests.take_save(), checkpoints.failed)
             loss = model.forward_backward(micro_batches, tokens)
-            grad_norm = clip_grad_norm_(model.net.parameters(), job.training.max_norm)
+            grad_norm = clip_grad_norm_(model.net.parameters(), job.training.max_norm, rt.mesh.pipeline)
             checkpoints.wait_until_staged()  # a save may still be copying the weights
             optimizer.step()
             optimizer.zero_grad()
@@ -117,7 +117,7 @@ def build(job: Job, rt: Runtime) -> Run:
     kernel = job.attention.fix_kernel(rt.device, rt.param_dtype, job.data.mask_documents, shape, gathered)
     with torch.device("meta"):
         net = job.model.build()
-    cost = flops_of(job, net)
+    cost, size = flops_of(job, net), sum(p.numel() for p in net.parameters())
     model = parallelize(
         net,
         job.loss,
@@ -139,12 +139,12 @@ def build(job: Job, rt: Runtime) -> Run:
     checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, toml.dump(job))
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)
 
-    describe(job, rt, net, rows, kernel)
-    with building(net, rt.mesh.shards):
+    describe(job, rt, size, rows, kernel)
+    with building(size, rt.mesh.shards):
         model.materialize(rt.device, job.training.seed)
-        optimizer = job.optimizer.build(net.named_parameters())
+        optimizer = job.optimizer.build(model.net.named_parameters())
         state = TrainState(step=0, rows=0, tokens=rt.count(0))
-        checkpoints.load(net, optimizer, state)
+        checkpoints.load(model.net, optimizer, state)
         model.weights_changed()
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)  # of the one before, if that was damaged
 
@@ -267,9 +267,9 @@ def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> N
     logger.info(f"the global batch changes from {before} to {rows} rows")
 
 
-def describe(job: Job, rt: Runtime, net: Decoder, rows: Rows, kernel: str) -> None:
+def describe(job: Job, rt: Runtime, size: int, rows: Rows, kernel: str) -> None:
     """Say what is about to run."""
-    plan, size = rt.plan, sum(p.numel() for p in net.parameters())
+    plan = rt.plan
     logger.info(f"{job.model.name} {job.model.flavor}: {size:,} parameters")
     logger.info(f"{rt.world_size} x {device_name(rt.device)}, {str(rt.param_dtype).removeprefix('torch.')}")
     logger.info(

@@ -42,7 +42,8 @@ def build(
     world_size: int, rank: int, *, replicate: int = 1, tied: bool = True, **options: Any
 ) -> ShardedModel:
     """A small model on the given layout."""
-    family = Llama3(flavor="debug", overrides={**SHAPE, "tie_word_embeddings": tied})
+    shape = {**SHAPE, "tie_word_embeddings": tied, "n_layers": options.get("layers", SHAPE["n_layers"])}
+    family = Llama3(flavor="debug", overrides=shape)
     with torch.device("meta"):
         net = family.build()
     reduce = options.get("reduce", "step")
@@ -50,6 +51,8 @@ def build(
         data_parallel_replicate_degree=replicate,
         tensor_parallel_degree=options.get("tensor", 1),
         context_parallel_degree=options.get("context", 1),
+        pipeline_parallel_degree=options.get("pipeline", 1),
+        pipeline_parallel_schedule=options.get("schedule", "1F1B"),
         fsdp_reduce=reduce,
     )
     mesh = build_mesh(parallelism, "cpu", rank, world_size)
@@ -97,7 +100,7 @@ def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> 
     loss = model.forward_backward(mine, torch.tensor(batch.num_targets))
     if world_size > 1:
         torch.distributed.all_reduce(loss)
-    result = {"loss": loss, "norm": clip_grad_norm_(model.net.parameters(), 0.0)}
+    result = {"loss": loss, "norm": clip_grad_norm_(model.net.parameters(), 0.0, model.mesh.pipeline)}
     for name, p in model.net.named_parameters():
         result[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
     return result

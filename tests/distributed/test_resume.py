@@ -54,10 +54,19 @@ def run_in_hops(folder: Path, corpus: Path, hops: list[int], *overrides: str, na
     return job
 
 
+UNTIED = "--model.overrides.tie_word_embeddings=false"
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     """The uninterrupted run of 12 steps."""
     return run_in_hops(tmp_path_factory.mktemp("whole"), corpus, [12], name="whole")
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
+    """The same with a head of its own, which a pipeline needs."""
+    return run_in_hops(tmp_path_factory.mktemp("untied"), corpus, [12], UNTIED, name="untied")
 
 
 def test_the_run_passes_an_epoch(whole: Job) -> None:
@@ -131,7 +140,13 @@ def train_on_rank(folder: Path, corpus: Path, overrides: list[str], name: str, w
 
 TENSOR = "--parallelism.tensor_parallel_degree=2"
 CONTEXT = "--parallelism.context_parallel_degree=2"
+PIPELINE = "--parallelism.pipeline_parallel_degree=2"
 LAYOUTS = {
+    "pipeline2": (2, [UNTIED, PIPELINE]),
+    "pipeline2 fsdp2": (4, [UNTIED, PIPELINE, "--training.local_batch_size=1"]),
+    "pipeline2 tensor2": (4, [UNTIED, PIPELINE, TENSOR]),
+    "pipeline2 context2": (4, [UNTIED, PIPELINE, CONTEXT]),
+    "pipeline2 recompute": (2, [UNTIED, PIPELINE, "--activation_checkpoint.mode=full"]),
     "context2": (2, [CONTEXT]),
     "context2 fsdp2": (4, [CONTEXT]),
     "context2 tensor2": (4, [CONTEXT, TENSOR]),
@@ -160,8 +175,11 @@ def assert_same_run(job: Job, whole: Job) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_equal_one_process(whole: Job, tmp_path: Path, corpus: Path, run_on, layout: str) -> None:
+def test_layouts_equal_one_process(
+    request: pytest.FixtureRequest, tmp_path: Path, corpus: Path, run_on, layout: str
+) -> None:
     world_size, overrides = LAYOUTS[layout]
+    whole = request.getfixturevalue("untied" if UNTIED in overrides else "whole")
     overrides = [*overrides, "--training.steps=12"]
     run_on(world_size, train_on_rank, tmp_path, corpus, overrides, "layout", world_size)
     assert_same_run(make_job(tmp_path, corpus, *overrides, name="layout", world_size=world_size), whole)
@@ -178,28 +196,27 @@ def test_resume_on_another_number_of_ranks(whole: Job, tmp_path: Path, corpus: P
     assert_same_run(make_job(tmp_path, corpus, *overrides, name="elastic"), whole)
 
 
-def test_a_chain_of_layouts_equals_one_run(whole: Job, tmp_path: Path, corpus: Path, run_on) -> None:
+def test_a_chain_of_layouts_equals_one_run(untied: Job, tmp_path: Path, corpus: Path, run_on) -> None:
     """Weights, moments and rows cross them; validation and samples run on each."""
-    extra = ["--validation.enable=true", "--validation.freq=3", "--generation.freq=3"]
+    extra = [UNTIED, "--validation.enable=true", "--validation.freq=3", "--generation.freq=3"]
     extra += ['--generation.prompts=["ab", "cde"]', "--generation.max_new_tokens=4"]
-    chain = [(4, []), (4, [TENSOR]), (2, [CONTEXT]), (1, [])]
-    for steps, (world_size, layout) in zip((3, 6, 9, 12), chain):
+    chain = [(4, []), (4, [TENSOR]), (4, [PIPELINE, TENSOR]), (2, [CONTEXT]), (1, [])]
+    for steps, (world_size, layout) in zip((3, 5, 7, 9, 12), chain):
         overrides = [*extra, *layout, f"--training.steps={steps}"]
         if world_size == 1:
             train_on_rank(tmp_path, corpus, overrides, "chain", 1)
         else:
             run_on(world_size, train_on_rank, tmp_path, corpus, overrides, "chain", world_size)
-    assert_same_run(make_job(tmp_path, corpus, name="chain"), whole)
+    assert_same_run(make_job(tmp_path, corpus, UNTIED, name="chain"), untied)
 
 
 def test_validation_is_the_same_number_on_any_ranks(tmp_path: Path, corpus: Path, run_on) -> None:
     losses = {}
-    overrides = [
-        "--training.steps=2",
-        "--validation.enable=true",
-    ]  # 10 held-out rows: uneven on 2 and on 4 ranks
+    # 10 held-out rows: uneven on 2 and on 4 ranks
+    overrides = [UNTIED, "--training.steps=2", "--validation.enable=true"]
     train_on_rank(tmp_path, corpus, overrides, "v1", 1)
     layouts = {"v2": (2, []), "v4": (4, []), "vt": (4, [TENSOR]), "vc": (4, [CONTEXT])}
+    layouts["vp"] = (4, [PIPELINE])
     for name, (world_size, layout) in layouts.items():
         run_on(world_size, train_on_rank, tmp_path, corpus, [*overrides, *layout], name, world_size)
     for name in ("v1", *layouts):

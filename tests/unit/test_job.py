@@ -141,6 +141,47 @@ def test_what_tensor_parallel_cannot_do_is_refused(complaint, degree, others, sa
     assert said in complaint(tensor, "--training.global_batch_size=-1", *others, world_size=12)
 
 
+UNTIED = "--model.overrides.tie_word_embeddings=false"
+LOOPED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
+NO_BUBBLE = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ([], "the embedding and the head are one weight, but on different stages"),
+        (
+            [UNTIED, "--training.global_batch_size=4"],
+            "2 micro-batches do not fill 1F1B over 4 stages; a step needs 4 or a multiple: "
+            "training.global_batch_size = 8, 16, 32",
+        ),
+        ([UNTIED, LOOPED, "--training.global_batch_size=18"], "9 micro-batches do not fill Interleaved1F1B"),
+        ([UNTIED, "--model.overrides.n_layers=2"], "make [0, 1, 1, 0]: lower the degree"),
+        ([UNTIED, "--parallelism.fsdp_reduce=micro_batch"], "unset fsdp_reduce"),
+        ([UNTIED, "--training.mixed_precision_reduce=bfloat16"], "unset mixed_precision_reduce"),
+        ([UNTIED, NO_BUBBLE, "--compile.enable"], "ZBVZeroBubble takes a block's backward apart"),
+        ([UNTIED, NO_BUBBLE, "--activation_checkpoint.mode=full"], "1F1B and Interleaved1F1B work with both"),
+        (
+            [UNTIED, '--parallelism.pipeline_parallel_split_points=["layers.1", "layers.2"]'],
+            "2 points make 3 stages, not 4",
+        ),
+        (
+            [UNTIED, '--parallelism.pipeline_parallel_split_points=["layers.1", "layers.2", "layers.9"]'],
+            "'layers.9' is no block; they are layers.0 to layers.3",
+        ),
+        (
+            [UNTIED, '--parallelism.pipeline_parallel_split_points=["layers.1", "layers.3", "layers.2"]'],
+            "are not in order",
+        ),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(complaint, others, said):
+    pipeline = ["--parallelism.pipeline_parallel_degree=4", "--training.global_batch_size=16"]
+    layers = ["--model.overrides.n_layers=8"] if NO_BUBBLE in others or LOOPED in others else []
+    base = ["--training.local_batch_size=2", "--model.overrides.n_layers=4", *layers]
+    assert said in complaint(*pipeline, *base, *others, world_size=4)
+
+
 def test_the_degrees_multiply_to_the_ranks(complaint):
     assert complaint("--parallelism.data_parallel_shard_degree=4", world_size=2).endswith(
         "data_parallel_shard_degree 4 makes 4, there are 2 ranks; a shard degree of -1 takes the rest"
@@ -149,7 +190,7 @@ def test_the_degrees_multiply_to_the_ranks(complaint):
 
 def test_replicas_divide_the_ranks(path, complaint):
     override = "--parallelism.data_parallel_replicate_degree=2"
-    assert load_job(path, [override], world_size=4).parallelism.degrees(4) == (2, 2, 1, 1)
+    assert load_job(path, [override], world_size=4).parallelism.degrees(4) == (1, 2, 2, 1, 1)
     assert "there are 3 ranks" in complaint(override, world_size=3)
 
 

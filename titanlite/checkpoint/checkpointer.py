@@ -147,9 +147,10 @@ class Checkpointer:
         if not self.config.enable or self._pending is not None:  # a save has seen to both
             return
         tensors = tensors_of(net, optimizer)
+        size = size_of(tensors, self._ranks)
         if self._ranks.rank == 0:
             try:
-                commit.check_space(self.folder, size_of(tensors))
+                commit.check_space(self.folder, size)
             except CheckpointError as e:
                 logger.warning(f"{e}, until there is more room")
             except OSError as e:
@@ -226,8 +227,6 @@ class Checkpointer:
         finally:
             self._release()
 
-    # ---- writing, in the thread
-
     def _allocate(self, tensors: Tensors) -> None:
         began = time.perf_counter()
         try:
@@ -241,7 +240,8 @@ class Checkpointer:
         self._host.wait()
         if problems := [text for text in self._ranks.gather(problem) if text]:
             raise CheckpointError(f"step {step} could not be saved: {problems[0]}")
-        partial = self._ranks.agree(lambda: self._begin(step, tensors))
+        size = size_of(tensors, self._ranks)
+        partial = self._ranks.agree(lambda: self._begin(step, size))
         writer = ShardWriter(partial)
         try:
             try:
@@ -261,9 +261,9 @@ class Checkpointer:
         if self._ranks.rank == 0:
             self._retain()
 
-    def _begin(self, step: int, tensors: Tensors) -> Path:
+    def _begin(self, step: int, size: int) -> Path:
         with _disk_errors(step):
-            commit.check_space(self.folder, size_of(tensors))
+            commit.check_space(self.folder, size)
             return commit.begin(self.folder, step)
 
     def _commit(

@@ -10,6 +10,7 @@ import inspect
 import io
 import pickle
 import sys
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from enum import Enum
@@ -134,7 +135,8 @@ def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> No
     try:
         saved = ranks.agree(lambda: read_metadata(path)) if ranks else read_metadata(path)
         try:
-            check_same_tensors(tensors, saved, str(path))
+            others = ranks.gather(_names(tensors)) if ranks else []
+            check_same_tensors(tensors, saved, str(path), set().union(*others))
         except (AttributeError, TypeError, KeyError) as e:  # unpickled, but not what DCP wrote
             raise CheckpointError(f"{path}/.metadata is damaged: {type(e).__name__}: {e}") from None
         group, alone = (ranks.group, not ranks.distributed) if ranks else (None, True)
@@ -148,15 +150,20 @@ def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> No
         raise CheckpointError(f"{path} cannot be read: {e}") from None
 
 
-def check_same_tensors(wanted: Tensors, saved: Metadata, where: str) -> None:
-    """Raises CheckpointError unless the checkpoint has exactly these tensors with these shapes and dtypes.
+def _names(tensors: Tensors) -> set[str]:
+    return {f"{part}.{name}" for part, of in tensors.items() for name in of}
+
+
+def check_same_tensors(wanted: Tensors, saved: Metadata, where: str, elsewhere: Collection[str] = ()) -> None:
+    """Raises CheckpointError unless the checkpoint has exactly these tensors with these shapes and dtypes,
+    and those that other ranks want.
 
     DCP itself ignores extra tensors and casts dtypes in silence.
     """
     flat = {f"{part}.{name}": t for part, tensors in wanted.items() for name, t in tensors.items()}
     kept = {k: v for k, v in saved.state_dict_metadata.items() if k.partition(".")[0] in wanted}
     problems = [f"{k} is missing" for k in flat if k not in kept]
-    problems += [f"{k} is unexpected" for k in kept if k not in flat]
+    problems += [f"{k} is unexpected" for k in kept if k not in flat and k not in elsewhere]
     for name in flat.keys() & kept.keys():
         entry, tensor = kept[name], flat[name]
         if not isinstance(entry, TensorStorageMetadata):

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from titanlite.checkpoint.ranks import Ranks
+
 Tensors = dict[str, dict[str, torch.Tensor]]  # part of the state, name, tensor
 
 
@@ -74,9 +76,11 @@ def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     return {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
 
 
-def size_of(tensors: Tensors) -> int:
-    """Bytes of all ranks' shards together."""
-    return sum(t.numel() * t.itemsize for of in tensors.values() for t in of.values())
+def size_of(tensors: Tensors, ranks: Ranks) -> int:
+    """Bytes of what all ranks have together. Collective."""
+    mine = sum(t.numel() * t.itemsize for of in tensors.values() for t in of.values())  # and the shards of it
+    part = min(tensors["model"])  # in a pipeline others have other names
+    return sum(dict(ranks.gather((part, mine))).values())
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from titanlite.metrics.device import GIB
 
@@ -66,12 +65,12 @@ class MemorySettings:
 
 
 @contextmanager
-def building(net: nn.Module, shards: int) -> Iterator[None]:
+def building(num_parameters: int, shards: int) -> Iterator[None]:
     """Explains it if the body, which gives the model its memory, runs out of it."""
     try:
         yield
     except torch.OutOfMemoryError as e:
-        weights = 4 * sum(p.numel() for p in net.parameters()) / shards / GIB
+        weights = 4 * num_parameters / shards / GIB
         total = torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else 0.0
         raise OutOfMemory(
             f"out of memory before the first step: of {total:.1f} GiB, weights take {weights:.1f}, gradients "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ class Decoder(nn.Module):
     """
 
     vocab_size: int
+    dim: int
     tensor_plan: dict[str, str]
     """How tensor parallel divides the layers, by patterns of their names: `embedding`, `sequence` (norms),
     `gather` (a module whose layers need all tokens), `colwise`, `rowwise`, `head`."""
@@ -48,6 +49,11 @@ class Decoder(nn.Module):
         can avoid the full logits and FSDP has the weight at hand. `positions` int64 [T] or [B, T]; default 0
         .. T - 1. `mask`: which earlier tokens each one sees; default all.
         """
+        raise NotImplementedError
+
+    def part(self, blocks: Collection[str], first: bool, last: bool) -> Decoder:
+        """The same model with no blocks but these, and with what comes before and after all of them only if
+        `first` and `last` say so. It shares its modules with this one."""
         raise NotImplementedError
 
     def blocks(self) -> nn.ModuleDict:

@@ -8,6 +8,7 @@ head dim, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,7 +203,7 @@ class LlamaForCausalLM(Decoder):
 
     def __init__(self, c: Llama3Config):
         super().__init__()
-        self.config, self.vocab_size = c, c.vocab_size
+        self.config, self.vocab_size, self.dim = c, c.vocab_size, c.dim
         self.model = LlamaModel(c)
         self.lm_head = None if c.tie_word_embeddings else Head(c.dim, c.vocab_size)
         self.tensor_plan = TENSOR_PLAN if c.tie_word_embeddings else {**TENSOR_PLAN, "lm_head": "head"}
@@ -221,6 +222,15 @@ class LlamaForCausalLM(Decoder):
         if self.config.tie_word_embeddings and self.model.embed_tokens is not None:
             return head(h_BTD, self.model.embed_tokens.weight, targets, loss)
         return h_BTD
+
+    def part(self, blocks: Collection[str], first: bool, last: bool) -> Decoder:
+        with torch.device("meta"):
+            part = LlamaForCausalLM(self.config)
+        part.model.layers = nn.ModuleDict({i: b for i, b in self.model.layers.items() if i in blocks})
+        part.model.embed_tokens = self.model.embed_tokens if first else None
+        part.model.norm = self.model.norm if last else None
+        part.lm_head = self.lm_head if last else None
+        return part
 
     def blocks(self) -> nn.ModuleDict:
         return self.model.layers

@@ -1,5 +1,5 @@
-"""The order of the transforms: float8, tensor parallel, recompute, compile, shard. A new one gets a file, and
-a line here."""
+"""The order of the transforms: float8, tensor parallel, recompute, pipeline, compile, shard. A new one gets
+a file, and a line here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from titanlite.models.base import Decoder
 from titanlite.parallel.compile import Compile, apply_compile
 from titanlite.parallel.float8 import Float8, apply_float8
 from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.pipeline import Pipeline, apply_pipeline
 from titanlite.parallel.precision import apply_precision
 from titanlite.parallel.recompute import ActivationCheckpoint, apply_recompute
 from titanlite.parallel.sharded import ShardedModel
@@ -41,17 +42,24 @@ def parallelize(
         loss_function = of_all_tokens(loss.build(compile.enable, part), mesh.tensor)
         project = logits_of_all_tokens(mesh.tensor)
     apply_recompute(net, recompute)
+    net, stages = apply_pipeline(net, parallelism, mesh)
     apply_compile(net, compile)
-    if mesh.device_mesh is not None:
-        apply_fsdp(net, mesh, param_dtype, reduce_dtype, parallelism.fsdp_reshard_after_forward)
-    else:
+    if mesh.device_mesh is None:
         apply_precision(net, param_dtype)
+    else:
+        for stage in stages.values():
+            apply_fsdp(stage, mesh, param_dtype, reduce_dtype, parallelism.fsdp_reshard_after_forward)
+    pipeline = None
+    if mesh.pipeline is not None:
+        schedule, divided = parallelism.pipeline_parallel_schedule, mesh.degrees.tensor
+        pipeline = Pipeline(stages, schedule, mesh.pipeline, divided, param_dtype)
     return ShardedModel(
         net,
         loss_function,
         attention,
         mesh,
         project,
+        pipeline,
         # FSDP would add micro-batches up in the dtype in which it reduces.
         reduce_each=parallelism.fsdp_reduce == "micro_batch" or reduce_dtype != torch.float32,
         float8_scales=float8.gathers_float8 and mesh.device_mesh is not None,

@@ -6,14 +6,18 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter], max_norm: float, pipeline: DeviceMesh | None = None
+) -> torch.Tensor:
     """Scale gradients so that their total norm is at most `max_norm` (0: leave them). Returns the norm
-    before, fp32 scalar, equal on all ranks; no host sync."""
+    before, fp32 scalar, equal on all ranks; no host sync. `pipeline`: ranks with the rest of the model."""
     by_mesh: dict[object, list[nn.Parameter]] = defaultdict(
         list
     )  # torch cannot stack norms of different meshes
@@ -22,6 +26,8 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torc
             by_mesh[p.grad.device_mesh if isinstance(p.grad, DTensor) else None].append(p)
     norms = [n for group in by_mesh.values() for n in _norms([p.grad for p in group if p.grad is not None])]
     total = torch.linalg.vector_norm(torch.stack(norms)).float()
+    if pipeline is not None:
+        total = funcol.all_reduce(total.square(), "sum", pipeline).sqrt()
     if max_norm > 0:
         for group in by_mesh.values():
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)

@@ -26,7 +26,8 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    default = mesh.fsdp.shape[-1] > 1 and not _is_small(net, param_dtype, mesh.fsdp.device_type)
+    many = mesh.fsdp.shape[-1] > 1 and mesh.pipeline is None
+    default = many and not _is_small(net, param_dtype, mesh.fsdp.device_type)
     reshard = {"always": True, "never": False, "default": default}[reshard_after_forward]
     blocks = list(net.blocks().values())
     for block in blocks:

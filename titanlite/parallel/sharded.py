@@ -15,14 +15,16 @@ from titanlite.parallel.context import Context
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal
+from titanlite.parallel.pipeline import Inputs, Pipeline
 
 
 class ShardedModel:
     """`net` is this rank's part of the model under full-model parameter names; `loss` what is optimised.
 
     `attention`: the kernel for batches with masked documents. `project`: makes the logits, where the head
-    alone cannot. `reduce_each`: gradients are reduced after each micro-batch instead of once, in the last
-    backward. `float8_scales`: weights are gathered in float8.
+    alone cannot. `pipeline`: runs the stages, if `net` is not all of the model. `reduce_each`: gradients are
+    reduced after each micro-batch instead of once, in the last backward. `float8_scales`: weights are
+    gathered in float8.
     """
 
     def __init__(
@@ -32,11 +34,12 @@ class ShardedModel:
         attention: str,
         mesh: Mesh = ALONE,
         project: LossFunction | None = None,
+        pipeline: Pipeline | None = None,
         reduce_each: bool = False,
         float8_scales: bool = False,
     ):
         self.net, self.loss, self.attention, self.mesh = net, loss, attention, mesh
-        self.project = project
+        self.project, self.pipeline = project, pipeline
         self.context = Context(mesh.context, attention) if mesh.degrees.context > 1 else None
         self.reduce_each, self.float8_scales = reduce_each, float8_scales
 
@@ -54,13 +57,17 @@ class ShardedModel:
         `tokens`: targets that count over all ranks and micro-batches. Gradients are reduced in the last
         backward, or in each.
         """
+        if self.pipeline is not None:
+            return self._share(
+                self.pipeline.forward_backward([self._inputs(b) for b in micro_batches], tokens)
+            )
         total = torch.zeros((), device=tokens.device)
         for i, batch in enumerate(micro_batches):
             sync_gradients(self.net, self.reduce_each or i == len(micro_batches) - 1)
-            loss = self._loss(batch) / tokens.clamp(min=1)
+            loss = self.net(*self._inputs(batch)) / tokens.clamp(min=1)
             loss.backward()
             total += loss.detach()
-        return total if self.mesh.has_loss else torch.zeros_like(total)
+        return self._share(total)
 
     def weights_changed(self) -> None:
         """To be called when the optimizer has stepped or a checkpoint was loaded. Collective."""
@@ -71,11 +78,19 @@ class ShardedModel:
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """This rank's share of the sum of the token losses of one batch, fp32 scalar. Collective over all
         ranks."""
-        loss = self._loss(batch)
+        loss = self._apply(self._inputs(batch))
         reshard(self.net)
+        return torch.zeros((), device=batch.inputs.device) if loss is None else self._share(loss)
+
+    def _share(self, loss: torch.Tensor) -> torch.Tensor:
+        """Of what several ranks know, one has the loss."""
         return loss if self.mesh.has_loss else torch.zeros_like(loss)
 
-    def _loss(self, batch: Batch) -> torch.Tensor:
+    def _apply(self, inputs: Inputs) -> torch.Tensor | None:
+        """A forward, without gradients; in a pipeline None on ranks that do not have its end."""
+        return self.net(*inputs) if self.pipeline is None else self.pipeline.forward(inputs)
+
+    def _inputs(self, batch: Batch) -> Inputs:
         inputs, targets, positions = batch.inputs, batch.targets, batch.positions
         mask: Mask | None = None
         if self.context is not None:
@@ -85,7 +100,9 @@ class ShardedModel:
             positions = here if positions is None else positions[:, here]
         elif positions is not None:
             mask = document_mask(self.attention, positions, batch.num_documents)
-        return self.net(inputs, targets, self.loss, positions, mask)
+        if positions is None and self.pipeline is not None:  # a later stage does not see how long rows are
+            positions = torch.arange(inputs.shape[1], device=inputs.device)
+        return Inputs(inputs, targets, self.loss, positions, mask)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -93,12 +110,17 @@ class ShardedModel:
         length, pieces = tokens.shape[1], self.mesh.degrees.tensor * 2 * self.mesh.degrees.context
         tokens = F.pad(tokens, (0, -length % pieces))  # to the right, where none looks
         with torch.compiler.set_stance("force_eager"):  # prompts have many lengths: no graph for each
-            if self.context is None:
-                logits = self.net(tokens, tokens, self.project)
-            else:
+            here = there = torch.arange(tokens.shape[1], device=tokens.device)
+            mask: Mask | None = None
+            if self.context is not None:
                 here, there = self.context.places(tokens.shape[1], tokens.device)
                 mask = self.context.mask(here, there, None)
-                logits = self.context.gather(self.net(tokens[:, here], tokens, self.project, here, mask))
-                logits = logits[:, there.argsort()]
+            logits = self._apply(Inputs(tokens[:, here], tokens, self.project, here, mask))
+            if self.pipeline is not None:
+                shape = (len(tokens), len(here), self.net.vocab_size)
+                logits = self.pipeline.from_last(logits, shape, tokens.device)
+            assert logits is not None
+            if self.context is not None:
+                logits = self.context.gather(logits)[:, there.argsort()]
         reshard(self.net)
         return logits[:, :length]
