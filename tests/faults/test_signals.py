@@ -49,7 +49,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "reading a checkpoint": (SafeReader, "read_data"),
     "reading rows": (Rows, "__getitems__"),  # in a loader worker
     "loading": (_BaseDataLoaderIter, "__next__"),  # twice a step: two micro-batches
-    "accumulating": (ShardedModel, "_loss"),  # twice a step; and in each batch of a validation
+    "accumulating": (ShardedModel, "_inputs"),  # twice a step; and in each batch of a validation
     "sampling": (ShardedModel, "logits"),  # once a token
     "saving": (HostBuffers, "wait"),  # in the thread, before it writes
     "writing": (ShardWriter, "_write_file"),

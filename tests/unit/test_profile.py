@@ -166,3 +166,6 @@ def test_a_rank_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="no rank 4 among 4") as e:
         Profiling(ranks=[0, 4]).check(torch.device("cpu"), 4)
     assert e.value.key == "profiling.ranks"
+    with pytest.raises(ConfigError, match="names no rank") as e:
+        Profiling(ranks=[]).check(torch.device("cpu"), 4)
+    assert e.value.key == "profiling.ranks"

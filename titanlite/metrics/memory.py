@@ -16,6 +16,9 @@ from titanlite.metrics.device import GIB
 PHASES = {  # function in a traceback, from the outside in: what it is part of
     "forward_backward": "forward",
     "backward": "backward",
+    "forward_one_chunk": "forward",  # of a pipeline, within its own step
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "backward",
     "clip_grad_norm_": "gradient clipping",
     "step": "the optimizer's step",
     "validate": "validation",

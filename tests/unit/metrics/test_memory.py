@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 from tests.jobs import make_job
 from titanlite import evaluate
@@ -88,20 +89,21 @@ def test_the_phase_is_the_innermost_function_that_has_one() -> None:
 
 def test_the_phases_are_functions_that_there_are() -> None:
     there = (ShardedModel, torch.Tensor, clip, torch.optim.Optimizer, evaluate, sampling, Checkpointer)
+    there += (PipelineStage,)
     assert all(any(hasattr(place, name) for place in there) for name in memory.PHASES)
 
 
 def test_a_run_out_of_memory_says_so(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = ShardedModel._loss
+    whole = ShardedModel._inputs
     calls: list[int] = []
 
-    def small(self: ShardedModel, batch: Any) -> torch.Tensor:
+    def small(self: ShardedModel, batch: Any) -> Any:
         calls.append(0)
         if len(calls) == 10:  # of four a step: in the third
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(self, batch)
 
-    monkeypatch.setattr(ShardedModel, "_loss", small)
+    monkeypatch.setattr(ShardedModel, "_inputs", small)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
         OutOfMemory, match=r"out of memory in step 3, forward: .* optimizer .*\n  .*\n  "
