@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import traceback
 from collections.abc import Callable
@@ -13,12 +14,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from titanlite import mesh
+
 TIMEOUT_S = 400
 
 
 def _rank(rank: int, world_size: int, store: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    # Groups stay, since torch remembers them, and the threads of one look around a hundred times a second,
+    # used or not: the same mesh has the same groups.
+    mesh.init_device_mesh = functools.cache(mesh.init_device_mesh)
     while (task := tasks.get()) is not None:
         function, args = task
         try:

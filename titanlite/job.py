@@ -152,13 +152,18 @@ class Job:
             one = plan.rows // plan.micro_batches
             legal = [n * one for n in (least, 2 * least, 4 * least)]
             raise ConfigError(
-                f"{plan.micro_batches} micro-batches do not fill {schedule} over {stages} stages; a step "
-                f"needs {least} or a multiple: training.global_batch_size = {', '.join(map(str, legal))}",
+                f"{plan.micro_batches} micro-batches do not fill {schedule} over {stages} stages; {least} or "
+                f"a multiple do: training.global_batch_size = {', '.join(map(str, legal))}",
                 where,
             )
         if p.fsdp_reduce == "micro_batch" or self.training.mixed_precision_reduce != "float32":
             key = "fsdp_reduce" if p.fsdp_reduce == "micro_batch" else "mixed_precision_reduce"
             raise ConfigError(f"a pipeline reduces gradients once a step, in float32: unset {key}", where)
+        if schedule in ZERO_BUBBLE and p.fsdp_reshard_after_forward == "always":
+            raise ConfigError(
+                f"{schedule} finds the gradients of weights that are gathered: default or never",
+                "parallelism.fsdp_reshard_after_forward",
+            )
         apart = schedule in ZERO_BUBBLE and (self.compile.enable or self.activation_checkpoint.mode != "none")
         if apart:
             raise ConfigError(

@@ -22,4 +22,5 @@ def set_up_logging(rank: int, verbose: bool) -> None:
     # Said by libraries about choices made here on purpose; each is named, so that nothing else is hidden.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     # A norm over a mesh of two axes takes two all-reduces of one number.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    redistribute = logging.getLogger("torch.distributed.tensor._redistribute")
+    redistribute.addFilter(lambda record: "While redistributing from" not in record.getMessage())

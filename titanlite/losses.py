@@ -184,7 +184,8 @@ class _Chunked(torch.autograd.Function):
         else:
             d_weight = torch.empty_like(d_weight_VD, dtype=ctx.weight_dtype)
             torch.mul(d_weight_VD, scale[0], out=d_weight)
-        if not ctx.scaled:  # a pipeline without bubbles comes twice, for the hidden states and for the weight
+        # A pipeline without bubbles comes twice, for the hidden states and for the weight, with one scale.
+        if not ctx.scaled:
             ctx.scaled = True
             for gradient in in_place:
                 gradient.data.mul_(scale[0])  # .data: autograd would take it for a mistake

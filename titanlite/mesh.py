@@ -85,9 +85,9 @@ class Parallelism:
     `InterleavedZeroBubble`, `ZBVZeroBubble`: also the weights' gradients apart from the activations', to fill
     what waiting is left; not with compile.enable, nor with recompute."""
     pipeline_parallel_first_stage_less_layers: int = 1
-    """Blocks that the first stage has fewer than others, for its embedding."""
+    """How many blocks the first stage's embedding counts for when blocks are divided."""
     pipeline_parallel_last_stage_less_layers: int = 1
-    """Blocks that the last stage has fewer than others, for its head and the loss."""
+    """How many blocks the last stage's head and loss count for."""
     pipeline_parallel_split_points: list[str] = field(default_factory=list)
     """The blocks with which all stages but the first begin, by name, such as `["layers.3", "layers.6"]`;
     empty: by number, as even as can be."""
@@ -122,8 +122,9 @@ class Parallelism:
         first = self.pipeline_parallel_first_stage_less_layers
         last = self.pipeline_parallel_last_stage_less_layers
         each, more = divmod(len(blocks) + first + last, number)
-        ends_first = [0, number - 1, *range(1, number - 1)]  # where blocks are missing
-        sizes = [each + (i in ends_first[:more]) for i in range(number)]
+        ends = [i for i, less in ((0, first), (number - 1, last)) if less]  # where blocks will be missing
+        order = list(dict.fromkeys([*ends, *range(1, number), 0]))
+        sizes = [each + (i in order[:more]) for i in range(number)]
         sizes[0] -= first
         sizes[-1] -= last
         if min(sizes) < 1:
@@ -209,9 +210,8 @@ class Mesh:
         return self.place.pipeline == self.place.context == self.place.tensor == 0
 
     @property
-    def has_loss(self) -> bool:
-        """Whether the loss of this rank's tokens is not another's, too; in a pipeline, of those of the last
-        stage."""
+    def has_tokens(self) -> bool:
+        """Whether this rank speaks for its tokens, whose loss others along `tensor` know, too."""
         return self.place.tensor == 0
 
     @property
@@ -245,7 +245,10 @@ ALONE = Mesh(Degrees(1, 1, 1, 1, 1), 0, None)
 def build_mesh(parallelism: Parallelism, device_type: str, rank: int, world_size: int) -> Mesh:
     """The mesh of this job; collective over all ranks."""
     degrees = parallelism.degrees(world_size)
-    mesh = init_device_mesh(device_type, degrees, mesh_dim_names=Degrees._fields) if world_size > 1 else None
-    if mesh is not None and degrees.context > 1:
+    if world_size == 1:
+        return Mesh(degrees, rank, None)
+    axes = {axis: n for axis, n in degrees._asdict().items() if n > 1 or axis == "shard"}
+    mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if degrees.context > 1:
         mesh["shard", "context"]._flatten(SHARD_AND_CONTEXT)
     return Mesh(degrees, rank, mesh)

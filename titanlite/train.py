@@ -244,11 +244,12 @@ def memory_settings(job: Job, rt: Runtime) -> MemorySettings:
     return MemorySettings(
         local_batch_size=job.training.local_batch_size,
         micro_batches=rt.plan.micro_batches,
-        shards=rt.mesh.shards,
+        shards=rt.mesh.degrees.shard * rt.mesh.degrees.context,
         recompute=job.activation_checkpoint.mode,
         chunked_loss=isinstance(job.loss, ChunkedCrossEntropy),
         float8_possible=job.compile.enable and not job.float8.enable and job.float8.works_on(rt.device),
         reduces_each=job.parallelism.fsdp_reduce == "micro_batch" or rt.reduce_dtype != torch.float32,
+        pipeline=rt.mesh.pipeline is not None,
         logits=job.loss.bytes_held(tokens, c.dim, c.vocab_size, rt.param_dtype.itemsize),
     )
 

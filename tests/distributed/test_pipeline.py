@@ -3,26 +3,143 @@ mesh divides."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed.test_gradients import gradients, on_rank
+from tests.distributed.test_gradients import build, gradients, on_rank, uneven_rows
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.reader import load_tensors
+from titanlite.mesh import STAGES_A_RANK, ZERO_BUBBLE
+from titanlite.parallel import pipeline
+from titanlite.parallel.fsdp import add_up_gradients
 
-UNTIED = {"tied": False, "layers": 6}
-SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+UNTIED = {"tied": False, "layers": 8}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_gradient_is_the_same_in_a_pipeline(run_on, schedule: str, ranks: int) -> None:
-    """Of two ranks; of four, as two times two shards."""
-    whole = gradients(1, 0, 1, **UNTIED)
-    layout = {"pipeline": 2, "schedule": schedule, **UNTIED}
-    parts = run_on(ranks, on_rank, ranks, 4, layout)
-    found: dict[str, torch.Tensor] = {}
-    for part in parts:
-        found |= part
+def union(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What each rank knows of the model, together."""
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
     assert found.keys() == whole.keys()
-    assert not set(parts[0]) >= set(whole)
     for name, value in whole.items():
         assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-7), name
+
+
+@pytest.mark.parametrize("schedule", STAGES_A_RANK)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_gradient_is_the_same_in_a_pipeline(run_on, schedule: str, degree: int) -> None:
+    """Of two ranks times two shards, and of four."""
+    parts = run_on(4, on_rank, 4, 4, {"pipeline": degree, "schedule": schedule, **UNTIED})
+    assert not set(parts[0]) >= set(parts[-1]), "each has a part"
+    assert_same(union(parts), gradients(1, 0, 1, **UNTIED))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"replicate": 2},
+        {"tensor": 2},
+        {"context": 2},
+        {"tensor": 2, "schedule": "ZBVZeroBubble"},
+        {"context": 2, "schedule": "InterleavedZeroBubble"},
+        {"recompute": "full", "schedule": "Interleaved1F1B"},
+        {"compile": True, "schedule": "Interleaved1F1B"},
+    ],
+    ids=str,
+)
+def test_with_what_else_there_is(run_on, layout: dict[str, Any]) -> None:
+    layout = {"layers": 4, "tied": False, **layout}
+    parts = run_on(4, on_rank, 4, 2, {"pipeline": 2, **layout})
+    assert_same(union(parts), gradients(1, 0, 1, tied=False, layers=4))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", *ZERO_BUBBLE])
+def test_micro_batches_add_up_in_fp32(run_on, schedule: str) -> None:
+    """bf16 in a pipeline is as near to fp32 as bf16 alone."""
+    exact = gradients(1, 0, 1, **UNTIED)
+    alone = gradients(1, 0, 8, dtype=torch.bfloat16, **UNTIED)
+    piped = union(
+        run_on(2, on_rank, 2, 8, {"pipeline": 2, "schedule": schedule, "dtype": torch.bfloat16, **UNTIED})
+    )
+
+    def distance(found: dict[str, torch.Tensor]) -> float:
+        names = [name for name in exact if name.startswith(("model", "lm_head"))]
+        return sum(((found[n] - exact[n]).norm() / exact[n].norm()).item() for n in names) / len(names)
+
+    assert distance(piped) < 1.1 * distance(alone)
+
+
+def left_in_bf16(world_size: int, layout: dict[str, Any]) -> list[tuple[int, int]]:
+    """Gradients that the next micro-batch would be added to in bf16, before and after each time that they
+    are looked for."""
+    seen = []
+
+    def watched(part: Any) -> None:
+        groups = [m._get_fsdp_state() for m in part.modules() if isinstance(m, FSDPModule)]
+        of = [g for s in groups for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g]
+        low = lambda: sum(p.unsharded_param.grad is not None for g in of for p in g.fsdp_params)  # noqa: E731
+        before = low()
+        add_up_gradients(part)
+        seen.append((before, low()))
+
+    pipeline.add_up_gradients = watched
+    try:
+        on_rank(world_size, 8, layout)
+    finally:
+        pipeline.add_up_gradients = add_up_gradients
+    return seen
+
+
+@pytest.mark.parametrize("schedule", ZERO_BUBBLE)
+def test_nothing_is_left_in_bf16_between_backwards_of_weights(run_on, schedule: str) -> None:
+    layout = {"pipeline": 2, "schedule": schedule, "dtype": torch.bfloat16, **UNTIED}
+    seen = [pair for of in run_on(2, left_in_bf16, 2, layout) for pair in of]
+    assert any(before for before, _ in seen)
+    assert not any(after for _, after in seen)
+
+
+def forwards(world_size: int, layout: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of rows of which no two count alike, of part of them, and the logits of a prompt."""
+    rank = torch.distributed.get_rank() if world_size > 1 else 0
+    model, batch = build(world_size, rank, **layout), uneven_rows()
+    three = replace(batch, inputs=batch.inputs[:3], targets=batch.targets[:3])
+    losses = [model.loss_sum(batch), model.loss_sum(three)]
+    if world_size > 1:
+        for loss in losses:
+            torch.distributed.all_reduce(loss)
+    return losses[0], losses[1], model.logits(batch.inputs[:1, :7])
+
+
+@pytest.mark.parametrize("schedule", STAGES_A_RANK)
+def test_losses_and_logits_are_the_same(run_on, schedule: str) -> None:
+    whole = forwards(1, UNTIED)
+    for found in run_on(4, forwards, 4, {"pipeline": 4, "schedule": schedule, **UNTIED}):
+        for ours, theirs in zip(found, whole):
+            assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def load_into_other_tensors(folder: Any) -> str:
+    """Each rank wants a tensor of its own name, of which the checkpoint has one."""
+    ranks = Ranks(folder)
+    name = "there" if ranks.rank == 0 else "not there"
+    try:
+        load_tensors(folder, {"model": {name: torch.zeros(2)}}, ranks)
+    except CheckpointError as e:
+        return str(e)
+    return ""
+
+
+def test_all_ranks_hear_of_what_one_misses(run_on, tmp_path) -> None:
+    torch.distributed.checkpoint.save(
+        {"model": {"there": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True
+    )
+    first, second = run_on(2, load_into_other_tensors, tmp_path)
+    assert first == second
+    assert "model.not there is missing" in first

@@ -152,13 +152,17 @@ NO_BUBBLE = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
         ([], "the embedding and the head are one weight, but on different stages"),
         (
             [UNTIED, "--training.global_batch_size=4"],
-            "2 micro-batches do not fill 1F1B over 4 stages; a step needs 4 or a multiple: "
+            "2 micro-batches do not fill 1F1B over 4 stages; 4 or a multiple do: "
             "training.global_batch_size = 8, 16, 32",
         ),
         ([UNTIED, LOOPED, "--training.global_batch_size=18"], "9 micro-batches do not fill Interleaved1F1B"),
         ([UNTIED, "--model.overrides.n_layers=2"], "make [0, 1, 1, 0]: lower the degree"),
         ([UNTIED, "--parallelism.fsdp_reduce=micro_batch"], "unset fsdp_reduce"),
         ([UNTIED, "--training.mixed_precision_reduce=bfloat16"], "unset mixed_precision_reduce"),
+        (
+            [UNTIED, NO_BUBBLE, "--parallelism.fsdp_reshard_after_forward=always"],
+            "finds the gradients of weights that are gathered",
+        ),
         ([UNTIED, NO_BUBBLE, "--compile.enable"], "ZBVZeroBubble takes a block's backward apart"),
         ([UNTIED, NO_BUBBLE, "--activation_checkpoint.mode=full"], "1F1B and Interleaved1F1B work with both"),
         (

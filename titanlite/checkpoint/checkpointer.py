@@ -144,7 +144,7 @@ class Checkpointer:
     def warm_up(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Once the optimizer has its state: see whether there is room for a save, and allocate the host
         buffers beside the training, so that the first save need not."""
-        if not self.config.enable or self._pending is not None:  # a save has seen to both
+        if not self.config.enable:
             return
         tensors = tensors_of(net, optimizer)
         size = size_of(tensors, self._ranks)

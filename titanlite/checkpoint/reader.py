@@ -10,7 +10,6 @@ import inspect
 import io
 import pickle
 import sys
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from enum import Enum
@@ -134,11 +133,12 @@ def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> No
     if anything is missing, unexpected or of another shape or dtype."""
     try:
         saved = ranks.agree(lambda: read_metadata(path)) if ranks else read_metadata(path)
-        try:
-            others = ranks.gather(_names(tensors)) if ranks else []
-            check_same_tensors(tensors, saved, str(path), set().union(*others))
-        except (AttributeError, TypeError, KeyError) as e:  # unpickled, but not what DCP wrote
-            raise CheckpointError(f"{path}/.metadata is damaged: {type(e).__name__}: {e}") from None
+        found = misfits(tensors, saved, ranks)
+        if ranks:  # in a pipeline each has tensors of its own, but all have to hear of it
+            found = sorted({misfit for of in ranks.gather(found) for misfit in of})
+        if found:
+            more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+            raise CheckpointError(f"{path} does not fit this job: {'; '.join(found[:3])}{more}")
         group, alone = (ranks.group, not ranks.distributed) if ranks else (None, True)
         load(tensors, storage_reader=SafeReader(path, saved), process_group=group, no_dist=alone)
     except CheckpointException as e:  # a BaseException, and DCP puts others into it
@@ -150,31 +150,26 @@ def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> No
         raise CheckpointError(f"{path} cannot be read: {e}") from None
 
 
-def _names(tensors: Tensors) -> set[str]:
-    return {f"{part}.{name}" for part, of in tensors.items() for name in of}
-
-
-def check_same_tensors(wanted: Tensors, saved: Metadata, where: str, elsewhere: Collection[str] = ()) -> None:
-    """Raises CheckpointError unless the checkpoint has exactly these tensors with these shapes and dtypes,
-    and those that other ranks want.
-
-    DCP itself ignores extra tensors and casts dtypes in silence.
-    """
+def misfits(wanted: Tensors, saved: Metadata, ranks: Ranks | None = None) -> list[str]:
+    """What keeps the checkpoint from having exactly these tensors, and those of the other ranks, with these
+    shapes and dtypes. DCP itself ignores extra tensors and casts dtypes in silence."""
     flat = {f"{part}.{name}": t for part, tensors in wanted.items() for name, t in tensors.items()}
-    kept = {k: v for k, v in saved.state_dict_metadata.items() if k.partition(".")[0] in wanted}
-    problems = [f"{k} is missing" for k in flat if k not in kept]
-    problems += [f"{k} is unexpected" for k in kept if k not in flat and k not in elsewhere]
-    for name in flat.keys() & kept.keys():
-        entry, tensor = kept[name], flat[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            problems.append(f"{name} is not a tensor")
-        elif tuple(entry.size) != tuple(tensor.shape):
-            problems.append(f"{name} has shape {tuple(entry.size)}, the model's is {tuple(tensor.shape)}")
-        elif entry.properties.dtype != tensor.dtype:
-            problems.append(f"{name} is {entry.properties.dtype}, the model's is {tensor.dtype}")
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise CheckpointError(f"{where} does not fit this job: {'; '.join(sorted(problems)[:3])}{more}")
+    names = set().union(*ranks.gather(set(flat))) if ranks else set(flat)
+    try:
+        kept = {k: v for k, v in saved.state_dict_metadata.items() if k.partition(".")[0] in wanted}
+        found = [f"{k} is missing" for k in flat if k not in kept]
+        found += [f"{k} is unexpected" for k in kept if k not in names]
+        for name in flat.keys() & kept.keys():
+            entry, tensor = kept[name], flat[name]
+            if not isinstance(entry, TensorStorageMetadata):
+                found.append(f"{name} is not a tensor")
+            elif tuple(entry.size) != tuple(tensor.shape):
+                found.append(f"{name} has shape {tuple(entry.size)}, the model's is {tuple(tensor.shape)}")
+            elif entry.properties.dtype != tensor.dtype:
+                found.append(f"{name} is {entry.properties.dtype}, the model's is {tensor.dtype}")
+    except (AttributeError, TypeError, KeyError) as e:  # unpickled, but not what DCP wrote
+        return [f".metadata is damaged: {type(e).__name__}: {e}"]
+    return sorted(found)
 
 
 def cause(error: CheckpointException) -> str:

@@ -78,9 +78,11 @@ def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 
 def size_of(tensors: Tensors, ranks: Ranks) -> int:
     """Bytes of what all ranks have together. Collective."""
-    mine = sum(t.numel() * t.itemsize for of in tensors.values() for t in of.values())  # and the shards of it
-    part = min(tensors["model"])  # in a pipeline others have other names
-    return sum(dict(ranks.gather((part, mine))).values())
+    mine = {
+        f"{part}.{name}": t.numel() * t.itemsize for part, of in tensors.items() for name, t in of.items()
+    }
+    sizes = {name: size for of in ranks.gather(mine) for name, size in of.items()}
+    return sum(sizes.values())
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

@@ -50,7 +50,8 @@ class OutOfMemory(RuntimeError):
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What the remedies depend on. `logits`: bytes that the loss holds at once."""
+    """What the remedies depend on. `shards`: ranks over which gradients are reduced; `logits`: bytes that the
+    loss holds at once."""
 
     local_batch_size: int
     micro_batches: int
@@ -59,6 +60,7 @@ class MemorySettings:
     chunked_loss: bool
     float8_possible: bool
     reduces_each: bool
+    pipeline: bool
     logits: int
 
     @property
@@ -144,7 +146,7 @@ def remedies(used: Usage, settings: MemorySettings) -> list[Remedy]:
         found.append(Remedy('loss.name = "chunked_cross_entropy"', 0.9 * used.logits))
     if s.float8_possible:
         found.append(Remedy("float8.enable = true", 0.25 * used.activations))
-    if s.gathers_gradients:
+    if s.gathers_gradients and not s.pipeline:
         saves = used.gradients * (1 - 1 / s.shards)
         found.append(Remedy('parallelism.fsdp_reduce = "micro_batch"', saves))
     found.append(Remedy("half of training.seq_len", used.activations / 2))

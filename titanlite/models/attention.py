@@ -189,7 +189,7 @@ def causal_attention(
     return out_BHTE.transpose(1, 2)
 
 
-# Loaded for the first mask that wants them: with them come the compiler and two seconds.
+# Loaded when a run may want them, on CUDA, or a mask does: with them come the compiler and two seconds.
 _varlen: Any = None
 _varlen_asks_for_gqa = False  # torch 2.11 takes fewer key heads without being told
 _flex: Any = None
@@ -199,6 +199,8 @@ _create_block_mask: Any = None
 def _load_varlen() -> bool:
     """Whether there is such a kernel."""
     global _varlen, _varlen_asks_for_gqa
+    if _varlen is not None:
+        return True
     with suppress(ImportError):  # not on every platform
         from torch.nn.attention.varlen import varlen_attn
 

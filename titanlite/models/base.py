@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,16 @@ from titanlite.models.attention import Mask
 
 # hidden [B, T, D], head weight [V, D], targets int64 [B, T] -> sum over the targets that count, fp32 scalar
 LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Inputs(NamedTuple):
+    """What a decoder is called with for one micro-batch; Decoder.forward says what each is."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    loss: LossFunction | None
+    positions: torch.Tensor | None
+    mask: Mask | None
 
 
 class Decoder(nn.Module):

@@ -70,12 +70,9 @@ class Float8:
         return (8, 9) if self.recipe == "tensorwise" else (9, 0)
 
 
-def apply_float8(net: Decoder, config: Float8, sharded: bool) -> None:
-    """Swap the blocks' linear layers, before recompute, compile and FSDP. Raises ConfigError for a layer that
-    float8 cannot have and for a filter that matches none."""
-    if not config.enable:
-        return
-    torchao = _torchao()
+def divide_layers(net: Decoder, config: Float8) -> tuple[set[str], set[str]]:
+    """The names of the blocks' linear layers: those that become float8, and those that are left. Raises
+    ConfigError for a layer that float8 cannot have and for a filter that matches none."""
     inside = {module for module in net.blocks().modules() if isinstance(module, nn.Linear)}
     layers = {name: module for name, module in net.named_modules() if module in inside}
     for part in config.filter_fqns:
@@ -105,14 +102,22 @@ def apply_float8(net: Decoder, config: Float8, sharded: bool) -> None:
             + json.dumps([*config.filter_fqns, *kinds]),
             "float8.filter_fqns",
         )
+    return layers.keys() - left, left
+
+
+def apply_float8(net: Decoder, config: Float8, sharded: bool) -> None:
+    """Swap the blocks' linear layers, before recompute, compile and FSDP. Raises ConfigError as
+    divide_layers does."""
+    if not config.enable:
+        return
+    chosen, left = divide_layers(net, config)
+    torchao = _torchao()
     recipe = replace(torchao.Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
     if config.gathers_float8 and sharded:
         recipe = replace(recipe, enable_fsdp_float8_all_gather=True)
-    torchao.convert_to_float8_training(
-        net, config=recipe, module_filter_fn=lambda _, name: name in layers and name not in left
-    )
+    torchao.convert_to_float8_training(net, config=recipe, module_filter_fn=lambda _, name: name in chosen)
     rest = f"; not in it: {_like(left)} and the head" if left else "; the head is not in it"
-    logger.info(f"float8 {config.recipe}: {len(layers) - len(left)} layers{rest}")
+    logger.info(f"float8 {config.recipe}: {len(chosen)} layers{rest}")
 
 
 def precompute_scales(net: Decoder) -> None:

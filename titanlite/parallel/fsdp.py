@@ -64,6 +64,20 @@ def sync_gradients(net: Decoder, on: bool) -> None:
         net.set_requires_gradient_sync(on)
 
 
+def add_up_gradients(net: Decoder) -> None:
+    """Move gradients in the compute dtype, as they come out of a backward, to where micro-batches add up, in
+    the reduce dtype. FSDP does so after a backward of its own; not after one of the weights alone, and the
+    next would add to them in bf16."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 and 2.12 have one
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                for parameter in group.fsdp_params if group is not None else ():
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
 def reshard(net: Decoder) -> None:
     """Free gathered parameters after a forward that no backward follows. Some groups stay gathered
     otherwise, and named_parameters() would give the gathered copies, not the optimizer's."""

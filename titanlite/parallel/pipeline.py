@@ -10,7 +10,7 @@ schedule a stage sees the micro-batches in theirs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.log import logger
 from titanlite.mesh import STAGES_A_RANK, Mesh, Parallelism
-from titanlite.models.attention import Mask
-from titanlite.models.base import Decoder, LossFunction
-
-
-class Inputs(NamedTuple):
-    """What the model is called with for one micro-batch."""
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    loss: LossFunction | None
-    positions: torch.Tensor | None
-    mask: Mask | None
+from titanlite.models.base import Decoder, Inputs
+from titanlite.parallel.fsdp import add_up_gradients
 
 
 def stages_of(schedule: str, rank: int, ranks: int) -> list[int]:
@@ -59,12 +49,8 @@ class Pipeline:
     def __init__(
         self, parts: Mapping[int, Decoder], schedule: str, mesh: DeviceMesh, divided: int, dtype: torch.dtype
     ):
-        self.parts, self.schedule, self.divided, self.dtype = (
-            dict(sorted(parts.items())),
-            schedule,
-            divided,
-            dtype,
-        )
+        self.parts, self.schedule = dict(sorted(parts.items())), schedule
+        self.divided, self.dtype = divided, dtype
         self.group, self.rank, self.ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self.last = self.ranks * STAGES_A_RANK[schedule] - 1
         owner = {i: r for r in range(self.ranks) for i in stages_of(schedule, r, self.ranks)}
@@ -77,8 +63,8 @@ class Pipeline:
             self._feed(stage, part)
 
     @property
-    def has_loss(self) -> bool:
-        """Whether the loss is computed here."""
+    def has_last(self) -> bool:
+        """Whether the last stage, and with it the loss, is here."""
         return self.last in self.parts
 
     def forward_backward(self, inputs: Sequence[Inputs], tokens: torch.Tensor) -> torch.Tensor:
@@ -92,14 +78,15 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         first = [torch.cat([i.tokens for i in inputs])] if 0 in self.parts else []
         # The targets are with the rest of a micro-batch; the schedule only wants to see as many.
-        targets = torch.empty(len(inputs), device=tokens.device) if self.has_loss else None
-        asked = losses if self.has_loss else None
+        targets = torch.empty(len(inputs), device=tokens.device) if self.has_last else None
+        asked = losses if self.has_last else None
         self._run.step(*first, target=targets, losses=asked, return_outputs=False)
+        self._waiting = {}  # masks are large
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=tokens.device)
 
     def forward(self, inputs: Inputs) -> torch.Tensor | None:
-        """What comes out of the last stage, for one micro-batch; None where that is not. Ranks do not wait
-        for those that come after them."""
+        """What comes out of the last stage, for one micro-batch; None where that is not. With one stage a
+        rank, it may go on to the next micro-batch when its hidden states are sent."""
         x = inputs.tokens
         for stage, part in self.parts.items():
             if stage > 0 and (source := self._rank_of[stage - 1]) != self.rank:
@@ -109,7 +96,7 @@ class Pipeline:
             x = part(x)
             if stage < self.last and (target := self._rank_of[stage + 1]) != self.rank:
                 dist.send(x.contiguous(), group=self.group, group_dst=target)
-        return x if self.has_loss else None
+        return x if self.has_last else None
 
     def from_last(
         self, found: torch.Tensor | None, shape: Sequence[int], device: torch.device
@@ -152,6 +139,16 @@ class Pipeline:
             )
             for i, part in self.parts.items()
         ]
+        for stage, part in zip(stages, self.parts.values()):
+            weight_backward = stage.backward_weight_one_chunk
+
+            def backward(
+                *args: Any, run: Any = weight_backward, part: Decoder = part, **options: Any
+            ) -> None:
+                run(*args, **options)
+                add_up_gradients(part)
+
+            stage.backward_weight_one_chunk = backward  # type: ignore[method-assign]
         kind = get_schedule_class(self.schedule)
         run = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from titanlite.data.batch import Batch
 from titanlite.mesh import ALONE, Mesh
 from titanlite.models.attention import Mask, document_mask
-from titanlite.models.base import Decoder, LossFunction
+from titanlite.models.base import Decoder, Inputs, LossFunction
 from titanlite.parallel.context import Context
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal
-from titanlite.parallel.pipeline import Inputs, Pipeline
+from titanlite.parallel.pipeline import Pipeline
 
 
 class ShardedModel:
@@ -84,7 +84,7 @@ class ShardedModel:
 
     def _share(self, loss: torch.Tensor) -> torch.Tensor:
         """Of what several ranks know, one has the loss."""
-        return loss if self.mesh.has_loss else torch.zeros_like(loss)
+        return loss if self.mesh.has_tokens else torch.zeros_like(loss)
 
     def _apply(self, inputs: Inputs) -> torch.Tensor | None:
         """A forward, without gradients; in a pipeline None on ranks that do not have its end."""

@@ -14,9 +14,8 @@ import torch
 from titanlite.config import reference, toml
 from titanlite.config.component import ConfigError
 from titanlite.job import Job, load_job, split_arguments
-from titanlite.parallel.float8 import apply_float8
+from titanlite.parallel.float8 import divide_layers
 from titanlite.parallel.recompute import apply_recompute
-from titanlite.runtime import set_library_defaults
 
 HEAD = """# Configuration
 
@@ -38,11 +37,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     path, overrides = split_arguments(argv)
     job = load_job(path, overrides, world_size=None)
-    set_library_defaults()
     with torch.device("meta"):
         net = job.model.build()
     try:  # what names parts of the model
-        apply_float8(net, job.float8, sharded=False)
+        if job.float8.enable:
+            divide_layers(net, job.float8)
         apply_recompute(net, job.activation_checkpoint)
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None

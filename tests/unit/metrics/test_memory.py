@@ -23,7 +23,7 @@ from titanlite.train import train
 
 SETTINGS = MemorySettings(
     local_batch_size=8, micro_batches=1, shards=1, recompute="none", chunked_loss=True, float8_possible=True,
-    reduces_each=False, logits=1 * GIB,
+    reduces_each=False, pipeline=False, logits=1 * GIB,
 )  # fmt: skip
 USED = Usage(parameters=6 * GIB, gradients=6 * GIB, optimizer=12 * GIB, logits=1 * GIB, activations=50 * GIB)
 
