@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_gradients import build, gradients, on_rank, uneven_rows
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import load_tensors
+from titanlite.data.batch import Batch
 from titanlite.mesh import STAGES_A_RANK, ZERO_BUBBLE
 from titanlite.parallel import pipeline
 from titanlite.parallel.fsdp import add_up_gradients
@@ -103,6 +105,28 @@ def test_nothing_is_left_in_bf16_between_backwards_of_weights(run_on, schedule: 
     seen = [pair for of in run_on(2, left_in_bf16, 2, layout) for pair in of]
     assert any(before for before, _ in seen)
     assert not any(after for _, after in seen)
+
+
+def with_documents(world_size: int, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Gradients of one step over rows with other documents in each, masked from each other."""
+    rank = torch.distributed.get_rank() if world_size > 1 else 0
+    model, batch = build(world_size, rank, **layout), uneven_rows()
+    rows, length = batch.inputs.shape
+    positions = torch.stack([torch.arange(length) % (row + 3) for row in range(rows)])
+    batches = [
+        Batch(batch.inputs[b], batch.targets[b], 0, 0, positions[b], int((positions[b] == 0).sum()))
+        for b in (slice(a, a + 2) for a in range(0, rows, 2))
+    ]
+    model.forward_backward(batches, torch.tensor(batch.num_targets))
+    whole = lambda g: g.full_tensor() if isinstance(g, DTensor) else g  # noqa: E731
+    return {name: whole(p.grad) for name, p in model.net.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_micro_batch_keeps_its_mask(run_on, schedule: str) -> None:
+    parts = run_on(2, with_documents, 2, {"pipeline": 2, "schedule": schedule, **UNTIED})
+    assert_same(union(parts), with_documents(1, UNTIED))
+    assert not torch.allclose(union(parts)["lm_head.weight"], gradients(1, 0, 4, **UNTIED)["lm_head.weight"])
 
 
 def forwards(world_size: int, layout: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -164,8 +164,8 @@ LAYOUTS = {
 }
 
 
-def assert_same_run(job: Job, whole: Job) -> None:
-    ours, theirs = metrics_of(job), metrics_of(whole)
+def assert_same_run(job: Job, whole: Job, steps: int = 12) -> None:
+    ours, theirs = metrics_of(job), metrics_of(whole)[:steps]
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     for a, b in zip(ours, theirs):
         assert a["data/batch_sha"] == b["data/batch_sha"]
@@ -180,9 +180,9 @@ def test_layouts_equal_one_process(
 ) -> None:
     world_size, overrides = LAYOUTS[layout]
     whole = request.getfixturevalue("untied" if UNTIED in overrides else "whole")
-    overrides = [*overrides, "--training.steps=12"]
+    overrides = [*overrides, "--training.steps=5"]  # past a save
     run_on(world_size, train_on_rank, tmp_path, corpus, overrides, "layout", world_size)
-    assert_same_run(make_job(tmp_path, corpus, *overrides, name="layout", world_size=world_size), whole)
+    assert_same_run(make_job(tmp_path, corpus, *overrides, name="layout", world_size=world_size), whole, 5)
 
 
 @pytest.mark.parametrize("path", [(2, 4, 1), (4, 1, 2), (1, 2, 4)], ids=str)
