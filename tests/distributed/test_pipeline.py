@@ -62,6 +62,13 @@ def test_with_what_else_there_is(run_on, layout: dict[str, Any]) -> None:
     assert_same(union(parts), gradients(1, 0, 1, tied=False, layers=4))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8_in_a_pipeline(run_on, recipe: str) -> None:
+    layout = {"layers": 4, "tied": False, "float8": recipe}
+    parts = run_on(2, on_rank, 2, 4, {"pipeline": 2, **layout})
+    assert_same(union(parts), gradients(1, 0, 4, **layout))
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", *ZERO_BUBBLE])
 def test_micro_batches_add_up_in_fp32(run_on, schedule: str) -> None:
     """bf16 in a pipeline is as near to fp32 as bf16 alone."""
