@@ -9,26 +9,32 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run side by side; bef
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from tests.jobs import write_corpus
-from tests.pool import Pool
+if TYPE_CHECKING:
+    from tests.pool import Pool
+
+# torch is imported where it is needed: tests/test_architecture.py needs none.
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests need a GPU."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
+    gpu = [item for item in items if "gpu" in item.keywords]
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two text files of a few hundred documents."""
+    from tests.jobs import write_corpus
+
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
@@ -36,6 +42,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
     """`pools(world_size)`: started once each, because starting one costs seconds and a test in it
     hundredths."""
+    from tests.pool import Pool
+
     started: dict[int, Pool] = {}
 
     def get(world_size: int) -> Pool:

@@ -79,9 +79,11 @@ def run(argv: Sequence[str]) -> int:
         if code == 1:
             traceback.print_exc()
         else:
-            if not _speaks():  # most such errors are all ranks', and then this one is ended while it waits
+            if _speaks():
+                _tell(error)
+            else:  # most such errors are all ranks', and then this one is ended while it waits
                 time.sleep(2)
-            _tell(error)
+                _tell(f"local rank {sys.modules['titanlite.runtime'].local_rank()}: {error}")
         return code
 
 

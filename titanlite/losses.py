@@ -79,9 +79,8 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
         def chunk(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
             return loss_and_gradient_(logits_CV, targets_C, part)
 
-        if (
-            compile
-        ):  # without the compiler's online softmax, which was the slower form on an H200 (torch 2.11)
+        if compile:
+            # The compiler's online softmax was the slower form on an H200 (torch 2.11).
             chunk = torch.compile(chunk, fullgraph=True, options={"online_softmax": False})
 
         def chunked_cross_entropy(

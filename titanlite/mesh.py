@@ -33,11 +33,6 @@ class Degrees(NamedTuple):
         """Ranks that read different rows."""
         return self.replicate * self.shard
 
-    @property
-    def same_rows(self) -> int:
-        """Ranks that read the same ones."""
-        return self.pipeline * self.context * self.tensor
-
 
 SHARD = "data_parallel_shard_degree"
 KEYS = (
@@ -202,7 +197,7 @@ class Mesh:
     @property
     def shards(self) -> int:
         """Ranks over which one copy of the weights is divided."""
-        return self.degrees.shard * self.degrees.same_rows
+        return math.prod(self.degrees) // self.degrees.replicate
 
     @property
     def leads(self) -> bool:

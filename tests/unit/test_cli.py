@@ -247,16 +247,16 @@ def test_an_interrupt_is_130(run, monkeypatch):
     assert run("fake") == (130, "", "titanlite: interrupted\n")
 
 
-@pytest.mark.parametrize(("local_rank", "waits"), [("0", []), ("1", [2])])
+@pytest.mark.parametrize(("local_rank", "waits", "who"), [("0", [], ""), ("1", [2], "local rank 1: ")])
 def test_other_ranks_tell_a_mistake_only_if_the_first_of_the_node_does_not(
-    run, monkeypatch, local_rank, waits
+    run, monkeypatch, local_rank, waits, who
 ):
     """It ends them while they wait, through the launcher, if it has the same to say."""
     waited = []
     monkeypatch.setattr(cli.time, "sleep", waited.append)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     fake_verb(monkeypatch, raising(ConfigError("wrong")))
-    assert run("fake") == (2, "", "titanlite: wrong\n")
+    assert run("fake") == (2, "", f"titanlite: {who}wrong\n")
     assert waited == waits
 
 

@@ -133,10 +133,7 @@ def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> No
     if anything is missing, unexpected or of another shape or dtype."""
     try:
         saved = ranks.agree(lambda: read_metadata(path)) if ranks else read_metadata(path)
-        found = misfits(tensors, saved, ranks)
-        if ranks:  # in a pipeline each has tensors of its own, but all have to hear of it
-            found = sorted({misfit for of in ranks.gather(found) for misfit in of})
-        if found:
+        if found := misfits(tensors, saved, ranks):
             more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
             raise CheckpointError(f"{path} does not fit this job: {'; '.join(found[:3])}{more}")
         group, alone = (ranks.group, not ranks.distributed) if ranks else (None, True)
@@ -152,7 +149,8 @@ def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> No
 
 def misfits(wanted: Tensors, saved: Metadata, ranks: Ranks | None = None) -> list[str]:
     """What keeps the checkpoint from having exactly these tensors, and those of the other ranks, with these
-    shapes and dtypes. DCP itself ignores extra tensors and casts dtypes in silence."""
+    shapes and dtypes; the same on all ranks, which in a pipeline have tensors of their own. DCP itself
+    ignores extra tensors and casts dtypes in silence."""
     flat = {f"{part}.{name}": t for part, tensors in wanted.items() for name, t in tensors.items()}
     names = set().union(*ranks.gather(set(flat))) if ranks else set(flat)
     try:
@@ -168,8 +166,8 @@ def misfits(wanted: Tensors, saved: Metadata, ranks: Ranks | None = None) -> lis
             elif entry.properties.dtype != tensor.dtype:
                 found.append(f"{name} is {entry.properties.dtype}, the model's is {tensor.dtype}")
     except (AttributeError, TypeError, KeyError) as e:  # unpickled, but not what DCP wrote
-        return [f".metadata is damaged: {type(e).__name__}: {e}"]
-    return sorted(found)
+        found = [f".metadata is damaged: {type(e).__name__}: {e}"]
+    return sorted(set().union(*ranks.gather(found)) if ranks else found)
 
 
 def cause(error: CheckpointException) -> str:

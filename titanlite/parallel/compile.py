@@ -26,11 +26,16 @@ def apply_compile(net: Decoder, config: Compile) -> None:
             block.compile(fullgraph=True)
 
 
+def _records() -> list[Any]:
+    dynamo = sys.modules.get("torch._dynamo.utils")  # imported, which takes a second, by what compiles
+    return dynamo.get_compilation_metrics() if dynamo else []
+
+
 @dataclass
 class Compilations:
     """What the compiler did, from its own records (the last 64)."""
 
-    _seen: list[Any] = field(default_factory=lambda: _records())
+    _seen: list[Any] = field(default_factory=_records)
     _first: bool = True
 
     def since_last(self) -> dict[str, float]:
@@ -48,8 +53,3 @@ class Compilations:
         seconds = sum(m.entire_frame_compile_time_s or 0.0 for m in graphs)
         seconds += sum(m.backward_cumulative_compile_time_us or 0 for m in new) / 1e6
         return {"compile/graphs": len(graphs), "compile/seconds": seconds} if graphs else {}
-
-
-def _records() -> list[Any]:
-    dynamo = sys.modules.get("torch._dynamo.utils")  # imported, which takes a second, by what compiles
-    return dynamo.get_compilation_metrics() if dynamo else []

@@ -71,7 +71,7 @@ def add_up_gradients(net: Decoder) -> None:
     for module in net.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 and 2.12 have one
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one, 2.13 several
             for group in [state._fsdp_param_group] if groups is None else groups:
                 for parameter in group.fsdp_params if group is not None else ():
                     parameter.accumulate_unsharded_grad_if_needed()

@@ -96,6 +96,7 @@ class Pipeline:
             x = part(x)
             if stage < self.last and (target := self._rank_of[stage + 1]) != self.rank:
                 dist.send(x.contiguous(), group=self.group, group_dst=target)
+        self._waiting = {}
         return x if self.has_last else None
 
     def from_last(
