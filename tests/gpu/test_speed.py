@@ -3,9 +3,7 @@ memory."""
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,41 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.test_cuda import column, run
-from tests.jobs import write_toml
+from tests.gpu.test_cuda import column, run, trained
 from titanlite.config.component import ConfigError
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
 from titanlite.models.attention import AttentionBackend
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda")
 WIDE = ["--model.overrides.dim=128", "--model.overrides.hidden_dim=256", "--model.overrides.head_dim=32"]
 FLOAT8 = [*WIDE, "--compile.enable", "--float8.enable"]
-
-
-def trained(
-    folder: Path,
-    corpus: Path,
-    *overrides: str,
-    name: str = "run",
-    program: list[str] | None = None,
-    code: int = 0,
-    **environment: str,
-) -> str:
-    """What the base job writes to stderr; modules in `folder` can be imported."""
-    where = [f"--job.dump_folder={folder / name}", f"--data.cache_dir={corpus / 'cache'}"]
-    command = [
-        *(program or [str(ROOT / "run_train.sh")]),
-        str(write_toml(folder, corpus)),
-        *where,
-        *overrides,
-    ]
-    path = f"{folder}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": path} | environment
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
-    return done.stderr
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
