@@ -110,12 +110,18 @@ class Job:
             raise ConfigError(
                 "without the compiler float8 is slower than bfloat16: set compile.enable", "float8.enable"
             )
-        tokens = self.training.local_batch_size * self.training.seq_len
+        tokens = self.training.local_batch_size * self.training.seq_len // context
         if self.float8.enable and self.float8.recipe != "rowwise_with_gw_hp" and tokens % MULTIPLE:
             raise ConfigError(
-                f"float8 needs a multiple of {MULTIPLE} tokens a micro-batch; local_batch_size x seq_len is "
-                f"{tokens}",
+                f"float8 needs a multiple of {MULTIPLE} tokens of a micro-batch; local_batch_size x seq_len"
+                f"{' / context_parallel_degree' if context > 1 else ''} is {tokens}",
                 "training.local_batch_size",
+            )
+        if self.training.enable_cpu_offload and self.float8.gathers_float8:
+            raise ConfigError(
+                "weights in the host's memory are not gathered in float8: set "
+                "float8.enable_fsdp_float8_all_gather = false",
+                "training.enable_cpu_offload",
             )
         total = self.lr_scheduler.total_steps or self.training.steps
         if total < self.training.steps:
@@ -190,14 +196,13 @@ class Job:
                 raise ConfigError(
                     f"{what} = {number} cannot be divided by {degree}{why}; it can be by {legal}", where
                 )
-        if self.compile.enable and self.activation_checkpoint.mode in ("full", "selective"):
+        ac = self.activation_checkpoint
+        if self.compile.enable and ac.mode == "selective" and not ac.selective_ac_option.isdecimal():
             raise ConfigError(
-                f"{self.activation_checkpoint.mode!r} cannot be compiled with tensor parallel (torch 2.13 "
-                "fails in the backward); memory_budget can, and either works without compile.enable",
-                "activation_checkpoint.mode",
+                f"{ac.selective_ac_option!r}, parts of a block, cannot be run again with tensor parallel and "
+                "compile.enable; whole blocks can (mode full, or a number here), and so can memory_budget",
+                "activation_checkpoint.selective_ac_option",
             )
-        if self.float8.enable:
-            raise ConfigError("float8 does not yet work with tensor parallel", "float8.enable")
 
     def recipe(self, data: dict[str, Any]) -> dict[str, Any]:
         """What a run that continues this one must share, under the names of the keys that set it: the model's

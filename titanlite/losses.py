@@ -89,7 +89,10 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
             hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
             num_chunks = self.num_chunks(len(targets_N))
             if torch.is_grad_enabled():
-                return _Chunked.apply(hidden_ND, weight_VD, targets_N, num_chunks, chunk)
+                total, d_weight_VD = _Chunked.apply(
+                    hidden_ND, weight_VD.detach(), targets_N, num_chunks, chunk
+                )
+                return total + _Known.apply(weight_VD, d_weight_VD)
             weight_VD = weight_VD.to(hidden_ND.dtype)
             chunks = zip(hidden_ND.chunk(num_chunks), targets_N.chunk(num_chunks))
             return torch.stack([chunk(F.linear(h, weight_VD), t) for h, t in chunks]).sum()
@@ -145,9 +148,9 @@ def loss_and_gradient_(
 
 
 class _Chunked(torch.autograd.Function):
-    """The forward already takes the gradients, chunk by chunk, so that no logits outlive their chunk and
-    none are computed twice; the backward only scales them (as in Liger-Kernel, Hsu et al. 2024). The
-    weight's is accumulated in fp32."""
+    """The loss and the weight's gradient, in fp32. The forward already takes the gradients, chunk by chunk,
+    so that no logits outlive their chunk and none are computed twice; the backward only scales the hidden
+    states' (as in Liger-Kernel, Hsu et al. 2024)."""
 
     @staticmethod
     def forward(
@@ -157,8 +160,7 @@ class _Chunked(torch.autograd.Function):
         targets_N: torch.Tensor,
         num_chunks: int,
         chunk: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        ctx.weight_dtype = weight_VD.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         d_hidden_ND = torch.empty_like(hidden_ND)
         d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
         weight_VD = weight_VD.to(hidden_ND.dtype)
@@ -170,25 +172,34 @@ class _Chunked(torch.autograd.Function):
             torch.mm(logits_CV, weight_VD, out=d_h_CD)
             _add_product_(d_weight_VD, logits_CV.T, h_CD)
             del logits_CV  # or the next chunk's would be made beside them
-        ctx.save_for_backward(d_hidden_ND, d_weight_VD)
-        ctx.scaled = False
-        return total
+        ctx.save_for_backward(d_hidden_ND)
+        ctx.mark_non_differentiable(d_weight_VD)
+        return total, d_weight_VD
 
     @staticmethod
-    def backward(ctx: Any, *scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_hidden_ND, d_weight_VD = ctx.saved_tensors
-        in_place = [d_hidden_ND]
-        if ctx.weight_dtype == torch.float32:
-            in_place.append(d_weight := d_weight_VD)
-        else:
-            d_weight = torch.empty_like(d_weight_VD, dtype=ctx.weight_dtype)
-            torch.mul(d_weight_VD, scale[0], out=d_weight)
-        # A pipeline without bubbles comes twice, for the hidden states and for the weight, with one scale.
-        if not ctx.scaled:
-            ctx.scaled = True
-            for gradient in in_place:
-                gradient.data.mul_(scale[0])  # .data: autograd would take it for a mistake
-        return d_hidden_ND, d_weight, None, None, None
+    def backward(ctx: Any, *scales: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (d_hidden_ND,) = ctx.saved_tensors
+        d_hidden_ND.data.mul_(scales[0])  # .data: autograd would take it for a mistake
+        return d_hidden_ND, None, None, None, None
+
+
+class _Known(torch.autograd.Function):
+    """Zero, with a known gradient with respect to the weight. Apart from `_Chunked`, since a pipeline without
+    bubbles takes the backward of weights apart."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        ctx.save_for_backward(gradient)
+        return gradient.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *scales: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        if ctx.dtype == gradient.dtype:
+            return gradient.data.mul_(scales[0]), None
+        out = torch.empty_like(gradient, dtype=ctx.dtype)
+        return torch.mul(gradient, scales[0], out=out), None
 
 
 def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -33,6 +33,11 @@ class Degrees(NamedTuple):
         """Ranks that read different rows."""
         return self.replicate * self.shard
 
+    def __str__(self) -> str:
+        """`pipeline 2 x shard 4`: the axes along which there is more than one rank."""
+        axes = [f"{axis} {n}" for axis, n in self._asdict().items() if n > 1]
+        return " x ".join(axes) or "unsharded"
+
 
 SHARD = "data_parallel_shard_degree"
 KEYS = (
@@ -169,7 +174,7 @@ def _split_at(blocks: Sequence[str], points: Sequence[str], number: int) -> list
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named views of the ranks. `device_mesh` is None in a single process."""
+    """Named views of the ranks. `device_mesh` is None in a single process that shards nothing."""
 
     degrees: Degrees
     rank: int
@@ -237,10 +242,12 @@ class Mesh:
 ALONE = Mesh(Degrees(1, 1, 1, 1, 1), 0, None)
 
 
-def build_mesh(parallelism: Parallelism, device_type: str, rank: int, world_size: int) -> Mesh:
-    """The mesh of this job; collective over all ranks."""
+def build_mesh(
+    parallelism: Parallelism, device_type: str, rank: int, world_size: int, always: bool = False
+) -> Mesh:
+    """The mesh of this job; collective over all ranks. `always`: also for a single process."""
     degrees = parallelism.degrees(world_size)
-    if world_size == 1:
+    if world_size == 1 and not always:
         return Mesh(degrees, rank, None)
     axes = {axis: n for axis, n in degrees._asdict().items() if n > 1 or axis == "shard"}
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))

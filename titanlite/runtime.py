@@ -53,7 +53,9 @@ class Training:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """dtype in which gradients are summed over ranks. bfloat16 halves the traffic; micro-batches still add up
     in fp32, for which each is reduced at once (as with parallelism.fsdp_reduce = "micro_batch")."""
-
+    enable_cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in the host's memory, and let the CPU take the optimizer's
+    step: for a model that the GPUs cannot hold. Slow."""
     gc_freq: int = 50
     """Collect Python's garbage every so many steps, on all ranks in the same one: a rank that does it in its
     own time holds up the others. 0: each in its own time."""
@@ -251,11 +253,12 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     plan = StepPlan.of(training, parallelism.degrees(size).data_parallel)
     device = pick_device()
     param_dtype = _param_dtype(training, device)
-    ours = size > 1 and not dist.is_initialized()
+    offload = training.enable_cpu_offload  # by FSDP, also of one process
+    ours = (size > 1 or offload) and not dist.is_initialized()
     if ours:
-        _init_process_group(device, comm)
+        _init_process_group(device, comm, rank, size)
     _set_determinism(training.deterministic)
-    mesh = build_mesh(parallelism, device.type, rank, size)
+    mesh = build_mesh(parallelism, device.type, rank, size, always=offload)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     with _collecting_only_when_due(training.gc_freq):
         yield Runtime(
@@ -348,10 +351,14 @@ def _param_dtype(training: Training, device: torch.device) -> torch.dtype:
     return getattr(torch, training.mixed_precision_param)
 
 
-def _init_process_group(device: torch.device, comm: Comm) -> None:
+def _init_process_group(device: torch.device, comm: Comm, rank: int, size: int) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    alone: dict[str, Any] = {}
+    if size == 1:
+        alone = {"store": torch._C._distributed_c10d.HashStore(), "rank": rank, "world_size": 1}
+    device_id = device if device.type == "cuda" else None
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id, **alone)
 
 
 def _die_with_the_launcher() -> None:

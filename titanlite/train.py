@@ -129,6 +129,7 @@ def build(job: Job, rt: Runtime) -> Run:
         param_dtype=rt.param_dtype,
         reduce_dtype=rt.reduce_dtype,
         parallelism=job.parallelism,
+        cpu_offload=job.training.enable_cpu_offload,
     )
 
     with rt.rank_zero_first():
@@ -272,7 +273,7 @@ def describe(job: Job, rt: Runtime, size: int, rows: Rows, kernel: str) -> None:
     """Say what is about to run."""
     plan = rt.plan
     logger.info(f"{job.model.name} {job.model.flavor}: {size:,} parameters")
-    logger.info(f"{rt.world_size} x {device_name(rt.device)}, {str(rt.param_dtype).removeprefix('torch.')}")
+    logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}, {rt.param_dtype}")
     logger.info(
         f"{sum(rows.sizes):,} rows of {rows.seq_len} tokens to train on, {rows.num_held_out:,} held out"
     )

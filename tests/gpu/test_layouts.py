@@ -1,4 +1,5 @@
-"""Tensor and context parallel over NCCL: the losses of one GPU, eager in fp32 and compiled in bf16."""
+"""Tensor, context and pipeline parallel over NCCL: the losses of one GPU, eager in fp32 and compiled in bf16;
+and weights that stay on the host."""
 
 from __future__ import annotations
 
@@ -9,34 +10,54 @@ import torch
 
 from tests.gpu.test_cuda import column, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 # Heads and rows large enough for the kernels; of fused attention there is none for fp32 with fewer key heads.
 ROWS = ["--training.seq_len=256", "--data.holdout_rows=0", "--model.overrides.head_dim=16"]
-ROWS += ["--training.global_batch_size=4"]
+ROWS += ["--training.global_batch_size=4", "--model.overrides.tie_word_embeddings=false"]
 FP32 = [*ROWS, "--training.mixed_precision_param=float32"]
 MASKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
+MATH = ["--attention.sdpa_kernel=math"]
 TENSOR = "--parallelism.tensor_parallel_degree=2"
 CONTEXT = "--parallelism.context_parallel_degree=2"
+PIPELINE = "--parallelism.pipeline_parallel_degree=2"
+SCHEDULE = "--parallelism.pipeline_parallel_schedule="
+FLOAT8 = ["--float8.enable", "--float8.recipe="]
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [TENSOR, CONTEXT, PIPELINE], ids=["tensor", "context", "pipeline"]
+)
+BLOCKS = ["--model.overrides.n_layers=4"]
 
 
-@pytest.mark.parametrize("layout", [TENSOR, CONTEXT], ids=["tensor", "context"])
+def assert_same(two: list, one: list, rel: float) -> None:
+    assert column(two, "data/batch_sha") == column(one, "data/batch_sha")
+    for key in ("train/loss", "train/grad_norm"):
+        assert column(two, key) == pytest.approx(column(one, key), rel=rel)
+
+
+@two_gpus
+@LAYOUTS
 @pytest.mark.parametrize("masked", [[], MASKED], ids=["causal", "masked"])
 def test_two_gpus_on_the_same_rows_equal_one(
     tmp_path: Path, corpus: Path, layout: str, masked: list[str]
 ) -> None:
-    math = [] if masked else ["--attention.sdpa_kernel=math"]
+    math = [] if masked else MATH
     one = run(tmp_path, corpus, *FP32, *masked, *math, name="one")
-    kernel = math if layout == TENSOR else []  # context parallel has kernels of its own
+    kernel = [] if layout == CONTEXT else math  # context parallel has kernels of its own
     two = run(tmp_path, corpus, *FP32, *masked, *kernel, layout, ngpu=2, name="two")
-    assert column(two, "data/batch_sha") == column(one, "data/batch_sha")
-    for key in ("train/loss", "train/grad_norm"):
-        assert column(two, key) == pytest.approx(column(one, key), rel=1e-4)
+    assert_same(two, one, 1e-4)
 
 
-@pytest.mark.parametrize("layout", [TENSOR, CONTEXT], ids=["tensor", "context"])
+@two_gpus
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_every_schedule_equals_one_gpu(tmp_path: Path, corpus: Path, schedule: str) -> None:
+    one = run(tmp_path, corpus, *FP32, *MATH, *BLOCKS, name="one")
+    two = run(tmp_path, corpus, *FP32, *MATH, *BLOCKS, PIPELINE, SCHEDULE + schedule, ngpu=2, name="two")
+    assert_same(two, one, 1e-4)
+
+
+@two_gpus
+@LAYOUTS
 def test_compiled_in_bf16_they_train_alike_and_resume_on_one(
     tmp_path: Path, corpus: Path, layout: str
 ) -> None:
@@ -47,3 +68,40 @@ def test_compiled_in_bf16_they_train_alike_and_resume_on_one(
     run(tmp_path, corpus, *fast, layout, "--training.steps=4", ngpu=2, name="across")
     across = run(tmp_path, corpus, *fast, name="across")
     assert column(across, "train/loss") == pytest.approx(column(one, "train/loss"), rel=5e-3)
+
+
+@two_gpus
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--activation_checkpoint.mode=full"],
+        ["--activation_checkpoint.mode=memory_budget"],
+        [*FLOAT8[:1], FLOAT8[1] + "tensorwise"],
+        [*FLOAT8[:1], FLOAT8[1] + "tensorwise", "--float8.filter_fqns=['k_proj']"],
+        [*FLOAT8[:1], FLOAT8[1] + "rowwise"],
+    ],
+    ids=["full", "memory_budget", "tensorwise", "filtered", "rowwise"],
+)
+def test_tensor_parallel_composes(tmp_path: Path, corpus: Path, extra: list[str]) -> None:
+    fast = [*ROWS, "--compile.enable", *extra]
+    one = run(tmp_path, corpus, *fast, name="one")
+    two = run(tmp_path, corpus, *fast, TENSOR, ngpu=2, name="two")
+    assert column(two, "train/loss") == pytest.approx(column(one, "train/loss"), rel=5e-3)
+    assert column(two, "train/grad_norm") == pytest.approx(column(one, "train/grad_norm"), rel=5e-2)
+
+
+@two_gpus
+@pytest.mark.parametrize("layout", [[], [TENSOR], [PIPELINE]], ids=["shard", "tensor", "pipeline"])
+def test_offloaded_equals_one_gpu(tmp_path: Path, corpus: Path, layout: list[str]) -> None:
+    one = run(tmp_path, corpus, *FP32, *MATH, name="one")
+    offload = [*FP32, *MATH, *layout, "--training.enable_cpu_offload"]
+    assert_same(run(tmp_path, corpus, *offload, ngpu=2, name="two"), one, 1e-4)
+
+
+def test_one_gpu_offloads_and_resumes(tmp_path: Path, corpus: Path) -> None:
+    one = run(tmp_path, corpus, *FP32, *MATH, name="one")
+    offload = [*FP32, *MATH, "--training.enable_cpu_offload"]
+    run(tmp_path, corpus, *offload, "--training.steps=4", name="off")
+    off = run(tmp_path, corpus, *offload, name="off")
+    assert_same(off, one, 1e-4)
+    assert column(off, "memory/peak_allocated_gib")[-1] < column(one, "memory/peak_allocated_gib")[-1]

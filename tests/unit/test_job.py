@@ -132,8 +132,7 @@ def test_a_global_batch_of_minus_one_follows_the_ranks(path):
         (3, [], "n_heads = 4 cannot be divided by 3; it can be by [2, 4]"),
         (2, ["--training.seq_len=33"], "training.seq_len = 33 cannot be divided by 2"),
         (2, ["--model.overrides.vocab_size=259"], "vocab_size = 259 cannot be divided by 2"),
-        (2, ["--compile.enable", "--activation_checkpoint.mode=full"], "'full' cannot be compiled"),
-        (2, ["--float8.enable", "--compile.enable"], "float8 does not yet work with tensor parallel"),
+        (2, ["--compile.enable", "--activation_checkpoint.mode=selective"], "'op', parts of a block, cannot"),
     ],
 )
 def test_what_tensor_parallel_cannot_do_is_refused(complaint, degree, others, said):

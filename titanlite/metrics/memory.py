@@ -81,8 +81,8 @@ def building(num_parameters: int, shards: int) -> Iterator[None]:
             f"out of memory before the first step: of {total:.1f} GiB, weights take {weights:.1f}, gradients "
             f"{weights:.1f}, the optimizer {2 * weights:.1f} GiB (with one copy sharded over {shards} GPUs), "
             "and activations come on top. What would help: more GPUs for "
-            "parallelism.data_parallel_shard_degree = -1, parallelism.data_parallel_replicate_degree = 1, or "
-            "smaller model.overrides"
+            "parallelism.data_parallel_shard_degree = -1, parallelism.data_parallel_replicate_degree = 1, "
+            "smaller model.overrides, or training.enable_cpu_offload = true, which is slow"
         ) from e
 
 
@@ -159,4 +159,4 @@ def remedies(used: Usage, settings: MemorySettings) -> list[Remedy]:
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     shards = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)  # a DTensor's is this rank's
-    return sum(t.nbytes for t in shards)
+    return sum(t.nbytes for t in shards if t.is_cuda or not torch.cuda.is_available())  # not offloaded ones

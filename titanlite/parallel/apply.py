@@ -1,4 +1,4 @@
-"""The order of the transforms: float8, tensor parallel, recompute, pipeline, compile, shard. A new one gets
+"""The order of the transforms: float8, tensor parallel, recompute, compile, pipeline, shard. A new one gets
 a file, and a line here."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import torch
 from titanlite.losses import Loss
 from titanlite.mesh import Mesh, Parallelism
 from titanlite.models.base import Decoder
-from titanlite.parallel.compile import Compile, apply_compile
+from titanlite.parallel.compile import Compile, apply_compile, compile_forwards
 from titanlite.parallel.float8 import Float8, apply_float8
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.pipeline import Pipeline, apply_pipeline
@@ -30,25 +30,29 @@ def parallelize(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     parallelism: Parallelism,
+    cpu_offload: bool = False,
 ) -> ShardedModel:
     """This rank's part of `net`, still on meta. A single process is left unsharded."""
-    apply_float8(net, float8, sharded=mesh.device_mesh is not None)
+    apply_float8(net, float8, sharded=mesh.device_mesh is not None, ranks=mesh.degrees.tensor)
     project = None
     if mesh.degrees.tensor == 1:
         loss_function = loss.build(compile.enable)
+        apply_recompute(net, recompute)
+        apply_compile(net, compile)
     else:
-        apply_tensor(net, mesh.tensor)
+        apply_tensor(net, mesh.tensor, float8)
         part = vocabulary_part(net.vocab_size, mesh.tensor)
         loss_function = of_all_tokens(loss.build(compile.enable, part), mesh.tensor)
         project = logits_of_all_tokens(mesh.tensor)
-    apply_recompute(net, recompute)
+        compile_forwards(net, compile)
+        apply_recompute(net, recompute)
     net, stages = apply_pipeline(net, parallelism, mesh)
-    apply_compile(net, compile)
     if mesh.device_mesh is None:
         apply_precision(net, param_dtype)
     else:
         for stage in stages.values():
-            apply_fsdp(stage, mesh, param_dtype, reduce_dtype, parallelism.fsdp_reshard_after_forward)
+            reshard = parallelism.fsdp_reshard_after_forward
+            apply_fsdp(stage, mesh, param_dtype, reduce_dtype, reshard, cpu_offload)
     pipeline = None
     if mesh.pipeline is not None:
         schedule, divided = parallelism.pipeline_parallel_schedule, mesh.degrees.tensor
@@ -63,4 +67,5 @@ def parallelize(
         # FSDP would add micro-batches up in the dtype in which it reduces.
         reduce_each=parallelism.fsdp_reduce == "micro_batch" or reduce_dtype != torch.float32,
         float8_scales=float8.gathers_float8 and mesh.device_mesh is not None,
+        cpu_offload=cpu_offload,
     )

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from titanlite.log import logger
 from titanlite.models.base import Decoder
 
@@ -24,6 +26,14 @@ def apply_compile(net: Decoder, config: Compile) -> None:
     if config.enable:
         for block in net.blocks().values():
             block.compile(fullgraph=True)
+
+
+def compile_forwards(net: Decoder, config: Compile) -> None:
+    """The same, but before recompute, which then runs compiled blocks again: with tensor parallel torch 2.13
+    cannot compile the repetition itself."""
+    if config.enable:
+        for block in net.blocks().values():
+            block.forward = torch.compile(block.forward, fullgraph=True)
 
 
 def _records() -> list[Any]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -46,7 +48,12 @@ class Float8:
     @property
     def gathers_float8(self) -> bool:
         """Whether the weights are gathered in float8."""
-        return self.enable and self.enable_fsdp_float8_all_gather and self.recipe == "tensorwise"
+        return self.has_one_scale and self.enable_fsdp_float8_all_gather
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether a whole tensor has one scale, so that what crosses the wires can be float8."""
+        return self.enable and self.recipe == "tensorwise"
 
     def works_on(self, device: torch.device) -> bool:
         """Whether the device has what the recipe needs."""
@@ -70,9 +77,10 @@ class Float8:
         return (8, 9) if self.recipe == "tensorwise" else (9, 0)
 
 
-def divide_layers(net: Decoder, config: Float8) -> tuple[set[str], set[str]]:
+def divide_layers(net: Decoder, config: Float8, ranks: int = 1) -> tuple[set[str], set[str]]:
     """The names of the blocks' linear layers: those that become float8, and those that are left. Raises
-    ConfigError for a layer that float8 cannot have and for a filter that matches none."""
+    ConfigError for a layer that float8 cannot have, divided over `ranks` by tensor parallel, and for a filter
+    that matches none."""
     inside = {module for module in net.blocks().modules() if isinstance(module, nn.Linear)}
     layers = {name: module for name, module in net.named_modules() if module in inside}
     for part in config.filter_fqns:
@@ -92,25 +100,26 @@ def divide_layers(net: Decoder, config: Float8) -> tuple[set[str], set[str]]:
     odd = [
         name
         for name, layer in layers.items()
-        if name not in left and any(size % MULTIPLE for size in layer.weight.shape)
+        if name not in left and any(size % (MULTIPLE * ranks) for size in layer.weight.shape)
     ]
     if odd:
         rows, columns = layers[odd[0]].weight.shape
         kinds = sorted({name.split(".")[-1] for name in odd})
+        multiple = f"{MULTIPLE}" if ranks == 1 else f"{MULTIPLE} x tensor_parallel_degree {ranks}"
         raise ConfigError(
-            f"{odd[0]} is {rows} x {columns}, not multiples of {MULTIPLE}; leave all such layers out: "
+            f"{odd[0]} is {rows} x {columns}, not multiples of {multiple}; leave all such layers out: "
             + json.dumps([*config.filter_fqns, *kinds]),
             "float8.filter_fqns",
         )
     return layers.keys() - left, left
 
 
-def apply_float8(net: Decoder, config: Float8, sharded: bool) -> None:
-    """Swap the blocks' linear layers, before recompute, compile and FSDP. Raises ConfigError as
-    divide_layers does."""
+def apply_float8(net: Decoder, config: Float8, sharded: bool, ranks: int = 1) -> None:
+    """Swap the blocks' linear layers, before tensor parallel over `ranks`, recompute, compile and FSDP.
+    Raises ConfigError as divide_layers does."""
     if not config.enable:
         return
-    chosen, left = divide_layers(net, config)
+    chosen, left = divide_layers(net, config, ranks)
     torchao = _torchao()
     recipe = replace(torchao.Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
     if config.gathers_float8 and sharded:
@@ -118,6 +127,26 @@ def apply_float8(net: Decoder, config: Float8, sharded: bool) -> None:
     torchao.convert_to_float8_training(net, config=recipe, module_filter_fn=lambda _, name: name in chosen)
     rest = f"; not in it: {_like(left)} and the head" if left else "; the head is not in it"
     logger.info(f"float8 {config.recipe}: {len(chosen)} layers{rest}")
+
+
+def shared_cast(module: nn.Module, config: Float8) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What makes float8 of the input of `module`, for all linear layers in it at once; None unless all of
+    them take it so."""
+    if not config.has_one_scale:
+        return None
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole
+
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
+    if not all(isinstance(m, Float8Linear) for m in layers):
+        return None
+    return partial(
+        hp_tensor_to_float8_dynamic,
+        float8_dtype=torch.float8_e4m3fn,
+        linear_mm_config=layers[0].linear_mm_config,
+        gemm_input_role=GemmInputRole.INPUT,
+    )
 
 
 def precompute_scales(net: Decoder) -> None:

@@ -7,9 +7,17 @@ division is off.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
@@ -18,7 +26,12 @@ SMALL = 0.05  # of the device's memory
 
 
 def apply_fsdp(
-    net: Decoder, mesh: Mesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard_after_forward: str
+    net: Decoder,
+    mesh: Mesh,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: str,
+    cpu_offload: bool,
 ) -> None:
     """Shard each block and each end, in place; tied embeddings are one group with what is left."""
     # Inputs are not cast: activations have the parameters' dtype from the embedding on, and the rotary tables
@@ -27,17 +40,20 @@ def apply_fsdp(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     many = mesh.fsdp.shape[-1] > 1 and mesh.pipeline is None
-    default = many and not _is_small(net, param_dtype, mesh.fsdp.device_type)
+    default = cpu_offload or (many and not _is_small(net, param_dtype, mesh.fsdp.device_type))
     reshard = {"always": True, "never": False, "default": default}[reshard_after_forward]
+    pinned = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type == "cuda")
+    offload = pinned if cpu_offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
     blocks = list(net.blocks().values())
     for block in blocks:
         # The backward begins with the last block and the head: freeing those would be for nothing.
         free = reshard and block is not blocks[-1]
-        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=free)
+        shard(block, reshard_after_forward=free)
     for end in net.ends():
         free = reshard and isinstance(end[0], nn.Embedding)
-        fully_shard(end, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=free)
-    fully_shard(net, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+        shard(end, reshard_after_forward=free)
+    shard(net, reshard_after_forward=False)
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

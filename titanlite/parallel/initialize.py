@@ -19,8 +19,11 @@ CHUNK = 1 << 22  # elements hashed at once: bounds the int64 temporaries
 
 
 @torch.no_grad()
-def fill_normal(parameter: torch.Tensor, name: str, mean: float, std: float, seed: int) -> None:
-    """Fill a parameter, or this rank's shard of one, with its share of normal(mean, std) values."""
+def fill_normal(
+    parameter: torch.Tensor, name: str, mean: float, std: float, seed: int, device: torch.device | None = None
+) -> None:
+    """Fill a parameter, or this rank's shard of one, with its share of normal(mean, std) values, made on
+    `device` (the parameter's)."""
     local, offsets = parameter, (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
         local = parameter.to_local()
@@ -31,16 +34,17 @@ def fill_normal(parameter: torch.Tensor, name: str, mean: float, std: float, see
         local.fill_(mean)
         return
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
-    index = torch.zeros((), dtype=torch.int64, device=local.device)
+    device = device or local.device
+    index = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
     for dim in reversed(range(1, parameter.ndim)):
-        along = (torch.arange(local.shape[dim], device=local.device) + offsets[dim]) * stride
+        along = (torch.arange(local.shape[dim], device=device) + offsets[dim]) * stride
         index = index + along.reshape(-1, *[1] * (parameter.ndim - 1 - dim))
         stride *= parameter.shape[dim]
     rows_at_once = max(CHUNK // max(local[0].numel(), 1), 1)
     for begin in range(0, len(local), rows_at_once):
         part = local[begin : begin + rows_at_once]
-        rows = torch.arange(begin, begin + len(part), device=local.device) + offsets[0]
+        rows = torch.arange(begin, begin + len(part), device=device) + offsets[0]
         part.copy_(_normal((rows * stride).reshape(-1, *[1] * (local.ndim - 1)) + index, key) * std + mean)
 
 

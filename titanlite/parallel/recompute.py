@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._functorch import config as functorch
+from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.component import ConfigError, suggest
@@ -55,6 +56,8 @@ def apply_recompute(net: Decoder, config: ActivationCheckpoint) -> None:
     """Replace forwards of the blocks or of their parts, before compile. Raises ConfigError if the model has
     nothing of what the configuration names."""
     functorch.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
+    if config.mode == "memory_budget":
+        _count_grouped_attention()
     blocks, option = list(net.blocks().values()), config.selective_ac_option
     if config.mode == "full":
         chosen, contexts = blocks, None
@@ -65,6 +68,21 @@ def apply_recompute(net: Decoder, config: ActivationCheckpoint) -> None:
         return
     for module in chosen:
         _recompute(module, contexts)
+
+
+def _count_grouped_attention() -> None:
+    """Let torch 2.11 count the FLOPs of attention with fewer key heads than query heads, which the compiler
+    wants to know for its budget; torch 2.13 can, and counts the same."""
+    for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
+        count = getattr(flop_counter, name)
+        if not isinstance(count, partial):
+            setattr(flop_counter, name, partial(_with_all_heads, count))
+
+
+def _with_all_heads(count: Callable[..., int], *shapes: Sequence[int]) -> int:
+    """`count` for [B, heads, T, E] as if keys and values were repeated."""
+    heads = max(shape[1] for shape in shapes)
+    return count(*((shape[0], heads, *shape[2:]) for shape in shapes))
 
 
 def _chosen(blocks: list[nn.Module], option: str) -> list[nn.Module]:

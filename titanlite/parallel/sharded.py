@@ -24,7 +24,7 @@ class ShardedModel:
     `attention`: the kernel for batches with masked documents. `project`: makes the logits, where the head
     alone cannot. `pipeline`: runs the stages, if `net` is not all of the model. `reduce_each`: gradients are
     reduced after each micro-batch instead of once, in the last backward. `float8_scales`: weights are
-    gathered in float8.
+    gathered in float8. `cpu_offload`: they stay in the host's memory.
     """
 
     def __init__(
@@ -37,18 +37,19 @@ class ShardedModel:
         pipeline: Pipeline | None = None,
         reduce_each: bool = False,
         float8_scales: bool = False,
+        cpu_offload: bool = False,
     ):
         self.net, self.loss, self.attention, self.mesh = net, loss, attention, mesh
         self.project, self.pipeline = project, pipeline
         self.context = Context(mesh.context, attention) if mesh.degrees.context > 1 else None
-        self.reduce_each, self.float8_scales = reduce_each, float8_scales
+        self.reduce_each, self.float8_scales, self.cpu_offload = reduce_each, float8_scales, cpu_offload
 
     def materialize(self, device: torch.device, seed: int) -> None:
         """Give the meta parameters memory and their initial values."""
-        self.net.to_empty(device=device)
+        self.net.to_empty(device="cpu" if self.cpu_offload else device)
         for name, parameter in self.net.named_parameters():
             mean, std = self.net.initial(name)
-            fill_normal(parameter, name, mean, std, seed)
+            fill_normal(parameter, name, mean, std, seed, device)
 
     def forward_backward(self, micro_batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
         """Accumulate the gradient of (sum of token losses) / `tokens`; returns this rank's share of that

@@ -7,7 +7,9 @@ is of all tokens and divided over the vocabulary: it gathers the hidden states f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -25,16 +27,18 @@ from torch.distributed.tensor.parallel import (
 from titanlite.config.component import ConfigError
 from titanlite.losses import VocabularyPart
 from titanlite.models.base import Decoder, LossFunction
+from titanlite.parallel.float8 import Float8, shared_cast
 
 TOKENS = 1  # the dim of [B, T, D] that is divided between the layers
 
 
-def apply_tensor(net: Decoder, mesh: DeviceMesh) -> None:
-    """Divide the layers that `net.tensor_plan` names, in place; before recompute, compile and FSDP."""
+def apply_tensor(net: Decoder, mesh: DeviceMesh, float8: Float8) -> None:
+    """Divide the layers that `net.tensor_plan` names, in place; after float8, before recompute, compile and
+    FSDP."""
     styles = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
         "sequence": SequenceParallel(sequence_dim=TOKENS),
-        "gather": _GatherTokens(),
+        "gather": _GatherTokens(float8),
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(output_layouts=Shard(TOKENS)),
         "head": _DivideRows(),
@@ -85,18 +89,27 @@ def logits_of_all_tokens(mesh: DeviceMesh) -> LossFunction:
     return logits
 
 
-def _gather(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """All tokens of what is divided by tokens."""
+def _gather(
+    x: torch.Tensor, mesh: DeviceMesh, cast: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> DTensor:
+    """All tokens of what is divided by tokens, after a `cast`."""
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Shard(TOKENS)], run_check=False)
-    return x.redistribute(placements=[Replicate()])
+    divided: Any = x if cast is None else cast(x)
+    return divided.redistribute(placements=[Replicate()])
 
 
 class _GatherTokens(ParallelStyle):
-    """The module's first input is of all tokens, once for all layers in it that are divided by columns."""
+    """The module's first input is of all tokens, once for all layers in it that are divided by columns; in
+    float8, if all of them take it so."""
+
+    def __init__(self, float8: Float8):
+        self.float8 = float8
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(lambda _, args: (_gather(args[0], device_mesh), *args[1:]))
+        on_gpu = device_mesh.device_type == "cuda"  # gloo cannot gather float8
+        cast = shared_cast(module, self.float8) if on_gpu else None
+        module.register_forward_pre_hook(lambda _, args: (_gather(args[0], device_mesh, cast), *args[1:]))
         return module
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         net = job.model.build()
     try:  # what names parts of the model
         if job.float8.enable:
-            divide_layers(net, job.float8)
+            divide_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
         apply_recompute(net, job.activation_checkpoint)
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None

@@ -1,0 +1,193 @@
+"""Causal attention of one row whose tokens are divided over GPUs, forward and backward: titanlite's (keys
+and values gathered, FlexAttention) beside torch's own context_parallel (ring attention, by its two ways of
+passing keys on), and one GPU with the whole row.
+
+    torchrun --nproc-per-node 2 benchmarks/context_parallel.py --output benchmarks/results/NAME.json
+
+Shapes are those of Llama 3 8B: 32 query heads on 8 key heads of 128, bf16, one row. Milliseconds are medians
+over --rounds, of the slowest rank; TFLOP/s a GPU counts causal attention's products once forward and 2.5
+times backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.environment import write_result  # noqa: E402
+from titanlite.models.attention import causal_attention  # noqa: E402
+from titanlite.parallel.context import Context  # noqa: E402
+
+HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
+
+
+def main() -> None:
+    """Measure all, write on rank 0."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    dist.init_process_group("nccl")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank)
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("context",))
+    ways = {
+        "titanlite": titanlite,
+        "flash": flash,
+        "ring": ring("alltoall"),
+        "ring_allgather": ring("allgather"),
+    }
+    rows: list[dict[str, Any]] = []
+    for length in options.lengths:
+        for name, prepare in {"one_gpu": one_gpu, **ways}.items():
+            row: dict[str, Any] = {"way": name, "length": length, "gpus": 1 if name == "one_gpu" else ranks}
+            try:
+                step = prepare(mesh, length)
+                d_q = step()[0]
+                d_q = d_q if d_q.shape[2:] == (HEADS, HEAD_DIM) else d_q.transpose(1, 2)
+                if name == "one_gpu":
+                    whole = d_q
+                else:  # that all compute the same
+                    mine = whole[:, Context(mesh["context"], "flex").places(length, d_q.device)[0]]
+                    row["difference"] = round(((d_q - mine).norm() / mine.norm()).item(), 5)
+                row |= measure(step, options.rounds)
+                flops = 3.5 * 2 * HEADS * HEAD_DIM * length**2 / row["gpus"]
+                row["tflops"] = round(flops / row["ms"] / 1e9, 1)
+            except Exception as e:  # torch's may not work on this torch
+                row["error"] = f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
+            rows.append(row)
+            if rank == 0:
+                print(row, flush=True)
+            torch.cuda.empty_cache()
+    if rank == 0:
+        write_result(options.output, {"rows": rows})
+    dist.destroy_process_group()
+
+
+def measure(step: Callable[[], tuple[torch.Tensor, ...]], rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step, of the slowest rank, and the peak GiB."""
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for i in range(rounds + 3):
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        ms = torch.tensor(begin.elapsed_time(end), device="cuda")
+        dist.all_reduce(ms, dist.ReduceOp.MAX)
+        if i >= 3:
+            times.append(ms.item())
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return {"ms": round(statistics.median(times), 3), "peak_gib": round(peak, 2)}
+
+
+def row_of(length: int) -> list[torch.Tensor]:
+    """Queries, keys, values and the output's gradient of the whole row, [1, T, heads, E], equal on all
+    ranks."""
+    torch.manual_seed(0)
+    heads = (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+    return [torch.randn(1, length, n, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for n in heads]
+
+
+def one_gpu(mesh: Any, length: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """torch's own attention by cuDNN."""
+    *inputs, gradient = row_of(length)
+    q, k, v = (x.requires_grad_() for x in inputs)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.autograd.grad(causal_attention(q, k, v), (q, k, v), gradient)
+
+    return step
+
+
+def titanlite(mesh: Any, length: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """As a training step does it; the mask is made once a step, not in each block, and not in this time."""
+    context = Context(mesh, "flex")
+    here, there = context.places(length, torch.device("cuda"))
+    mask = context.mask(here, there, None)
+    *inputs, gradient = (x[:, here].clone() for x in row_of(length))
+    q, k, v = (x.requires_grad_() for x in inputs)
+    attention = torch.compile(causal_attention, fullgraph=True)
+    return lambda: torch.autograd.grad(attention(q, k, v, mask), (q, k, v), gradient)
+
+
+def flash(mesh: Any, length: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """FlashAttention on each of the rank's two pieces and the keys up to its end, which are causal from the
+    bottom right."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    context = Context(mesh, "flex")
+    here, there = context.places(length, torch.device("cuda"))
+    in_order, size = there.argsort(), length // (2 * mesh.size())
+    *inputs, gradient = (x[:, here].clone() for x in row_of(length))
+    q, k, v = (x.requires_grad_() for x in inputs)
+    ends = [int(piece[-1]) + 1 for piece in here.view(2, -1)]
+    queries = torch.tensor([0, size], device="cuda", dtype=torch.int32)
+    keys = [torch.tensor([0, end], device="cuda", dtype=torch.int32) for end in ends]
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (context.gather(x)[0, in_order] for x in (k, v))
+        options: dict[str, Any] = {"window_size": (-1, 0)}
+        parts = [
+            varlen_attn(piece, k[:end], v[:end], queries, cumulative, size, end, **options)
+            for piece, end, cumulative in zip(q[0].chunk(2), ends, keys)
+        ]
+        return torch.cat(parts)[None]
+
+    attention = torch.compile(attention, fullgraph=True)
+    return lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), gradient)
+
+
+def ring(method: str) -> Callable[[Any, int], Callable[[], tuple[torch.Tensor, ...]]]:
+    """torch's context_parallel by this rotate method, over cuDNN, as torchtitan uses it."""
+
+    def prepare(mesh: Any, length: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+        set_rotate_method(method)
+        buffers = [x.transpose(1, 2).contiguous() for x in row_of(length)]
+        with context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)
+        ):
+            q, k, v, gradient = (x.clone() for x in buffers)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+        def step() -> tuple[torch.Tensor, ...]:
+            nothing = torch.empty(2 * mesh.size(), device="cuda")
+            with (
+                context_parallel(mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing}),
+                sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+            ):
+                groups = HEADS // KEY_HEADS  # it has no grouped queries
+                keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
+                out = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
+                return torch.autograd.grad(out, (q, k, v), gradient)
+
+        return step
+
+    return prepare
+
+
+if __name__ == "__main__":
+    main()
