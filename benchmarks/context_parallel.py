@@ -1,6 +1,6 @@
-"""Causal attention of one row whose tokens are divided over GPUs, forward and backward: titanlite's (keys
-and values gathered, FlexAttention) beside torch's own context_parallel (ring attention, by its two ways of
-passing keys on), and one GPU with the whole row.
+"""Causal attention of one row whose tokens are divided over GPUs, forward and backward: titanlite's two (keys
+and values gathered; cuDNN piece by piece, or FlexAttention), torch's own context_parallel (ring attention,
+by its two ways of passing keys on), and one GPU with the whole row.
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --output benchmarks/results/NAME.json
 
@@ -49,8 +49,8 @@ def main() -> None:
     torch.cuda.set_device(rank)
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("context",))
     ways = {
-        "titanlite": titanlite,
-        "flash": flash,
+        "pieces": titanlite(masked=False),
+        "flex": titanlite(masked=True),
         "ring": ring("alltoall"),
         "ring_allgather": ring("allgather"),
     }
@@ -120,42 +120,20 @@ def one_gpu(mesh: Any, length: int) -> Callable[[], tuple[torch.Tensor, ...]]:
     return step
 
 
-def titanlite(mesh: Any, length: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """As a training step does it; the mask is made once a step, not in each block, and not in this time."""
-    context = Context(mesh, "flex")
-    here, there = context.places(length, torch.device("cuda"))
-    mask = context.mask(here, there, None)
-    *inputs, gradient = (x[:, here].clone() for x in row_of(length))
-    q, k, v = (x.requires_grad_() for x in inputs)
-    attention = torch.compile(causal_attention, fullgraph=True)
-    return lambda: torch.autograd.grad(attention(q, k, v, mask), (q, k, v), gradient)
+def titanlite(masked: bool) -> Callable[[Any, int], Callable[[], tuple[torch.Tensor, ...]]]:
+    """As a training step does it: piece by piece, or as for documents masked from each other, of which this
+    row is one. The mask is made once a step, not in each block, and not in this time."""
 
+    def prepare(mesh: Any, length: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+        context = Context(mesh, "flex")
+        here, there = context.places(length, torch.device("cuda"))
+        mask = context.mask(here, there, None) if masked else context.pieces()
+        *inputs, gradient = (x[:, here].clone() for x in row_of(length))
+        q, k, v = (x.requires_grad_() for x in inputs)
+        attention = torch.compile(causal_attention, fullgraph=True)
+        return lambda: torch.autograd.grad(attention(q, k, v, mask), (q, k, v), gradient)
 
-def flash(mesh: Any, length: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """FlashAttention on each of the rank's two pieces and the keys up to its end, which are causal from the
-    bottom right."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    context = Context(mesh, "flex")
-    here, there = context.places(length, torch.device("cuda"))
-    in_order, size = there.argsort(), length // (2 * mesh.size())
-    *inputs, gradient = (x[:, here].clone() for x in row_of(length))
-    q, k, v = (x.requires_grad_() for x in inputs)
-    ends = [int(piece[-1]) + 1 for piece in here.view(2, -1)]
-    queries = torch.tensor([0, size], device="cuda", dtype=torch.int32)
-    keys = [torch.tensor([0, end], device="cuda", dtype=torch.int32) for end in ends]
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = (context.gather(x)[0, in_order] for x in (k, v))
-        options: dict[str, Any] = {"window_size": (-1, 0)}
-        parts = [
-            varlen_attn(piece, k[:end], v[:end], queries, cumulative, size, end, **options)
-            for piece, end, cumulative in zip(q[0].chunk(2), ends, keys)
-        ]
-        return torch.cat(parts)[None]
-
-    attention = torch.compile(attention, fullgraph=True)
-    return lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), gradient)
+    return prepare
 
 
 def ring(method: str) -> Callable[[Any, int], Callable[[], tuple[torch.Tensor, ...]]]:

@@ -122,7 +122,7 @@ def build(job: Job, rt: Runtime) -> Run:
         net,
         job.loss,
         rt.mesh,
-        attention=job.attention.choose(rt.device, rt.param_dtype, gathered),
+        attention=kernel,
         float8=job.float8,
         recompute=job.activation_checkpoint,
         compile=job.compile,

@@ -60,7 +60,7 @@ def build(
         net,
         CrossEntropy() if options.get("whole_logits") else ChunkedCrossEntropy(chunk_tokens=24),
         mesh,
-        attention="sdpa",
+        attention=options.get("attention", "pieces"),
         float8=Float8(
             enable="float8" in options,
             emulate=True,
@@ -150,7 +150,7 @@ def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
         (4, 1, {"recompute": "selective", "reduce": "micro_batch"}), (4, 2, {"tied": False}),
         (2, 1, {"tensor": 1, "context": 2}), (4, 1, {"tensor": 1, "context": 2, "compile": True}),
         (4, 2, {"tensor": 1, "context": 2, "tied": False}), (4, 1, {"context": 2, "recompute": "full"}),
-        (4, 1, {"tensor": 1, "context": 4}),
+        (4, 1, {"tensor": 1, "context": 4}), (4, 1, {"tensor": 1, "context": 4, "attention": "sdpa"}),
     ],
     ids=str,
 )  # fmt: skip

@@ -141,27 +141,6 @@ def train_on_rank(folder: Path, corpus: Path, overrides: list[str], name: str, w
 TENSOR = "--parallelism.tensor_parallel_degree=2"
 CONTEXT = "--parallelism.context_parallel_degree=2"
 PIPELINE = "--parallelism.pipeline_parallel_degree=2"
-LAYOUTS = {
-    "pipeline2": (2, [UNTIED, PIPELINE]),
-    "pipeline2 fsdp2": (4, [UNTIED, PIPELINE, "--training.local_batch_size=1"]),
-    "pipeline2 tensor2": (4, [UNTIED, PIPELINE, TENSOR]),
-    "pipeline2 context2": (4, [UNTIED, PIPELINE, CONTEXT]),
-    "pipeline2 recompute": (2, [UNTIED, PIPELINE, "--activation_checkpoint.mode=full"]),
-    "context2": (2, [CONTEXT]),
-    "context2 fsdp2": (4, [CONTEXT]),
-    "context2 tensor2": (4, [CONTEXT, TENSOR]),
-    "tensor2": (2, [TENSOR]),
-    "tensor2 fsdp2": (4, [TENSOR]),
-    "tensor2 hsdp2": (4, [TENSOR, "--parallelism.data_parallel_replicate_degree=2"]),
-    "tensor2 recompute": (2, [TENSOR, "--activation_checkpoint.mode=selective"]),
-    "fsdp2": (2, []),
-    "fsdp4": (4, ["--training.local_batch_size=1"]),
-    "hsdp2x2": (4, ["--parallelism.data_parallel_replicate_degree=2"]),
-    "fsdp2 recompute": (
-        2,
-        ["--activation_checkpoint.mode=full", "--parallelism.fsdp_reshard_after_forward=never"],
-    ),
-}
 
 
 def assert_same_run(job: Job, whole: Job, steps: int = 12) -> None:
@@ -172,17 +151,6 @@ def assert_same_run(job: Job, whole: Job, steps: int = 12) -> None:
         assert a["progress/total_tokens"] == b["progress/total_tokens"]
         assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-5)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_equal_one_process(
-    request: pytest.FixtureRequest, tmp_path: Path, corpus: Path, run_on, layout: str
-) -> None:
-    world_size, overrides = LAYOUTS[layout]
-    whole = request.getfixturevalue("untied" if UNTIED in overrides else "whole")
-    overrides = [*overrides, "--training.steps=5"]  # past a save
-    run_on(world_size, train_on_rank, tmp_path, corpus, overrides, "layout", world_size)
-    assert_same_run(make_job(tmp_path, corpus, *overrides, name="layout", world_size=world_size), whole, 5)
 
 
 @pytest.mark.parametrize("path", [(2, 4, 1), (4, 1, 2), (1, 2, 4)], ids=str)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from titanlite.config.component import ConfigError
+from titanlite.models.pieces import attention_of_pieces
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -39,8 +40,17 @@ class Gathered(NamedTuple):
     mask: torch.Tensor | BlockMask
 
 
+class Pieces(NamedTuple):
+    """The same without documents: its tokens are the pieces number `first` and `last` of a row, and `gather`
+    makes all keys, or values, in order."""
+
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    first: int
+    last: int
+
+
 # bool [B, 1, T, T] is for scaled_dot_product_attention, the others for the kernels they are named after
-Mask = Union[torch.Tensor, "BlockMask", Lengths, Gathered]
+Mask = Union[torch.Tensor, "BlockMask", Lengths, Gathered, Pieces]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +58,11 @@ class AttentionBackend:
     """Attention's kernels."""
 
     backend: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
-    """For rows whose documents are masked from each other (data.mask_documents). `varlen`: FlashAttention
-    over documents, CUDA and bf16 or fp16 only. `flex`: FlexAttention, compiled, CUDA only. `sdpa`: a dense
-    mask, quadratic in memory; on CUDA sdpa_kernel has to have a kernel for it. `auto`: the first of these
-    that works."""
+    """For rows whose documents are masked from each other (data.mask_documents) or whose tokens are divided
+    (parallelism.context_parallel_degree). `varlen`: FlashAttention over documents, CUDA and bf16 or fp16
+    only, of whole rows. `flex`: FlexAttention, compiled, CUDA only. `sdpa`: a dense mask, quadratic in
+    memory; on CUDA sdpa_kernel has to have a kernel for it. `auto`: the first of these that works; for
+    divided rows without masks cuDNN piece by piece, which is faster, where that works."""
     sdpa_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """On CUDA, the kernel of scaled_dot_product_attention. `auto`: torch's choice, but never `math`, which
     writes out all scores: that is only taken when it is asked for."""
@@ -89,6 +100,8 @@ class AttentionBackend:
         """The name of the kernel that a training step will take, for queries of `shape` (T, H, K, E). If it
         is one of scaled_dot_product_attention's, that is left none but those that `sdpa_kernel` allows, for
         the life of the process; raises ConfigError if there is none."""
+        if gathered and not masked and self._in_pieces(device, dtype, shape):
+            return "pieces"
         if (masked or gathered) and (backend := self.choose(device, dtype, gathered)) != "sdpa":
             return backend
         masked = masked or gathered
@@ -121,6 +134,17 @@ class AttentionBackend:
                 "attention.sdpa_kernel",
             )
         return found
+
+    def _in_pieces(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> bool:
+        """Whether `attention_of_pieces` has a kernel here, and is not asked to have another."""
+        if self.backend != "auto" or self.sdpa_kernel not in ("auto", "cudnn"):
+            return False
+        if device.type != "cuda":
+            return True
+        T, H, K, E = shape
+        q, k, v = (torch.empty(1, n, T, E, device=device, dtype=dtype, requires_grad=True) for n in (H, K, K))
+        asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, H != K)
+        return torch.backends.cuda.can_use_cudnn_attention(asked)
 
 
 def document_mask(backend: str, positions: torch.Tensor, num_documents: int) -> Mask:
@@ -170,6 +194,10 @@ def causal_attention(
 ) -> torch.Tensor:
     """Each token attends to itself and the tokens before it that `mask` leaves: [B, T, H, E]."""
     gqa = q_BTHE.shape[2] != k_BTKE.shape[2]
+    if isinstance(mask, Pieces):
+        k_BTKE, v_BTKE = mask.gather(k_BTKE), mask.gather(v_BTKE)
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
+        return attention_of_pieces(q, k, v, mask.first, mask.last)[0].transpose(1, 2)
     if isinstance(mask, Gathered):
         k_BTKE, v_BTKE, mask = mask.gather(k_BTKE), mask.gather(v_BTKE), mask.mask
     if isinstance(mask, Lengths):

@@ -2,8 +2,8 @@
 gathers the keys and values of all of them (Llama 3, Grattafiori et al. 2024, section 3.3.2).
 
 Every row is cut into twice as many pieces as there are ranks; rank r has piece r and the r-th from the end,
-so that all see as many keys under a causal mask. Keys stay in the order in which they are gathered: the mask
-knows where each is from.
+so that all see as many keys under a causal mask. Where documents are masked from each other, keys stay in the
+order in which they are gathered: the mask knows where each is from.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.models.attention import Gathered, part_mask
+from titanlite.models.attention import Gathered, Pieces, part_mask
 
 # torch 2.13 has renamed it
 _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
 
 
 class Context:
-    """This rank's part of the rows. `backend`: the kernel of attention, `flex` or `sdpa`."""
+    """This rank's part of the rows. `backend`: the kernel of attention, as AttentionBackend names it."""
 
     def __init__(self, mesh: DeviceMesh, backend: str):
         self.size, self.rank, self.backend = mesh.size(), mesh.get_local_rank(), backend
@@ -36,7 +36,17 @@ class Context:
         """[B, T / size, ...] of all ranks, as [B, T, ...] in the order of `places`. Gradients are summed."""
         return _all_gather(x.contiguous(), 1, self._group)
 
+    def gather_row(self, x: torch.Tensor) -> torch.Tensor:
+        """The same in the order of the row."""
+        first, last = self.gather(x).unflatten(1, (self.size, 2, -1)).unbind(2)
+        return torch.cat((first, last.flip(1)), 1).flatten(1, 2)
+
+    def pieces(self) -> Pieces:
+        """For rows without masks."""
+        return Pieces(self.gather_row, self.rank, 2 * self.size - 1 - self.rank)
+
     def mask(self, here: torch.Tensor, there: torch.Tensor, positions: torch.Tensor | None) -> Gathered:
-        """For queries and keys at these places; `positions` [B, T]: of rows whose documents are masked."""
+        """For queries and keys at these places; `positions` int64 [B, T], of rows whose documents are masked
+        from each other, start from 0 in each."""
         document = None if positions is None else (positions == 0).cumsum(dim=-1, dtype=torch.int32)
         return Gathered(self.gather, part_mask(self.backend, here, there, document))

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import RowwiseParallel
 
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
@@ -130,23 +131,38 @@ def apply_float8(net: Decoder, config: Float8, sharded: bool, ranks: int = 1) ->
 
 
 def shared_cast(module: nn.Module, config: Float8) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What makes float8 of the input of `module`, for all linear layers in it at once; None unless all of
-    them take it so."""
-    if not config.has_one_scale:
+    """What makes float8 of the input of `module`, so that it is sent in 8 bits to all linear layers in it;
+    None unless all of them take it so."""
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
+    if not all(_sends_float8(layer, config) for layer in layers):
         return None
-    from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import GemmInputRole
 
-    layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
-    if not all(isinstance(m, Float8Linear) for m in layers):
-        return None
     return partial(
         hp_tensor_to_float8_dynamic,
         float8_dtype=torch.float8_e4m3fn,
         linear_mm_config=layers[0].linear_mm_config,
         gemm_input_role=GemmInputRole.INPUT,
     )
+
+
+def rowwise_style(module: nn.Module, config: Float8) -> type[RowwiseParallel]:
+    """Tensor parallel's style for a layer that is divided by rows, whose gradient may be sent in float8."""
+    if not _sends_float8(module, config):
+        return RowwiseParallel
+    from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
+
+    return Float8RowwiseParallel
+
+
+def _sends_float8(layer: nn.Module, config: Float8) -> bool:
+    """Whether it is a float8 layer with one scale a tensor, which is what can be sent."""
+    if not config.has_one_scale:
+        return False
+    from torchao.float8.float8_linear import Float8Linear
+
+    return isinstance(layer, Float8Linear)
 
 
 def precompute_scales(net: Decoder) -> None:

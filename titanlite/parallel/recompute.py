@@ -138,11 +138,11 @@ def _keep_costly_results() -> Any:
 def _policy(seen: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Attention, every second product and float8's maxima, as torchtitan does; the repetition counts like
     the forward."""
-    # by name: the two other kernels of attention are imported when they are used
+    # by name: the other kernels of attention, of which two are imported when they are used
     keep = (
         op in _ATTENTIONS
         or op in _MAXIMA
-        or any(name in str(op) for name in ("varlen_attn", "flex_attention"))
+        or any(name in str(op) for name in ("varlen_attn", "flex_attention", "attention_of_pieces"))
     )
     if op in _PRODUCTS:
         seen[ctx.is_recompute] += 1

@@ -21,10 +21,10 @@ from titanlite.parallel.pipeline import Pipeline
 class ShardedModel:
     """`net` is this rank's part of the model under full-model parameter names; `loss` what is optimised.
 
-    `attention`: the kernel for batches with masked documents. `project`: makes the logits, where the head
-    alone cannot. `pipeline`: runs the stages, if `net` is not all of the model. `reduce_each`: gradients are
-    reduced after each micro-batch instead of once, in the last backward. `float8_scales`: weights are
-    gathered in float8. `cpu_offload`: they stay in the host's memory.
+    `attention`: the kernel for batches with masked documents or divided rows. `project`: makes the logits,
+    where the head alone cannot. `pipeline`: runs the stages, if `net` is not all of the model.
+    `reduce_each`: gradients are reduced after each micro-batch instead of once, in the last backward.
+    `float8_scales`: weights are gathered in float8. `cpu_offload`: they stay in the host's memory.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class ShardedModel:
         mask: Mask | None = None
         if self.context is not None:
             here, there = self.context.places(inputs.shape[1], inputs.device)
-            mask = self.context.mask(here, there, positions)
+            in_pieces = positions is None and self.attention == "pieces"
+            mask = self.context.pieces() if in_pieces else self.context.mask(here, there, positions)
             inputs, targets = inputs[:, here], targets[:, here]
             positions = here if positions is None else positions[:, here]
         elif positions is not None:

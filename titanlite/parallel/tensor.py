@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from titanlite.config.component import ConfigError
 from titanlite.losses import VocabularyPart
 from titanlite.models.base import Decoder, LossFunction
-from titanlite.parallel.float8 import Float8, shared_cast
+from titanlite.parallel.float8 import Float8, rowwise_style, shared_cast
 
 TOKENS = 1  # the dim of [B, T, D] that is divided between the layers
 
@@ -35,13 +35,15 @@ TOKENS = 1  # the dim of [B, T, D] that is divided between the layers
 def apply_tensor(net: Decoder, mesh: DeviceMesh, float8: Float8) -> None:
     """Divide the layers that `net.tensor_plan` names, in place; after float8, before recompute, compile and
     FSDP."""
-    styles = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
-        "sequence": SequenceParallel(sequence_dim=TOKENS),
-        "gather": _GatherTokens(float8),
-        "colwise": ColwiseParallel(),
-        "rowwise": RowwiseParallel(output_layouts=Shard(TOKENS)),
-        "head": _DivideRows(),
+    if mesh.device_type != "cuda":
+        float8 = Float8()  # gloo cannot send it; the layers then cast what has arrived
+    styles: dict[str, Callable[[nn.Module], ParallelStyle]] = {
+        "embedding": lambda _: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
+        "sequence": lambda _: SequenceParallel(sequence_dim=TOKENS),
+        "gather": lambda module: _GatherTokens(shared_cast(module, float8)),
+        "colwise": lambda _: ColwiseParallel(),
+        "rowwise": lambda module: rowwise_style(module, float8)(output_layouts=Shard(TOKENS)),
+        "head": lambda _: _DivideRows(),
     }
     names = [name for name, _ in net.named_modules()]
     for pattern, style in net.tensor_plan.items():
@@ -49,7 +51,7 @@ def apply_tensor(net: Decoder, mesh: DeviceMesh, float8: Float8) -> None:
         if not found:
             raise ConfigError(f"tensor_plan: {pattern!r} is no module of the model", "model.name")
         for name in found:
-            parallelize_module(net, mesh, {name: styles[style]})
+            parallelize_module(net, mesh, {name: styles[style](net.get_submodule(name))})
             if style == "embedding":
                 # Its output is still on its way, and a compiled block drops the gradient of such a tensor
                 # (pytorch issue 191113); a copy has arrived.
@@ -100,16 +102,16 @@ def _gather(
 
 
 class _GatherTokens(ParallelStyle):
-    """The module's first input is of all tokens, once for all layers in it that are divided by columns; in
-    float8, if all of them take it so."""
+    """The module's first input is of all tokens, after a `cast`, once for all layers in it that are divided
+    by columns."""
 
-    def __init__(self, float8: Float8):
-        self.float8 = float8
+    def __init__(self, cast: Callable[[torch.Tensor], torch.Tensor] | None):
+        self.cast = cast
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        on_gpu = device_mesh.device_type == "cuda"  # gloo cannot gather float8
-        cast = shared_cast(module, self.float8) if on_gpu else None
-        module.register_forward_pre_hook(lambda _, args: (_gather(args[0], device_mesh, cast), *args[1:]))
+        module.register_forward_pre_hook(
+            lambda _, args: (_gather(args[0], device_mesh, self.cast), *args[1:])
+        )
         return module
 
 

@@ -1,0 +1,255 @@
+"""Every layout, alone and with what else changes how a step is computed, trains as one process does: losses,
+gradient norms, rows, names and weights.
+
+The table in docs/parallelism.md is of all pairs here. `python tests/distributed/test_layouts.py --update`
+runs each that job.check lets through, for many minutes, and writes the table; here it is only held against
+job.check, and the layouts that differ most are run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate
+
+from tests.jobs import make_job, metrics_of, write_corpus
+from tests.pool import Pool
+from titanlite.checkpoint.reader import load_tensors
+from titanlite.checkpoint.state import model_tensors
+from titanlite.config.component import ConfigError
+from titanlite.job import Job
+from titanlite.parallel import tensor
+from titanlite.train import train
+
+BASE = [
+    "--model.overrides.tie_word_embeddings=false",  # a pipeline has the two ends on two ranks
+    "--model.overrides.n_layers=4",
+    "--model.overrides.head_dim=16",  # float8 wants multiples of 16 on each rank
+    "--metrics.log_freq=1",
+]
+STEPS = 3
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
+BEGIN, END = "<!-- by tests/distributed/test_layouts.py --update -->", "<!-- end -->"
+
+
+class Part(NamedTuple):
+    """Something to combine: how many ranks it takes, and how it is asked for."""
+
+    ranks: int
+    keys: list[str]
+
+
+def axis(name: str, schedule: str = "1F1B") -> Part:
+    keys = [f"--parallelism.{name}_degree=2"]
+    if "pipeline" in name:
+        keys += [f"--parallelism.pipeline_parallel_schedule={schedule}"]
+    return Part(2, keys)
+
+
+AXES = {
+    "shard": Part(2, []),
+    "replicate": axis("data_parallel_replicate"),
+    "tensor": axis("tensor_parallel"),
+    "context": axis("context_parallel"),
+    "pipeline": axis("pipeline_parallel"),
+    "interleaved": axis("pipeline_parallel", "Interleaved1F1B"),
+    "zero bubble": axis("pipeline_parallel", "ZBVZeroBubble"),
+}
+FLOAT8 = ["--float8.enable", "--float8.emulate", "--compile.enable=false"]
+MASKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
+OPTIONS = {
+    "recompute full": Part(1, ["--activation_checkpoint.mode=full"]),
+    "recompute op": Part(1, ["--activation_checkpoint.mode=selective"]),
+    "float8 tensorwise": Part(1, [*FLOAT8, "--float8.recipe=tensorwise"]),
+    "float8 rowwise": Part(1, [*FLOAT8, "--float8.recipe=rowwise"]),
+    "masked documents": Part(1, MASKED),
+    "CPU offload": Part(1, ["--training.enable_cpu_offload"]),
+    "reshard always": Part(1, ["--parallelism.fsdp_reshard_after_forward=always"]),
+    "reduce by micro-batch": Part(1, ["--parallelism.fsdp_reduce=micro_batch"]),
+    "compile": Part(1, ["--compile.enable"]),
+    "compile, recompute full": Part(1, ["--compile.enable", "--activation_checkpoint.mode=full"]),
+    "compile, recompute op": Part(1, ["--compile.enable", "--activation_checkpoint.mode=selective"]),
+    "compile, memory budget": Part(1, ["--compile.enable", "--activation_checkpoint.mode=memory_budget"]),
+}
+PIPELINES = {"pipeline", "interleaved", "zero bubble"}
+PAIRS = [(a, b) for a, b in itertools.combinations(AXES, 2) if not {a, b} <= PIPELINES]
+PAIRS += itertools.product(AXES, OPTIONS)
+
+
+def combined(*names: str) -> Part:
+    """All of these at once."""
+    parts = [{**AXES, **OPTIONS}[name] for name in names]
+    ranks = 1
+    for part in parts:
+        ranks *= part.ranks
+    return Part(ranks, [key for part in parts for key in part.keys])
+
+
+def job_of(folder: Path, corpus: Path, part: Part, name: str, steps: int = STEPS) -> Job:
+    keys = [*BASE, f"--training.steps={steps}", *part.keys]
+    return make_job(folder, corpus, *keys, name=name, world_size=part.ranks)
+
+
+def verdict(folder: Path, corpus: Path, names: tuple[str, ...]) -> str | None:
+    """What job.check has against the combination."""
+    try:
+        job_of(folder, corpus, combined(*names), "checked")
+    except ConfigError as e:
+        return str(e)
+    return None
+
+
+def train_on_rank(folder: Path, corpus: Path, part: Part, name: str, steps: int) -> None:
+    torch._dynamo.reset()  # as in a process of its own: what ran before must not be compiled again
+    train(job_of(folder, corpus, part, name, steps))
+
+
+def weights(job: Job, step: int) -> dict[str, torch.Tensor]:
+    """Of a checkpoint, read by one process. Names, shapes and dtypes are checked."""
+    net = job.model.build()
+    load_tensors(job.folder / f"checkpoint/step-{step}", {"model": model_tensors(net)})
+    return {name: p.detach() for name, p in net.named_parameters()}
+
+
+class Runs:
+    """Runs of combinations on ranks, and of their counterparts in one process, each of which runs once."""
+
+    def __init__(self, folder: Path, corpus: Path, pool: Callable[[int], Any]):
+        self.folder, self.corpus, self.pool = folder, corpus, pool
+        self._alone: dict[tuple[tuple[str, ...], int], Job] = {}
+
+    def alone(self, part: Part, steps: int) -> Job:
+        """One process with what changes the numbers: the rows and the precision."""
+        keys = tuple(k for k in part.keys if k.startswith(("--float8", "--data")))
+        if (keys, steps) not in self._alone:
+            job = job_of(self.folder, self.corpus, Part(1, list(keys)), f"alone-{len(self._alone)}", steps)
+            torch._dynamo.reset()
+            train(job)
+            self._alone[keys, steps] = job
+        return self._alone[keys, steps]
+
+    def assert_equal(
+        self, name: str, part: Part, steps: int = STEPS, program: Callable[..., None] = train_on_rank
+    ) -> None:
+        """Run `part` on its ranks, and compare."""
+        self.pool(part.ranks)(program, self.folder, self.corpus, part, name, steps)
+        self.compare(name, part, steps)
+
+    def compare(self, name: str, part: Part, steps: int) -> None:
+        """A run with its counterpart."""
+        job, alone = job_of(self.folder, self.corpus, part, name, steps), self.alone(part, steps)
+        # A rank that has part of the tokens scales them by their own largest; the rest is the same in float8.
+        noisy = any("float8.enable" in key for key in part.keys) and "context" in name
+        for ours, theirs in zip(metrics_of(job), metrics_of(alone), strict=True):
+            for key in ("step", "data/batch_sha", "progress/total_tokens"):
+                assert ours[key] == theirs[key], key
+            loss, norm = (1e-2, 1e-1) if noisy else (1e-4, 1e-3)
+            assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=loss)
+            assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=norm)
+        found, wanted = weights(job, steps), weights(alone, steps)
+        for key, value in wanted.items():
+            apart = ((found[key] - value).norm() / value.norm()).item()
+            assert apart < (0.3 if noisy else 2e-3), f"{key} is {apart:.1e} apart"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, pools: Callable[[int], Pool]) -> Runs:
+    return Runs(tmp_path_factory.mktemp("layouts"), corpus, pools)
+
+
+LAYOUTS = {
+    "shard 4": Part(4, ["--training.local_batch_size=1"]),
+    "replicate 2 x shard 2": combined("replicate", "shard"),
+    "tensor 2": combined("tensor"),
+    "tensor 2 x shard 2": combined("tensor", "shard"),
+    "context 2": combined("context"),
+    "context 2 x shard 2, masked": combined("context", "shard", "masked documents"),
+    "pipeline 2, recompute": combined("pipeline", "recompute full"),
+    "pipeline 2 x shard 2, interleaved": combined("interleaved", "shard"),
+    "pipeline 2 x tensor 2": combined("pipeline", "tensor"),
+    "pipeline 2 x context 2": combined("pipeline", "context"),
+    "pipeline 2, zero bubble": combined("zero bubble"),
+    "context 2 x tensor 2 x shard 2": combined("tensor", "context", "shard"),
+    "tensor 2 x shard 2, compile, recompute": combined("tensor", "shard", "compile, recompute full"),
+    "tensor 2, float8, offload": combined("tensor", "float8 rowwise", "CPU offload"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_one_process(runs: Runs, name: str) -> None:
+    runs.assert_equal(name, LAYOUTS[name], steps=5)
+
+
+def train_without_a_sum(*args: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor, "Partial", Replicate)  # of the gradients of hidden states
+        train_on_rank(*args)
+
+
+def test_control_a_missing_sum_over_ranks_fails(runs: Runs) -> None:
+    with pytest.raises(AssertionError, match="train/grad_norm|apart|==|assert"):
+        runs.assert_equal("broken", combined("tensor"), steps=5, program=train_without_a_sum)
+
+
+def test_one_gpu_offloads_as_it_would_not(runs: Runs) -> None:
+    """FSDP over one rank."""
+    part = Part(1, OPTIONS["CPU offload"].keys)
+    train_on_rank(runs.folder, runs.corpus, part, "offload", 5)
+    runs.compare("offload", part, 5)
+
+
+def table(cells: dict[tuple[str, str], str | None]) -> str:
+    """The pairs as a table: yes, or the number of what is said against it."""
+    reasons = list(dict.fromkeys(reason for reason in cells.values() if reason is not None))
+    lines = ["| | " + " | ".join(AXES) + " |", "| --- |" + " --- |" * len(AXES)]
+    for row in (*AXES, *OPTIONS):
+        found = [row]
+        for column in AXES:
+            pair = (column, row) if (column, row) in cells else (row, column)
+            reason = cells.get(pair, "")
+            found.append("yes" if reason is None else f"[{reasons.index(reason) + 1}]" if reason else "")
+        lines.append("| " + " | ".join(found) + " |")
+    notes = [f"{i}. {reason}" for i, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", *notes, ""])
+
+
+def documented(text: str) -> str:
+    """The file with this table in it."""
+    before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
+    return f"{before}{BEGIN}\n{text}{END}{rest.split(END)[1]}"
+
+
+def test_the_table_is_what_job_check_says(runs: Runs) -> None:
+    said = table({pair: verdict(runs.folder, runs.corpus, pair) for pair in PAIRS})
+    assert DOCUMENT.read_text(encoding="utf-8") == documented(said), f"{DOCUMENT.name} is old: --update"
+
+
+def update() -> None:
+    """Run every pair that is not refused, and write the table."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, corpus = Path(name), write_corpus(Path(name))
+        pools = {ranks: Pool(ranks, Path(tempfile.mkdtemp(dir=name))) for ranks in (2, 4)}
+        runs, cells = Runs(folder, corpus, lambda ranks: pools[ranks]), {}
+        for pair in PAIRS:
+            began = time.perf_counter()
+            cells[pair] = verdict(folder, corpus, pair)
+            if cells[pair] is None:
+                runs.assert_equal(" ".join(pair), combined(*pair))
+            print(f"{' + '.join(pair):45} {time.perf_counter() - began:5.1f} s  {cells[pair] or 'yes'}")
+        for pool in pools.values():
+            pool.close()
+    DOCUMENT.write_text(documented(table(cells)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--update"]:
+        sys.exit("usage: python tests/distributed/test_layouts.py --update")
+    update()
