@@ -51,7 +51,9 @@ def main() -> None:
     rows = []
     for name in options.cases.split(","):
         try:
-            run = measure(options, ["--metrics.log_freq=1", *overrides, *CASES[name]])
+            run = measure(
+                options, ["--metrics.log_freq=1", "--lr_scheduler.warmup_steps=1", *overrides, *CASES[name]]
+            )
         except Exception as e:
             rows.append({"layout": name, "error": f"{type(e).__name__}: {e}"})
             print(f"{name:22} failed", flush=True)

@@ -37,7 +37,7 @@ BASE = [
 ]
 STEPS = 3
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
-BEGIN, END = "<!-- by tests/distributed/test_layouts.py --update -->", "<!-- end -->"
+BEGIN, END = "<!-- by python -m tests.distributed.test_layouts --update -->", "<!-- end -->"
 
 
 class Part(NamedTuple):
@@ -195,7 +195,7 @@ def train_without_a_sum(*args: Any) -> None:
 
 
 def test_control_a_missing_sum_over_ranks_fails(runs: Runs) -> None:
-    with pytest.raises(AssertionError, match="train/grad_norm|apart|==|assert"):
+    with pytest.raises(AssertionError, match=r"apart|=="):
         runs.assert_equal("broken", combined("tensor"), steps=5, program=train_without_a_sum)
 
 
@@ -233,23 +233,35 @@ def test_the_table_is_what_job_check_says(runs: Runs) -> None:
 
 
 def update() -> None:
-    """Run every pair that is not refused, and write the table."""
+    """Run every pair that is not refused, and write the table, unless one fails."""
     with tempfile.TemporaryDirectory() as name:
         folder, corpus = Path(name), write_corpus(Path(name))
-        pools = {ranks: Pool(ranks, Path(tempfile.mkdtemp(dir=name))) for ranks in (2, 4)}
-        runs, cells = Runs(folder, corpus, lambda ranks: pools[ranks]), {}
+        pools: dict[int, Pool] = {}
+
+        def pool(ranks: int) -> Pool:
+            if ranks not in pools:
+                pools[ranks] = Pool(ranks, Path(tempfile.mkdtemp(dir=name)))
+            return pools[ranks]
+
+        runs, cells, failed = Runs(folder, corpus, pool), dict[tuple[str, str], str | None](), 0
         for pair in PAIRS:
             began = time.perf_counter()
-            cells[pair] = verdict(folder, corpus, pair)
-            if cells[pair] is None:
-                runs.assert_equal(" ".join(pair), combined(*pair))
-            print(f"{' + '.join(pair):45} {time.perf_counter() - began:5.1f} s  {cells[pair] or 'yes'}")
-        for pool in pools.values():
-            pool.close()
+            cells[pair] = said = verdict(folder, corpus, pair)
+            if said is None:
+                try:
+                    runs.assert_equal(" ".join(pair), combined(*pair))
+                except AssertionError as e:
+                    said, failed = f"FAILED {e}", failed + 1
+                    pools.pop(combined(*pair).ranks).kill()
+            print(f"{' + '.join(pair):45} {time.perf_counter() - began:5.1f} s  {said or 'yes'}", flush=True)
+        for started in pools.values():
+            started.close()
+    if failed:
+        sys.exit(f"{failed} pairs failed; {DOCUMENT.name} is left as it was")
     DOCUMENT.write_text(documented(table(cells)), encoding="utf-8")
 
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--update"]:
-        sys.exit("usage: python tests/distributed/test_layouts.py --update")
+        sys.exit("usage: python -m tests.distributed.test_layouts --update")
     update()

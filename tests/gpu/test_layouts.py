@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.test_cuda import column, run
+from tests.gpu.test_cuda import column, run, trained
+from tests.jobs import make_job, metrics_of
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -105,3 +106,18 @@ def test_one_gpu_offloads_and_resumes(tmp_path: Path, corpus: Path) -> None:
     off = run(tmp_path, corpus, *offload, name="off")
     assert_same(off, one, 1e-4)
     assert column(off, "memory/peak_allocated_gib")[-1] < column(one, "memory/peak_allocated_gib")[-1]
+
+
+@two_gpus
+def test_unmasked_rows_go_piece_by_piece_through_cudnn(tmp_path: Path, corpus: Path) -> None:
+    """In bf16, compiled, with recompute of everything but attention, as flex and one GPU compute them."""
+    fast = [*ROWS, "--compile.enable", "--activation_checkpoint.mode=selective"]
+    fast += ["--model.overrides.head_dim=64", "--training.deterministic=false"]  # for cuDNN
+    one = run(tmp_path, corpus, *fast, name="one")
+    log = trained(tmp_path, corpus, *fast, CONTEXT, name="two", NGPU="2")
+    assert "attention by pieces" in log
+    two = metrics_of(make_job(tmp_path, corpus, *fast, CONTEXT, name="two", world_size=2))
+    flex = run(tmp_path, corpus, *fast, CONTEXT, "--attention.backend=flex", ngpu=2, name="flex")
+    for found in (two, flex):
+        assert column(found, "train/loss") == pytest.approx(column(one, "train/loss"), rel=5e-3)
+        assert column(found, "train/grad_norm") == pytest.approx(column(one, "train/grad_norm"), rel=5e-2)

@@ -156,7 +156,8 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path, corpus: Path) -> None
             tmp_path, corpus, *watched, f"--training.steps={steps}", f"--metrics.log_freq={log_freq}",
             name=f"{steps}-{log_freq}", PYTHONWARNINGS="always",
         )  # fmt: skip
-        return log.count("called a synchronizing CUDA operation")
+        said = [line for line in log.splitlines() if "called a synchronizing CUDA operation" in line]
+        return sum("_inductor" not in line for line in said)  # which compiles in whichever run is first
 
     assert waits(8, 100) == waits(4, 100)
     assert waits(8, 1) > waits(8, 100) > 0

@@ -58,6 +58,8 @@ def apply_recompute(net: Decoder, config: ActivationCheckpoint) -> None:
     functorch.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
     if config.mode == "memory_budget":
         _count_grouped_attention()
+        if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):  # torch 2.13; else it gives up
+            functorch.unsafe_treat_script_objects_as_zero_size = True  # meshes, which are of no size
     blocks, option = list(net.blocks().values()), config.selective_ac_option
     if config.mode == "full":
         chosen, contexts = blocks, None
