@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import titanlite.data.huggingface
-import titanlite.models.llama3  # noqa: F401 -- these register their choices
+import titanlite.models.llama3
+import titanlite.models.qwen3  # noqa: F401 -- these register their choices
 from titanlite.checkpoint.checkpointer import Checkpoint
 from titanlite.config import toml
 from titanlite.config.component import ConfigError

@@ -27,16 +27,20 @@ from titanlite.losses import VocabularyPart
 from titanlite.models.base import Decoder, LossFunction
 
 TOKENS = 1  # the dim of [B, T, D] that is divided between the layers
+HEADS = 2  # the dim of [B, T, H, E] that is divided within attention
 
 
 def apply_tensor(net: Decoder, mesh: DeviceMesh) -> None:
-    """Divide the layers that `net.tensor_plan` names, in place; before recompute, compile and FSDP."""
+    """Divide the layers that `net.tensor_plan` names, in place; before recompute, compile and FSDP. Raises
+    ConfigError for a plan that names what is not there, or leaves a parameter out."""
     styles = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
         "sequence": SequenceParallel(sequence_dim=TOKENS),
         "gather": _GatherTokens(),
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(output_layouts=Shard(TOKENS)),
+        # The weight is the same on all ranks, and its gradient the sum of theirs, whichever dim is divided.
+        "heads": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
         "head": _DivideRows(),
     }
     names = [name for name, _ in net.named_modules()]
@@ -50,6 +54,9 @@ def apply_tensor(net: Decoder, mesh: DeviceMesh) -> None:
                 # Its output is still on its way, and a compiled block drops the gradient of such a tensor
                 # (pytorch issue 191113); a copy has arrived.
                 net.get_submodule(name).register_forward_hook(lambda module, tokens, found: found.clone())
+    # Each rank would have a gradient of its own for what is left out, and soon weights of its own.
+    if left := [name for name, p in net.named_parameters() if not isinstance(p, DTensor)]:
+        raise ConfigError(f"tensor_plan: no pattern is for {left[0].rpartition('.')[0]!r}", "model.name")
 
 
 def vocabulary_part(vocab_size: int, mesh: DeviceMesh) -> VocabularyPart:
