@@ -1,8 +1,10 @@
-"""Qwen3's gradients are the same on every layout: the norms of queries and keys, whose weights all heads
-share, have the sum of what the heads of all tensor-parallel ranks want."""
+"""Families besides Llama on every layout. Qwen3: the norms of queries and keys, whose weights all heads
+share, have the sum of what the heads of all tensor-parallel ranks want. One from outside the package, which
+docs/models.md shows: it trains, resumes and is divided like any other."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from tests.distributed.test_gradients import SHAPE, build, gradients, on_rank, uneven_rows
+from tests.distributed.test_resume import history, run_in_hops, weights_sha
+from tests.jobs import make_job, metrics_of
 from titanlite.config.component import ConfigError
 from titanlite.models import qwen3
 from titanlite.models.qwen3 import Qwen3
 from titanlite.parallel import tensor
+from titanlite.train import train
 
+ROOT = Path(__file__).resolve().parents[2]
 QWEN3: dict[str, Any] = {"family": "qwen3", "shape": {"head_dim": 16}}  # 4 heads of 16 over a dim of 32
 
 
@@ -108,3 +114,50 @@ def test_no_transform_renames_a_parameter(run_on, layout: dict[str, Any]) -> Non
         net = Qwen3(flavor="debug", overrides=overrides).build()
     wanted = [(name, tuple(p.shape)) for name, p in net.named_parameters()]
     assert all(names == wanted for names in run_on(2, names_on_rank, {**QWEN3, **layout}))
+
+
+# ---- runs, of a family from outside too
+
+FAMILIES = {
+    "qwen3": ["--model.name=qwen3", "--model.overrides.tie_word_embeddings=false"],
+    "parallel_residual": [
+        '--job.imports=["tests.parallel_residual"]',
+        '--model={name = "parallel_residual", flavor = "tiny"}',
+    ],
+}
+LAYOUTS = {
+    "fsdp": ["--compile.enable"],
+    "tensor": ["--parallelism.tensor_parallel_degree=2"],
+    "context": ["--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=full"],
+    "pipeline": ["--parallelism.pipeline_parallel_degree=2"],
+}
+
+
+def train_on_rank(folder: Path, corpus: Path, overrides: list[str], name: str) -> None:
+    train(make_job(folder, corpus, *overrides, name=name, world_size=2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_goes_on_under_every_layout(run_on, tmp_path: Path, corpus: Path, family: str) -> None:
+    """Three steps on one rank, five on two, against eight on one; and three and five on one to the bit."""
+    overrides = FAMILIES[family]
+    whole = run_in_hops(tmp_path, corpus, [8], *overrides, name="whole")
+    hops = run_in_hops(tmp_path, corpus, [3, 8], *overrides, name="hops")
+    assert history(hops) == history(whole)
+    assert weights_sha(hops, 8) == weights_sha(whole, 8)
+    losses = [row["train/loss"] for row in metrics_of(whole)]
+    assert losses[-1] < losses[0] - 0.5
+    for name, layout in LAYOUTS.items():
+        run_in_hops(tmp_path, corpus, [3], *overrides, name=name)
+        run_on(2, train_on_rank, tmp_path, corpus, [*overrides, *layout, "--training.steps=8"], name)
+        rows = metrics_of(make_job(tmp_path, corpus, *overrides, name=name))
+        assert [row["data/batch_sha"] for row in rows] == [row[3] for row in history(whole)]
+        for key in ("train/loss", "train/grad_norm"):
+            wanted = [row[key] for row in metrics_of(whole)]
+            assert [row[key] for row in rows] == pytest.approx(wanted, abs=2e-5), f"{name} {key}"
+
+
+def test_the_documentation_shows_the_family_that_is_tested() -> None:
+    shown = (ROOT / "docs" / "models.md").read_text()
+    code = (ROOT / "tests" / "parallel_residual.py").read_text()
+    assert f"```python\n{code}```" in shown
