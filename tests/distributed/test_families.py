@@ -134,6 +134,7 @@ LAYOUTS = {
 
 
 def train_on_rank(folder: Path, corpus: Path, overrides: list[str], name: str) -> None:
+    torch._dynamo.reset()  # a process trains one model; after several, sizes are symbols to the compiler
     train(make_job(folder, corpus, *overrides, name=name, world_size=2))
 
 
