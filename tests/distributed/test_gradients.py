@@ -43,6 +43,7 @@ def build(
     world_size: int, rank: int, *, replicate: int = 1, tied: bool = True, **options: Any
 ) -> ShardedModel:
     """A small model on the given layout."""
+    torch._dynamo.reset()  # a process trains one model; after several, sizes are symbols to the compiler
     shape = {**SHAPE, "tie_word_embeddings": tied, "n_layers": options.get("layers", SHAPE["n_layers"])}
     family = ModelFamily.choose(options.get("family", "llama3"), "model")
     with torch.device("meta"):
