@@ -29,6 +29,7 @@ VERBS = {
         "train on several processes through torchrun; what run_train.sh calls",
     ),
     "generate": ("titanlite.tools.generate", "sample text from a checkpoint"),
+    "export": ("titanlite.tools.export", "write a checkpoint's model as a Hugging Face directory"),
     "checkpoint": ("titanlite.tools.checkpoint", "list, verify and show checkpoints"),
     "prepare": ("titanlite.tools.prepare", "make a dataset of token shards from text"),
     "data": ("titanlite.tools.data", "verify and show datasets"),

@@ -17,7 +17,7 @@ from typing import Any
 import titanlite.data.huggingface
 import titanlite.models.llama3
 import titanlite.models.qwen3  # noqa: F401 -- these register their choices
-from titanlite.checkpoint.checkpointer import Checkpoint
+from titanlite.checkpoint.section import Checkpoint
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import Data

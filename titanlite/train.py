@@ -18,6 +18,7 @@ import torch
 
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
+from titanlite.checkpoint.weights import Exchange
 from titanlite.config import reference, toml
 from titanlite.config.component import ConfigError
 from titanlite.cost import flops_per_token, peak_bf16_flops
@@ -136,7 +137,7 @@ def build(job: Job, rt: Runtime) -> Run:
     recipe = job.recipe(rows.recipe)
     rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))
     # Opening the checkpoints refuses a folder that holds another recipe's run, before it is written to.
-    checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, toml.dump(job))
+    checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, toml.dump(job), Exchange(job.model, codec))
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)
 
     describe(job, rt, size, rows, kernel)
