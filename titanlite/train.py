@@ -213,10 +213,8 @@ class Run:
         c = self.job.generation
         with self.meter.apart("time/generation_s"):
             for prompt in c.prompts:
-                text = generate(
-                    self.model.logits, self.codec, prompt, max_new_tokens=c.max_new_tokens,
-                    temperature=c.temperature, seed=self.job.training.seed, device=self.rt.device,
-                )  # fmt: skip
+                seed, device = self.job.training.seed, self.rt.device
+                text = generate(self.model.logits, self.codec, prompt, c, seed, device)
                 logger.info(f"sample at step {self.state.step}:\n{text}")
                 if self.rt.rank == 0 and keep:
                     try:

@@ -31,11 +31,13 @@ class HuggingFace(Tokenizer, name="huggingface"):
     special_tokens_in_text: bool = False
     """Read special tokens that are spelled out in a document as such; otherwise they are plain text."""
 
-    def build(self) -> TextCodec:
-        return _HuggingFaceCodec(self)
+    def build(self) -> HuggingFaceCodec:
+        return HuggingFaceCodec(self)
 
 
-class _HuggingFaceCodec(TextCodec):
+class HuggingFaceCodec(TextCodec):
+    """What HuggingFace.build() returns."""
+
     def __init__(self, config: HuggingFace):
         try:
             from tokenizers import Tokenizer as Library
@@ -81,6 +83,10 @@ class _HuggingFaceCodec(TextCodec):
     def encode(self, text: str) -> list[int]:
         # Without offsets, which cost a third; a batch of one, since the cores are taken by processes.
         return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def encode_framed(self, text: str) -> list[int]:
+        """Ids as transformers has them: with the special tokens that the file puts around a text."""
+        return self._library.encode(text, add_special_tokens=True).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids), skip_special_tokens=False)

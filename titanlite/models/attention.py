@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from titanlite.config.component import ConfigError
+from titanlite.models.cache import Cache
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -39,8 +40,9 @@ class Gathered(NamedTuple):
     mask: torch.Tensor | BlockMask
 
 
-# bool [B, 1, T, T] is for scaled_dot_product_attention, the others for the kernels they are named after
-Mask = Union[torch.Tensor, "BlockMask", Lengths, Gathered]
+# bool [B, 1, T, T] is for scaled_dot_product_attention, the others for the kernels they are named after;
+# Gathered and Cache have keys of more tokens than there are queries, and a mask of the former kinds
+Mask = Union[torch.Tensor, "BlockMask", Lengths, Gathered, Cache]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +174,8 @@ def causal_attention(
     gqa = q_BTHE.shape[2] != k_BTKE.shape[2]
     if isinstance(mask, Gathered):
         k_BTKE, v_BTKE, mask = mask.gather(k_BTKE), mask.gather(v_BTKE), mask.mask
+    if isinstance(mask, Cache):
+        k_BTKE, v_BTKE, mask = mask.extend(k_BTKE, v_BTKE)
     if isinstance(mask, Lengths):
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
         options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
