@@ -34,6 +34,7 @@ VERBS = {
     "prepare": ("titanlite.tools.prepare", "make a dataset of token shards from text"),
     "data": ("titanlite.tools.data", "verify and show datasets"),
     "tokenizer": ("titanlite.tools.tokenizer", "train and show tokenizers"),
+    "migrate": ("titanlite.tools.migrate", "turn a torchtitan 0.1 or 0.2 TOML file into titanlite's"),
     "config": ("titanlite.tools.config", "print a resolved configuration, or the reference of all keys"),
 }
 
