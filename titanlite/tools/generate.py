@@ -42,18 +42,27 @@ class Source:
     max_position: int | None
     device: torch.device
 
-    def texts(self, prompts: Sequence[str], config: Generation, seed: int) -> Iterator[list[str]]:
-        """What has been made of each prompt so far, after each step until all have ended."""
+    def continuations(
+        self, prompts: Sequence[str], config: Generation, seed: int
+    ) -> Iterator[list[list[int]]]:
+        """The ids made of each prompt so far, after each step until all have ended."""
         rows = [self.encode(prompt) or [self.codec.bos] for prompt in prompts]
         self._check_lengths(rows, config.max_new_tokens)
         made: list[list[int]] = [[] for _ in rows]
+        ended: set[int] = set()
         step = CachedRows(self.net, config.max_new_tokens, self.device)
         for chosen in next_tokens(step, rows, config, self.codec.vocab_size, seed):
-            for ids, token in zip(made, chosen):
+            for i, (ids, token) in enumerate(zip(made, chosen)):
                 ids.append(token)
-            yield [self.codec.decode(before_any(ids, self.ends)) for ids in made]
-            if all(self.ends & set(ids) for ids in made):
+                if token in self.ends:
+                    ended.add(i)
+            yield made
+            if len(ended) == len(rows):
                 return
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of what was made, up to its end."""
+        return self.codec.decode(before_any(ids, self.ends))
 
     def _check_lengths(self, rows: Sequence[Sequence[int]], num_new: int) -> None:
         longest = max(len(row) for row in rows)
@@ -84,13 +93,14 @@ def main(argv: Sequence[str]) -> int:
     set_up_logging(rank=0, verbose=False)
     source = open_source(options.path, pick_device(), options.allow_imports)
     if len(prompts) == 1:
-        _write_as_it_comes(prompts[0], source.texts(prompts, config, options.seed))
+        made = source.continuations(prompts, config, options.seed)
+        _write_as_it_comes(prompts[0], (source.text(ids) for (ids,) in made))
         return 0
     for begin in range(0, len(prompts), options.batch_size):
         batch = prompts[begin : begin + options.batch_size]
-        *_, made = source.texts(batch, config, options.seed + begin)
-        for i, (prompt, text) in enumerate(zip(batch, made), begin + 1):
-            print(f"--- {i} of {len(prompts)}\n{prompt}{text}", flush=True)
+        *_, rows = source.continuations(batch, config, options.seed + begin)
+        for i, (prompt, ids) in enumerate(zip(batch, rows), begin + 1):
+            print(f"--- {i} of {len(prompts)}\n{prompt}{source.text(ids)}", flush=True)
     return 0
 
 
@@ -117,10 +127,10 @@ def _lines(file: Path) -> list[str]:
         raise ConfigError(f"--prompt-file: {file} cannot be read: {e}") from None
 
 
-def _write_as_it_comes(prompt: str, texts: Iterator[list[str]]) -> None:
+def _write_as_it_comes(prompt: str, texts: Iterator[str]) -> None:
     """Print what is new of a text; a character that is not whole yet waits."""
     text, shown = prompt, 0
-    for (made,) in texts:
+    for made in texts:
         text = prompt + made
         whole = max(len(text.rstrip("\ufffd")), shown)
         print(text[shown:whole], end="", flush=True)

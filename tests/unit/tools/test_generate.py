@@ -162,8 +162,9 @@ def test_a_run_is_continued_as_its_samples_are(run: Run, tmp_path: Path, corpus:
     assert (job.folder / "samples.txt").read_bytes().decode().startswith(f"--- step 2\n{out}")
 
 
-def test_an_export_is_continued_as_its_run_is(run: Run, tmp_path: Path, corpus: Path) -> None:
-    job = make_job(tmp_path, corpus, "--training.steps=2")
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_an_export_is_continued_as_its_run_is(run: Run, tmp_path: Path, corpus: Path, family: str) -> None:
+    job = make_job(tmp_path, corpus, "--training.steps=2", f"--model.name={family}")
     train(job)
     assert cli.run(["export", str(job.folder), str(tmp_path / "hf"), "--dtype=float32"]) == 0
     texts = [run(path, "--prompt=ab", "--temperature=0") for path in (job.folder, tmp_path / "hf")]

@@ -65,7 +65,8 @@ FILES = {
         "model.converters": "float8", "training.compile": True,
     },
     "0.2 debug": {
-        **NEW, **SELECTIVE, "model.flavor": "debugmodel", "optimizer.lr": 8e-4, "training.local_batch_size": 8,
+        **NEW, **SELECTIVE, "model.flavor": "debugmodel", "optimizer.lr": 8e-4,
+        "training.local_batch_size": 8,
         "training.seq_len": 2048, "training.steps": 10, "lr_scheduler.warmup_steps": 2,
         "training.dataset": "c4_test",
     },
