@@ -12,6 +12,7 @@ from torch import nn
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.dcp import open_titanlite
+from titanlite.checkpoint.foreign import is_foreign_dcp, is_meta, open_meta, open_torchtitan
 from titanlite.checkpoint.huggingface import is_hugging_face, open_hugging_face
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.resume import Candidate, Verification
@@ -30,6 +31,12 @@ def open_weights(path: Path, family: ModelFamily) -> Weights:
         raise ConfigError(f"{path}: no such directory")
     if is_hugging_face(path):
         return open_hugging_face(path)
+    if is_meta(path):
+        return open_meta(path, family)
+    if is_foreign_dcp(path):
+        return open_torchtitan(path, family)
+    if inside := [step for _, step in commit.committed(path) if is_foreign_dcp(step)]:
+        raise ConfigError(f"{path} has checkpoints that are not titanlite's; name one, such as {inside[-1]}")
     if pickles := sorted(path.glob("pytorch_model*.bin")):
         raise ConfigError(f"{pickles[0]}: pickled weights are not read; save them as safetensors")
     return open_titanlite(path, family)
