@@ -90,7 +90,18 @@ def test_no_verb_is_a_mistake_that_shows_the_help(run):
 
 @pytest.mark.parametrize(
     "verb",
-    ["train", "launch", "config", "generate", "export", "checkpoint", "prepare", "data", "tokenizer"],
+    [
+        "train",
+        "launch",
+        "config",
+        "generate",
+        "export",
+        "import",
+        "checkpoint",
+        "prepare",
+        "data",
+        "tokenizer",
+    ],
 )
 def test_every_verb_has_help(verb, capsys):
     try:

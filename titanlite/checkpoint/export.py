@@ -99,7 +99,12 @@ def _outputs(
         stored = weights.tensors[name]
         shape = stored.shape
         if name in vocabulary:
-            vocab_size = shape[0] if keep_padding else min(shape[0], exchange.codec.vocab_size)
+            if shape[0] < exchange.codec.vocab_size:
+                raise ConfigError(
+                    f"{weights.path}: {name} has {shape[0]} rows, the tokenizer has "
+                    f"{exchange.codec.vocab_size} ids"
+                )
+            vocab_size = shape[0] if keep_padding else exchange.codec.vocab_size
             shape = (vocab_size, *shape[1:])
         outputs.append(_Output(name, stored, shape, dtype or stored.dtype))
     return outputs, vocab_size
