@@ -76,7 +76,7 @@ class Checkpointer:
             self._exporter = Exporter(config, dump_folder / "hf", exchange)
         self._thread = ThreadPoolExecutor(1, "checkpoint", same_device())
         try:
-            self._ranks.agree(self._check_initial)
+            self._ranks.agree(self._check_exchange)
             self._ranks.agree(lambda: self._take_lock(dump_folder))
             self._from = self._open()
         except BaseException:
@@ -185,8 +185,8 @@ class Checkpointer:
                 raise CheckpointError(f"{error}; that was the last one{self._last_good()}") from error
             if error is not None:
                 raise error
-            if self.config.export_hf:
-                self._ranks.agree(lambda: self._exporter.result() if self._exporter else None)
+            if self.config.export_hf and self._exchange is not None:
+                self._ranks.agree(self._finish_exports)
         finally:
             self._release()
 
@@ -235,6 +235,13 @@ class Checkpointer:
             if self._exporter is not None and self._export_due(step):
                 self._exporter.start(step, path)
             self._retain()
+
+    def _finish_exports(self) -> None:
+        assert self._exporter is not None
+        try:
+            self._exporter.result()
+        finally:
+            self._retain()  # what was kept for them
 
     def _export_due(self, step: int) -> bool:
         every = self.config.export_hf_interval
@@ -312,11 +319,14 @@ class Checkpointer:
         assert found is not None, "_candidate() raises if there is none left"
         return found
 
-    def _check_initial(self) -> None:
-        """On rank 0, before anything is written. A run that resumes may have lost what it began with."""
-        initial = self.config.initial_load_path
-        if initial and self._exchange is not None and not commit.committed(self.folder):
-            check_initial(Path(initial), self._exchange.family)
+    def _check_exchange(self) -> None:
+        """On rank 0, before anything is written: what is to come in, which a run that resumes may have lost,
+        and that an export will be possible."""
+        initial, exchange = self.config.initial_load_path, self._exchange
+        if initial and exchange is not None and not commit.committed(self.folder):
+            check_initial(Path(initial), exchange.family)
+        if self.config.export_hf and exchange is not None:
+            exchange.codec.hugging_face_files()
 
     def _take_lock(self, dump_folder: Path) -> None:
         try:

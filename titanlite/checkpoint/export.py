@@ -72,7 +72,7 @@ def write_directory(
     partial = target.with_name(f".partial-{target.name}-{uuid.uuid4().hex[:8]}")
     try:
         partial.mkdir(parents=True)
-        commit.check_space(partial, size)
+        commit.check_space(target.parent, size, "the export")
         for name, content in _small_files(exchange, outputs, vocab_size).items():
             write_file(partial / name, content)
         _write_shards(partial, _in_shards(outputs, max_shard_bytes), size)

@@ -143,9 +143,9 @@ def test_a_step_is_exported_while_others_are_saved(
 
     monkeypatch.setattr(export, "write_directory", slow)
     train(job)
+    assert sorted(p.name for p in (job.folder / "checkpoint").iterdir()) == ["step-6", "step-8"]  # afterwards
     assert {"step-2", "step-6"} <= seen[0]
     assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-2", "step-4", "step-6", "step-8"]
-    assert not (job.folder / "checkpoint/step-2").exists()  # afterwards it is no exception
     whole = make_job(
         tmp_path, corpus, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0", name="whole"
     )
@@ -184,6 +184,14 @@ def test_keys_that_contradict_each_other(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_job(tmp_path, corpus, *options)
+
+
+def test_what_cannot_be_exported_is_told_before_the_run(tmp_path: Path, corpus: Path, monkeypatch) -> None:
+    monkeypatch.delattr("titanlite.data.tokenizer._BytesCodec.hugging_face_files")
+    job = make_job(tmp_path, corpus, "--checkpoint.export_hf=true")
+    with pytest.raises(ConfigError, match="no form that transformers reads"):
+        train(job)
+    assert not job.folder.exists()
 
 
 # ---- bad input
