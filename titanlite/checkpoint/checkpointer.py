@@ -33,7 +33,7 @@ from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import cause, load_tensors
 from titanlite.checkpoint.recipe import check_recipe, read_recipe
 from titanlite.checkpoint.resume import Candidate, Fault
-from titanlite.checkpoint.section import Checkpoint
+from titanlite.checkpoint.section import EXPORTS, Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
 from titanlite.checkpoint.state import Tensors, TrainState, make_optimizer_state, size_of, tensors_of
 from titanlite.checkpoint.weights import Exchange
@@ -73,7 +73,7 @@ class Checkpointer:
         self._host = HostBuffers()
         self._exporter: Exporter | None = None
         if config.export_hf and exchange is not None and self._ranks.rank == 0:
-            self._exporter = Exporter(config, dump_folder / "hf", exchange)
+            self._exporter = Exporter(config, dump_folder / EXPORTS, exchange)
         self._thread = ThreadPoolExecutor(1, "checkpoint", same_device())
         try:
             self._ranks.agree(self._check_exchange)
@@ -232,8 +232,8 @@ class Checkpointer:
             self._ranks.agree(lambda: commit.discard(partial))
             raise
         if self._ranks.rank == 0:
-            if self._exporter is not None and self._export_due(step):
-                self._exporter.start(step, path)
+            if self._exporter is not None:
+                self._exporter.committed(step, path, is_last=step == self._last_step)
             self._retain()
 
     def _finish_exports(self) -> None:
@@ -242,10 +242,6 @@ class Checkpointer:
             self._exporter.result()
         finally:
             self._retain()  # what was kept for them
-
-    def _export_due(self, step: int) -> bool:
-        every = self.config.export_hf_interval
-        return step == self._last_step or (every > 0 and step % every == 0)
 
     def _begin(self, step: int, size: int) -> Path:
         with _disk_errors(step):

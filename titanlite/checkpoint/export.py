@@ -189,10 +189,12 @@ class Exporter:
         self._last: Future[None] | None = None
         self.steps: set[int] = set()  # whose checkpoints are still read
 
-    def start(self, step: int, checkpoint: Path) -> None:
-        """Export a checkpoint that has just been committed."""
-        self.steps.add(step)
-        self._last = self._thread.submit(self._export, step, checkpoint)
+    def committed(self, step: int, checkpoint: Path, is_last: bool) -> None:
+        """Export a checkpoint that has just been committed, if it is due."""
+        every = self._config.export_hf_interval
+        if is_last or (every > 0 and step % every == 0):
+            self.steps.add(step)
+            self._last = self._thread.submit(self._export, step, checkpoint)
 
     def result(self) -> None:
         """Wait for all exports; raises CheckpointError if the last one failed."""

@@ -24,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Write the directory and say where it is."""
     parser = argparse.ArgumentParser(
         prog="titanlite import",
+        allow_abbrev=False,
         usage="titanlite import SRC DIR CONFIG.toml [--dtype T] [--max-shard-size SIZE] [--a.key=value ...]",
         description=__doc__,
     )

@@ -121,6 +121,18 @@ def test_a_run_exports_at_its_end_and_in_between(tmp_path: Path, corpus: Path) -
     assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-4", "step-7", "step-8"]
 
 
+def test_a_runs_exports_are_not_taken_for_its_checkpoints(tmp_path: Path, corpus: Path) -> None:
+    job = make_job(
+        tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.folder=saves", "--training.steps=1"
+    )
+    train(job)
+    assert cli.run(["export", str(job.folder), str(tmp_path / "it")]) == 0
+    again = make_job(
+        tmp_path, corpus, f"--checkpoint.initial_load_path={job.folder / 'hf/step-1'}", name="again"
+    )
+    train(again)
+
+
 def test_a_step_is_exported_while_others_are_saved(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +189,7 @@ def test_a_failed_export_loses_no_checkpoint(
         (["--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=6"], "no multiple of interval = 4"),
         (["--checkpoint.export_hf_interval=4"], "without export_hf = true"),
         (["--checkpoint.export_hf=true", "--checkpoint.enable=false"], "enable = false saves none"),
+        (["--checkpoint.export_hf=true", "--checkpoint.folder=hf"], "hf is where exports go"),
     ],
 )
 def test_keys_that_contradict_each_other(
