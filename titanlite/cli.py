@@ -30,6 +30,10 @@ VERBS = {
     ),
     "generate": ("titanlite.tools.generate", "sample text from a checkpoint"),
     "export": ("titanlite.tools.export", "write a checkpoint's model as a Hugging Face directory"),
+    "import": (
+        "titanlite.tools.import_weights",
+        "make a Hugging Face directory of torchtitan's or Meta's weights",
+    ),
     "checkpoint": ("titanlite.tools.checkpoint", "list, verify and show checkpoints"),
     "prepare": ("titanlite.tools.prepare", "make a dataset of token shards from text"),
     "data": ("titanlite.tools.data", "verify and show datasets"),

@@ -96,6 +96,7 @@ def test_no_verb_is_a_mistake_that_shows_the_help(run):
         "config",
         "generate",
         "export",
+        "import",
         "checkpoint",
         "prepare",
         "data",

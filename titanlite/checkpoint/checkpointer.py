@@ -33,7 +33,7 @@ from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import cause, load_tensors
 from titanlite.checkpoint.recipe import check_recipe, read_recipe
 from titanlite.checkpoint.resume import Candidate, Fault
-from titanlite.checkpoint.section import Checkpoint
+from titanlite.checkpoint.section import EXPORTS, Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
 from titanlite.checkpoint.state import Tensors, TrainState, make_optimizer_state, size_of, tensors_of
 from titanlite.checkpoint.weights import Exchange
@@ -73,10 +73,10 @@ class Checkpointer:
         self._host = HostBuffers()
         self._exporter: Exporter | None = None
         if config.export_hf and exchange is not None and self._ranks.rank == 0:
-            self._exporter = Exporter(config, dump_folder / "hf", exchange)
+            self._exporter = Exporter(config, dump_folder / EXPORTS, exchange)
         self._thread = ThreadPoolExecutor(1, "checkpoint", same_device())
         try:
-            self._ranks.agree(self._check_initial)
+            self._ranks.agree(self._check_exchange)
             self._ranks.agree(lambda: self._take_lock(dump_folder))
             self._from = self._open()
         except BaseException:
@@ -185,8 +185,8 @@ class Checkpointer:
                 raise CheckpointError(f"{error}; that was the last one{self._last_good()}") from error
             if error is not None:
                 raise error
-            if self.config.export_hf:
-                self._ranks.agree(lambda: self._exporter.result() if self._exporter else None)
+            if self.config.export_hf and self._exchange is not None:
+                self._ranks.agree(self._finish_exports)
         finally:
             self._release()
 
@@ -232,13 +232,16 @@ class Checkpointer:
             self._ranks.agree(lambda: commit.discard(partial))
             raise
         if self._ranks.rank == 0:
-            if self._exporter is not None and self._export_due(step):
-                self._exporter.start(step, path)
+            if self._exporter is not None:
+                self._exporter.committed(step, path, is_last=step == self._last_step)
             self._retain()
 
-    def _export_due(self, step: int) -> bool:
-        every = self.config.export_hf_interval
-        return step == self._last_step or (every > 0 and step % every == 0)
+    def _finish_exports(self) -> None:
+        assert self._exporter is not None
+        try:
+            self._exporter.result()
+        finally:
+            self._retain()  # what was kept for them
 
     def _begin(self, step: int, size: int) -> Path:
         with _disk_errors(step):
@@ -312,11 +315,14 @@ class Checkpointer:
         assert found is not None, "_candidate() raises if there is none left"
         return found
 
-    def _check_initial(self) -> None:
-        """On rank 0, before anything is written. A run that resumes may have lost what it began with."""
-        initial = self.config.initial_load_path
-        if initial and self._exchange is not None and not commit.committed(self.folder):
-            check_initial(Path(initial), self._exchange.family)
+    def _check_exchange(self) -> None:
+        """On rank 0, before anything is written: what is to come in, which a run that resumes may have lost,
+        and that an export will be possible."""
+        initial, exchange = self.config.initial_load_path, self._exchange
+        if initial and exchange is not None and not commit.committed(self.folder):
+            check_initial(Path(initial), exchange.family)
+        if self.config.export_hf and exchange is not None:
+            exchange.codec.hugging_face_files()
 
     def _take_lock(self, dump_folder: Path) -> None:
         try:

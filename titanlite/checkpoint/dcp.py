@@ -47,10 +47,11 @@ def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
 def stored_tensors(path: Path, metadata: Metadata, names: Mapping[str, str]) -> dict[str, Stored]:
     """The tensors `names`: the name to give to the one DCP has. What is not a tensor raises
     CheckpointError."""
-    return {ours: _stored(path, metadata, theirs) for ours, theirs in names.items()}
+    sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+    return {ours: _stored(path, metadata, theirs, sizes) for ours, theirs in names.items()}
 
 
-def _stored(path: Path, metadata: Metadata, name: str) -> Stored:
+def _stored(path: Path, metadata: Metadata, name: str, sizes: Mapping[str, int]) -> Stored:
     try:
         entry = metadata.state_dict_metadata[name]
         if not isinstance(entry, TensorStorageMetadata):
@@ -61,6 +62,9 @@ def _stored(path: Path, metadata: Metadata, name: str) -> Stored:
             file = path / info.relative_path
             if getattr(info, "transform_descriptors", None):
                 raise CheckpointError(f"{file}: {name} is compressed, which is not read")
+            size = sizes.get(info.relative_path, 0)
+            if size < info.offset + info.length:
+                raise CheckpointError(f"{file} has {size:,} bytes: {name} is not, or not all, in it")
             load = functools.partial(_load, file, name, info.offset, info.length)
             chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), load))
         return Stored(tuple(entry.size), entry.properties.dtype, file, chunks)

@@ -72,7 +72,7 @@ def write_directory(
     partial = target.with_name(f".partial-{target.name}-{uuid.uuid4().hex[:8]}")
     try:
         partial.mkdir(parents=True)
-        commit.check_space(partial, size)
+        commit.check_space(target.parent, size, "the export")
         for name, content in _small_files(exchange, outputs, vocab_size).items():
             write_file(partial / name, content)
         _write_shards(partial, _in_shards(outputs, max_shard_bytes), size)
@@ -99,7 +99,12 @@ def _outputs(
         stored = weights.tensors[name]
         shape = stored.shape
         if name in vocabulary:
-            vocab_size = shape[0] if keep_padding else min(shape[0], exchange.codec.vocab_size)
+            if shape[0] < exchange.codec.vocab_size:
+                raise ConfigError(
+                    f"{weights.path}: {name} has {shape[0]} rows, the tokenizer has "
+                    f"{exchange.codec.vocab_size} ids"
+                )
+            vocab_size = shape[0] if keep_padding else exchange.codec.vocab_size
             shape = (vocab_size, *shape[1:])
         outputs.append(_Output(name, stored, shape, dtype or stored.dtype))
     return outputs, vocab_size
@@ -184,10 +189,12 @@ class Exporter:
         self._last: Future[None] | None = None
         self.steps: set[int] = set()  # whose checkpoints are still read
 
-    def start(self, step: int, checkpoint: Path) -> None:
-        """Export a checkpoint that has just been committed."""
-        self.steps.add(step)
-        self._last = self._thread.submit(self._export, step, checkpoint)
+    def committed(self, step: int, checkpoint: Path, is_last: bool) -> None:
+        """Export a checkpoint that has just been committed, if it is due."""
+        every = self._config.export_hf_interval
+        if is_last or (every > 0 and step % every == 0):
+            self.steps.add(step)
+            self._last = self._thread.submit(self._export, step, checkpoint)
 
     def result(self) -> None:
         """Wait for all exports; raises CheckpointError if the last one failed."""

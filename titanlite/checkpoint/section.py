@@ -8,6 +8,8 @@ from typing import Literal
 
 from titanlite.config.component import ConfigError
 
+EXPORTS = "hf"  # in the run folder
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
@@ -73,6 +75,8 @@ class Checkpoint:
             )
         if self.export_hf_interval and not self.export_hf:
             raise ConfigError("without export_hf = true nothing is exported", "export_hf_interval")
+        if self.export_hf and folder.parts[0] == EXPORTS:
+            raise ConfigError(f"{EXPORTS} is where exports go; name another folder", "folder")
         if self.export_hf and not self.enable:
             raise ConfigError("exports are made from checkpoints, and enable = false saves none", "export_hf")
         if self.load_step < 1 and self.load_step != -1:

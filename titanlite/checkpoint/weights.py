@@ -119,7 +119,7 @@ def misfits(weights: Weights, net: Decoder) -> list[str]:
     vocabulary = vocabulary_of(net)
     missing = [name for name in wanted if name not in weights.tensors]
     found = [f"{name} of shape {wanted[name]} is missing" for name in missing]
-    rows = {weights.tensors[n].shape[:1] for n in vocabulary & weights.tensors.keys()}
+    rows = {shape[0] for n in vocabulary & weights.tensors.keys() if (shape := weights.tensors[n].shape)}
     for name, stored in weights.tensors.items():
         where = f"{name} in {stored.file.name}"
         if name not in wanted:
@@ -135,7 +135,7 @@ def misfits(weights: Weights, net: Decoder) -> list[str]:
         elif stored.dtype not in FLOATS:
             found.append(f"{where} is {stored.dtype}; quantized weights cannot be trained on")
     if len(rows) > 1:
-        found.append(f"embedding and head have different numbers of rows: {sorted(n for (n,) in rows)}")
+        found.append(f"embedding and head have different numbers of rows: {sorted(rows)}")
     return found
 
 
