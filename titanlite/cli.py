@@ -29,10 +29,16 @@ VERBS = {
         "train on several processes through torchrun; what run_train.sh calls",
     ),
     "generate": ("titanlite.tools.generate", "sample text from a checkpoint"),
+    "export": ("titanlite.tools.export", "write a checkpoint's model as a Hugging Face directory"),
+    "import": (
+        "titanlite.tools.import_weights",
+        "make a Hugging Face directory of torchtitan's or Meta's weights",
+    ),
     "checkpoint": ("titanlite.tools.checkpoint", "list, verify and show checkpoints"),
     "prepare": ("titanlite.tools.prepare", "make a dataset of token shards from text"),
     "data": ("titanlite.tools.data", "verify and show datasets"),
     "tokenizer": ("titanlite.tools.tokenizer", "train and show tokenizers"),
+    "migrate": ("titanlite.tools.migrate", "turn a torchtitan 0.1 or 0.2 TOML file into titanlite's"),
     "config": ("titanlite.tools.config", "print a resolved configuration, or the reference of all keys"),
 }
 

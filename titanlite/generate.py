@@ -1,20 +1,26 @@
-"""Sampling text from a model, whole or sharded.
+"""Sampling text from a model, whole or sharded: one loop, over a function of the rows so far.
 
 Every rank computes the same tokens from the same seed and takes the same number of forwards, so a sharded
-model samples in lockstep. The row is padded to its final length once: one shape for compile, and causal
-attention never looks right.
+model samples in lockstep; it computes whole rows, padded to their final length once: one shape for all steps,
+and causal attention never looks right. A model on one device keeps keys and values and computes what is new.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 from titanlite.config.component import ConfigError
 from titanlite.data.tokenizer import TextCodec
+from titanlite.models.base import Decoder
+from titanlite.models.cache import Cache
+
+# ids of each row so far -> logits of their next tokens [B, V]
+NextLogits = Callable[[Sequence[Sequence[int]]], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,36 +35,107 @@ class Generation:
     """Tokens after the prompt, at most."""
     temperature: float = 0.7
     """0 takes the likeliest token; higher is more random."""
+    top_k: int = 0
+    """Sample from this many of the likeliest tokens only; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens only that together have this probability; 1: from all."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError(f"{self.max_new_tokens} is below 1", "max_new_tokens")
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"{self.temperature} is not 0 or above, and finite", "temperature")
+        if self.top_k < 0:
+            raise ConfigError(f"{self.top_k} is below 0", "top_k")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"{self.top_p} is not above 0 and at most 1", "top_p")
 
 
 def generate(
     logits: Callable[[torch.Tensor], torch.Tensor],
     codec: TextCodec,
     prompt: str,
-    *,
-    max_new_tokens: int,
-    temperature: float,
+    config: Generation,
     seed: int,
     device: torch.device,
 ) -> str:
     """The prompt and what the model makes of it, up to its first EOS. `logits`: int64 [1, T] -> [1, T, V]."""
     start = [codec.bos, *codec.encode(prompt)]
-    tokens = torch.tensor([start + [codec.eos] * max_new_tokens], device=device)
-    generator = torch.Generator().manual_seed(seed)
-    for t in range(len(start), tokens.shape[1]):
-        row = logits(tokens)[0, t - 1, : codec.vocab_size].float().cpu()
-        if temperature == 0:
-            choice = row.argmax()
-        else:
-            choice = torch.multinomial(torch.softmax(row / temperature, dim=-1), 1, generator=generator)[0]
-        tokens[0, t] = choice.to(device)
-    made = tokens[0, len(start) :].tolist()
-    if codec.eos in made:
-        made = made[: made.index(codec.eos)]
-    return prompt + codec.decode(made)
+    whole = whole_rows(logits, len(start) + config.max_new_tokens, codec.eos, device)
+    made = [ids[0] for ids in next_tokens(whole, [start], config, codec.vocab_size, seed)]
+    return prompt + codec.decode(before_any(made, {codec.eos}))
+
+
+def next_tokens(
+    next_logits: NextLogits, prompts: Sequence[Sequence[int]], config: Generation, vocab_size: int, seed: int
+) -> Iterator[list[int]]:
+    """The next token of each row, max_new_tokens times. Row i is drawn with seed + i, whatever rows are
+    beside it."""
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+    rows = [list(prompt) for prompt in prompts]
+    for _ in range(config.max_new_tokens):
+        logits_BV = next_logits(rows)[:, :vocab_size].float().cpu()
+        chosen = [choose(row, config, generator) for row, generator in zip(logits_BV, generators)]
+        for row, token in zip(rows, chosen):
+            row.append(token)
+        yield chosen
+
+
+def choose(logits_V: torch.Tensor, config: Generation, generator: torch.Generator) -> int:
+    """A token by its logit: temperature first, then top_k, then top_p of what is left."""
+    if config.temperature == 0:
+        return int(logits_V.argmax())
+    logits_V = logits_V / config.temperature
+    if 0 < config.top_k < len(logits_V):
+        least = logits_V.topk(config.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < least, -math.inf)
+    if config.top_p < 1:
+        ordered, places = torch.softmax(logits_V, dim=-1).sort(descending=True)
+        likelier = ordered.cumsum(-1) - ordered  # the probability of all likelier tokens together
+        logits_V = logits_V.index_fill(0, places[likelier >= config.top_p], -math.inf)
+    return int(torch.multinomial(torch.softmax(logits_V, dim=-1), 1, generator=generator))
+
+
+def before_any(ids: Sequence[int], ends: Collection[int]) -> Sequence[int]:
+    """The ids before the first one that is among `ends`."""
+    return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
+
+
+def whole_rows(
+    logits: Callable[[torch.Tensor], torch.Tensor], length: int, filler: int, device: torch.device
+) -> NextLogits:
+    """By a forward over all of each row, padded to `length`. `logits`: int64 [B, T] -> [B, T, V]."""
+
+    def next_logits(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        padded = [[*row, *[filler] * (length - len(row))] for row in rows]
+        found = logits(torch.tensor(padded, device=device))
+        return torch.stack([found[i, len(row) - 1] for i, row in enumerate(rows)])
+
+    return next_logits
+
+
+class CachedRows:
+    """By a forward over the tokens of each row that are new since the last call, of a model that is whole on
+    one device. `num_new`: tokens after the first call's rows, at most."""
+
+    def __init__(self, net: Decoder, num_new: int, device: torch.device):
+        self.net, self.num_new, self.device = net, num_new, device
+        self._cache: Cache | None = None
+
+    @torch.no_grad()
+    def __call__(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits [B, V]."""
+        new = [list(row[-1:]) for row in rows]
+        if self._cache is None:
+            longest = max(len(row) for row in rows)
+            padding = [longest - len(row) for row in rows]
+            new = [[0] * n + list(row) for n, row in zip(padding, rows)]
+            self._cache = Cache(torch.tensor(padding, device=self.device), longest + self.num_new)
+        tokens = torch.tensor(new, device=self.device)
+        positions = self._cache.advance(tokens.shape[1])
+        return self.net(tokens, tokens, _last_logits, positions, self._cache)[:, 0]
+
+
+def _last_logits(h_BTD: torch.Tensor, weight_VD: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """In the place of a loss: the logits of the last tokens [B, 1, V], and no others."""
+    return F.linear(h_BTD[:, -1:], weight_VD.to(h_BTD.dtype))

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import titanlite.data.huggingface
-import titanlite.models.llama3  # noqa: F401 -- these register their choices
-from titanlite.checkpoint.checkpointer import Checkpoint
+import titanlite.models.llama3
+import titanlite.models.qwen3  # noqa: F401 -- these register their choices
+from titanlite.checkpoint.section import Checkpoint
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import Data

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.config.component import ConfigError
 
@@ -254,3 +257,11 @@ def build_mesh(
     if degrees.context > 1:
         mesh["shard", "context"]._flatten(SHARD_AND_CONTEXT)
     return Mesh(degrees, rank, mesh)
+
+
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """This rank's part of a tensor, and where in the whole it begins along each dim."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+    return tensor.to_local(), tuple(offsets)

@@ -18,6 +18,7 @@ import torch
 
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
+from titanlite.checkpoint.weights import Exchange
 from titanlite.config import reference, toml
 from titanlite.config.component import ConfigError
 from titanlite.cost import flops_per_token, peak_bf16_flops
@@ -137,7 +138,7 @@ def build(job: Job, rt: Runtime) -> Run:
     recipe = job.recipe(rows.recipe)
     rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))
     # Opening the checkpoints refuses a folder that holds another recipe's run, before it is written to.
-    checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, toml.dump(job))
+    checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, toml.dump(job), Exchange(job.model, codec))
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)
 
     describe(job, rt, size, rows, kernel)
@@ -213,10 +214,8 @@ class Run:
         c = self.job.generation
         with self.meter.apart("time/generation_s"):
             for prompt in c.prompts:
-                text = generate(
-                    self.model.logits, self.codec, prompt, max_new_tokens=c.max_new_tokens,
-                    temperature=c.temperature, seed=self.job.training.seed, device=self.rt.device,
-                )  # fmt: skip
+                seed, device = self.job.training.seed, self.rt.device
+                text = generate(self.model.logits, self.codec, prompt, c, seed, device)
                 logger.info(f"sample at step {self.state.step}:\n{text}")
                 if self.rt.rank == 0 and keep:
                     try:

@@ -15,7 +15,8 @@ from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
 from titanlite.mesh import Parallelism, build_mesh
-from titanlite.models import llama3
+from titanlite.models import decoder, llama3, qwen3  # noqa: F401 -- two of these register their families
+from titanlite.models.base import ModelFamily
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import apply, tensor
 from titanlite.parallel.apply import parallelize
@@ -42,10 +43,11 @@ def build(
     world_size: int, rank: int, *, replicate: int = 1, tied: bool = True, **options: Any
 ) -> ShardedModel:
     """A small model on the given layout."""
+    torch._dynamo.reset()  # a process trains one model; after several, sizes are symbols to the compiler
     shape = {**SHAPE, "tie_word_embeddings": tied, "n_layers": options.get("layers", SHAPE["n_layers"])}
-    family = Llama3(flavor="debug", overrides=shape)
+    family = ModelFamily.choose(options.get("family", "llama3"), "model")
     with torch.device("meta"):
-        net = family.build()
+        net = family(flavor="debug", overrides=shape | options.get("shape", {})).build()
     reduce = options.get("reduce", "step")
     parallelism = Parallelism(
         data_parallel_replicate_degree=replicate,
@@ -67,7 +69,9 @@ def build(
             recipe=options.get("float8", "tensorwise"),
             enable_fsdp_float8_all_gather=options.get("gather", True),
         ),
-        recompute=ActivationCheckpoint(mode=options.get("recompute", "none")),
+        recompute=ActivationCheckpoint(
+            mode=options.get("recompute", "none"), selective_ac_option=options.get("what", "op")
+        ),
         compile=Compile(enable=options.get("compile", False)),
         param_dtype=options.get("dtype", torch.float32),
         reduce_dtype=torch.float32,
@@ -182,7 +186,7 @@ def test_control_a_missing_sum_is_noticed(run_on, what: str) -> None:
 
 def unmatched_on_rank() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(llama3.TENSOR_PLAN, "model.layers.*.attention", "gather")
+        patch.setitem(decoder.TENSOR_PLAN, "model.layers.*.attention", "gather")
         with pytest.raises(ConfigError) as e:
             build(2, torch.distributed.get_rank(), tensor=2)
     return str(e.value)

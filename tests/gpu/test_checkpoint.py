@@ -13,8 +13,9 @@ from torch import nn
 
 from tests.jobs import make_job, metrics_of, write_toml
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.checkpointer import Checkpoint, Checkpointer
+from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import load_tensors
+from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.staging import HostBuffers
 from titanlite.checkpoint.state import TrainState, model_tensors
 

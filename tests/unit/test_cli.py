@@ -89,7 +89,20 @@ def test_no_verb_is_a_mistake_that_shows_the_help(run):
 
 
 @pytest.mark.parametrize(
-    "verb", ["train", "launch", "config", "generate", "checkpoint", "prepare", "data", "tokenizer"]
+    "verb",
+    [
+        "train",
+        "launch",
+        "config",
+        "generate",
+        "export",
+        "import",
+        "checkpoint",
+        "prepare",
+        "data",
+        "tokenizer",
+        "migrate",
+    ],
 )
 def test_every_verb_has_help(verb, capsys):
     try:

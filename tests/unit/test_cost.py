@@ -11,28 +11,29 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.cost import flops_per_token, peak_bf16_flops
 from titanlite.losses import cross_entropy
-from titanlite.models.llama3 import Llama3Config, LlamaForCausalLM
+from titanlite.models.decoder import RotaryDecoder
+from titanlite.models.llama3 import Llama3Config
 
 
-def small_llama(**changes: object) -> LlamaForCausalLM:
+def small_llama(**changes: object) -> RotaryDecoder:
     """A Llama whose attention is a good part of its arithmetic, and whose heads do not add up to its dim."""
     fields = {
         "dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "head_dim": 24, "hidden_dim": 160,
         "vocab_size": 320,
     }  # fmt: skip
     torch.manual_seed(0)
-    net = LlamaForCausalLM(Llama3Config(**(fields | changes)))
+    net = RotaryDecoder(Llama3Config(**(fields | changes)))
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     return net
 
 
-def formula(net: LlamaForCausalLM, seq_len: int) -> int:
+def formula(net: RotaryDecoder, seq_len: int) -> int:
     c = net.config
     return flops_per_token(net.num_matmul_parameters(), c.n_layers, c.n_heads, c.head_dim, seq_len)
 
 
-def counted(net: LlamaForCausalLM, seq_len: int, rows: int = 2) -> float:
+def counted(net: RotaryDecoder, seq_len: int, rows: int = 2) -> float:
     """FLOPs a token of a forward and backward, counted by torch; the math backend shows its matmuls."""
     tokens = torch.randint(net.vocab_size, (rows, seq_len))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -13,10 +13,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,69 +26,20 @@ from titanlite import __version__
 from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import FileDigest, gib
+from titanlite.checkpoint.export import Exporter
+from titanlite.checkpoint.initial import check_initial, load_initial
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import cause, load_tensors
 from titanlite.checkpoint.recipe import check_recipe, read_recipe
 from titanlite.checkpoint.resume import Candidate, Fault
+from titanlite.checkpoint.section import EXPORTS, Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
 from titanlite.checkpoint.state import Tensors, TrainState, make_optimizer_state, size_of, tensors_of
+from titanlite.checkpoint.weights import Exchange
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """Saving and resuming. A run resumes by itself from the newest good checkpoint in its folder."""
-
-    enable: bool = True
-    """Save checkpoints and resume from them."""
-    folder: str = "checkpoint"
-    """Where, under job.dump_folder."""
-    interval: int = 500
-    """Steps between saves; the last step is always saved."""
-    async_mode: Literal["disabled", "async"] = "async"
-    """`async`: training goes on while the checkpoint is copied to host memory and written. Needs as much host
-    memory as a rank has state. The files are the same."""
-    keep_latest_k: int = 10
-    """Checkpoints to keep, the newest ones; 0: all. Also kept: the one resumed from, and any with an empty
-    file `step-N.keep` beside it."""
-    keep_every_n_steps: int = 0
-    """Also keep those whose step is a multiple of this; 0: none."""
-    load_step: int = -1
-    """-1: the newest. Else go back to this step: later checkpoints are moved to `abandoned-<n>/`, once; a
-    restart with the same value goes on from the newest one saved since."""
-    verify: Literal["full", "sizes", "off"] = "full"
-    """What is checked of a checkpoint that is loaded: `full`: SHA-256 of all files; `sizes`: of the small
-    files, and that the shards are there with their sizes; `off`: of the small files. A load that fails is
-    followed by `full`."""
-    on_save_error: Literal["continue", "stop"] = "continue"
-    """After a failed save (a full disk, say): `continue` trains on and stops at the third failure in a row;
-    `stop` stops at once."""
-    allow_changed: list[str] = field(default_factory=list)
-    """Parts of the recipe that may differ on resume, for example `["training.seed"]`; anything else that
-    differs is refused."""
-
-    def __post_init__(self) -> None:
-        folder = Path(self.folder)
-        if folder.is_absolute() or ".." in folder.parts or folder == Path():
-            raise ConfigError(f"{self.folder!r} is not a folder below job.dump_folder", "folder")
-        if self.interval < 1:
-            raise ConfigError(f"{self.interval} is below 1; use enable = false to save nothing", "interval")
-        if self.keep_latest_k < 0 or self.keep_latest_k == 1:
-            raise ConfigError(
-                "keep 2 or more, or 0 for all: with 1, one bad checkpoint would be the run", "keep_latest_k"
-            )
-        if self.keep_every_n_steps < 0:
-            raise ConfigError(f"{self.keep_every_n_steps} is below 0", "keep_every_n_steps")
-        if self.load_step < 1 and self.load_step != -1:
-            raise ConfigError(
-                f"{self.load_step} is neither -1 nor a step; a run from the start needs another "
-                "--job.dump_folder",
-                "load_step",
-            )
-
 
 MAX_FAILURES = 3  # saves in a row
 
@@ -99,9 +49,17 @@ class Checkpointer:
     refuses another recipe's folder (ConfigError). Collective, as are all its methods that save or load.
 
     `recipe`: nested plain values that a resumed run must share. `job_toml`: stored in every checkpoint.
+    `exchange`: of the run's model; what initial_load_path and export_hf need.
     """
 
-    def __init__(self, config: Checkpoint, dump_folder: Path, recipe: dict[str, Any], job_toml: str):
+    def __init__(
+        self,
+        config: Checkpoint,
+        dump_folder: Path,
+        recipe: dict[str, Any],
+        job_toml: str,
+        exchange: Exchange | None = None,
+    ):
         self.config, self.folder = config, dump_folder / config.folder
         self.recipe, self.job_toml = recipe, job_toml
         self._recipe_file = dump_folder / "recipe.json"
@@ -110,9 +68,15 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._failures = 0
         self._error: BaseException | None = None  # of the last save
+        self._last_step: int | None = None
+        self._exchange = exchange
         self._host = HostBuffers()
+        self._exporter: Exporter | None = None
+        if config.export_hf and exchange is not None and self._ranks.rank == 0:
+            self._exporter = Exporter(config, dump_folder / EXPORTS, exchange)
         self._thread = ThreadPoolExecutor(1, "checkpoint", same_device())
         try:
+            self._ranks.agree(self._check_exchange)
             self._ranks.agree(lambda: self._take_lock(dump_folder))
             self._from = self._open()
         except BaseException:
@@ -126,9 +90,14 @@ class Checkpointer:
 
     def load(self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> None:
         """Restore all three in place from the chosen checkpoint, or from the one before if that turns out to
-        be damaged; a run without one starts fresh."""
+        be damaged; a run without one starts fresh, or from initial_load_path."""
+        initial = self.config.initial_load_path
         if self._from is None:
+            if initial and self._exchange is not None:
+                load_initial(Path(initial), self._exchange.family, net, self._ranks)
             return
+        if initial:
+            logger.info(f"initial_load_path is not used: the run goes on from {self._from.path}")
         make_optimizer_state(optimizer)
         tensors = tensors_of(net, optimizer)
         while reason := self._load(self._from, tensors):
@@ -139,6 +108,7 @@ class Checkpointer:
 
     def due(self, step: int, last_step: int, asked: bool = False) -> bool:
         """Whether the step that was just taken is to be saved."""
+        self._last_step = last_step
         return self.config.enable and (asked or step % self.config.interval == 0 or step == last_step)
 
     def warm_up(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -206,7 +176,8 @@ class Checkpointer:
         logger.error(f"{self._error} (failure {self._failures} of {MAX_FAILURES} in a row)")
 
     def close(self) -> None:
-        """Wait for the last save; raises CheckpointError if it failed. Frees the folder."""
+        """Wait for the last save, and the exports; raises CheckpointError if the last one of either failed.
+        Frees the folder."""
         pending, self._pending = self._pending, None
         try:
             error = pending.exception() if pending is not None else self._error
@@ -214,6 +185,8 @@ class Checkpointer:
                 raise CheckpointError(f"{error}; that was the last one{self._last_good()}") from error
             if error is not None:
                 raise error
+            if self.config.export_hf and self._exchange is not None:
+                self._ranks.agree(self._finish_exports)
         finally:
             self._release()
 
@@ -254,12 +227,21 @@ class Checkpointer:
             except CheckpointException as e:  # a BaseException; DCP raises it on all ranks
                 raise CheckpointError(f"step {step} could not be saved: {cause(e)}") from e
             files = self._ranks.gather(writer.files)
-            self._ranks.agree(lambda: self._commit(partial, step, small, files, began))
+            path = self._ranks.agree(lambda: self._commit(partial, step, small, files, began))
         except CheckpointError:
             self._ranks.agree(lambda: commit.discard(partial))
             raise
         if self._ranks.rank == 0:
+            if self._exporter is not None:
+                self._exporter.committed(step, path, is_last=step == self._last_step)
             self._retain()
+
+    def _finish_exports(self) -> None:
+        assert self._exporter is not None
+        try:
+            self._exporter.result()
+        finally:
+            self._retain()  # what was kept for them
 
     def _begin(self, step: int, size: int) -> Path:
         with _disk_errors(step):
@@ -268,7 +250,7 @@ class Checkpointer:
 
     def _commit(
         self, partial: Path, step: int, small: str, files: list[dict[str, FileDigest]], began: float
-    ) -> None:
+    ) -> Path:
         written = {name: digest for of in files for name, digest in of.items()}
         size = sum(digest.size for digest in written.values())
         about = {
@@ -282,13 +264,15 @@ class Checkpointer:
         with _disk_errors(step):
             path = commit.commit(partial, step, texts, written, about)
         logger.info(f"saved {path} ({gib(size)}, {time.perf_counter() - began:.1f} s)")
+        return path
 
     def _last_good(self) -> str:
         there = commit.committed(self.folder)
         return f" (there is {there[-1][1].name} to go on from)" if there else ""
 
     def _retain(self) -> None:
-        c, keep = self.config, [self._from.step] if self._from else []
+        c, keep = self.config, {self._from.step} if self._from else set()
+        keep |= set(self._exporter.steps) if self._exporter else set()
         try:
             commit.retain(self.folder, c.keep_latest_k, c.keep_every_n_steps, keep)
         except OSError as e:  # the checkpoint is there
@@ -330,6 +314,15 @@ class Checkpointer:
         resume.set_all_aside(faults)
         assert found is not None, "_candidate() raises if there is none left"
         return found
+
+    def _check_exchange(self) -> None:
+        """On rank 0, before anything is written: what is to come in, which a run that resumes may have lost,
+        and that an export will be possible."""
+        initial, exchange = self.config.initial_load_path, self._exchange
+        if initial and exchange is not None and not commit.committed(self.folder):
+            check_initial(Path(initial), exchange.family)
+        if self.config.export_hf and exchange is not None:
+            exchange.codec.hugging_face_files()
 
     def _take_lock(self, dump_folder: Path) -> None:
         try:
@@ -386,6 +379,8 @@ class Checkpointer:
 
     def _release(self) -> None:
         self._thread.shutdown(wait=False)
+        if self._exporter is not None:
+            self._exporter.close()
         if self._lock is not None:
             self._lock.close()
 

@@ -48,14 +48,12 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(m[1]), p) for m, p in found)
 
 
-def check_space(folder: Path, needed: int) -> None:
-    """Raises CheckpointError unless there is room for a checkpoint with `needed` bytes of tensors."""
+def check_space(folder: Path, needed: int, what: str = "a checkpoint") -> None:
+    """Raises CheckpointError unless there is room for `what`, with `needed` bytes of tensors."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if free < needed * SLACK:
-        raise CheckpointError(
-            f"{folder} has {gib(free)} free, a checkpoint needs {gib(needed)}; none is written"
-        )
+        raise CheckpointError(f"{folder} has {gib(free)} free, {what} needs {gib(needed)}; none is written")
 
 
 def begin(folder: Path, step: int) -> Path:

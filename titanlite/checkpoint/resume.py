@@ -189,7 +189,8 @@ def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
     for folder in (path, *sorted(p for p in path.rglob("*") if p.is_dir())):
         if any(aside.match(part) for part in folder.relative_to(path).parts):
             continue
-        if found := commit.committed(folder):
+        exports = {p for p in folder.glob("step-*") if (p / "config.json").exists()}  # Hugging Face's
+        if found := [(step, p) for step, p in commit.committed(folder) if p not in exports]:
             return found
         if bad := commit.set_aside_before(folder):
             raise CheckpointError(f"{folder} holds only checkpoints that were set aside: {bad[-1].name}, ...")

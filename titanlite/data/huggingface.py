@@ -15,6 +15,7 @@ from typing import Any
 
 from titanlite.config.component import ConfigError
 from titanlite.data.tokenizer import TextCodec, Tokenizer, read_bytes
+from titanlite.data.tokenizer_json import TOKENIZER_CONFIG, as_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +31,13 @@ class HuggingFace(Tokenizer, name="huggingface"):
     special_tokens_in_text: bool = False
     """Read special tokens that are spelled out in a document as such; otherwise they are plain text."""
 
-    def build(self) -> TextCodec:
-        return _HuggingFaceCodec(self)
+    def build(self) -> HuggingFaceCodec:
+        return HuggingFaceCodec(self)
 
 
-class _HuggingFaceCodec(TextCodec):
+class HuggingFaceCodec(TextCodec):
+    """What HuggingFace.build() returns."""
+
     def __init__(self, config: HuggingFace):
         try:
             from tokenizers import Tokenizer as Library
@@ -54,6 +57,7 @@ class _HuggingFaceCodec(TextCodec):
         self._library.no_truncation()
         self._library.no_padding()
         self.config = config
+        self._folder, self._content = path.parent, content
         self._set_mode()
         self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values()) + 1
         self.eos = self._special("eos", config.eos, path)
@@ -80,8 +84,26 @@ class _HuggingFaceCodec(TextCodec):
         # Without offsets, which cost a third; a batch of one, since the cores are taken by processes.
         return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
+    def encode_framed(self, text: str) -> list[int]:
+        """Ids as transformers has them: with the special tokens that the file puts around a text."""
+        return self._library.encode(text, add_special_tokens=True).ids
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids), skip_special_tokens=False)
+
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """tokenizer.json as it is, and what lies beside it, with the tokens that frame documents here."""
+        files = {"tokenizer.json": self._content}
+        for name in ("special_tokens_map.json", "chat_template.jinja", "chat_template.json"):
+            if (self._folder / name).exists():
+                files[name] = read_bytes(str(self._folder / name), "tokenizer.path")
+        try:
+            config = json.loads((self._folder / "tokenizer_config.json").read_bytes())
+        except FileNotFoundError:
+            config = dict(TOKENIZER_CONFIG)
+        config |= {"bos_token": self._library.id_to_token(self.bos)} if self.bos != self.eos else {}
+        config |= {"eos_token": self._library.id_to_token(self.eos)}
+        return {**files, "tokenizer_config.json": as_json(config)}
 
     def _set_mode(self) -> None:
         assert isinstance(self.config, HuggingFace)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.component import Component, ConfigError
+from titanlite.data.tokenizer_json import byte_level_files
 
 # Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation,
 # blank runs.
@@ -54,6 +55,13 @@ class TextCodec:
         """Each text framed as BOS ids EOS: uint32 [n]. BOS == EOS is written once, in front."""
         end = [] if self.bos == self.eos else [self.eos]
         return [np.concatenate([[self.bos], ids, end]).astype(np.uint32) for ids in self._encode_batch(texts)]
+
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """The files, by name, that `AutoTokenizer.from_pretrained` makes this tokenizer from. Raises
+        ConfigError if there is no such form."""
+        raise ConfigError(
+            f"{type(self.config).__name__} has no form that transformers reads", "tokenizer.name"
+        )
 
     def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.asarray(self.encode(text), dtype=np.uint32) for text in texts]
@@ -106,6 +114,7 @@ class _TiktokenCodec(TextCodec):
         self.vocab_size = len(ranks) + config.num_special_tokens
         self.bos, self.eos = special[BOS], special[EOS]
         self.config = config
+        self._ranks, self._special = ranks, special
         self._allowed: Any = "all" if config.special_tokens_in_text else set()
         parts = [content, config.pattern.encode(), str(config.num_special_tokens).encode()]
         if config.special_tokens_in_text:
@@ -120,6 +129,10 @@ class _TiktokenCodec(TextCodec):
 
     def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.concatenate([self._encode(p) for p in _without_long_runs(text)]) for text in texts]
+
+    def hugging_face_files(self) -> dict[str, bytes]:
+        assert isinstance(self.config, Tiktoken)
+        return byte_level_files(self._ranks, self.config.pattern, self._special, BOS, EOS)
 
     def _encode(self, piece: str) -> np.ndarray:
         return self._codec.encode_to_numpy(piece, allowed_special=self._allowed, disallowed_special=())
@@ -177,6 +190,10 @@ class _BytesCodec(TextCodec):
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def hugging_face_files(self) -> dict[str, bytes]:
+        ranks = {bytes([b]): b for b in range(256)}
+        return byte_level_files(ranks, None, {BOS: self.bos, EOS: self.eos}, BOS, EOS)
 
 
 def read_bytes(path: str, key: str) -> bytes:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from titanlite.config.component import ConfigError
+from titanlite.models.cache import Cache
 from titanlite.models.pieces import attention_of_pieces
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ class Pieces(NamedTuple):
     last: int
 
 
-# bool [B, 1, T, T] is for scaled_dot_product_attention, the others for the kernels they are named after
-Mask = Union[torch.Tensor, "BlockMask", Lengths, Gathered, Pieces]
+# bool [B, 1, T, T] is for scaled_dot_product_attention, the others for the kernels they are named after;
+# Gathered and Cache have keys of more tokens than there are queries, and a mask of the former kinds
+Mask = Union[torch.Tensor, "BlockMask", Lengths, Gathered, Pieces, Cache]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +202,8 @@ def causal_attention(
         return attention_of_pieces(q, k, v, mask.first, mask.last)[0].transpose(1, 2)
     if isinstance(mask, Gathered):
         k_BTKE, v_BTKE, mask = mask.gather(k_BTKE), mask.gather(v_BTKE), mask.mask
+    if isinstance(mask, Cache):
+        k_BTKE, v_BTKE, mask = mask.extend(k_BTKE, v_BTKE)
     if isinstance(mask, Lengths):
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
         options: dict[str, Any] = {"window_size": (-1, 0)}  # causal

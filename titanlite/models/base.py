@@ -42,7 +42,8 @@ class Decoder(nn.Module):
     dim: int
     tensor_plan: dict[str, str]
     """How tensor parallel divides the layers, by patterns of their names: `embedding`, `sequence` (norms),
-    `gather` (a module whose layers need all tokens), `colwise`, `rowwise`, `head`."""
+    `gather` (a module whose layers need all tokens), `colwise`, `rowwise`, `heads` (norms within attention:
+    each rank has some of the heads), `head`."""
 
     def forward(
         self,
@@ -113,6 +114,8 @@ class ModelFamily(Component):
     """Fields of the flavor to change, for example `{ n_layers = 4 }`."""
 
     flavors: ClassVar[dict[str, Any]]
+    hf_model_type: ClassVar[str] = ""
+    """`model_type` of the config.json that from_hf_config reads; empty: none."""
 
     def __post_init__(self) -> None:
         if self.flavor not in self.flavors:
@@ -141,6 +144,21 @@ class ModelFamily(Component):
     def hf_config(self) -> dict[str, Any]:
         """The `config.json` under which Hugging Face's implementation is the same model."""
         raise NotImplementedError
+
+    @classmethod
+    def from_hf_config(cls, config: dict[str, Any]) -> ModelFamily:
+        """The inverse: what such a `config.json` describes. Raises ConfigError for what the family lacks."""
+        raise NotImplementedError
+
+    @classmethod
+    def of_shape(cls, fields: dict[str, Any]) -> ModelFamily:
+        """The flavor with these fields, or the nearest one with overrides; others are the flavor's."""
+
+        def overrides(flavor: str) -> dict[str, Any]:
+            return {key: v for key, v in fields.items() if v != getattr(cls.flavors[flavor], key)}
+
+        nearest = min(cls.flavors, key=lambda flavor: len(overrides(flavor)))
+        return cls(flavor=nearest, overrides=overrides(nearest))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ConfigError if the tokenizer has ids that the embedding lacks."""

@@ -12,8 +12,8 @@ import hashlib
 import math
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titanlite.mesh import local_part
 
 CHUNK = 1 << 22  # elements hashed at once: bounds the int64 temporaries
 
@@ -24,12 +24,7 @@ def fill_normal(
 ) -> None:
     """Fill a parameter, or this rank's shard of one, with its share of normal(mean, std) values, made on
     `device` (the parameter's)."""
-    local, offsets = parameter, (0,) * parameter.ndim
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        offsets = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )[1]
+    local, offsets = local_part(parameter)
     if std == 0.0 or local.numel() == 0:
         local.fill_(mean)
         return

@@ -30,11 +30,12 @@ from titanlite.models.base import Decoder, LossFunction
 from titanlite.parallel.float8 import Float8, rowwise_style, shared_cast
 
 TOKENS = 1  # the dim of [B, T, D] that is divided between the layers
+HEADS = 2  # the dim of [B, T, H, E] that is divided within attention
 
 
 def apply_tensor(net: Decoder, mesh: DeviceMesh, float8: Float8) -> None:
     """Divide the layers that `net.tensor_plan` names, in place; after float8, before recompute, compile and
-    FSDP."""
+    FSDP. Raises ConfigError for a plan that names what is not there, or leaves a parameter out."""
     if mesh.device_type != "cuda":
         float8 = Float8()  # gloo cannot send it; the layers then cast what has arrived
     styles: dict[str, Callable[[nn.Module], ParallelStyle]] = {
@@ -43,6 +44,8 @@ def apply_tensor(net: Decoder, mesh: DeviceMesh, float8: Float8) -> None:
         "gather": lambda module: _GatherTokens(shared_cast(module, float8)),
         "colwise": lambda _: ColwiseParallel(),
         "rowwise": lambda module: rowwise_style(module, float8)(output_layouts=Shard(TOKENS)),
+        # The weight is the same on all ranks, and its gradient the sum of theirs, whichever dim is divided.
+        "heads": lambda _: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
         "head": lambda _: _DivideRows(),
     }
     names = [name for name, _ in net.named_modules()]
@@ -56,6 +59,9 @@ def apply_tensor(net: Decoder, mesh: DeviceMesh, float8: Float8) -> None:
                 # Its output is still on its way, and a compiled block drops the gradient of such a tensor
                 # (pytorch issue 191113); a copy has arrived.
                 net.get_submodule(name).register_forward_hook(lambda module, tokens, found: found.clone())
+    # Each rank would have a gradient of its own for what is left out, and soon weights of its own.
+    if left := [name for name, p in net.named_parameters() if not isinstance(p, DTensor)]:
+        raise ConfigError(f"tensor_plan: no pattern is for {left[0].rpartition('.')[0]!r}", "model.name")
 
 
 def vocabulary_part(vocab_size: int, mesh: DeviceMesh) -> VocabularyPart:

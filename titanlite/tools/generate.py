@@ -1,62 +1,199 @@
-"""`titanlite generate RUN_OR_CHECKPOINT --prompt TEXT`: sample from a run's newest checkpoint, or from a
-given one."""
+"""`titanlite generate PATH --prompt TEXT`: continue texts with a model: a run's newest checkpoint, a given
+one, or a Hugging Face directory, whose text and end it takes as transformers does.
+
+One prompt is written while it is made; several are computed side by side.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.digest import first_fault
-from titanlite.checkpoint.reader import load_tensors
+from titanlite.checkpoint.dcp import check_whole, open_titanlite
+from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.resume import find_checkpoint
-from titanlite.checkpoint.state import model_tensors
-from titanlite.config import toml
+from titanlite.checkpoint.weights import Weights, load_weights, misfits, some
 from titanlite.config.component import ConfigError
-from titanlite.generate import generate
-from titanlite.job import load_job
+from titanlite.data.huggingface import HuggingFace
+from titanlite.data.tokenizer import TextCodec
+from titanlite.generate import CachedRows, Generation, before_any, next_tokens
 from titanlite.log import set_up_logging
+from titanlite.models.base import Decoder, ModelFamily
+from titanlite.models.hf_config import read_family
 from titanlite.runtime import pick_device
+from titanlite.tools.export import job_of
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model with what its text is made of. `encode`: the ids that a prompt is to the model; `ends`: ids
+    that end a text."""
+
+    net: Decoder
+    codec: TextCodec
+    encode: Callable[[str], list[int]]
+    ends: set[int]
+    max_position: int | None
+    device: torch.device
+
+    def continuations(
+        self, prompts: Sequence[str], config: Generation, seed: int
+    ) -> Iterator[list[list[int]]]:
+        """The ids made of each prompt so far, after each step until all have ended."""
+        rows = [self.encode(prompt) or [self.codec.bos] for prompt in prompts]
+        self._check_lengths(rows, config.max_new_tokens)
+        made: list[list[int]] = [[] for _ in rows]
+        ended: set[int] = set()
+        step = CachedRows(self.net, config.max_new_tokens, self.device)
+        for chosen in next_tokens(step, rows, config, self.codec.vocab_size, seed):
+            for i, (ids, token) in enumerate(zip(made, chosen)):
+                ids.append(token)
+                if token in self.ends:
+                    ended.add(i)
+            yield made
+            if len(ended) == len(rows):
+                return
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of what was made, up to its end."""
+        return self.codec.decode(before_any(ids, self.ends))
+
+    def _check_lengths(self, rows: Sequence[Sequence[int]], num_new: int) -> None:
+        longest = max(len(row) for row in rows)
+        if self.max_position is not None and longest + num_new > self.max_position:
+            raise ConfigError(
+                f"a prompt of {longest} tokens and --max-new-tokens={num_new} are more than the "
+                f"{self.max_position} that the model is made for (max_position)"
+            )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the prompt and its continuation."""
-    parser = argparse.ArgumentParser(prog="titanlite generate", description=__doc__)
-    parser.add_argument("path", type=Path, help="a run folder, its checkpoint folder, or one step-N folder")
-    parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens after the prompt, at most")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest token each time")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    parser.add_argument("--allow-imports", action="store_true", help="run the modules that the job imports")
-    options = parser.parse_args(argv)
-    if options.max_new_tokens < 1 or not options.temperature >= 0:
-        raise ConfigError("--max-new-tokens must be at least 1 and --temperature at least 0")
-    set_up_logging(rank=0, verbose=False)
-    path = find_checkpoint(options.path)
-    imports = toml.read(path / "job.toml", [])[0].get("job", {}).get("imports", [])
-    if imports and not options.allow_imports:
-        raise ConfigError(
-            f"{path}/job.toml imports {', '.join(imports)}, which would run that code; if you trust it, add "
-            "--allow-imports"
+    """Print the prompts and their continuations."""
+    options = _parser().parse_args(argv)
+    prompts = [*options.prompt, *(_lines(options.prompt_file) if options.prompt_file else [])]
+    if not prompts:
+        raise ConfigError("nothing to continue: give --prompt or --prompt-file")
+    if options.batch_size < 1:
+        raise ConfigError(f"--batch-size: {options.batch_size} is below 1")
+    try:
+        config = Generation(
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
         )
-    if reason := first_fault(path, commit.digests(commit.read_manifest(path))):
-        raise CheckpointError(f"{path} is damaged: {reason}")
-    job = load_job(path / "job.toml", world_size=None)
-    codec = job.tokenizer.build()
-    device = pick_device()
-    with torch.device("meta"):
-        net = job.model.build()
-    net.to_empty(device=device)
-    load_tensors(path, {"model": model_tensors(net)})
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    net.to(dtype).requires_grad_(False)
-    text = generate(
-        net, codec, options.prompt, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
-        seed=options.seed, device=device,
-    )  # fmt: skip
-    print(text)
+    except ConfigError as e:
+        raise ConfigError(f"--{str(e.key).replace('_', '-')}: {e}") from None
+    set_up_logging(rank=0, verbose=False)
+    source = open_source(options.path, pick_device(), options.allow_imports)
+    if len(prompts) == 1:
+        made = source.continuations(prompts, config, options.seed)
+        _write_as_it_comes(prompts[0], (source.text(ids) for (ids,) in made))
+        return 0
+    for begin in range(0, len(prompts), options.batch_size):
+        batch = prompts[begin : begin + options.batch_size]
+        *_, rows = source.continuations(batch, config, options.seed + begin)
+        for i, (prompt, ids) in enumerate(zip(batch, rows), begin + 1):
+            print(f"--- {i} of {len(prompts)}\n{prompt}{source.text(ids)}", flush=True)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="titanlite generate", description=__doc__)
+    add = parser.add_argument
+    add("path", type=Path, help="a run folder, its checkpoint folder, a step-N folder, or a Hugging Face one")
+    add("--prompt", action="append", default=[], help="text to continue; may be given several times")
+    add("--prompt-file", type=Path, help="a file with a prompt on each line")
+    add("--max-new-tokens", type=int, default=64, help="tokens after the prompt, at most (64)")
+    add("--temperature", type=float, default=0.7, help="0: the likeliest token each time (0.7)")
+    add("--top-k", type=int, default=0, help="sample from so many of the likeliest tokens; 0: all (0)")
+    add("--top-p", type=float, default=1.0, help="sample from the likeliest of this probability; 1: all (1)")
+    add("--seed", type=int, default=0, help="seed of the sampling; prompt i has seed + i (0)")
+    add("--batch-size", type=int, default=16, help="prompts at a time (16)")
+    add("--allow-imports", action="store_true", help="run the modules that the job imports")
+    return parser
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line for line in file.read_text(encoding="utf-8").splitlines() if line]
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--prompt-file: {file} cannot be read: {e}") from None
+
+
+def _write_as_it_comes(prompt: str, texts: Iterator[str]) -> None:
+    """Print what is new of a text; a character that is not whole yet waits."""
+    text, shown = prompt, 0
+    for made in texts:
+        text = prompt + made
+        whole = max(len(text.rstrip("\ufffd")), shown)
+        print(text[shown:whole], end="", flush=True)
+        shown = whole
+    print(text[shown:])
+
+
+def open_source(path: Path, device: torch.device, allow_imports: bool) -> Source:
+    """The model at `path`, on `device`, in bf16 on GPUs. Raises ConfigError or CheckpointError."""
+    if (path / "config.json").exists():
+        return _open_hugging_face(path, device)
+    path = find_checkpoint(path)
+    job = job_of(path, allow_imports)
+    check_whole(path)
+    codec = job.tokenizer.build()
+    weights = open_titanlite(path)
+    net = _load(weights, job.model, device)
+
+    def encode(prompt: str) -> list[int]:
+        return [codec.bos, *codec.encode(prompt)]  # as the documents it has learned from
+
+    limit = getattr(job.model.config, "max_position", None)
+    return Source(net, codec, encode, {codec.eos}, limit, device)
+
+
+def _open_hugging_face(path: Path, device: torch.device) -> Source:
+    family = read_family(path)
+    codec = HuggingFace(path=str(path), special_tokens_in_text=True).build()
+    family.check_vocabulary(codec.vocab_size)
+    weights = open_hugging_face(path)
+    net = _load(weights, family, device)
+    return Source(
+        net, codec, codec.encode_framed, _ends(path) or {codec.eos}, family.config.max_position, device
+    )
+
+
+def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decoder:
+    """The family's model with these weights, all of them and no others."""
+    with torch.device("meta"):
+        net = family.build()
+    found = misfits(weights, net)
+    found += [
+        f"{name} has {weights.tensors[name].shape[0]} rows, the model {p.shape[0]}"
+        for name, p in net.named_parameters()
+        if name in weights.tensors and weights.tensors[name].shape[0] < p.shape[0]
+    ]
+    if found:
+        raise CheckpointError(f"{weights.path} does not fit its own configuration: {some(found)}")
+    net.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    net.to_empty(device=device)
+    load_weights(weights, net)
+    return net.requires_grad_(False)
+
+
+def _ends(path: Path) -> set[int]:
+    """The ids at which transformers ends a text: generation_config.json's, else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            found = json.loads((path / name).read_bytes()).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, AttributeError) as e:
+            raise ConfigError(f"{path / name} cannot be read: {e}") from None
+        if found is not None:
+            return set(found) if isinstance(found, list) else {found}
+    return set()

@@ -21,6 +21,7 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.data.corpus import documents, find_files
 from titanlite.data.sources import stdlib_files
 from titanlite.data.tokenizer import LLAMA3_PATTERN, Tiktoken, Tokenizer
+from titanlite.data.tokenizer_json import byte_alphabet
 from titanlite.job import check_writable, load_job
 
 
@@ -110,10 +111,3 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     tokens = [bytes(to_byte[c] for c in token) for token, _ in ranks]
     # In tiktoken a merge's rank is its token's; single bytes may have any, so put them in order.
     return [bytes([b]) for b in range(256)] + [t for t in tokens if len(t) > 1]
-
-
-def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: character to byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from titanlite.checkpoint import commit, lock, resume
-from titanlite.checkpoint.checkpointer import Checkpoint, Checkpointer
+from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
 from titanlite.checkpoint.reader import load_tensors
+from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.state import TrainState, model_tensors
 from titanlite.config.component import ConfigError
 

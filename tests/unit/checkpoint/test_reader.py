@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from tests.unit.checkpoint.test_checkpointer import Parts, save_steps
 from titanlite.checkpoint.checkpointer import tensors_of
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.reader import ALLOWED, load_tensors, read_metadata
+from titanlite.checkpoint.reader import ALLOWED, _Unpickler, load_tensors, read_metadata
 from titanlite.checkpoint.state import make_optimizer_state
 
 
@@ -272,3 +272,10 @@ def test_a_member_of_an_enum_may_be_written_as_getattr(tmp_path: Path) -> None:
 def test_getattr_reaches_nothing_else(tmp_path: Path, owner: object, name: str) -> None:
     with pytest.raises(CheckpointError, match=f"it asks for '{name}' of"):
         read_by_getattr(tmp_path, owner, name)
+
+
+def test_a_path_written_by_python_3_13_is_read() -> None:
+    """Its classes of paths are in another module; other names of that module are refused."""
+    assert str(_Unpickler(io.BytesIO(b"cpathlib._local\nPosixPath\n(S'/a'\nS'b'\ntR.")).load()) == "/a/b"
+    with pytest.raises(pickle.UnpicklingError, match=r"pathlib\._local\.os"):
+        _Unpickler(io.BytesIO(b"cpathlib._local\nos\n.")).load()

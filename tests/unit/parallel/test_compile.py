@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.config.component import ConfigError
 from titanlite.losses import ChunkedCrossEntropy, cross_entropy
 from titanlite.models.base import Decoder
-from titanlite.models.llama3 import Block, Llama3
+from titanlite.models.decoder import Block
+from titanlite.models.llama3 import Llama3
 from titanlite.parallel.compile import Compilations, Compile, apply_compile
 from titanlite.parallel.recompute import ActivationCheckpoint, apply_recompute
 from titanlite.parallel.sharded import ShardedModel

@@ -1,0 +1,62 @@
+"""Small random models for tests of what goes to other programs and comes from them, and transformers beside
+them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.models.base import Decoder
+from titanlite.models.llama3 import Llama3
+
+SHAPE = {
+    "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 64,
+    "vocab_size": 258,
+}  # fmt: skip
+SCALED = {"rope_factor": 8.0, "rope_original_max_position": 64, "rope_theta": 1e4}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "one key per query": {"n_kv_heads": 4, "tie_word_embeddings": False},
+    "scaled rope": {**SCALED, "tie_word_embeddings": False},
+    "head dim apart": {"head_dim": 16, "tie_word_embeddings": True},
+}
+
+
+def family(**overrides: Any) -> Llama3:
+    """The family of a tiny model of 258 ids, which raw bytes have."""
+    return Llama3(flavor="debug", overrides={**SHAPE, **overrides})
+
+
+def random_net(of: Llama3, seed: int = 0) -> Decoder:
+    """Its model, with weights large enough that a mistake is seen."""
+    net = of.build()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1 + (p.ndim == 1))
+    return net
+
+
+def hugging_face(of: Llama3, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """transformers' own model with those weights."""
+    import transformers
+
+    config = transformers.LlamaConfig.from_dict(of.hf_config())
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    model.load_state_dict(random_net(of, seed).state_dict(), strict=False)
+    return model.eval().to(dtype)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face directory."""
+    from safetensors.torch import load_file
+
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def row(length: int = 256, vocab_size: int = 256, seed: int = 7) -> torch.Tensor:
+    """Tokens [1, length]."""
+    return torch.randint(0, vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))

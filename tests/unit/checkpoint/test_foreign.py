@@ -1,0 +1,298 @@
+"""Checkpoints of torchtitan and of Meta give the logits of their own layout, which a small reference here
+computes in complex numbers; what else lies in them is left alone, and nothing in them is executed."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+
+from tests.jobs import make_job, metrics_of
+from tests.models import SCALED, family, random_net, row
+from titanlite.checkpoint.initial import open_weights
+from titanlite.checkpoint.weights import check, load_weights
+from titanlite.config.component import ConfigError
+from titanlite.data.loader import MicroBatches
+from titanlite.models.llama3 import Llama3, Llama3Config
+from titanlite.train import train
+
+UNTIED = {"tie_word_embeddings": False}
+
+
+def random_tensors(c: Llama3Config, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A model under Meta's names."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.1
+
+    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    tensors = {"tok_embeddings.weight": normal(c.vocab_size, c.dim), "norm.weight": 1 + normal(c.dim)}
+    tensors["output.weight"] = normal(c.vocab_size, c.dim)
+    for i in range(c.n_layers):
+        shapes = {
+            "attention.wq": (q, c.dim), "attention.wk": (kv, c.dim), "attention.wv": (kv, c.dim),
+            "attention.wo": (c.dim, q), "feed_forward.w1": (c.hidden_dim, c.dim),
+            "feed_forward.w2": (c.dim, c.hidden_dim), "feed_forward.w3": (c.hidden_dim, c.dim),
+        }  # fmt: skip
+        tensors |= {f"layers.{i}.{name}.weight": normal(*shape) for name, shape in shapes.items()}
+        for norm in ("attention_norm", "ffn_norm"):
+            tensors[f"layers.{i}.{norm}.weight"] = 1 + normal(c.dim)
+    return tensors
+
+
+def reference_logits(w: dict[str, torch.Tensor], c: Llama3Config, tokens: torch.Tensor) -> torch.Tensor:
+    """A Llama with Meta's rotary embedding: two neighbours are a complex number, which is turned."""
+    frequencies = c.rope_theta ** -(torch.arange(0, c.head_dim, 2) / c.head_dim)
+    if c.rope_factor != 1:
+        wavelength = 2 * math.pi / frequencies
+        smooth = (c.rope_original_max_position / wavelength - c.rope_low_freq_factor) / (
+            c.rope_high_freq_factor - c.rope_low_freq_factor
+        )
+        between = (1 - smooth) * frequencies / c.rope_factor + smooth * frequencies
+        long = wavelength > c.rope_original_max_position / c.rope_low_freq_factor
+        short = wavelength < c.rope_original_max_position / c.rope_high_freq_factor
+        scaled = torch.where(long, frequencies / c.rope_factor, between)
+        frequencies = torch.where(short, frequencies, scaled)
+    angles = torch.outer(torch.arange(tokens.shape[1]), frequencies)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + c.norm_eps) * w[f"{name}.weight"]
+
+    x = w["tok_embeddings.weight"][tokens]
+    for i in range(c.n_layers):
+        at = f"layers.{i}."
+        h = norm(x, f"{at}attention_norm")
+        q, k, v = (
+            F.linear(h, w[f"{at}attention.w{n}.weight"]).unflatten(-1, (-1, c.head_dim)) for n in "qkv"
+        )
+        groups = c.n_heads // c.n_kv_heads
+        q, k, v = rotate(q), rotate(k).repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+        out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        x = x + F.linear(out.transpose(1, 2).flatten(-2), w[f"{at}attention.wo.weight"])
+        h = norm(x, f"{at}ffn_norm")
+        gated = F.silu(F.linear(h, w[f"{at}feed_forward.w1.weight"]))
+        gated = gated * F.linear(h, w[f"{at}feed_forward.w3.weight"])
+        x = x + F.linear(gated, w[f"{at}feed_forward.w2.weight"])
+    return F.linear(norm(x, "norm"), w["output.weight"])
+
+
+def write_torchtitan(folder: Path, w: dict[str, torch.Tensor], nested: bool = False) -> Path:
+    """As torchtitan saves: by DCP, weights at the top (before 0.2 under `model`), the rest beside them."""
+    step = folder / "checkpoint" / "step-10"
+    rest: dict[str, Any] = {
+        "optimizer": {"state": {"norm.weight": {"exp_avg": torch.ones(4)}}, "param_groups": [{"lr": 0.1}]},
+        "train_state": {"step": 10},
+        "dataloader": {"dp_rank_0": pickle.dumps({"position": 3})},
+        "lr_scheduler": {"last_epoch": 10},
+    }
+    dcp.save({**({"model": w} if nested else w), **rest}, checkpoint_id=step, no_dist=True)
+    return step
+
+
+DIVIDED = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}
+
+
+def write_meta(
+    folder: Path, w: dict[str, torch.Tensor], c: Llama3Config, files: int, embedding: int = 0
+) -> Path:
+    """As Meta publishes: each file has a rank's part under tensor parallelism."""
+    folder.mkdir()
+    for i in range(files):
+        part = {"rope.freqs": torch.ones(c.head_dim // 2)}
+        for name, tensor in w.items():
+            dim = DIVIDED.get(name.split(".")[-2])
+            dim = embedding if name.startswith("tok") else dim
+            part[name] = (tensor if dim is None else tensor.chunk(files, dim)[i]).clone()
+        torch.save(part, folder / f"consolidated.{i:02}.pth")
+    params = {"dim": c.dim, "n_layers": c.n_layers, "n_heads": c.n_heads, "n_kv_heads": c.n_kv_heads}
+    params |= {"norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "use_scaled_rope": c.rope_factor != 1}
+    (folder / "params.json").write_text(
+        json.dumps({**params, "vocab_size": c.vocab_size, "multiple_of": 256})
+    )
+    return folder
+
+
+def our_logits(path: Path, of: Llama3, tokens: torch.Tensor) -> torch.Tensor:
+    weights = open_weights(path, of)
+    check(weights, of)
+    net = random_net(of, seed=1)
+    load_weights(weights, net)
+    with torch.no_grad():
+        return net(tokens)
+
+
+SHAPES = {
+    "plain": UNTIED,
+    "scaled rope": {**UNTIED, **SCALED},
+    "head dim apart": {**UNTIED, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("source", ["titan", "titan 0.1", "meta", "meta in two", "llama 2 in two"])
+def test_logits_are_those_of_the_sources_layout(tmp_path: Path, source: str, shape: str) -> None:
+    of = family(**SHAPES[shape])
+    c, w = of.config, random_tensors(of.config)
+    if source.startswith("titan"):
+        path = write_torchtitan(tmp_path, w, nested=source == "titan 0.1")
+    else:
+        path = write_meta(tmp_path / "meta", w, c, 2 if "two" in source else 1, int("2 in" in source))
+    wanted = reference_logits(w, c, row())
+    assert (our_logits(path, of, row()) - wanted).abs().max() < 1e-4
+    # The control: rows of q and k left in their order are another model.
+    net = random_net(of, seed=1)
+    weights = open_weights(path, of)
+    load_weights(weights, net)
+    with torch.no_grad():
+        for i in range(c.n_layers):
+            net.get_parameter(f"model.layers.{i}.self_attn.q_proj.weight").copy_(
+                w[f"layers.{i}.attention.wq.weight"]
+            )
+        assert (net(row()) - wanted).abs().max() > 1e-2
+
+
+def test_any_rows_of_q_can_be_read(tmp_path: Path) -> None:
+    of = family(**UNTIED)
+    w = random_tensors(of.config)
+    stored = open_weights(write_torchtitan(tmp_path, w), of).tensors["model.layers.0.self_attn.q_proj.weight"]
+    whole = stored.read((slice(0, 32), slice(0, 32)))
+    heads = w["layers.0.attention.wq.weight"].unflatten(0, (4, 8))
+    assert torch.equal(whole.unflatten(0, (4, 8)), torch.cat((heads[:, 0::2], heads[:, 1::2]), 1))
+    for begin in range(32):
+        for end in range(begin + 1, 33):
+            assert torch.equal(stored.read((slice(begin, end), slice(3, 9))), whole[begin:end, 3:9])
+
+
+@pytest.mark.parametrize("source", ["titan", "meta"])
+def test_a_run_starts_from_it(tmp_path: Path, corpus: Path, source: str) -> None:
+    of = family(**UNTIED)
+    w = random_tensors(of.config)
+    path = write_torchtitan(tmp_path, w) if source == "titan" else write_meta(tmp_path / "m", w, of.config, 2)
+    start = [f"--checkpoint.initial_load_path={path}", "--model.overrides.tie_word_embeddings=false"]
+    job = make_job(tmp_path, corpus, *start, "--training.steps=1")
+    train(job)
+    rows = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
+    batch = next(rows.batches(MicroBatches(0, 8, 8, 0, 1), num_workers=0, pin_memory=False))
+    logits = reference_logits(w, of.config, batch.inputs)
+    wanted = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item()
+    assert metrics_of(job)[0]["train/loss"] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_tied_model_takes_a_head_that_is_the_embedding(tmp_path: Path) -> None:
+    tied, untied = family(), family(**UNTIED)
+    w = random_tensors(untied.config)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight .* differs from the embedding"):
+        our_logits(write_torchtitan(tmp_path / "a", w), tied, row())
+    w["output.weight"] = w["tok_embeddings.weight"].clone()
+    path = write_meta(tmp_path / "b", w, tied.config, 2)
+    assert (our_logits(path, tied, row()) - reference_logits(w, tied.config, row())).abs().max() < 1e-4
+
+
+# ---- bad input
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return (print, ("executed",))
+
+
+def evil_meta(path: Path) -> None:
+    torch.save({"norm.weight": torch.ones(3), "evil": Evil()}, path / "consolidated.00.pth")
+
+
+def evil_metadata(path: Path) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+
+
+def without(name: str, **more: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda w: {n: t for n, t in w.items() if n != name} | more
+
+
+def cut(file: str) -> Callable[[Path], None]:
+    def truncate(path: Path) -> None:
+        data = (path / file).read_bytes()
+        (path / file).write_bytes(data[: len(data) // 2])
+
+    return truncate
+
+
+def other_heads(path: Path) -> None:
+    params = json.loads((path / "params.json").read_text())
+    (path / "params.json").write_text(json.dumps({**params, "n_heads": 8}))
+
+
+WRONG: dict[str, tuple[str, Any, Callable[[Path], None] | None, str]] = {
+    "titan missing": (
+        "titan",
+        without("norm.weight"),
+        None,
+        r"model\.norm\.weight of shape \(32,\) is missing",
+    ),
+    "titan extra": (
+        "titan",
+        without("", **{"layers.0.attention.q_norm.weight": torch.ones(8)}),
+        None,
+        r"layers\.0\.attention\.q_norm\.weight in .*distcp is unexpected",
+    ),
+    "titan shape": (
+        "titan",
+        without("norm.weight", **{"norm.weight": torch.ones(31)}),
+        None,
+        r"model\.norm\.weight in .* has shape \(31,\), the model's has \(32,\)",
+    ),
+    "not a llama": ("titan", lambda w: {"x": torch.ones(1)}, None, r"no tok_embeddings\.weight, but"),
+    "titan cut": (
+        "titan",
+        dict,
+        cut("__0_0.distcp"),
+        r"__0_0\.distcp has [\d,]+ bytes: .* is not, or not all, in it",
+    ),
+    "titan pickle": ("titan", dict, evil_metadata, "asks for builtins.print"),
+    "meta missing": (
+        "meta",
+        without("norm.weight"),
+        None,
+        r"model\.norm\.weight of shape \(32,\) is missing",
+    ),
+    "meta pickle": ("meta", dict, evil_meta, r"consolidated\.00\.pth .*Unsupported .*print"),
+    "meta cut": ("meta", dict, cut("consolidated.01.pth"), r"consolidated\.01\.pth is no whole file"),
+    "meta heads": ("meta", dict, other_heads, "num_attention_heads is 8, the job's 4"),
+    "meta file": (
+        "meta",
+        dict,
+        lambda p: (p / "consolidated.00.pth").unlink(),
+        r"consolidated\.00\.pth is not there",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, corpus: Path, case: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source, change, damage, message = WRONG[case]
+    of = family(**UNTIED)
+    w = change(random_tensors(of.config))
+    path = write_torchtitan(tmp_path, w) if source == "titan" else write_meta(tmp_path / "m", w, of.config, 2)
+    if damage:
+        damage(path)
+    start = [f"--checkpoint.initial_load_path={path}", "--model.overrides.tie_word_embeddings=false"]
+    job = make_job(tmp_path, corpus, *start, "--training.steps=1")
+    with pytest.raises(ConfigError, match=message) as error:
+        train(job)
+    assert error.value.key == "checkpoint.initial_load_path"
+    assert "executed" not in capfd.readouterr().out
+    assert not job.folder.exists()

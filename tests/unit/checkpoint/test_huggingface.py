@@ -1,0 +1,326 @@
+"""What comes from Hugging Face and goes there is the same model: bits of the weights, logits, ids; and what
+does not fit is refused by name, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs import make_job, metrics_of
+from tests.models import VARIANTS, family, hugging_face, random_net, row, tensors_in
+from titanlite import cli
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.export import write_directory
+from titanlite.checkpoint.huggingface import open_hugging_face
+from titanlite.checkpoint.weights import Exchange, check, load_weights
+from titanlite.config.component import ConfigError
+from titanlite.data.loader import MicroBatches
+from titanlite.data.tokenizer import Bytes
+from titanlite.models.base import Decoder
+from titanlite.models.llama3 import Llama3
+from titanlite.train import train
+
+transformers = pytest.importorskip("transformers")
+
+
+def imported(folder: Path, of: Llama3, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Our model with the weights of a directory."""
+    weights = open_hugging_face(folder)
+    check(weights, of)
+    net = random_net(of, seed=1).to(dtype)
+    load_weights(weights, net)
+    return net
+
+
+def overrides_of(of: Llama3) -> list[str]:
+    def text(value: object) -> str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    return [f"--model.overrides.{key}={text(value)}" for key, value in of.overrides.items()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_round_trip_is_bit_equal(tmp_path: Path, corpus: Path, variant: str, dtype: torch.dtype) -> None:
+    """From Hugging Face into a run, through its checkpoint, and back."""
+    of = family(**VARIANTS[variant])
+    hugging_face(of, dtype).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", "--optimizer.lr=1e-30"]  # moves nothing
+    train(make_job(tmp_path, corpus, *start, "--training.steps=1", *overrides_of(of)))
+    name = str(dtype).removeprefix("torch.")
+    assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "ours"), "--dtype", name]) == 0
+    theirs, ours = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "ours")
+    assert ours.keys() == theirs.keys()
+    assert all(t.dtype == dtype for t in ours.values())
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert ("lm_head.weight" in ours) == (not of.config.tie_word_embeddings)
+    open_ = transformers.AutoModelForCausalLM.from_pretrained
+    before, after = open_(tmp_path / "theirs"), open_(tmp_path / "ours")
+    assert after.dtype == dtype
+    with torch.no_grad():
+        same = torch.equal(before(row()).logits, after(row()).logits)  # the config says the same, too
+    assert same
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, variant: str) -> None:
+    of = family(**VARIANTS[variant])
+    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    weights, exchange = open_hugging_face(tmp_path / "theirs"), Exchange(of, Bytes().build())
+    write_directory(weights, tmp_path / "fp32", exchange)
+    write_directory(weights, tmp_path / "bf16", exchange, torch.bfloat16, max_shard_bytes=20_000)
+    assert (tmp_path / "bf16/model.safetensors.index.json").exists()
+    tokens = row(256)
+    exact = imported(tmp_path / "theirs", of)
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp32")(tokens).logits
+        difference = (exact(tokens) - theirs).abs().amax(-1)
+    assert difference.shape == (1, 256)
+    assert difference.max() < 1e-4
+
+    # The best two logits of a random model are often closer than a step of bf16 (transformers' bf16 agrees
+    # with its own fp32 at 98.5% of the positions): compared is where they are not.
+    tokens = torch.cat([row(256, seed=seed) for seed in range(4)])
+    rounded = imported(tmp_path / "bf16", of, torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
+    assert model.dtype == torch.bfloat16
+    with torch.no_grad():
+        best = exact(tokens).topk(2).values
+        decided = best[..., 0] - best[..., 1] > best[..., 0].abs() * 2**-7
+        same = rounded(tokens).argmax(-1) == model(tokens).logits.argmax(-1)
+    assert decided.float().mean() > 0.9
+    assert same[decided].float().mean() > 0.99
+
+
+def test_a_run_from_an_imported_model_has_transformers_loss(tmp_path: Path, corpus: Path) -> None:
+    of = family(tie_word_embeddings=False)
+    model = hugging_face(of)
+    model.save_pretrained(tmp_path / "theirs")
+    job = make_job(
+        tmp_path,
+        corpus,
+        f"--checkpoint.initial_load_path={tmp_path / 'theirs'}",
+        "--training.steps=1",
+        *overrides_of(of),
+    )
+    train(job)
+    rows = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
+    batch = next(rows.batches(MicroBatches(0, 8, 8, 0, 1), num_workers=0, pin_memory=False))
+    with torch.no_grad():
+        logits = model(batch.inputs).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+    assert metrics_of(job)[0]["train/loss"] == pytest.approx(wanted.item(), abs=1e-4)
+    fresh = make_job(tmp_path, corpus, "--training.steps=1", *overrides_of(of), name="fresh")
+    train(fresh)
+    assert metrics_of(fresh)[0]["train/loss"] != pytest.approx(wanted.item(), abs=1e-2)  # the control
+
+
+def test_a_run_that_resumes_does_not_read_it_again(tmp_path: Path, corpus: Path, capsys) -> None:
+    of = family()
+    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *overrides_of(of)]
+    train(make_job(tmp_path, corpus, *start, "--training.steps=2"))
+    shutil.rmtree(tmp_path / "theirs")
+    job = make_job(tmp_path, corpus, *start, "--training.steps=3")
+    train(job)
+    assert "initial_load_path is not used" in capsys.readouterr().err
+    assert [line["step"] for line in metrics_of(job)] == [1, 2, 3]
+
+
+def test_another_runs_weights_alone_are_taken(tmp_path: Path, corpus: Path) -> None:
+    first = make_job(tmp_path, corpus, "--training.steps=4", name="first")
+    train(first)
+    for place in ("first", "first/checkpoint/step-4"):
+        start = [f"--checkpoint.initial_load_path={tmp_path / place}", "--training.seed=5"]
+        second = make_job(tmp_path, corpus, *start, "--training.steps=1", name=place.replace("/", "-"))
+        if place == "first":
+            second = make_job(tmp_path, corpus, *start, "--training.steps=1", name="second")
+        train(second)
+        line = metrics_of(second)[0]
+        assert line["step"] == 1
+        assert line["train/loss"] < metrics_of(first)[0]["train/loss"] - 0.1
+        assert line["progress/total_tokens"] == 8 * 32
+
+
+# ---- vocabulary
+
+
+def test_rows_that_no_id_needs_are_dropped(tmp_path: Path) -> None:
+    of = family(vocab_size=320, tie_word_embeddings=False)
+    hugging_face(of).save_pretrained(tmp_path / "padded")
+    weights, exchange = open_hugging_face(tmp_path / "padded"), Exchange(of, Bytes().build())
+    write_directory(weights, tmp_path / "dropped", exchange)
+    write_directory(weights, tmp_path / "kept", exchange, keep_padding=True)
+    padded, dropped, kept = (tensors_in(tmp_path / name) for name in ("padded", "dropped", "kept"))
+    assert all(torch.equal(kept[name], padded[name]) for name in padded)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(dropped[name], padded[name][:258])
+    assert json.loads((tmp_path / "dropped/config.json").read_text())["vocab_size"] == 258
+    assert json.loads((tmp_path / "kept/config.json").read_text())["vocab_size"] == 320
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dropped")
+    with torch.no_grad():
+        difference = model(row()).logits - hugging_face(of)(row()).logits[..., :258]
+    assert difference.abs().max() < 1e-5
+
+
+def test_rows_that_the_source_lacks_stay_a_new_models(tmp_path: Path) -> None:
+    small, large = family(), family(vocab_size=320)
+    hugging_face(small).save_pretrained(tmp_path / "small")
+    net = imported(tmp_path / "small", large)
+    new, theirs = random_net(large, seed=1), hugging_face(small)
+    embedding = net.get_parameter("model.embed_tokens.weight")
+    assert torch.equal(embedding[:258], theirs.get_parameter("model.embed_tokens.weight"))
+    assert torch.equal(embedding[258:], new.get_parameter("model.embed_tokens.weight")[258:])
+    with pytest.raises(
+        ConfigError, match=r"embed_tokens.* has shape \(258, 32\), the model's has \(128, 32\)"
+    ):
+        imported(tmp_path / "small", family(vocab_size=128))
+
+
+# ---- bad input
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lie_about_length(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 1 << 40) + file.read_bytes()[8:])
+
+
+def split_badly(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "gone.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+NORM = "model.norm.weight"
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing": (lambda d: edit(d, lambda t: t.pop(NORM)), r"model\.norm\.weight of shape \(32,\) is missing"),
+    "extra": (
+        lambda d: edit(d, lambda t: t.update(more=torch.ones(1))),
+        r"more in model\.safetensors is unexpected",
+    ),
+    "shape": (
+        lambda d: edit(d, lambda t: t.update({NORM: torch.ones(31)})),
+        r"model\.norm\.weight in model\.safetensors has shape \(31,\), the model's has \(32,\)",
+    ),
+    "dtype": (
+        lambda d: edit(d, lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})),
+        r"model\.norm\.weight .* is torch\.int8; quantized",
+    ),
+    "other head": (
+        lambda d: edit(d, lambda t: t.update({"lm_head.weight": torch.ones(258, 32)})),
+        r"lm_head\.weight .*differs from the embedding",
+    ),
+    "vocabulary": (
+        lambda d: edit(d, lambda t: t.update({"model.embed_tokens.weight": torch.ones(300, 32)})),
+        r"embed_tokens\.weight .*has shape \(300, 32\), the model's has \(258, 32\)",
+    ),
+    "architecture": (
+        lambda d: edit_config(d, model_type="gpt_neox"),
+        "model_type is 'gpt_neox', the job's 'llama'",
+    ),
+    "rope type": (
+        lambda d: edit_config(
+            d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}, rope_theta=500000.0
+        ),
+        "rope_type is 'yarn', the job's 'default'",
+    ),
+    "rope theta": (
+        lambda d: edit_config(d, rope_parameters=None, rope_theta=1e4),
+        "rope_theta is 10000.0, the job's 500000.0",
+    ),
+    "eps": (lambda d: edit_config(d, rms_norm_eps=1e-6), "rms_norm_eps is 1e-06, the job's 1e-05"),
+    "heads": (lambda d: edit_config(d, num_attention_heads=8), "num_attention_heads is 8, the job's 4"),
+    "quantized": (lambda d: edit_config(d, quantization_config={}), "quantized"),
+    "truncated": (truncate, r"model\.safetensors is no whole safetensors file"),
+    "header": (lie_about_length, r"model\.safetensors is no whole safetensors file"),
+    "index": (split_badly, "names 'gone.safetensors', which is not there"),
+    "config": (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read"),
+    "pickle": (only_a_pickle, r"pytorch_model\.bin"),
+    "nothing": (lambda d: shutil.rmtree(d), "no such directory"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, corpus: Path, case: str
+) -> None:
+    damage, message = BAD[case]
+    of = family()
+    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    check(open_hugging_face(tmp_path / "theirs"), of)  # the control
+    damage(tmp_path / "theirs")
+    job = make_job(
+        tmp_path, corpus, f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *overrides_of(of)
+    )
+    with pytest.raises(ConfigError, match=message) as error:
+        train(job)
+    assert error.value.key == "checkpoint.initial_load_path"
+    assert "\n" not in str(error.value)
+    assert not job.folder.exists()
+
+
+def test_a_tied_directory_may_repeat_its_head(tmp_path: Path) -> None:
+    of = family()
+    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    edit(tmp_path / "theirs", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    imported(tmp_path / "theirs", of)
+
+
+def test_both_eras_of_rope_are_understood(tmp_path: Path) -> None:
+    of = family(**VARIANTS["scaled rope"])
+    hugging_face(of).save_pretrained(tmp_path / "new")
+    config = json.loads((tmp_path / "new/config.json").read_text())
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    rope = config.pop("rope_parameters")
+    theta = rope.pop("rope_theta")
+    (tmp_path / "old/config.json").write_text(
+        json.dumps({**config, "rope_theta": theta, "rope_scaling": rope})
+    )
+    for folder in ("new", "old"):
+        check(open_hugging_face(tmp_path / folder), of)
+        other = family(**{**VARIANTS["scaled rope"], "rope_factor": 4.0})
+        with pytest.raises(ConfigError, match=r"rope factor is 8\.0, the job's 4\.0"):
+            check(open_hugging_face(tmp_path / folder), other)
+
+
+def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = family()
+    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    weights, exchange = open_hugging_face(tmp_path / "theirs"), Exchange(of, Bytes().build())
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="there exists"):
+        write_directory(weights, tmp_path / "there", exchange)
+    monkeypatch.setattr("os.rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(CheckpointError, match=r"could not be written: OSError: .*No space"):
+        write_directory(weights, tmp_path / "out", exchange)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs", "there"]

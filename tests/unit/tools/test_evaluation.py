@@ -1,0 +1,93 @@
+"""The hand-over to EleutherAI's lm-evaluation-harness: its `hf` model type opens an export and finds the log
+likelihoods that titanlite's own model has.
+
+The harness is no dependency: what its HFLM does with a directory (0.4.13) is done here by hand, and with the
+harness itself where it is installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs import make_job
+from titanlite import cli
+from titanlite.checkpoint.huggingface import open_hugging_face
+from titanlite.checkpoint.weights import load_weights
+from titanlite.data.tokenizer import TextCodec
+from titanlite.models.base import Decoder
+from titanlite.train import train
+
+transformers = pytest.importorskip("transformers")
+
+RANKS = Path(__file__).resolve().parents[3] / "assets/tokenizer/stdlib.tiktoken"
+PAIRS = [("The def of main", " number 5 is"), ("", " abc def"), ("na\u00efve x =", " 10 ** 3\n\n")]
+TEXT = "def main(argv):\n    return 0\n"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, Decoder, TextCodec]:
+    """An export of a run with a padded vocabulary; the run's model in fp32; its tokenizer."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    job = make_job(
+        folder, corpus, "--training.steps=5", f"--tokenizer={{name = 'tiktoken', path = '{RANKS}'}}",
+        "--model.overrides.vocab_size=8256", "--model.overrides.max_position=512",
+    )  # fmt: skip
+    train(job)
+    assert cli.run(["export", str(job.folder), str(folder / "it"), "--dtype", "float32"]) == 0
+    codec = job.tokenizer.build()
+    of = dataclasses.replace(job.model, overrides={**job.model.overrides, "vocab_size": codec.vocab_size})
+    net = of.build()
+    load_weights(open_hugging_face(folder / "it"), net)
+    return folder / "it", net, codec
+
+
+def log_likelihood(net: Decoder, before: list[int], tokens: list[int]) -> float:
+    """Of `tokens` after `before`, by titanlite's model."""
+    inputs = torch.tensor([before + tokens])
+    with torch.no_grad():
+        log_p = torch.log_softmax(net(inputs[:, :-1]).double(), -1)[0, len(before) - 1 :]
+    return sum(log_p[i, token].item() for i, token in enumerate(tokens))
+
+
+def ours(net: Decoder, codec: TextCodec, context: str, continuation: str) -> float:
+    """As documents are framed in training: BOS, then the text."""
+    whole, part = codec.encode(context + continuation), len(codec.encode(context))
+    return log_likelihood(net, [codec.bos, *whole[:part]], whole[part:])
+
+
+def test_what_the_harness_does_with_a_directory(exported) -> None:
+    path, net, codec = exported
+    config = transformers.AutoConfig.from_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    assert config.max_position_embeddings == 512  # where the harness cuts
+    assert tokenizer.bos_token_id == codec.bos  # what it puts before an empty context
+    assert tokenizer.eos_token_id == codec.eos
+    for context, continuation in PAIRS:
+        whole = tokenizer.encode(context + continuation)
+        before = tokenizer.encode(context)
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(torch.tensor([whole[:-1]])).logits.double(), -1)[0]
+        after = range(len(before), len(whole))
+        theirs = sum(log_p[i - 1, whole[i]].item() for i in after)
+        assert theirs == pytest.approx(ours(net, codec, context, continuation), abs=1e-4)
+
+
+def test_the_harness_itself(exported) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    path, net, codec = exported
+    harness = HFLM(pretrained=str(path), device="cpu", dtype="float32", batch_size=2)
+    found = harness.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)])
+    for (theirs, _), pair in zip(found, PAIRS):
+        assert theirs == pytest.approx(ours(net, codec, *pair), abs=1e-4)
+    # It puts a BOS before a rolling text itself; the tokenizer's would be a second one.
+    harness = HFLM(pretrained=str(path), device="cpu", dtype="float32", add_bos_token=False)
+    rolling = harness.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (TEXT,), 0)])
+    assert rolling[0] == pytest.approx(ours(net, codec, "", TEXT), abs=1e-4)

@@ -1,0 +1,257 @@
+"""`titanlite generate` from Hugging Face directories makes what transformers makes of them; what cannot be
+right is one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.jobs import make_job
+from titanlite import cli
+from titanlite.data.tokenizer import Bytes
+from titanlite.models.base import ModelFamily
+from titanlite.models.llama3 import Llama3
+from titanlite.models.qwen3 import Qwen3
+from titanlite.tools.generate import open_source
+from titanlite.train import train
+
+transformers = pytest.importorskip("transformers")
+
+SHAPE = {
+    "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "hidden_dim": 64,
+    "vocab_size": 258, "max_position": 64,
+}  # fmt: skip
+SCALED = {"rope_factor": 8.0, "rope_original_max_position": 16, "rope_theta": 1e4}
+FAMILIES = {
+    "llama3": Llama3(flavor="debug", overrides={**SHAPE, "tie_word_embeddings": False}),
+    "llama3 scaled tied": Llama3(flavor="debug", overrides={**SHAPE, **SCALED}),
+    "qwen3": Qwen3(flavor="debug", overrides={**SHAPE, "tie_word_embeddings": False}),
+    "qwen3 tied": Qwen3(flavor="debug", overrides=SHAPE),
+}
+PROMPTS = ["def main(", "a", "The quick brown"]
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run("generate", path)`: exit code, standard output and standard error."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        capsys.readouterr()  # of making what it is run on
+        code = cli.run(["generate", *(str(word) for word in argv)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def write_directory(folder: Path, family: ModelFamily, **options: Any) -> Path:
+    """A Hugging Face directory of a random model, written by transformers; raw bytes are its tokens."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**family.hf_config())
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.randn(p.shape) * 0.15 + name.endswith("norm.weight"))
+    model.generation_config.eos_token_id = [257, 65]
+    model.save_pretrained(folder, **options)
+    for name, content in Bytes().build().hugging_face_files().items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(params=FAMILIES)
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write_directory(tmp_path / "hf", FAMILIES[request.param])
+
+
+@pytest.fixture
+def qwen3(tmp_path: Path) -> Path:
+    return write_directory(tmp_path / "hf", FAMILIES["qwen3 tied"])
+
+
+def of_transformers(folder: Path, prompts: list[str], num_new: int) -> list[list[int]]:
+    """The likeliest tokens after each prompt, its own padding and end among them, by transformers alone."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    rows = tokenizer(prompts, return_tensors="pt", padding=True)
+    made = model.generate(
+        input_ids=rows.input_ids, attention_mask=rows.attention_mask, max_new_tokens=num_new, do_sample=False,
+        pad_token_id=257,
+    )  # fmt: skip
+    return [row[rows.input_ids.shape[1] :].tolist() for row in made]
+
+
+def text_of(ids: list[int]) -> str:
+    end = next((i for i, token in enumerate(ids) if token in (257, 65)), len(ids))
+    return Bytes().build().decode(ids[:end])
+
+
+def test_the_likeliest_text_is_that_of_transformers(run: Run, directory: Path) -> None:
+    wanted = [text_of(ids) for ids in of_transformers(directory, PROMPTS, 30)]
+    assert len(set(wanted)) == len(PROMPTS)
+    options = ["--temperature=0", "--max-new-tokens=30"]
+    code, out, err = run(directory, *[f"--prompt={prompt}" for prompt in PROMPTS], *options)
+    assert code == 0, err
+    assert out == "".join(
+        f"--- {i} of 3\n{prompt}{text}\n" for i, (prompt, text) in enumerate(zip(PROMPTS, wanted), 1)
+    )
+    for prompt, text in zip(PROMPTS, wanted):
+        assert run(directory, "--prompt", prompt, *options)[1] == f"{prompt}{text}\n"
+
+
+def test_a_text_ends_where_transformers_ends_it(run: Run, tmp_path: Path) -> None:
+    """One of several ids that end a text is made here, and rows go on beside it."""
+    folder = write_directory(tmp_path / "hf", FAMILIES["llama3"])
+    first = of_transformers(folder, PROMPTS, 30)
+    end = first[0][5]
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": [257, end]}))
+    wanted = of_transformers(folder, PROMPTS, 30)
+    assert wanted[0].index(end) <= 5
+    source = open_source(folder, torch.device("cpu"), allow_imports=False)
+    assert source.ends == {257, end}
+    out = run(folder, f"--prompt={PROMPTS[0]}", "--temperature=0", "--max-new-tokens=30")[1]
+    assert out == PROMPTS[0] + source.codec.decode(first[0][: first[0].index(end)]) + "\n"
+
+
+def test_several_files_are_one_model(run: Run, tmp_path: Path) -> None:
+    one = write_directory(tmp_path / "one", FAMILIES["qwen3"])
+    several = write_directory(tmp_path / "several", FAMILIES["qwen3"], max_shard_size="20KB")
+    assert len(list(several.glob("*.safetensors"))) > 2
+    options = ["--prompt=ab", "--max-new-tokens=20"]
+    assert run(one, *options) == run(several, *options)
+    assert run(one, *options)[0] == 0
+
+
+def test_prompts_from_a_file_in_batches(run: Run, qwen3: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\ntwo words\nthree\n")
+    options = ["--prompt=zero", "--prompt-file", file, "--max-new-tokens=20"]
+    whole = run(qwen3, *options, "--seed=5")
+    assert whole[0] == 0
+    assert [line for line in whole[1].splitlines() if line.startswith("--- ")] == [
+        f"--- {i} of 4" for i in (1, 2, 3, 4)
+    ]
+    assert run(qwen3, *options, "--seed=5", "--batch-size=3") == whole
+    assert run(qwen3, *options, "--seed=6") != whole
+
+
+def test_a_special_token_in_a_prompt_is_one(qwen3: Path) -> None:
+    source = open_source(qwen3, torch.device("cpu"), allow_imports=False)
+    assert source.encode("a<|end_of_text|>") == [256, 97, 257]
+    assert source.encode("a") == transformers.AutoTokenizer.from_pretrained(qwen3)("a").input_ids
+
+
+def test_a_run_is_continued_as_its_samples_are(run: Run, tmp_path: Path, corpus: Path) -> None:
+    """With a cache as without one, from the same seed."""
+    job = make_job(
+        tmp_path, corpus, "--training.steps=2", "--generation.prompts=['ab']", "--generation.top_k=9"
+    )
+    train(job)
+    code, out, err = run(job.folder, "--prompt=ab", f"--seed={job.training.seed}", "--top-k=9")
+    assert code == 0, err
+    assert len(out) > 20
+    assert (job.folder / "samples.txt").read_bytes().decode().startswith(f"--- step 2\n{out}")
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_an_export_is_continued_as_its_run_is(run: Run, tmp_path: Path, corpus: Path, family: str) -> None:
+    job = make_job(tmp_path, corpus, "--training.steps=2", f"--model.name={family}")
+    train(job)
+    assert cli.run(["export", str(job.folder), str(tmp_path / "hf"), "--dtype=float32"]) == 0
+    texts = [run(path, "--prompt=ab", "--temperature=0") for path in (job.folder, tmp_path / "hf")]
+    assert texts[0] == texts[1]
+    assert texts[0][0] == 0
+
+
+# ---- what cannot be right
+
+
+def complaint(result: tuple[int, str, str], code: int = 2) -> str:
+    assert result[0] == code, result[2]
+    assert result[1] == ""
+    assert result[2].startswith("titanlite: ")
+    assert result[2].count("\n") == 1
+    return result[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature=-1"], "--temperature: -1.0 is not 0 or above"),
+        (["--temperature=nan"], "--temperature: nan is not 0 or above"),
+        (["--top-p=0"], "--top-p: 0.0 is not above 0"),
+        (["--top-k=-2"], "--top-k: -2 is below 0"),
+        (["--max-new-tokens=0"], "--max-new-tokens: 0 is below 1"),
+        (["--max-new-tokens=63"], "a prompt of 3 tokens and --max-new-tokens=63 are more than the 64"),
+        (["--batch-size=0"], "--batch-size: 0 is below 1"),
+        (["--prompt-file=none.txt"], "--prompt-file: none.txt cannot be read"),
+    ],
+)
+def test_bad_options_are_told(run: Run, qwen3: Path, options: list[str], message: str) -> None:
+    assert message in complaint(run(qwen3, "--prompt=ab", *options))
+
+
+def test_no_prompt_is_told(run: Run, qwen3: Path) -> None:
+    assert "give --prompt or --prompt-file" in complaint(run(qwen3))
+
+
+def test_all_positions_may_be_used(run: Run, qwen3: Path) -> None:
+    assert run(qwen3, "--prompt=ab", "--max-new-tokens=61")[0] == 0
+
+
+def damaged(folder: Path, what: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.self_attn.q_norm.weight"
+    if what == "truncated":
+        file.write_bytes(file.read_bytes()[:-50])
+    elif what == "missing":
+        save_file({k: v for k, v in tensors.items() if k != name}, file)
+    elif what == "unexpected":
+        save_file({**tensors, "model.bias": torch.zeros(3)}, file)
+    elif what == "shape":
+        save_file({**tensors, name: torch.zeros(3)}, file)
+    elif what == "rows":
+        save_file({**tensors, "model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:250]}, file)
+    elif what == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+    elif what == "architecture":
+        (folder / "config.json").write_text('{"model_type": "gpt2"}')
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "message"),
+    [
+        ("truncated", 2, "model.safetensors is no whole safetensors file"),
+        ("missing", 3, "model.layers.0.self_attn.q_norm.weight of shape (16,) is missing"),
+        ("unexpected", 3, "model.bias in model.safetensors is unexpected"),
+        ("shape", 3, "q_norm.weight in model.safetensors has shape (3,), the model's has (16,)"),
+        ("rows", 3, "model.embed_tokens.weight has 250 rows, the model 258"),
+        ("no tokenizer", 2, "tokenizer.json"),
+        ("architecture", 2, 'model_type "gpt2" is not supported (known: llama, qwen3)'),
+    ],
+)
+def test_a_damaged_directory_is_told(run: Run, qwen3: Path, what: str, code: int, message: str) -> None:
+    damaged(qwen3, what)
+    assert message in complaint(run(qwen3, "--prompt=ab"), code)
+
+
+def test_a_damaged_checkpoint_is_told(run: Run, tmp_path: Path, corpus: Path) -> None:
+    job = make_job(tmp_path, corpus, "--training.steps=1")
+    train(job)
+    shard = next((job.folder / "checkpoint/step-1").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert "is damaged: " in complaint(run(job.folder, "--prompt=ab"), 3)

@@ -1,0 +1,226 @@
+"""Writing weights as a Hugging Face directory that transformers opens with nothing added: safetensors with an
+index, config.json, generation_config.json, the tokenizer.
+
+A safetensors file is a header that says where each tensor will be, and their bytes: the header is known
+before the first tensor is read, so tensors pass through one chunk at a time, and a model of any size is
+written in the memory of its largest chunk. The directory is written aside, synced and renamed, like a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.commit import CheckpointError, sync
+from titanlite.checkpoint.dcp import open_titanlite
+from titanlite.checkpoint.digest import gib, write_file
+from titanlite.checkpoint.huggingface import INDEX, SINGLE
+from titanlite.checkpoint.section import Checkpoint
+from titanlite.checkpoint.weights import Exchange, Stored, Weights, check, vocabulary_of
+from titanlite.config.component import ConfigError
+from titanlite.log import logger
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default was 5 GB for long
+PIECE_BYTES = 32 << 20  # converted at a time
+
+
+class _Output(NamedTuple):
+    """A tensor as it will be written: the first `shape[0]` rows of `stored`."""
+
+    name: str
+    stored: Stored
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_directory(
+    weights: Weights,
+    target: Path,
+    exchange: Exchange,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    keep_padding: bool = False,
+) -> int:
+    """Write `weights` of the exchange's model to the new directory `target`; returns the bytes of its
+    tensors.
+
+    `dtype`: None for the one each tensor has. Rows of the vocabulary that the tokenizer has no ids for are
+    left out, unless `keep_padding`. Raises ConfigError if the weights are of another model or `target` is
+    there, CheckpointError if it cannot be written; then nothing is left.
+    """
+    check(weights, exchange.family)
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"{target} exists; choose another directory, or delete it")
+    outputs, vocab_size = _outputs(weights, exchange, dtype, keep_padding)
+    size = sum(output.size for output in outputs)
+    partial = target.with_name(f".partial-{target.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        partial.mkdir(parents=True)
+        commit.check_space(target.parent, size, "the export")
+        for name, content in _small_files(exchange, outputs, vocab_size).items():
+            write_file(partial / name, content)
+        _write_shards(partial, _in_shards(outputs, max_shard_bytes), size)
+        sync(partial)
+        os.rename(partial, target)
+        sync(target.parent)
+    except OSError as e:
+        commit.discard(partial)
+        raise CheckpointError(f"{target} could not be written: {type(e).__name__}: {e}") from e
+    except BaseException:
+        commit.discard(partial)
+        raise
+    return size
+
+
+def _outputs(
+    weights: Weights, exchange: Exchange, dtype: torch.dtype | None, keep_padding: bool
+) -> tuple[list[_Output], int]:
+    """What is written, in the model's order, and the rows of its vocabulary."""
+    with torch.device("meta"):
+        net = exchange.family.build()
+    vocabulary, outputs, vocab_size = vocabulary_of(net), [], net.vocab_size
+    for name, _ in net.named_parameters():
+        stored = weights.tensors[name]
+        shape = stored.shape
+        if name in vocabulary:
+            if shape[0] < exchange.codec.vocab_size:
+                raise ConfigError(
+                    f"{weights.path}: {name} has {shape[0]} rows, the tokenizer has "
+                    f"{exchange.codec.vocab_size} ids"
+                )
+            vocab_size = shape[0] if keep_padding else exchange.codec.vocab_size
+            shape = (vocab_size, *shape[1:])
+        outputs.append(_Output(name, stored, shape, dtype or stored.dtype))
+    return outputs, vocab_size
+
+
+def _small_files(exchange: Exchange, outputs: Sequence[_Output], vocab_size: int) -> dict[str, bytes]:
+    ids = {"bos_token_id": exchange.codec.bos, "eos_token_id": exchange.codec.eos}
+    most = Counter(output.dtype for output in outputs).most_common(1)[0][0]
+    # `torch_dtype` is what all versions of transformers read; the later ones prefer `dtype`.
+    config = {
+        **exchange.family.hf_config(),
+        "vocab_size": vocab_size,
+        **ids,
+        "torch_dtype": str(most).removeprefix("torch."),
+    }
+    return {
+        "config.json": _json(config),
+        "generation_config.json": _json(ids),
+        **exchange.codec.hugging_face_files(),
+    }
+
+
+def _in_shards(outputs: Sequence[_Output], max_bytes: int) -> list[list[_Output]]:
+    """Files of at most `max_bytes`, or of one tensor that is larger."""
+    shards: list[list[_Output]] = [[]]
+    for output in outputs:
+        if shards[-1] and sum(o.size for o in shards[-1]) + output.size > max_bytes:
+            shards.append([])
+        shards[-1].append(output)
+    return shards
+
+
+def _write_shards(folder: Path, shards: Sequence[Sequence[_Output]], size: int) -> None:
+    if len(shards) == 1:
+        return _write_shard(folder / SINGLE, shards[0])
+    placed: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        _write_shard(folder / file, shard)
+        placed |= {output.name: file for output in shard}
+    write_file(folder / INDEX, _json({"metadata": {"total_size": size}, "weight_map": placed}))
+    return None
+
+
+def _write_shard(file: Path, shard: Sequence[_Output]) -> None:
+    """A safetensors file: the header's length, the header, the tensors' bytes
+    (https://huggingface.co/docs/safetensors)."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for output in shard:
+        begin, end = end, end + output.size
+        header[output.name] = {
+            "dtype": NAMES[output.dtype],
+            "shape": list(output.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin where any dtype may
+    with open(file, "xb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for output in shard:
+            for region in output.stored.bands(output.shape[0]):
+                band = output.stored.read(region)
+                rows = max(PIECE_BYTES // max(band[:1].numel() * output.dtype.itemsize, 1), 1)
+                for piece in band.split(rows):
+                    f.write(piece.to(output.dtype).flatten().view(torch.uint8).numpy().data)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _json(tree: object) -> bytes:
+    return (json.dumps(tree, indent=2) + "\n").encode()
+
+
+class Exporter:
+    """A run's exports, made from its committed checkpoints beside the training, on one rank, one at a time:
+    `<folder>/step-N`. What fails is an error in the log; result() tells of the last one."""
+
+    def __init__(self, config: Checkpoint, folder: Path, exchange: Exchange):
+        self._config, self._folder, self._exchange = config, folder, exchange
+        self._thread = ThreadPoolExecutor(1, "export")
+        self._last: Future[None] | None = None
+        self.steps: set[int] = set()  # whose checkpoints are still read
+
+    def committed(self, step: int, checkpoint: Path, is_last: bool) -> None:
+        """Export a checkpoint that has just been committed, if it is due."""
+        every = self._config.export_hf_interval
+        if is_last or (every > 0 and step % every == 0):
+            self.steps.add(step)
+            self._last = self._thread.submit(self._export, step, checkpoint)
+
+    def result(self) -> None:
+        """Wait for all exports; raises CheckpointError if the last one failed."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """Begin no more exports."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _export(self, step: int, checkpoint: Path) -> None:
+        target = self._folder / checkpoint.name
+        try:
+            commit.clean(self._folder)  # what a killed run left
+            if target.exists():  # of a run that went back to before this step
+                os.rename(target, self._folder / f".trash-{target.name}-{uuid.uuid4().hex[:8]}")
+                commit.clean(self._folder)
+            weights = open_titanlite(checkpoint, self._exchange.family)
+            size = write_directory(weights, target, self._exchange, DTYPES[self._config.export_dtype])
+            logger.info(f"exported {target} ({gib(size)})")
+        except Exception as e:  # the checkpoint is there, whatever happened
+            problem = CheckpointError(
+                f"step {step} could not be exported: {e}; the checkpoint is whole: `titanlite export "
+                f"{checkpoint} DIR` tries again"
+            )
+            logger.error(str(problem))
+            raise problem from e
+        finally:
+            self.steps.discard(step)

@@ -1,0 +1,124 @@
+"""Reading a Hugging Face directory: safetensors, one file or several with an index, beside a config.json.
+
+Names and layouts are the model's own, so nothing is converted. Files are mapped, and their headers say what
+is in them: a truncated file is found when it is opened.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from titanlite.checkpoint.weights import Chunk, Region, Stored, Weights
+from titanlite.config.component import ConfigError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8,
+    "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
+}  # fmt: skip
+
+# What transformers takes a key to be that a config.json does not have (LlamaConfig; others write them out).
+ABSENT = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether there are safetensors in the directory."""
+    return (path / INDEX).exists() or any(path.glob("*.safetensors"))
+
+
+def open_hugging_face(path: Path) -> Weights:
+    """The tensors of a directory. Raises ConfigError, naming the file, for one that is missing or not whole,
+    or not what the index says."""
+    tensors: dict[str, Stored] = {}
+    placed = _index(path)
+    for file in sorted({*placed.values()}) if placed else [_single(path)]:
+        for name, stored in _tensors(path / file):
+            if placed.get(name, file) != file or name in tensors:
+                raise ConfigError(f"{name} is in {path / file}, {INDEX} has it in {placed.get(name)}")
+            if not name.endswith("rotary_emb.inv_freq"):  # old directories hold what is computed from config
+                tensors[name] = stored
+            placed.pop(name, None)
+    if placed:
+        name, file = next(iter(placed.items()))
+        raise ConfigError(f"{name} is not in {path / file}, where {INDEX} has it")
+    return Weights(path, "Hugging Face", tensors, _config(path))
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Tensor to file, if there is an index that counts: transformers, too, takes the single file first."""
+    if (path / SINGLE).exists() or not (path / INDEX).exists():
+        return {}
+    tree = _read_json(path / INDEX)
+    placed = tree.get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise ConfigError(f"{path / INDEX} has no weight_map")
+    for file in placed.values():
+        if not isinstance(file, str) or file != Path(file).name or not (path / file).is_file():
+            raise ConfigError(f"{path / INDEX} names {file!r}, which is not there")
+    return placed
+
+
+def _single(path: Path) -> str:
+    files = [file.name for file in sorted(path.glob("*.safetensors"))]
+    if SINGLE in files or len(files) == 1:
+        return SINGLE if SINGLE in files else files[0]
+    raise ConfigError(f"{path} has {len(files)} safetensors, but no {INDEX} that says what is where")
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Stored]]:
+    try:
+        opened = safe_open(file, framework="pt")
+        for name in opened.keys():  # noqa: SIM118 -- it is no dict
+            piece = opened.get_slice(name)
+            shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
+            if dtype not in DTYPES:
+                raise ConfigError(f"{file}: {name} is {dtype}, which is not read")
+            load = functools.partial(_load, piece)
+            yield name, Stored(shape, DTYPES[dtype], file, [Chunk((0,) * len(shape), shape, load)])
+    except (SafetensorError, OSError) as e:
+        raise ConfigError(f"{file} is no whole safetensors file: {e}") from None
+
+
+def _load(piece: Any, region: Region) -> torch.Tensor:
+    return piece[region] if region else piece[...]
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """config.json with what it leaves out; empty if there is none: torchtitan writes none."""
+    if not (path / "config.json").exists():
+        return {}
+    config = {key: v for key, v in _read_json(path / "config.json").items() if v is not None}
+    heads = config.get("num_attention_heads", 0)
+    implied = {"num_key_value_heads": heads}
+    if heads and "hidden_size" in config:
+        implied["head_dim"] = config["hidden_size"] // heads
+    absent = dict(ABSENT)
+    if "rope_parameters" in config:
+        absent = {key: value for key, value in absent.items() if not key.startswith("rope")}
+    return {**absent, **implied, **config}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{file} cannot be read: {e}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} is no JSON object")
+    return tree

@@ -1,0 +1,79 @@
+"""`checkpoint.initial_load_path`: the weights that a new run starts from, in any format that is known.
+
+They are looked at, all names and shapes, before the run writes anything; then each rank reads its own part.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.dcp import open_titanlite
+from titanlite.checkpoint.foreign import is_foreign_dcp, is_meta, open_meta, open_torchtitan
+from titanlite.checkpoint.huggingface import is_hugging_face, open_hugging_face
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.resume import Candidate, Verification
+from titanlite.checkpoint.weights import Weights, check, load_weights, vocabulary_of
+from titanlite.config.component import ConfigError
+from titanlite.log import logger
+from titanlite.models.base import ModelFamily
+
+KEY = "checkpoint.initial_load_path"
+
+
+def open_weights(path: Path, family: ModelFamily) -> Weights:
+    """The weights in a directory, whichever format they have; `family` is the model they are for. Raises
+    ConfigError or CheckpointError if they cannot be read."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory")
+    if is_hugging_face(path):
+        return open_hugging_face(path)
+    if is_meta(path):
+        return open_meta(path, family)
+    if is_foreign_dcp(path):
+        return open_torchtitan(path, family)
+    if inside := [step for _, step in commit.committed(path) if is_foreign_dcp(step)]:
+        raise ConfigError(f"{path} has checkpoints that are not titanlite's; name one, such as {inside[-1]}")
+    if pickles := sorted(path.glob("pytorch_model*.bin")):
+        raise ConfigError(f"{pickles[0]}: pickled weights are not read; save them as safetensors")
+    return open_titanlite(path, family)
+
+
+def check_initial(path: Path, family: ModelFamily) -> None:
+    """Raises ConfigError unless there are weights for the family's model at `path`. On one rank."""
+    try:
+        weights = open_weights(path, family)
+        check(weights, family)
+    except (ConfigError, CheckpointError, OSError) as e:
+        raise ConfigError(str(e), KEY) from None
+    with torch.device("meta"):
+        net = family.build()
+    rows = min(weights.tensors[name].shape[0] for name in vocabulary_of(net))
+    if rows < net.vocab_size:
+        logger.info(
+            f"{path} has {rows} rows of the vocabulary: the model's other {net.vocab_size - rows} start as a "
+            "new model's"
+        )
+
+
+def load_initial(path: Path, family: ModelFamily, net: nn.Module, ranks: Ranks) -> None:
+    """Read each rank's part of the weights into `net`. Collective; an error on one rank is raised on all."""
+    weights, problem = None, None
+    try:
+        weights = open_weights(path, family)
+        logger.info(f"reading the initial weights from {weights.path} ({weights.kind})")
+        load_weights(weights, net)
+    except (ConfigError, CheckpointError, OSError) as e:
+        problem = f"{e} (rank {ranks.rank})"
+    problems = [text for text in ranks.gather(problem) if text]
+    if weights is not None and weights.kind == "titanlite" and not problems:
+        # The hashes of what was read; Verification deals the files out.
+        step = commit.read_manifest(weights.path)["step"]
+        reason = Verification(Candidate(step, weights.path, {}, ""), ranks).result()
+        problems = [f"{weights.path} is damaged: {reason}"] if reason else []
+    if problems:
+        raise ConfigError(problems[0], KEY)

@@ -1,0 +1,217 @@
+"""Weights from anywhere, as one thing: named tensors of which any region can be read, whatever the format.
+
+A format (huggingface.py, dcp.py, foreign.py) says which tensors there are and how a chunk of one is loaded;
+what is done with them is the same for all: they are compared with a model, read into its parameters on any
+layout, or written as a Hugging Face directory (export.py). Names are the model's own, which are Hugging
+Face's. No more than a region is held at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.state import model_tensors
+from titanlite.config.component import ConfigError
+from titanlite.data.tokenizer import TextCodec
+from titanlite.mesh import local_part
+from titanlite.models.base import Decoder, ModelFamily
+
+Region = tuple[slice, ...]  # of a tensor; begin and end along each dim
+
+FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+HEAD = "lm_head.weight"
+SHOWN = 3  # of the misfits that one message names
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor that is stored in one piece. `load` reads a region of it, counted from its own
+    beginning, to host memory."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    load: Callable[[Region], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in files; `file` is one that holds some of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+    chunks: Sequence[Chunk]
+
+    def read(self, region: Region) -> torch.Tensor:
+        """The region, on the host, in the dtype it is stored in. Raises CheckpointError if the chunks do not
+        cover it, or are not what they are said to be."""
+        shape = tuple(s.stop - s.start for s in region)
+        found, filled = None, 0
+        for chunk in self.chunks:
+            low = [max(s.start, o) for s, o in zip(region, chunk.offsets)]
+            high = [min(s.stop, o + n) for s, o, n in zip(region, chunk.offsets, chunk.shape)]
+            if any(a >= b for a, b in zip(low, high)):
+                continue
+            part = chunk.load(tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets)))
+            wanted = tuple(b - a for a, b in zip(low, high))
+            if part.dtype != self.dtype or tuple(part.shape) != wanted:
+                raise CheckpointError(
+                    f"{self.file}: found {part.dtype} of shape {tuple(part.shape)} where {self.dtype} of "
+                    f"shape {wanted} was announced"
+                )
+            if wanted == shape:
+                return part
+            found = torch.empty(shape, dtype=self.dtype) if found is None else found
+            found[tuple(slice(a - s.start, b - s.start) for a, b, s in zip(low, high, region))] = part
+            filled += part.numel()
+        if found is None or filled != math.prod(shape):
+            raise CheckpointError(f"{self.file} does not hold all of a tensor of shape {self.shape}")
+        return found
+
+    def bands(self, num_rows: int) -> list[Region]:
+        """The first `num_rows` rows, divided where chunks begin, so that none is loaded twice."""
+        begins = sorted({o for chunk in self.chunks if (o := chunk.offsets[0]) < num_rows})
+        rest = tuple(slice(0, n) for n in self.shape[1:])
+        return [(slice(a, b), *rest) for a, b in zip(begins, [*begins[1:], num_rows])]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All tensors of a model, by name. `kind`: the format, for people. `config`: what the source says of the
+    model in the terms of a config.json, as far as it does."""
+
+    path: Path
+    kind: str
+    tensors: Mapping[str, Stored]
+    config: Mapping[str, Any]
+
+
+class Exchange(NamedTuple):
+    """What other programs need to know of a run: its model, and the tokenizer whose ids the first rows of the
+    vocabulary are."""
+
+    family: ModelFamily
+    codec: TextCodec
+
+
+def check(weights: Weights, family: ModelFamily) -> None:
+    """Raises ConfigError unless these are the weights of the family's model: its names and shapes, in a
+    floating-point dtype, for the same arithmetic. They may have fewer rows of the vocabulary."""
+    found = contradictions(family.hf_config(), weights.config)
+    if found:
+        raise ConfigError(f"{weights.path} is of another model than the job's: {some(found)}")
+    with torch.device("meta"):
+        net = family.build()
+    found = misfits(weights, net)
+    if found:
+        raise ConfigError(f"{weights.path} does not fit the job's model: {some(found)}")
+
+
+def misfits(weights: Weights, net: Decoder) -> list[str]:
+    """What keeps `weights` from being all of those of `net`, which is whole."""
+    wanted = {name: tuple(p.shape) for name, p in net.named_parameters()}
+    vocabulary = vocabulary_of(net)
+    missing = [name for name in wanted if name not in weights.tensors]
+    found = [f"{name} of shape {wanted[name]} is missing" for name in missing]
+    rows = {shape[0] for n in vocabulary & weights.tensors.keys() if (shape := weights.tensors[n].shape)}
+    for name, stored in weights.tensors.items():
+        where = f"{name} in {stored.file.name}"
+        if name not in wanted:
+            if name != HEAD or HEAD in vocabulary or len(vocabulary) != 1:
+                found.append(f"{where} is unexpected")
+            elif not _equal(stored, weights.tensors.get(next(iter(vocabulary)))):
+                found.append(f"{where} differs from the embedding, to which the job's model ties its head")
+            continue
+        expected = wanted[name]
+        fewer = name in vocabulary and stored.shape[:1] < expected[:1]
+        if stored.shape[1:] != expected[1:] or not (fewer or stored.shape == expected):
+            found.append(f"{where} has shape {stored.shape}, the model's has {expected}")
+        elif stored.dtype not in FLOATS:
+            found.append(f"{where} is {stored.dtype}; quantized weights cannot be trained on")
+    if len(rows) > 1:
+        found.append(f"embedding and head have different numbers of rows: {sorted(rows)}")
+    return found
+
+
+def vocabulary_of(net: Decoder) -> set[str]:
+    """The parameters of `net` with a row for each id of the vocabulary: embedding and head."""
+    inside = {id(p) for p in net.blocks().parameters()}
+    return {
+        name
+        for name, p in net.named_parameters()
+        if id(p) not in inside and p.ndim == 2 and len(p) == net.vocab_size
+    }
+
+
+def load_weights(weights: Weights, net: torch.nn.Module) -> None:
+    """Read this rank's part of each parameter in place, in the parameter's dtype. Rows that `weights` lack
+    keep their values. Not collective; `weights` have been checked."""
+    for name, parameter in model_tensors(net).items():
+        local, offsets = local_part(parameter)
+        stored = weights.tensors[name]
+        ends = [min(o + n, size) for o, n, size in zip(offsets, local.shape, stored.shape)]
+        if all(begin < end for begin, end in zip(offsets, ends)):
+            region = tuple(slice(begin, end) for begin, end in zip(offsets, ends))
+            local[: ends[0] - offsets[0]].copy_(stored.read(region))
+
+
+# What does not decide the numbers, or has a comparison of its own.
+NOT_COMPARED = {"architectures", "vocab_size", "max_position_embeddings", "rope_scaling", "rope_parameters"}
+
+
+def contradictions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Where two config.json differ in what the model computes; what one of them does not say is not
+    compared."""
+    if "quantization_config" in theirs:
+        return ["its weights are quantized (quantization_config), which cannot be trained on"]
+    a, b = _numbers(ours), _numbers(theirs)
+    if a["rope_type"] != b.get("rope_type", a["rope_type"]):  # the rest of it is of that type
+        b = {key: value for key, value in b.items() if not key.startswith("rope ")}
+    return [
+        f"its {key} is {b[key]!r}, the job's {a[key]!r}"
+        for key in a
+        if key in b and not _same(a[key], b[key])
+    ]
+
+
+def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values to compare. transformers 5 writes what rope needs into `rope_parameters`, version 4 into
+    `rope_theta` and `rope_scaling`."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    flat = {key: value for key, value in config.items() if key not in NOT_COMPARED and value is not None}
+    if "rope_theta" in rope:
+        flat["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type", rope.pop("type", None))
+    rope.pop("type", None)
+    if kind is not None:
+        flat["rope_type"] = kind
+    elif "rope_scaling" in config:
+        flat["rope_type"] = "default"
+    return flat | {f"rope {key}": value for key, value in rope.items() if kind != "default"}
+
+
+def _same(a: Any, b: Any) -> bool:
+    numbers = type(a) in (int, float) and type(b) in (int, float)
+    return math.isclose(a, b, rel_tol=1e-9) if numbers else a == b
+
+
+def _equal(a: Stored, b: Stored | None) -> bool:
+    """Whether two tensors have the same values."""
+    if b is None or a.shape != b.shape or len(a.shape) != 2:
+        return False
+    rows = max((64 << 20) // (a.shape[1] * 8), 1)
+    begins = range(0, a.shape[0], rows)
+    regions = [(slice(i, min(i + rows, a.shape[0])), slice(0, a.shape[1])) for i in begins]
+    return all(torch.equal(a.read(r), b.read(r)) for r in regions)
+
+
+def some(found: Sequence[str]) -> str:
+    """The first of them, on one line."""
+    more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+    return "; ".join(found[:SHOWN]) + more

@@ -1,0 +1,97 @@
+"""Byte-level BPE as Hugging Face's tokenizer.json: the same ids, for transformers and what builds on it.
+
+tiktoken joins any two neighbours whose bytes together are a token, the lowest rank first; `tokenizers` wants
+a list of the pairs that may be joined, in order. So each token is written as all the pairs that make it, in
+the order of the ranks. Bytes are spelled as GPT-2's printable stand-ins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_input_names": ["input_ids", "attention_mask"],
+    "clean_up_tokenization_spaces": False,
+}
+
+
+def byte_level_files(
+    ranks: Mapping[bytes, int], pattern: str | None, special: Mapping[str, int], bos: str, eos: str
+) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json. `pattern` splits text before merging; None: it is not split.
+    `special`: ids of special tokens. A text begins with `bos`, unless it is encoded without special
+    tokens."""
+    spelled = {token: _spell(token) for token in ranks}
+    splits: list[dict[str, Any]] = []
+    if pattern is not None:
+        splits = [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    text, pair = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
+    tree = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False, "special": True,
+            }
+            for token, number in special.items()
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [first, text],
+            "pair": [first, text, pair],
+            "special_tokens": {bos: {"id": bos, "ids": [special[bos]], "tokens": [bos]}},
+        },
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # a whole word that is a token is that token, as in tiktoken
+            "vocab": {spelled[token]: rank for token, rank in ranks.items()},
+            "merges": [[spelled[left], spelled[right]] for left, right in _merges(ranks)],
+        },
+    }  # fmt: skip
+    config = {**TOKENIZER_CONFIG, "bos_token": bos, "eos_token": eos}
+    return {"tokenizer.json": as_json(tree), "tokenizer_config.json": as_json(config)}
+
+
+def as_json(tree: object) -> bytes:
+    """The content of a file."""
+    return (json.dumps(tree, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: character to byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_STAND_INS = {byte: character for character, byte in byte_alphabet().items()}
+
+
+def _spell(token: bytes) -> str:
+    return "".join(_STAND_INS[byte] for byte in token)
+
+
+def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """All pairs of tokens that make a token, by its rank, then by theirs."""
+    found = []
+    for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+        known = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
+        found += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    return found

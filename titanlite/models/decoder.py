@@ -1,0 +1,190 @@
+"""The decoder that Llama and its kin share: embedding, pre-norm blocks with rotary grouped-query attention
+and SwiGLU, final norm, head.
+
+A family gives its config, its attention where that differs, and its flavors (qwen3.py is all that takes).
+Names, shapes and the rotate-half layout are Hugging Face's, so that its safetensors load by name. Shape
+suffixes: B batch, T tokens, D model dim, H query heads, K key/value heads, E head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from titanlite.config.component import ConfigError
+from titanlite.models.attention import Mask, causal_attention
+from titanlite.models.base import Decoder, DecoderConfig, LossFunction
+from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, SwiGLU, apply_rope, head, rope_tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig(DecoderConfig):
+    """The shape of one flavor. max_position: the longest row that the model is meant for, in tokens; training
+    does not look at it."""
+
+    norm_eps: float
+    rope_theta: float
+    max_position: int
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim = {self.head_dim} is odd; rotary embedding pairs its two halves")
+
+    @property
+    def rope_scaling(self) -> RopeScaling:
+        """None, unless the family has one."""
+        return RopeScaling()
+
+
+TENSOR_PLAN = {
+    "model.embed_tokens": "embedding",
+    "model.layers.*.input_layernorm": "sequence",
+    "model.layers.*.self_attn": "gather",
+    "model.layers.*.self_attn.[qkv]_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.post_attention_layernorm": "sequence",
+    "model.layers.*.mlp": "gather",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "model.norm": "sequence",
+}
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, c: RotaryConfig):
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = Linear(c.dim, c.n_heads * c.head_dim)
+        self.k_proj = Linear(c.dim, c.n_kv_heads * c.head_dim)
+        self.v_proj = Linear(c.dim, c.n_kv_heads * c.head_dim)
+        self.o_proj = Linear(c.n_heads * c.head_dim, c.dim)
+
+    def forward(
+        self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask | None
+    ) -> torch.Tensor:
+        # -1: the number of heads here, which tensor parallelism divides
+        q, k, v = (
+            p(x_BTD).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q_BTHE, k_BTKE = self.normed(q, k)
+        out_BTHE = causal_attention(apply_rope(q_BTHE, cos, sin), apply_rope(k_BTKE, cos, sin), v, mask)
+        return self.o_proj(out_BTHE.flatten(-2))
+
+    def normed(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys as they are rotated; for families that norm them."""
+        return q_BTHE, k_BTKE
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, c: RotaryConfig, attention: nn.Module):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.dim, c.norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
+        self.mlp = SwiGLU(c.dim, c.hidden_dim)
+
+    def forward(
+        self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask | None
+    ) -> torch.Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin, mask)
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+class Model(nn.Module):
+    """Embedding, blocks, final norm. An end that is None is another stage's: input passes through."""
+
+    def __init__(self, c: RotaryConfig, attention: type[Attention]):
+        super().__init__()
+        self.config = c
+        self.embed_tokens: nn.Embedding | None = nn.Embedding(c.vocab_size, c.dim)
+        self.layers = nn.ModuleDict({str(i): Block(c, attention(c)) for i in range(c.n_layers)})
+        self.norm: RMSNorm | None = RMSNorm(c.dim, c.norm_eps)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None, mask: Mask | None) -> torch.Tensor:
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        c = self.config
+        cos, sin = rope_tables(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        h_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
+        for block in self.layers.values():
+            h_BTD = block(h_BTD, cos, sin, mask)
+        return self.norm(h_BTD) if self.norm is not None else h_BTD
+
+
+class RotaryDecoder(Decoder):
+    """The model with its head. Tied flavors have no lm_head: the embedding's weight serves as the head's.
+
+    `attention` makes the attention of each block; `plan`: how tensor parallel divides what it adds.
+    """
+
+    def __init__(
+        self, c: RotaryConfig, attention: type[Attention] = Attention, plan: dict[str, str] | None = None
+    ):
+        super().__init__()
+        self.config, self.vocab_size, self.dim = c, c.vocab_size, c.dim
+        self.attention = attention
+        self.model = Model(c, attention)
+        self.lm_head = None if c.tie_word_embeddings else Head(c.dim, c.vocab_size)
+        ends = {} if c.tie_word_embeddings else {"lm_head": "head"}
+        self.tensor_plan = TENSOR_PLAN | (plan or {}) | ends
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        loss: LossFunction | None = None,
+        positions: torch.Tensor | None = None,
+        mask: Mask | None = None,
+    ) -> torch.Tensor:
+        h_BTD = self.model(tokens, positions, mask)
+        if self.lm_head is not None:
+            return self.lm_head(h_BTD, targets, loss)
+        if self.config.tie_word_embeddings and self.model.embed_tokens is not None:
+            return head(h_BTD, self.model.embed_tokens.weight, targets, loss)
+        return h_BTD
+
+    def part(self, blocks: Collection[str], first: bool, last: bool) -> Decoder:
+        with torch.device("meta"):
+            part = RotaryDecoder(self.config, self.attention)
+        part.tensor_plan = self.tensor_plan
+        part.model.layers = nn.ModuleDict({i: b for i, b in self.model.layers.items() if i in blocks})
+        part.model.embed_tokens = self.model.embed_tokens if first else None
+        part.model.norm = self.model.norm if last else None
+        part.lm_head = self.lm_head if last else None
+        return part
+
+    def blocks(self) -> nn.ModuleDict:
+        return self.model.layers
+
+    def ends(self) -> list[list[nn.Module]]:
+        if self.config.tie_word_embeddings:
+            return []
+        before: list[nn.Module | None] = [self.model.embed_tokens]
+        after: list[nn.Module | None] = [self.model.norm, self.lm_head]
+        ends = [[module for module in end if module is not None] for end in (before, after)]
+        return [end for end in ends if end]
+
+    def initial(self, name: str) -> tuple[float, float]:
+        if name.endswith("norm.weight"):
+            return 1.0, 0.0
+        # Projections that write to the residual stream shrink with depth (GPT-2), so its variance does not
+        # grow with it.
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        return 0.0, 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
+
+    def num_matmul_parameters(self) -> int:
+        total = sum(p.numel() for p in self.parameters())
+        return total if self.lm_head is None else total - self.vocab_size * self.config.dim

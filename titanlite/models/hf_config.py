@@ -1,0 +1,109 @@
+"""Hugging Face's config.json for decoders of `decoder.py`, both ways: what differs is only what things are
+called.
+
+Reading refuses whatever would make another model of the same weights: an activation, biases, a rope type
+that the family does not have.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.component import ConfigError
+from titanlite.models.base import ModelFamily
+from titanlite.models.decoder import RotaryConfig
+
+FIELDS = {  # Hugging Face's name: ours
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_position",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
+FIXED: dict[str, Any] = {  # what these decoders are; transformers has the same where the key is missing
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "pretraining_tp": 1,
+}
+
+
+def to_hf(c: RotaryConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    """The keys that describe `c`. `rope`: its type and the parameters of that, {} without scaling."""
+    return {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        **{theirs: getattr(c, ours) for theirs, ours in FIELDS.items()},
+        "rope_theta": c.rope_theta,
+        # transformers 5 reads the first of these, older releases the second
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta, **rope},
+        "rope_scaling": rope or None,
+    }
+
+
+def from_hf(config: dict[str, Any], **defaults: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of a RotaryConfig, and the rope parameters, `rope_type` among them. `defaults`: of keys that
+    may be missing, as transformers has them. Raises ConfigError for what is missing or not supported."""
+    for key, value in FIXED.items():
+        if config.get(key, value) != value:
+            raise ConfigError(
+                f"config.json: {key} = {json.dumps(config[key])}; only {json.dumps(value)} is supported"
+            )
+    if config.get("quantization_config") is not None:
+        raise ConfigError("config.json: quantization_config: quantized weights are not supported")
+    given = defaults | {key: value for key, value in config.items() if value is not None}
+    if "num_attention_heads" in given:
+        given.setdefault("num_key_value_heads", given["num_attention_heads"])
+        given.setdefault("head_dim", given.get("hidden_size", 0) // given["num_attention_heads"])
+    if missing := [key for key in FIELDS if key not in given]:
+        raise ConfigError(f"config.json has no {missing[0]}")
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    theta = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
+    return {ours: given[theirs] for theirs, ours in FIELDS.items()} | {"rope_theta": theta}, rope
+
+
+def check_rope_type(rope: dict[str, Any], *supported: str) -> None:
+    """Raises ConfigError for another type of rotary embedding than these."""
+    if rope["rope_type"] not in supported:
+        known = " or ".join(json.dumps(name) for name in supported)
+        raise ConfigError(
+            f"config.json: rope_type {json.dumps(rope['rope_type'])} is not supported, {known} is"
+        )
+
+
+def read_family(folder: Path) -> ModelFamily:
+    """The family, flavor and overrides that the config.json in a Hugging Face directory describes. Raises
+    ConfigError, which names the file, where it describes none of ours."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{file} cannot be read: {e}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} is no table")
+    families = {
+        f.hf_model_type: f
+        for f in ModelFamily.choices.values()
+        if issubclass(f, ModelFamily) and f.hf_model_type
+    }
+    kind = config.get("model_type")
+    if kind not in families:
+        raise ConfigError(
+            f"{file}: model_type {json.dumps(kind)} is not supported (known: {', '.join(sorted(families))})"
+        )
+    try:
+        return families[kind].from_hf_config(config)
+    except ConfigError as e:
+        where = f"{folder}: {e.key}: " if e.key else f"{folder}: "
+        raise ConfigError(f"{where}{e}") from None
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
+        raise ConfigError(f"{file} does not describe a {kind} model: {type(e).__name__}: {e}") from None

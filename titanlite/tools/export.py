@@ -1,0 +1,78 @@
+"""`titanlite export RUN_OR_STEP DIR`: a checkpoint's model as a Hugging Face directory, which
+`AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` open. On the CPU, in the memory of
+one tensor; nothing is left behind if it fails."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlite.checkpoint.dcp import check_whole, open_titanlite
+from titanlite.checkpoint.digest import gib
+from titanlite.checkpoint.export import DTYPES, write_directory
+from titanlite.checkpoint.resume import find_checkpoint
+from titanlite.checkpoint.weights import Exchange
+from titanlite.config import toml
+from titanlite.config.component import ConfigError
+from titanlite.job import Job, check_writable, load_job
+from titanlite.log import set_up_logging
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the directory and say where it is."""
+    parser = argparse.ArgumentParser(prog="titanlite export", description=__doc__)
+    parser.add_argument("path", type=Path, help="a run folder, its checkpoint folder, or one step-N folder")
+    parser.add_argument("target", type=Path, help="the directory to make")
+    add_format_options(parser, default_dtype="bfloat16")
+    parser.add_argument(
+        "--keep-padding", action="store_true", help="keep rows of the vocabulary that no id needs"
+    )
+    parser.add_argument("--allow-imports", action="store_true", help="run the modules that the job imports")
+    options = parser.parse_args(argv)
+    size_limit = parse_size(options.max_shard_size)
+    set_up_logging(rank=0, verbose=False)
+    check_writable(options.target.parent, "DIR")
+    path = find_checkpoint(options.path)
+    check_whole(path)
+    job = job_of(path, options.allow_imports)
+    codec = job.tokenizer.build()
+    recorded = json.loads((path / "train.json").read_text(encoding="utf-8"))["recipe"]["data"]["tokenizer"]
+    if recorded != codec.fingerprint:
+        raise ConfigError(f"{path} was trained with another tokenizer than is now in {job.tokenizer}")
+    weights = open_titanlite(path, job.model)
+    exchange = Exchange(job.model, codec)
+    dtype = DTYPES.get(options.dtype)
+    size = write_directory(weights, options.target, exchange, dtype, size_limit, options.keep_padding)
+    print(f"{options.target}: {job.model.name} {job.model.flavor} from {path}, {gib(size)}")
+    return 0
+
+
+def job_of(path: Path, allow_imports: bool) -> Job:
+    """The job of a checkpoint. Raises ConfigError if that would run code that has not been allowed."""
+    imports = toml.read(path / "job.toml", [])[0].get("job", {}).get("imports", [])
+    if imports and not allow_imports:
+        raise ConfigError(
+            f"{path}/job.toml imports {', '.join(imports)}, which would run that code; if you trust it, add "
+            "--allow-imports"
+        )
+    return load_job(path / "job.toml", world_size=None)
+
+
+def add_format_options(parser: argparse.ArgumentParser, default_dtype: str) -> None:
+    """How weights are written."""
+    parser.add_argument(
+        "--dtype", choices=[*DTYPES, "as-is"], default=default_dtype, help=f"of the weights ({default_dtype})"
+    )
+    parser.add_argument("--max-shard-size", default="5GB", help="of one file (5GB)")
+
+
+def parse_size(text: str) -> int:
+    """`5GB`, `500MB`, `2GiB` or a number, in bytes."""
+    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if not found or found[2].upper() not in units or float(found[1]) == 0:
+        raise ConfigError(f"--max-shard-size={text} is no size, such as 5GB or 500MB")
+    return int(float(found[1]) * units[found[2].upper()])
