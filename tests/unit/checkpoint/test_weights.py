@@ -57,7 +57,7 @@ def test_what_is_not_there_is_not_made_up(missing: int) -> None:
 
 def test_a_chunk_that_is_not_what_it_is_said_to_be() -> None:
     tensor, _ = stored(dtype=torch.bfloat16)
-    with pytest.raises(CheckpointError, match="found torch.float32 .*bfloat16 .* was announced"):
+    with pytest.raises(CheckpointError, match=r"found torch\.float32 .*bfloat16 .* was announced"):
         tensor.read((slice(0, 7), slice(0, 6)))
 
 
