@@ -103,7 +103,7 @@ def verdict(folder: Path, corpus: Path, names: tuple[str, ...]) -> str | None:
     try:
         job_of(folder, corpus, combined(*names), "checked")
     except ConfigError as e:
-        return str(e)
+        return str(e).removeprefix("command line, --")
     return None
 
 

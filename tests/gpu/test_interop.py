@@ -1,0 +1,55 @@
+"""On a GPU: Qwen3 trains, is exported by its run, gives transformers' text, and starts another run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.gpu.test_cuda import column, run
+from titanlite.tools import generate
+
+pytestmark = pytest.mark.gpu
+QWEN3 = ["--model.name=qwen3", "--model.flavor=debug", "--training.steps=6", "--data.holdout_rows=0"]
+EXPORT = ["--checkpoint.export_hf", "--checkpoint.export_dtype=float32"]
+
+
+def test_qwen3_goes_out_and_comes_in(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run(tmp_path, corpus, *QWEN3, *EXPORT, "--compile.enable", name="first")
+    export = tmp_path / "first/hf/step-6"
+    second = run(tmp_path, corpus, *QWEN3, f"--checkpoint.initial_load_path={export}", name="second")
+    losses = column(first, "train/loss"), column(second, "train/loss")
+    assert losses[1][0] < losses[0][0] - 0.2  # the same rows, after six steps on them and others
+    assert json.loads((export / "config.json").read_text())["model_type"] == "qwen3"
+    texts = []
+    prompts = [
+        "--prompt",
+        "ab cd",
+        "--prompt",
+        "fghij abc de",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "12",
+    ]
+    for path in (tmp_path / "first", export):
+        assert generate.main([str(path), *prompts]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert "--- 2 of 2" in texts[0]
+
+
+def test_logits_are_transformers_on_a_gpu(tmp_path: Path, corpus: Path) -> None:
+    run(tmp_path, corpus, *QWEN3, *EXPORT, "--checkpoint.async_mode=disabled", name="run")
+    export, tokens = tmp_path / "run/hf/step-6", torch.arange(64, device="cuda")[None] % 250
+    source = generate.open_source(export, torch.device("cuda"), allow_imports=False)
+    theirs = AutoModelForCausalLM.from_pretrained(export, dtype=torch.bfloat16).cuda()
+    with torch.no_grad():
+        ours, wanted = source.net(tokens).float(), theirs(tokens).logits.float()
+    assert (ours - wanted).norm() < 0.02 * wanted.norm()  # bf16 rounding
+    assert (ours - wanted.roll(1, 1)).norm() > 0.04 * wanted.norm()
