@@ -99,9 +99,13 @@ def job_of(folder: Path, corpus: Path, part: Part, name: str, steps: int = STEPS
 
 
 def verdict(folder: Path, corpus: Path, names: tuple[str, ...]) -> str | None:
-    """What job.check has against the combination."""
+    """What job.check has against the combination, as it would be asked for on GPUs."""
+    part = combined(*names)
+    keys = [key for key in part.keys if key not in FLOAT8[1:]]
+    if len(keys) < len(part.keys):
+        keys += ["--compile.enable"]  # which float8 needs, where it is not emulated
     try:
-        job_of(folder, corpus, combined(*names), "checked")
+        job_of(folder, corpus, Part(part.ranks, keys), "checked")
     except ConfigError as e:
         return str(e).removeprefix("command line, --")
     return None
@@ -146,18 +150,18 @@ class Runs:
     def compare(self, name: str, part: Part, steps: int) -> None:
         """A run with its counterpart."""
         job, alone = job_of(self.folder, self.corpus, part, name, steps), self.alone(part, steps)
-        # A rank that has part of the tokens scales them by their own largest; the rest is the same in float8.
-        noisy = any("float8.enable" in key for key in part.keys) and "context" in name
+        # A rank with part of the tokens scales them by their own largest: as far apart as float8 and fp32.
+        noisy = any(key.endswith("tensorwise") for key in part.keys) and "context" in name
+        loss, norm, weight = (5e-4, 1e-2, 0.1) if noisy else (1e-4, 1e-3, 2e-3)
         for ours, theirs in zip(metrics_of(job), metrics_of(alone), strict=True):
             for key in ("step", "data/batch_sha", "progress/total_tokens"):
                 assert ours[key] == theirs[key], key
-            loss, norm = (1e-2, 1e-1) if noisy else (1e-4, 1e-3)
             assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=loss)
             assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=norm)
         found, wanted = weights(job, steps), weights(alone, steps)
         for key, value in wanted.items():
             apart = ((found[key] - value).norm() / value.norm()).item()
-            assert apart < (0.3 if noisy else 2e-3), f"{key} is {apart:.1e} apart"
+            assert apart < weight, f"{key} is {apart:.1e} apart"
 
 
 @pytest.fixture(scope="module")

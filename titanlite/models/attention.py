@@ -64,7 +64,7 @@ class AttentionBackend:
     (parallelism.context_parallel_degree). `varlen`: FlashAttention over documents, CUDA and bf16 or fp16
     only, of whole rows. `flex`: FlexAttention, compiled, CUDA only. `sdpa`: a dense mask, quadratic in
     memory; on CUDA sdpa_kernel has to have a kernel for it. `auto`: the first of these that works; for
-    divided rows without masks cuDNN piece by piece, which is faster, where that works."""
+    divided rows without masks cuDNN piece by piece, which is faster for long ones, where that works."""
     sdpa_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """On CUDA, the kernel of scaled_dot_product_attention. `auto`: torch's choice, but never `math`, which
     writes out all scores: that is only taken when it is asked for."""
@@ -144,6 +144,7 @@ class AttentionBackend:
         if device.type != "cuda":
             return True
         T, H, K, E = shape
+        T = min(T, 1024)  # which is not what decides
         q, k, v = (torch.empty(1, n, T, E, device=device, dtype=dtype, requires_grad=True) for n in (H, K, K))
         asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, H != K)
         return torch.backends.cuda.can_use_cudnn_attention(asked)

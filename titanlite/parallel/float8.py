@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any, Literal
 
@@ -101,18 +102,28 @@ def divide_layers(net: Decoder, config: Float8, ranks: int = 1) -> tuple[set[str
     odd = [
         name
         for name, layer in layers.items()
-        if name not in left and any(size % (MULTIPLE * ranks) for size in layer.weight.shape)
+        if name not in left and any(size % MULTIPLE for size in _on_a_rank(name, layer, net, ranks))
     ]
     if odd:
-        rows, columns = layers[odd[0]].weight.shape
+        rows, columns = _on_a_rank(odd[0], layers[odd[0]], net, ranks)
         kinds = sorted({name.split(".")[-1] for name in odd})
-        multiple = f"{MULTIPLE}" if ranks == 1 else f"{MULTIPLE} x tensor_parallel_degree {ranks}"
+        divided = f" on each of tensor_parallel_degree = {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"{odd[0]} is {rows} x {columns}, not multiples of {multiple}; leave all such layers out: "
-            + json.dumps([*config.filter_fqns, *kinds]),
+            f"{odd[0]} is {rows} x {columns}{divided}, not multiples of {MULTIPLE}; leave all such layers "
+            "out: " + json.dumps([*config.filter_fqns, *kinds]),
             "float8.filter_fqns",
         )
     return layers.keys() - left, left
+
+
+def _on_a_rank(name: str, layer: nn.Linear, net: Decoder, ranks: int) -> tuple[int, int]:
+    """The shape of a layer's weight when tensor parallel has divided it."""
+    rows, columns = layer.weight.shape
+    styles = {style for pattern, style in net.tensor_plan.items() if fnmatch(name, pattern)}
+    return (
+        rows // ranks if "colwise" in styles else rows,
+        columns // ranks if "rowwise" in styles else columns,
+    )
 
 
 def apply_float8(net: Decoder, config: Float8, sharded: bool, ranks: int = 1) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -49,10 +48,9 @@ def main(argv: Sequence[str]) -> int:
     if options.output is None:
         print(text, end="")
     else:
-        aside = options.output.with_name(f".{options.output.name}")
         try:
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, options.output)
+            with open(options.output, "x", encoding="utf-8") as file:
+                file.write(text)
         except OSError as e:
             raise ConfigError(f"{options.output} cannot be written: {e.strerror}") from None
     print(report, end="", file=sys.stderr if options.output is None else sys.stdout)

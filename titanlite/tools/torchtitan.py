@@ -119,7 +119,7 @@ BOTH = Keys(
         optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay lr_scheduler.warmup_steps
         lr_scheduler.decay_ratio lr_scheduler.decay_type training.seq_len training.max_norm training.steps
         training.mixed_precision_param training.mixed_precision_reduce training.gc_freq training.seed
-        training.deterministic parallelism.data_parallel_replicate_degree
+        training.deterministic training.enable_cpu_offload parallelism.data_parallel_replicate_degree
         parallelism.data_parallel_shard_degree parallelism.fsdp_reshard_after_forward
         parallelism.tensor_parallel_degree parallelism.pipeline_parallel_degree
         parallelism.pipeline_parallel_schedule parallelism.context_parallel_degree checkpoint.folder
@@ -160,7 +160,6 @@ BOTH = Keys(
         "model.print_after_conversion": "the log names the layers in float8",
         "optimizer.early_step_in_backward": "the optimizer steps once, after clipping",
         "optimizer.implementation": "fused where the device has it",
-        "training.enable_cpu_offload": "weights and optimizer state stay on the device",
         "parallelism.disable_loss_parallel": "under tensor parallel the loss is always divided",
         "parallelism.enable_async_tensor_parallel": "not supported",
         "parallelism.enable_compiled_autograd": "not supported",
