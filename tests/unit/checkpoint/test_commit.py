@@ -17,7 +17,7 @@ from traceback import StackSummary
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -361,6 +361,10 @@ class History:
             self.restart()
             return
         assert set(steps(self.folder)) == self.expected
+        # The pins of what is moved aside go with it.
+        self.pinned = {
+            s for s in self.pinned if s in self.expected or (self.folder / f"step-{s}.keep").exists()
+        }
         assert (self.run.resumed or {"step": None})["step"] == self.origin
         self.parts.state.step = self.origin or 0  # a run without a checkpoint starts afresh
         assert not list(self.folder.glob(".*"))
@@ -387,6 +391,16 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
+@example(
+    actions=[
+        *[("save", 1, "", 0)] * 3,
+        ("pin", 1, True),
+        ("rewind", 0, 0),  # moves the pinned one aside
+        *[("save", 1, "", 0)] * 5,
+    ],
+    keep_latest_k=3,
+    every=0,
+)
 @given(
     actions=st.lists(ACTIONS, min_size=8, max_size=25),
     keep_latest_k=st.sampled_from([0, 2, 2, 3]),
