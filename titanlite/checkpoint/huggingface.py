@@ -89,14 +89,17 @@ def _tensors(file: Path) -> Iterator[tuple[str, Stored]]:
             shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
             if dtype not in DTYPES:
                 raise ConfigError(f"{file}: {name} is {dtype}, which is not read")
-            load = functools.partial(_load, piece)
+            load = functools.partial(_load, file, name, piece)
             yield name, Stored(shape, DTYPES[dtype], file, [Chunk((0,) * len(shape), shape, load)])
     except (SafetensorError, OSError) as e:
         raise ConfigError(f"{file} is no whole safetensors file: {e}") from None
 
 
-def _load(piece: Any, region: Region) -> torch.Tensor:
-    return piece[region] if region else piece[...]
+def _load(file: Path, name: str, piece: Any, region: Region) -> torch.Tensor:
+    try:
+        return piece[region] if region else piece[...]
+    except SafetensorError as e:
+        raise ConfigError(f"{file}: {name} cannot be read: {e}") from None
 
 
 def _config(path: Path) -> dict[str, Any]:

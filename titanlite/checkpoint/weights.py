@@ -75,8 +75,8 @@ class Stored:
         return found
 
     def bands(self, num_rows: int) -> list[Region]:
-        """The first `num_rows` rows, divided where chunks begin, so that none is loaded twice."""
-        begins = sorted({o for chunk in self.chunks if (o := chunk.offsets[0]) < num_rows})
+        """The first `num_rows` rows, each of them, cut where chunks begin, so that none is loaded twice."""
+        begins = sorted({0, *(o for chunk in self.chunks if (o := chunk.offsets[0]) < num_rows)})
         rest = tuple(slice(0, n) for n in self.shape[1:])
         return [(slice(a, b), *rest) for a, b in zip(begins, [*begins[1:], num_rows])]
 

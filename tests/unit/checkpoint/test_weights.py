@@ -4,6 +4,7 @@ not cover it."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def test_what_is_not_there_is_not_made_up(missing: int) -> None:
     tensor, _ = stored(leave_out=missing)
     with pytest.raises(CheckpointError, match=r"some\.file does not hold all of"):
         tensor.read((slice(0, 7), slice(0, 6)))
+
+
+def test_rows_before_the_first_chunk_are_missed() -> None:
+    tensor, _ = stored()
+    lower = replace(tensor, chunks=[chunk for chunk in tensor.chunks if chunk.offsets[0]])
+    with pytest.raises(CheckpointError, match=r"some\.file does not hold all of"):
+        [lower.read(band) for band in lower.bands(7)]
 
 
 def test_a_chunk_that_is_not_what_it_is_said_to_be() -> None:
