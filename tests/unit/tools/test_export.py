@@ -134,7 +134,7 @@ def test_a_runs_exports_are_not_taken_for_its_checkpoints(tmp_path: Path, corpus
 
 
 def test_a_step_is_exported_while_others_are_saved(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The export of step 2 waits until steps 4 and 6 are saved, and old ones deleted; step 2 is kept for
     it."""
@@ -144,20 +144,22 @@ def test_a_step_is_exported_while_others_are_saved(
     )  # fmt: skip
     write, seen = export.write_directory, []
 
-    def slow(*args: object) -> int:
+    def slow(*args: object, **options: object) -> int:
         if not seen:
             waited = threading.Event()
             for _ in range(300):
                 if (job.folder / "checkpoint/step-6").exists() or waited.wait(0.1):
                     break
             seen.append({p.name for p in (job.folder / "checkpoint").glob("step-*")})
-        return write(*args)  # type: ignore[arg-type]
+        return write(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(export, "write_directory", slow)
     train(job)
+    assert "step 4 is not exported" in capfd.readouterr().err  # it waited when step 6 was due
     assert sorted(p.name for p in (job.folder / "checkpoint").iterdir()) == ["step-6", "step-8"]  # afterwards
     assert {"step-2", "step-6"} <= seen[0]
-    assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-2", "step-4", "step-6", "step-8"]
+    made = {p.name for p in (job.folder / "hf").iterdir()}
+    assert {"step-2", "step-8"} <= made <= {"step-2", "step-6", "step-8"}
     whole = make_job(
         tmp_path, corpus, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0", name="whole"
     )
@@ -165,6 +167,48 @@ def test_a_step_is_exported_while_others_are_saved(
     for step in (2, 8):
         theirs, ours = tensors_in(job.folder / f"hf/step-{step}"), trained(whole, step)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_that_is_stopped_gives_its_exports_up(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(
+        tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=4",
+        "--training.steps=4000", "--lr_scheduler.total_steps=4000",
+    )  # fmt: skip
+    write = export.write_directory
+
+    def slow(*args: object, given_up: threading.Event, **options: object) -> int:
+        (job.folder / "STOP").touch()
+        assert given_up.wait(60)
+        return write(*args, given_up=given_up, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(export, "write_directory", slow)
+    assert train(job) == 75
+    assert "the export of step 4 is given up" in capfd.readouterr().err
+    assert not list((job.folder / "hf").iterdir())
+
+
+def test_a_finished_run_exports_what_it_has_not(tmp_path: Path, corpus: Path) -> None:
+    train(make_job(tmp_path, corpus, "--training.steps=2"))
+    hf = tmp_path / "run/hf"
+    mine = hf / ".partial-mine-1234"  # of a `titanlite export` beside it
+    mine.mkdir(parents=True)
+    job = make_job(tmp_path, corpus, "--training.steps=2", "--checkpoint.export_hf=true")
+    assert train(job) == 0
+    before = (hf / "step-2").stat().st_ino
+    assert train(job) == 0
+    assert (hf / "step-2").stat().st_ino == before
+    assert sorted(p.name for p in hf.iterdir()) == [mine.name, "step-2"]
+
+
+def test_exports_of_an_abandoned_branch_are_moved_aside(tmp_path: Path, corpus: Path) -> None:
+    options = ["--checkpoint.export_hf=true", "--checkpoint.interval=2", "--training.steps=4"]
+    train(make_job(tmp_path, corpus, *options))
+    before = (tmp_path / "run/hf/step-4").stat().st_ino
+    train(make_job(tmp_path, corpus, *options, "--checkpoint.load_step=2"))
+    assert (tmp_path / "run/hf/abandoned-0/step-4").stat().st_ino == before
+    assert (tmp_path / "run/hf/step-4/config.json").exists()
 
 
 def test_a_failed_export_loses_no_checkpoint(
