@@ -102,7 +102,7 @@ def test_all_ranks_refuse_what_does_not_fit(tmp_path: Path, corpus: Path, run_on
     hugging_face(of).save_pretrained(tmp_path / "theirs")
     start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", UNTIED, *layout]
     said = run_on(2, refused_on_rank, tmp_path, corpus, start, 2)
-    assert "num_hidden_layers is 3, the job's 2" in said[0]
+    assert "n_layers is 3, the job's 2" in said[0]
     assert said[0] == said[1]
     assert not (tmp_path / "refused").exists()
 

@@ -325,9 +325,9 @@ class Checkpointer:
         and that an export will be possible."""
         initial, exchange = self.config.initial_load_path, self._exchange
         if initial and exchange is not None and not commit.committed(self.folder):
-            check_initial(Path(initial), exchange.family)
+            check_initial(Path(initial), exchange)
         if self.config.export_hf and exchange is not None:
-            exchange.codec.hugging_face_files()
+            exchange.family.hf_config(), exchange.codec.hugging_face_files()
 
     def _take_lock(self, dump_folder: Path) -> None:
         try:

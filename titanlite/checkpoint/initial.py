@@ -17,12 +17,20 @@ from titanlite.checkpoint.foreign import is_foreign_dcp, is_meta, open_meta, ope
 from titanlite.checkpoint.huggingface import is_hugging_face, open_hugging_face
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.resume import Candidate, Verification
-from titanlite.checkpoint.weights import Weights, check, load_weights, vocabulary_of
+from titanlite.checkpoint.weights import (
+    Exchange,
+    Weights,
+    check,
+    check_tokenizer,
+    load_weights,
+    vocabulary_of,
+)
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
 from titanlite.models.base import ModelFamily
 
 KEY = "checkpoint.initial_load_path"
+TO_CHANGE_IT = "to change it on purpose, take `titanlite export`'s directory, which has no record of it"
 
 
 def open_weights(path: Path, family: ModelFamily) -> Weights:
@@ -31,7 +39,7 @@ def open_weights(path: Path, family: ModelFamily) -> Weights:
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
     if is_hugging_face(path):
-        return open_hugging_face(path)
+        return open_hugging_face(path, family)
     if is_meta(path):
         return open_meta(path, family)
     if is_foreign_dcp(path):
@@ -43,11 +51,14 @@ def open_weights(path: Path, family: ModelFamily) -> Weights:
     return open_titanlite(path, family)
 
 
-def check_initial(path: Path, family: ModelFamily) -> None:
-    """Raises ConfigError unless there are weights for the family's model at `path`. On one rank."""
+def check_initial(path: Path, exchange: Exchange) -> None:
+    """Raises ConfigError unless there are weights for the exchange's model and tokenizer at `path`. On one
+    rank."""
+    family = exchange.family
     try:
         weights = open_weights(path, family)
         check(weights, family)
+        check_tokenizer(weights, exchange.codec, TO_CHANGE_IT)
     except (ConfigError, CheckpointError, OSError) as e:
         raise ConfigError(str(e), KEY) from None
     with torch.device("meta"):

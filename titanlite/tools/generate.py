@@ -18,7 +18,7 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.dcp import check_whole, open_titanlite
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.resume import find_checkpoint
-from titanlite.checkpoint.weights import Weights, load_weights, misfits, some
+from titanlite.checkpoint.weights import Weights, first_of, load_weights, misfits
 from titanlite.config.component import ConfigError
 from titanlite.data.huggingface import HuggingFace
 from titanlite.data.tokenizer import TextCodec
@@ -160,7 +160,7 @@ def _open_hugging_face(path: Path, device: torch.device) -> Source:
     family = read_family(path)
     codec = HuggingFace(path=str(path), special_tokens_in_text=True).build()
     family.check_vocabulary(codec.vocab_size)
-    weights = open_hugging_face(path)
+    weights = open_hugging_face(path, family)
     net = _load(weights, family, device)
     return Source(
         net, codec, codec.encode_framed, _ends(path) or {codec.eos}, family.config.max_position, device
@@ -178,7 +178,7 @@ def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decode
         if name in weights.tensors and weights.tensors[name].shape[0] < p.shape[0]
     ]
     if found:
-        raise CheckpointError(f"{weights.path} does not fit its own configuration: {some(found)}")
+        raise CheckpointError(f"{weights.path} does not fit its own configuration: {first_of(found)}")
     net.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     net.to_empty(device=device)
     load_weights(weights, net)

@@ -32,7 +32,7 @@ transformers = pytest.importorskip("transformers")
 
 def imported(folder: Path, of: Llama3, dtype: torch.dtype = torch.float32) -> Decoder:
     """Our model with the weights of a directory."""
-    weights = open_hugging_face(folder)
+    weights = open_hugging_face(folder, of)
     check(weights, of)
     net = random_net(of, seed=1).to(dtype)
     load_weights(weights, net)
@@ -222,6 +222,7 @@ def only_a_pickle(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"")
 
 
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 NORM = "model.norm.weight"
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (lambda d: edit(d, lambda t: t.pop(NORM)), r"model\.norm\.weight of shape \(32,\) is missing"),
@@ -253,14 +254,21 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda d: edit_config(
             d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}, rope_theta=500000.0
         ),
-        "rope_type is 'yarn', the job's 'default'",
+        r"rope_type \"yarn\" is not supported",
     ),
     "rope theta": (
         lambda d: edit_config(d, rope_parameters=None, rope_theta=1e4),
         "rope_theta is 10000.0, the job's 500000.0",
     ),
-    "eps": (lambda d: edit_config(d, rms_norm_eps=1e-6), "rms_norm_eps is 1e-06, the job's 1e-05"),
-    "heads": (lambda d: edit_config(d, num_attention_heads=8), "num_attention_heads is 8, the job's 4"),
+    "eps": (lambda d: edit_config(d, rms_norm_eps=1e-6), "norm_eps is 1e-06, the job's 1e-05"),
+    "heads": (lambda d: edit_config(d, num_attention_heads=8), "n_heads is 8, the job's 4"),
+    "window": (lambda d: edit_config(d, use_sliding_window=True), "use_sliding_window = true; only false"),
+    "unscaled rope": (
+        lambda d: edit_config(
+            d, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **BANDS}
+        ),
+        r"rope_factor is 8\.0, the job's 1\.0 \(--model\.overrides\.rope_factor=8\.0\)",
+    ),
     "quantized": (lambda d: edit_config(d, quantization_config={}), "quantized"),
     "truncated": (truncate, r"model\.safetensors is no whole safetensors file"),
     "header": (lie_about_length, r"model\.safetensors is no whole safetensors file"),
@@ -278,7 +286,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     damage, message = BAD[case]
     of = family()
     hugging_face(of).save_pretrained(tmp_path / "theirs")
-    check(open_hugging_face(tmp_path / "theirs"), of)  # the control
+    check(open_hugging_face(tmp_path / "theirs", of), of)  # the control
     damage(tmp_path / "theirs")
     job = make_job(
         tmp_path, corpus, f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *overrides_of(of)
@@ -308,10 +316,10 @@ def test_both_eras_of_rope_are_understood(tmp_path: Path) -> None:
         json.dumps({**config, "rope_theta": theta, "rope_scaling": rope})
     )
     for folder in ("new", "old"):
-        check(open_hugging_face(tmp_path / folder), of)
+        check(open_hugging_face(tmp_path / folder, of), of)
         other = family(**{**VARIANTS["scaled rope"], "rope_factor": 4.0})
-        with pytest.raises(ConfigError, match=r"rope factor is 8\.0, the job's 4\.0"):
-            check(open_hugging_face(tmp_path / folder), other)
+        with pytest.raises(ConfigError, match=r"rope_factor is 8\.0, the job's 4\.0"):
+            check(open_hugging_face(tmp_path / folder, other), other)
 
 
 def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

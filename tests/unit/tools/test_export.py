@@ -293,9 +293,38 @@ def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, ca
     lines = ranks.read_text().splitlines()
     (tmp_path / "mine.tiktoken").write_text("\n".join(lines[:-1]) + "\n")
     complaint("export", job.folder, tmp_path / "it")
+    said = capsys.readouterr().err
+    assert "was trained with another tokenizer" in said
+    step, now = job.folder / "checkpoint/step-1", f"--tokenizer.path={tmp_path / 'mine.tiktoken'}"
+    assert (
+        f"{tmp_path / 'mine.tiktoken'}; if it has moved: `titanlite import {step} DIR {step}/job.toml" in said
+    )
+    complaint("import", step, tmp_path / "it", step / "job.toml")
     assert "was trained with another tokenizer" in capsys.readouterr().err
+    start = [f"--checkpoint.initial_load_path={step}", now, "--training.steps=1"]
+    start += ["--model.overrides.vocab_size=8192", "--tokenizer.name=tiktoken"]
+    with pytest.raises(ConfigError, match=r"another tokenizer .* take `titanlite export`'s directory"):
+        train(make_job(tmp_path, corpus, *start, name="again"))
     shutil.copy(ranks, tmp_path / "mine.tiktoken")
     assert cli.run(["export", str(job.folder), str(tmp_path / "it")]) == 0
+    (tmp_path / "mine.tiktoken").rename(tmp_path / "moved.tiktoken")
+    moved = f"--tokenizer.path={tmp_path / 'moved.tiktoken'}"
+    assert cli.run(["import", str(step), str(tmp_path / "from"), str(step / "job.toml"), moved]) == 0
+
+
+# ---- a family without a Hugging Face form
+
+
+def test_a_family_without_a_hugging_face_form(tmp_path: Path, corpus: Path) -> None:
+    """It may start from its own runs; an export is refused before the run."""
+    own = ["--job.imports=['tests.parallel_residual']", "--model={name='parallel_residual', flavor='tiny'}"]
+    own.append("--training.steps=1")
+    train(make_job(tmp_path, corpus, *own, name="first"))
+    start = f"--checkpoint.initial_load_path={tmp_path / 'first'}"
+    assert train(make_job(tmp_path, corpus, *own, start, name="second")) == 0
+    with pytest.raises(ConfigError, match="parallel_residual has no Hugging Face form"):
+        train(make_job(tmp_path, corpus, *own, "--checkpoint.export_hf=true", name="third"))
+    assert not (tmp_path / "third").exists()
 
 
 # ---- memory
