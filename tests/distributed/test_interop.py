@@ -29,6 +29,7 @@ INTERLEAVED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {  # those whose ranks hold the most different parts
     "shard 4": (4, ["--training.local_batch_size=1"]),
     "tensor 2 x shard 2": (4, [TENSOR, SHARD]),
+    "tensor 2, qwen3": (2, [TENSOR, "--model.name=qwen3"]),
     "context 2": (2, [CONTEXT]),
     "pipeline 2 x tensor 2": (4, [PIPELINE, TENSOR, UNTIED]),
     "interleaved": (2, [PIPELINE, INTERLEAVED, UNTIED, "--model.overrides.n_layers=4"]),
@@ -51,7 +52,8 @@ def exported(run: Path, target: Path) -> dict[str, bytes]:
 def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_on, layout: str) -> None:
     world_size, overrides = LAYOUTS[layout]
     layers = 4 if "interleaved" in layout else 2
-    of = family(tie_word_embeddings=UNTIED not in overrides, n_layers=layers)
+    name = "qwen3" if "qwen3" in layout else "llama3"
+    of = family(name, tie_word_embeddings=UNTIED not in overrides, n_layers=layers)
     hugging_face(of).save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
     start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *STILL, *overrides]
     run_on(world_size, train_on_rank, tmp_path, corpus, start, "layout", world_size)
@@ -64,10 +66,12 @@ def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_o
     assert all(torch.equal(again[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("source", ["torchtitan", "meta", "titanlite"])
-@pytest.mark.parametrize("layout", ["shard 4", "tensor 2 x shard 2", "pipeline 2 x tensor 2"])
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [("torchtitan", "shard 4"), ("meta", "tensor 2 x shard 2"), ("titanlite", "pipeline 2 x tensor 2")],
+)
 def test_foreign_formats_come_into_a_layout(
-    tmp_path: Path, corpus: Path, run_on, layout: str, source: str
+    tmp_path: Path, corpus: Path, run_on, source: str, layout: str
 ) -> None:
     """With rows added to the vocabulary, which every rank has to leave as a new model's."""
     world_size, overrides = LAYOUTS[layout]

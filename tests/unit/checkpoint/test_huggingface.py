@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.jobs import make_job, metrics_of
-from tests.models import VARIANTS, family, hugging_face, random_net, row, tensors_in
+from tests.models import VARIANTS, family, hugging_face, keys_of, random_net, row, tensors_in
 from titanlite import cli
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.export import write_directory
@@ -23,14 +23,13 @@ from titanlite.checkpoint.weights import Exchange, check, load_weights
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import MicroBatches
 from titanlite.data.tokenizer import Bytes
-from titanlite.models.base import Decoder
-from titanlite.models.llama3 import Llama3
+from titanlite.models.base import Decoder, ModelFamily
 from titanlite.train import train
 
 transformers = pytest.importorskip("transformers")
 
 
-def imported(folder: Path, of: Llama3, dtype: torch.dtype = torch.float32) -> Decoder:
+def imported(folder: Path, of: ModelFamily, dtype: torch.dtype = torch.float32) -> Decoder:
     """Our model with the weights of a directory."""
     weights = open_hugging_face(folder, of)
     check(weights, of)
@@ -39,22 +38,16 @@ def imported(folder: Path, of: Llama3, dtype: torch.dtype = torch.float32) -> De
     return net
 
 
-def overrides_of(of: Llama3) -> list[str]:
-    def text(value: object) -> str:
-        return str(value).lower() if isinstance(value, bool) else str(value)
-
-    return [f"--model.overrides.{key}={text(value)}" for key, value in of.overrides.items()]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [("tied", torch.bfloat16), *((variant, torch.float32) for variant in VARIANTS)]
+)
 def test_round_trip_is_bit_equal(tmp_path: Path, corpus: Path, variant: str, dtype: torch.dtype) -> None:
     """From Hugging Face into a run, through its checkpoint, and back."""
     of = family(**VARIANTS[variant])
     hugging_face(of, dtype).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", "--optimizer.lr=1e-30"]  # moves nothing
-    train(make_job(tmp_path, corpus, *start, "--training.steps=1", *overrides_of(of)))
+    train(make_job(tmp_path, corpus, *start, "--training.steps=1", *keys_of(of)))
     name = str(dtype).removeprefix("torch.")
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "ours"), "--dtype", name]) == 0
     theirs, ours = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "ours")
@@ -100,8 +93,11 @@ def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, varian
     assert same[decided].float().mean() > 0.99
 
 
-def test_a_run_from_an_imported_model_has_transformers_loss(tmp_path: Path, corpus: Path) -> None:
-    of = family(tie_word_embeddings=False)
+@pytest.mark.parametrize("variant", ["scaled rope", "qwen3", "qwen3, tied"])
+def test_a_run_from_an_imported_model_has_transformers_loss(
+    tmp_path: Path, corpus: Path, variant: str
+) -> None:
+    of = family(**VARIANTS[variant])
     model = hugging_face(of)
     model.save_pretrained(tmp_path / "theirs")
     job = make_job(
@@ -109,7 +105,7 @@ def test_a_run_from_an_imported_model_has_transformers_loss(tmp_path: Path, corp
         corpus,
         f"--checkpoint.initial_load_path={tmp_path / 'theirs'}",
         "--training.steps=1",
-        *overrides_of(of),
+        *keys_of(of),
     )
     train(job)
     rows = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
@@ -118,7 +114,7 @@ def test_a_run_from_an_imported_model_has_transformers_loss(tmp_path: Path, corp
         logits = model(batch.inputs).logits
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
     assert metrics_of(job)[0]["train/loss"] == pytest.approx(wanted.item(), abs=1e-4)
-    fresh = make_job(tmp_path, corpus, "--training.steps=1", *overrides_of(of), name="fresh")
+    fresh = make_job(tmp_path, corpus, "--training.steps=1", *keys_of(of), name="fresh")
     train(fresh)
     assert metrics_of(fresh)[0]["train/loss"] != pytest.approx(wanted.item(), abs=1e-2)  # the control
 
@@ -126,7 +122,7 @@ def test_a_run_from_an_imported_model_has_transformers_loss(tmp_path: Path, corp
 def test_a_run_that_resumes_does_not_read_it_again(tmp_path: Path, corpus: Path, capsys) -> None:
     of = family()
     hugging_face(of).save_pretrained(tmp_path / "theirs")
-    start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *overrides_of(of)]
+    start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *keys_of(of)]
     train(make_job(tmp_path, corpus, *start, "--training.steps=2"))
     shutil.rmtree(tmp_path / "theirs")
     job = make_job(tmp_path, corpus, *start, "--training.steps=3")
@@ -288,9 +284,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     hugging_face(of).save_pretrained(tmp_path / "theirs")
     check(open_hugging_face(tmp_path / "theirs", of), of)  # the control
     damage(tmp_path / "theirs")
-    job = make_job(
-        tmp_path, corpus, f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *overrides_of(of)
-    )
+    job = make_job(tmp_path, corpus, f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *keys_of(of))
     with pytest.raises(ConfigError, match=message) as error:
         train(job)
     assert error.value.key == "checkpoint.initial_load_path"
