@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import commit, huggingface
 from titanlite.checkpoint.commit import CheckpointError, sync
 from titanlite.checkpoint.dcp import open_titanlite
 from titanlite.checkpoint.digest import gib, write_file
@@ -29,10 +29,11 @@ from titanlite.checkpoint.huggingface import INDEX, SINGLE
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.weights import Exchange, Stored, Weights, check, vocabulary_of
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import as_json
 from titanlite.log import logger
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default was 5 GB for long
 PIECE_BYTES = 32 << 20  # converted at a time
 
@@ -139,8 +140,8 @@ def _small_files(exchange: Exchange, outputs: Sequence[_Output], vocab_size: int
         "torch_dtype": str(most).removeprefix("torch."),
     }
     return {
-        "config.json": _json(config),
-        "generation_config.json": _json(ids),
+        "config.json": as_json(config),
+        "generation_config.json": as_json(ids),
         **exchange.codec.hugging_face_files(),
     }
 
@@ -165,7 +166,7 @@ def _write_shards(
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
         _write_shard(folder / file, shard, given_up)
         placed |= {output.name: file for output in shard}
-    write_file(folder / INDEX, _json({"metadata": {"total_size": size}, "weight_map": placed}))
+    write_file(folder / INDEX, as_json({"metadata": {"total_size": size}, "weight_map": placed}))
     return None
 
 
@@ -195,10 +196,6 @@ def _write_shard(file: Path, shard: Sequence[_Output], given_up: threading.Event
                     f.write(piece.to(output.dtype).flatten().view(torch.uint8).numpy().data)
         f.flush()
         os.fsync(f.fileno())
-
-
-def _json(tree: object) -> bytes:
-    return (json.dumps(tree, indent=2) + "\n").encode()
 
 
 class Exporter:

@@ -91,7 +91,7 @@ def _ours(tensors: Mapping[str, Stored], family: ModelFamily, path: Path) -> dic
     """Under our names, q and k in our order. A name that is not Meta's stays, to be told as unexpected."""
     if family.hf_model_type != "llama":
         raise ConfigError(
-            f"{path} has the names of Meta's models, of which Llama alone is read; the job's model is a "
+            f"{path} is torchtitan's or Meta's, of which Llama alone is read; the job's model is a "
             f"{family.name}"
         )
     found = {}

@@ -122,8 +122,9 @@ def check_tokenizer(weights: Weights, codec: TextCodec, way_out: str) -> None:
         raise ConfigError(f"{weights.path} was trained with another tokenizer than this one; {way_out}")
 
 
-def misfits(weights: Weights, net: Decoder) -> list[str]:
-    """What keeps `weights` from being all of those of `net`, which is whole."""
+def misfits(weights: Weights, net: Decoder, all_rows: bool = False) -> list[str]:
+    """What keeps `weights` from being all of those of `net`, which is whole; they may have fewer rows of the
+    vocabulary, unless it is to be `all_rows`."""
     wanted = {name: tuple(p.shape) for name, p in net.named_parameters()}
     vocabulary = vocabulary_of(net)
     missing = [name for name in wanted if name not in weights.tensors]
@@ -138,7 +139,7 @@ def misfits(weights: Weights, net: Decoder) -> list[str]:
                 found.append(f"{where} differs from the embedding, to which the job's model ties its head")
             continue
         expected = wanted[name]
-        fewer = name in vocabulary and stored.shape[:1] < expected[:1]
+        fewer = not all_rows and name in vocabulary and stored.shape[:1] < expected[:1]
         if stored.shape[1:] != expected[1:] or not (fewer or stored.shape == expected):
             found.append(f"{where} has shape {stored.shape}, the model's has {expected}")
         elif stored.dtype not in FLOATS:

@@ -40,8 +40,7 @@ FIXED: dict[str, Any] = {  # what these decoders are; transformers has the same 
 def to_hf(c: RotaryConfig, rope: dict[str, Any]) -> dict[str, Any]:
     """The keys that describe `c`. `rope`: its type and the parameters of that, {} without scaling."""
     return {
-        "hidden_act": "silu",
-        "attention_bias": False,
+        **{key: FIXED[key] for key in ("hidden_act", "attention_bias")},
         **{theirs: getattr(c, ours) for theirs, ours in FIELDS.items()},
         "rope_theta": c.rope_theta,
         # transformers 5 reads the first of these, older releases the second

@@ -121,12 +121,15 @@ def test_a_run_exports_at_its_end_and_in_between(tmp_path: Path, corpus: Path) -
     assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-4", "step-7", "step-8"]
 
 
-def test_a_runs_exports_are_not_taken_for_its_checkpoints(tmp_path: Path, corpus: Path) -> None:
+def test_a_runs_exports_are_not_taken_for_its_checkpoints(tmp_path: Path, corpus: Path, capsys) -> None:
     job = make_job(
         tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.folder=saves", "--training.steps=1"
     )
     train(job)
     assert cli.run(["export", str(job.folder), str(tmp_path / "it")]) == 0
+    for place in ("hf", "hf/step-1"):
+        complaint("export", job.folder / place, tmp_path / "no")
+        assert f"{job.folder / 'hf/step-1'} is no checkpoint but an export" in capsys.readouterr().err
     again = make_job(
         tmp_path, corpus, f"--checkpoint.initial_load_path={job.folder / 'hf/step-1'}", name="again"
     )
