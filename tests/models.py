@@ -3,13 +3,15 @@ them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titanlite.models.base import Decoder
+from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.llama3 import Llama3
+from titanlite.models.qwen3 import Qwen3
 
 SHAPE = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 64,
@@ -18,19 +20,26 @@ SHAPE = {
 SCALED = {"rope_factor": 8.0, "rope_original_max_position": 64, "rope_theta": 1e4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
-    "untied": {"tie_word_embeddings": False},
-    "one key per query": {"n_kv_heads": 4, "tie_word_embeddings": False},
     "scaled rope": {**SCALED, "tie_word_embeddings": False},
-    "head dim apart": {"head_dim": 16, "tie_word_embeddings": True},
+    "one key per query, head dim apart": {"n_kv_heads": 4, "head_dim": 16, "tie_word_embeddings": False},
+    "qwen3": {"name": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
+    "qwen3, tied": {"name": "qwen3", "tie_word_embeddings": True},
 }
 
 
-def family(**overrides: Any) -> Llama3:
+def family(name: str = "llama3", **overrides: Any) -> ModelFamily:
     """The family of a tiny model of 258 ids, which raw bytes have."""
-    return Llama3(flavor="debug", overrides={**SHAPE, **overrides})
+    of = {"llama3": Llama3, "qwen3": Qwen3}[name]
+    return of(flavor="debug", overrides={**SHAPE, **overrides})
 
 
-def random_net(of: Llama3, seed: int = 0) -> Decoder:
+def keys_of(of: ModelFamily) -> list[str]:
+    """The command line that chooses it."""
+    overrides = [f"--model.overrides.{key}={json.dumps(value)}" for key, value in of.overrides.items()]
+    return [f"--model.name={of.name}", *overrides]
+
+
+def random_net(of: ModelFamily, seed: int = 0) -> Decoder:
     """Its model, with weights large enough that a mistake is seen."""
     net = of.build()
     generator = torch.Generator().manual_seed(seed)
@@ -40,11 +49,11 @@ def random_net(of: Llama3, seed: int = 0) -> Decoder:
     return net
 
 
-def hugging_face(of: Llama3, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def hugging_face(of: ModelFamily, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """transformers' own model with those weights."""
     import transformers
 
-    config = transformers.LlamaConfig.from_dict(of.hf_config())
+    config = transformers.AutoConfig.for_model(**of.hf_config())
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
     model.load_state_dict(random_net(of, seed).state_dict(), strict=False)
     return model.eval().to(dtype)

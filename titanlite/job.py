@@ -241,6 +241,18 @@ def load_job(path: str | Path | None, overrides: Sequence[str] = (), world_size:
     return job
 
 
+def load_recorded_job(checkpoint: Path, allow_imports: bool) -> Job:
+    """The job of a checkpoint, which has been verified. Raises ConfigError if that would run code that has
+    not been allowed."""
+    imports = toml.read(checkpoint / "job.toml", [])[0].get("job", {}).get("imports", [])
+    if imports and not allow_imports:
+        raise ConfigError(
+            f"{checkpoint}/job.toml imports {', '.join(imports)}, which would run that code; if you trust "
+            "it, add --allow-imports"
+        )
+    return load_job(checkpoint / "job.toml", world_size=None)
+
+
 def import_components(modules: Any, key: str, locator: toml.Locator) -> None:
     """Import the modules a configuration lists under `key`, before it is read: they register components."""
     modules = toml.listed(toml.plain(modules))

@@ -309,7 +309,7 @@ def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: Signals
     """Say what came of the run and where it is; a run that was finished already is evaluated again. Returns
     the exit code."""
     job = run.job
-    run.checkpoints.close()
+    run.checkpoints.close(is_over=run.state.step >= job.training.steps)
     requests.done()
     if run.state.step < job.training.steps:
         if not job.checkpoint.enable:

@@ -7,17 +7,33 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.distributed.test_resume import LAYOUTS, PIPELINE, TENSOR, UNTIED, train_on_rank
+from tests.distributed.test_resume import CONTEXT, PIPELINE, TENSOR, train_on_rank
 from tests.jobs import make_job
 from tests.models import family, hugging_face, tensors_in
 from tests.unit.checkpoint.test_foreign import random_tensors, write_meta, write_torchtitan
 from titanlite import cli
+from titanlite.checkpoint import initial
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.weights import Weights
 from titanlite.config.component import ConfigError
+from titanlite.models.base import ModelFamily
 from titanlite.train import train
 
 pytest.importorskip("transformers")
 
+UNTIED = "--model.overrides.tie_word_embeddings=false"
+SHARD = "--parallelism.data_parallel_shard_degree=2"
+INTERLEAVED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
+LAYOUTS: dict[str, tuple[int, list[str]]] = {  # those whose ranks hold the most different parts
+    "shard 4": (4, ["--training.local_batch_size=1"]),
+    "tensor 2 x shard 2": (4, [TENSOR, SHARD]),
+    "tensor 2, qwen3": (2, [TENSOR, "--model.name=qwen3"]),
+    "context 2": (2, [CONTEXT]),
+    "pipeline 2 x tensor 2": (4, [PIPELINE, TENSOR, UNTIED]),
+    "interleaved": (2, [PIPELINE, INTERLEAVED, UNTIED, "--model.overrides.n_layers=4"]),
+}
 STILL = ["--optimizer.lr=1e-30", "--training.steps=1"]  # a step that moves no weight
 ODD = "--model.overrides.vocab_size=298"  # 40 rows that no source here has; not a multiple of 4
 
@@ -32,10 +48,12 @@ def exported(run: Path, target: Path) -> dict[str, bytes]:
     return content(target)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "recompute" not in name])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_on, layout: str) -> None:
     world_size, overrides = LAYOUTS[layout]
-    of = family(tie_word_embeddings=UNTIED not in overrides)
+    layers = 4 if "interleaved" in layout else 2
+    name = "qwen3" if "qwen3" in layout else "llama3"
+    of = family(name, tie_word_embeddings=UNTIED not in overrides, n_layers=layers)
     hugging_face(of).save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
     start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *STILL, *overrides]
     run_on(world_size, train_on_rank, tmp_path, corpus, start, "layout", world_size)
@@ -48,10 +66,12 @@ def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_o
     assert all(torch.equal(again[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("source", ["torchtitan", "meta", "titanlite"])
-@pytest.mark.parametrize("layout", ["fsdp4", "tensor2 fsdp2", "pipeline2 tensor2"])
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [("torchtitan", "shard 4"), ("meta", "tensor 2 x shard 2"), ("titanlite", "pipeline 2 x tensor 2")],
+)
 def test_foreign_formats_come_into_a_layout(
-    tmp_path: Path, corpus: Path, run_on, layout: str, source: str
+    tmp_path: Path, corpus: Path, run_on, source: str, layout: str
 ) -> None:
     """With rows added to the vocabulary, which every rank has to leave as a new model's."""
     world_size, overrides = LAYOUTS[layout]
@@ -86,9 +106,43 @@ def test_all_ranks_refuse_what_does_not_fit(tmp_path: Path, corpus: Path, run_on
     hugging_face(of).save_pretrained(tmp_path / "theirs")
     start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", UNTIED, *layout]
     said = run_on(2, refused_on_rank, tmp_path, corpus, start, 2)
-    assert "num_hidden_layers is 3, the job's 2" in said[0]
+    assert "n_layers is 3, the job's 2" in said[0]
     assert said[0] == said[1]
     assert not (tmp_path / "refused").exists()
+
+
+def load_on_rank(run: Path, fails: bool) -> tuple[str, torch.Tensor]:
+    """Initial weights from `run`, of which rank 1 alone would find a step that has just been saved, or would
+    fail in a way that nobody has thought of."""
+    rank, open_weights, net = dist.get_rank(), initial.open_weights, family().build()
+
+    def later(path: Path, of: ModelFamily) -> Weights:
+        return open_weights(run.with_name("later") / "step-2" if rank and path == run else path, of)
+
+    def broken(*_: object) -> None:
+        raise KeyError("unforeseen")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initial, "open_weights", later)
+        if fails and rank:
+            patch.setattr(initial, "load_weights", broken)
+        try:
+            initial.load_initial(run, family(), net, Ranks(run))
+        except RuntimeError as e:
+            return str(e), torch.empty(0)
+    return "", net.get_parameter("model.norm.weight").detach()
+
+
+def test_all_ranks_read_one_step_and_hear_of_any_error(tmp_path: Path, corpus: Path, run_on) -> None:
+    train(make_job(tmp_path, corpus, "--training.steps=2", "--checkpoint.interval=1"))
+    run = tmp_path / "run"
+    (tmp_path / "later").mkdir()
+    (run / "checkpoint/step-2").rename(tmp_path / "later/step-2")
+    (said, ours), (_, theirs) = run_on(2, load_on_rank, run, False)
+    assert said == ""
+    assert torch.equal(ours, theirs)
+    for said, _ in run_on(2, load_on_rank, run, True):
+        assert "KeyError: 'unforeseen' (rank 1)" in said
 
 
 def test_a_run_on_ranks_exports_by_itself(tmp_path: Path, corpus: Path, run_on) -> None:

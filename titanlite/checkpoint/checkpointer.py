@@ -42,6 +42,7 @@ from titanlite.config.component import ConfigError
 from titanlite.log import logger
 
 MAX_FAILURES = 3  # saves in a row
+EXPORT_WAIT_S = 60.0  # far below the timeout of the ranks that wait for the one that exports
 
 
 class Checkpointer:
@@ -68,7 +69,7 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._failures = 0
         self._error: BaseException | None = None  # of the last save
-        self._last_step: int | None = None
+        self._saved: int | None = None  # the last step that was
         self._exchange = exchange
         self._host = HostBuffers()
         self._exporter: Exporter | None = None
@@ -108,7 +109,6 @@ class Checkpointer:
 
     def due(self, step: int, last_step: int, asked: bool = False) -> bool:
         """Whether the step that was just taken is to be saved."""
-        self._last_step = last_step
         return self.config.enable and (asked or step % self.config.interval == 0 or step == last_step)
 
     def warm_up(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -175,9 +175,9 @@ class Checkpointer:
             ) from self._error
         logger.error(f"{self._error} (failure {self._failures} of {MAX_FAILURES} in a row)")
 
-    def close(self) -> None:
-        """Wait for the last save, and the exports; raises CheckpointError if the last one of either failed.
-        Frees the folder."""
+    def close(self, is_over: bool = True) -> None:
+        """Wait for the last save, and for the export of the last step if the run `is_over`: one that was
+        stopped gives its exports up. Raises CheckpointError if either failed. Frees the folder."""
         pending, self._pending = self._pending, None
         try:
             error = pending.exception() if pending is not None else self._error
@@ -185,8 +185,9 @@ class Checkpointer:
                 raise CheckpointError(f"{error}; that was the last one{self._last_good()}") from error
             if error is not None:
                 raise error
-            if self.config.export_hf and self._exchange is not None:
-                self._ranks.agree(self._finish_exports)
+            if is_over and self.config.export_hf and self._exchange is not None:
+                while not self._ranks.agree(self._exports_done):
+                    pass
         finally:
             self._release()
 
@@ -232,14 +233,18 @@ class Checkpointer:
             self._ranks.agree(lambda: commit.discard(partial))
             raise
         if self._ranks.rank == 0:
+            self._saved = step
             if self._exporter is not None:
-                self._exporter.committed(step, path, is_last=step == self._last_step)
+                self._exporter.committed(step, path)
             self._retain()
 
-    def _finish_exports(self) -> None:
+    def _exports_done(self) -> bool:
+        """On rank 0: have the last step exported; whether it is, after waiting a while."""
         assert self._exporter is not None
         try:
-            self._exporter.result()
+            for step, path in commit.committed(self.folder)[-1:]:
+                self._exporter.last(step, path, is_new=step == self._saved)
+            return self._exporter.finished(EXPORT_WAIT_S)
         finally:
             self._retain()  # what was kept for them
 
@@ -320,9 +325,9 @@ class Checkpointer:
         and that an export will be possible."""
         initial, exchange = self.config.initial_load_path, self._exchange
         if initial and exchange is not None and not commit.committed(self.folder):
-            check_initial(Path(initial), exchange.family)
+            check_initial(Path(initial), exchange)
         if self.config.export_hf and exchange is not None:
-            exchange.codec.hugging_face_files()
+            exchange.family.hf_config(), exchange.codec.hugging_face_files()
 
     def _take_lock(self, dump_folder: Path) -> None:
         try:
@@ -370,8 +375,9 @@ class Checkpointer:
     def _leave_branch(self, step: int) -> None:
         """Having gone back to load_step: what was saved after it is no longer this run's."""
         if step == self.config.load_step:
-            for path in commit.abandon(self.folder, after=step):
-                logger.warning(f"saved after step {step}, and moved aside: {path}")
+            for folder in (self._recipe_file.parent / EXPORTS, self.folder):
+                for path in commit.abandon(folder, after=step):
+                    logger.warning(f"saved after step {step}, and moved aside: {path}")
 
     def _branch(self) -> int | None:
         """The load_step that this start, or the starts before with the same one, went back to."""

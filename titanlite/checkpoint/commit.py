@@ -206,9 +206,10 @@ def retain(folder: Path, keep_latest: int, every: int = 0, keep: Collection[int]
         raise errors[0]
 
 
-def clean(folder: Path) -> None:
-    """Remove what a killed run left half-written or half-deleted. Only while no other run uses the folder."""
-    for path in [*folder.glob(".partial-*"), *folder.glob(".trash-*"), *folder.glob(".probe-*")]:
+def clean(folder: Path, names: str = "*") -> None:
+    """Remove what a killed run left half-written or half-deleted of such `names`. Only while no other run
+    uses the folder."""
+    for path in [p for kind in ("partial", "trash", "probe") for p in folder.glob(f".{kind}-{names}")]:
         shutil.rmtree(path, ignore_errors=True)
 
 

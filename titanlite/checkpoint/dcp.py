@@ -37,11 +37,10 @@ def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
     names = {
         name.removeprefix(MODEL): name for name in metadata.state_dict_metadata if name.startswith(MODEL)
     }
-    config: Mapping[str, Any] = {}
-    if family is not None:
-        train = json.loads((path / "train.json").read_text(encoding="utf-8"))
-        config = _recorded_config(train["recipe"]["model"], family, path)
-    return Weights(path, "titanlite", stored_tensors(path, metadata, names), config)
+    recipe = json.loads((path / "train.json").read_text(encoding="utf-8"))["recipe"]
+    numbers = _recorded(recipe["model"], family, path) if family is not None else {}
+    tokenizer = recipe.get("data", {}).get("tokenizer", "")
+    return Weights(path, "titanlite", stored_tensors(path, metadata, names), numbers, tokenizer)
 
 
 def stored_tensors(path: Path, metadata: Metadata, names: Mapping[str, str]) -> dict[str, Stored]:
@@ -83,13 +82,13 @@ def _load(file: Path, name: str, offset: int, length: int, region: Region) -> to
         raise CheckpointError(f"{file}: {name} cannot be read: {type(e).__name__}: {what}") from None
 
 
-def _recorded_config(model: Mapping[str, Any], family: ModelFamily, path: Path) -> dict[str, Any]:
-    """The config.json of the model that a recipe records, if it is of the same family."""
+def _recorded(model: Mapping[str, Any], family: ModelFamily, path: Path) -> dict[str, Any]:
+    """The numbers of the model that a recipe records, if it is of the same family."""
     if model["name"] != family.name:
         raise ConfigError(f"{path} is of a {model['name']}, the job's model is a {family.name}")
     fields = {f.name for f in dataclasses.fields(family.config)}
     known = {key: value for key, value in model.items() if key in fields}
-    return dataclasses.replace(family, overrides=known).hf_config()
+    return dataclasses.replace(family, overrides=known).config.numbers()
 
 
 def check_whole(path: Path) -> None:

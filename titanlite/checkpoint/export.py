@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import commit, huggingface
 from titanlite.checkpoint.commit import CheckpointError, sync
 from titanlite.checkpoint.dcp import open_titanlite
 from titanlite.checkpoint.digest import gib, write_file
@@ -28,10 +29,11 @@ from titanlite.checkpoint.huggingface import INDEX, SINGLE
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.weights import Exchange, Stored, Weights, check, vocabulary_of
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import as_json
 from titanlite.log import logger
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
 MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default was 5 GB for long
 PIECE_BYTES = 32 << 20  # converted at a time
 
@@ -56,16 +58,19 @@ def write_directory(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     keep_padding: bool = False,
+    replace: bool = False,
+    given_up: threading.Event | None = None,
 ) -> int:
     """Write `weights` of the exchange's model to the new directory `target`; returns the bytes of its
     tensors.
 
     `dtype`: None for the one each tensor has. Rows of the vocabulary that the tokenizer has no ids for are
-    left out, unless `keep_padding`. Raises ConfigError if the weights are of another model or `target` is
-    there, CheckpointError if it cannot be written; then nothing is left.
+    left out, unless `keep_padding`. `replace`: a target that is there, when the new one is whole. `given_up`:
+    stop when it is set. Raises ConfigError if the weights are of another model or `target` is there,
+    CheckpointError if it cannot be written; then nothing is left.
     """
     check(weights, exchange.family)
-    if target.exists() or target.is_symlink():
+    if not replace and (target.exists() or target.is_symlink()):
         raise ConfigError(f"{target} exists; choose another directory, or delete it")
     outputs, vocab_size = _outputs(weights, exchange, dtype, keep_padding)
     size = sum(output.size for output in outputs)
@@ -75,10 +80,9 @@ def write_directory(
         commit.check_space(target.parent, size, "the export")
         for name, content in _small_files(exchange, outputs, vocab_size).items():
             write_file(partial / name, content)
-        _write_shards(partial, _in_shards(outputs, max_shard_bytes), size)
+        _write_shards(partial, _in_shards(outputs, max_shard_bytes), size, given_up or threading.Event())
         sync(partial)
-        os.rename(partial, target)
-        sync(target.parent)
+        _put(partial, target, replace)
     except OSError as e:
         commit.discard(partial)
         raise CheckpointError(f"{target} could not be written: {type(e).__name__}: {e}") from e
@@ -86,6 +90,21 @@ def write_directory(
         commit.discard(partial)
         raise
     return size
+
+
+def _put(partial: Path, target: Path, replace: bool) -> None:
+    """Give it its name; what had that before is deleted afterwards."""
+    old = target.with_name(f".trash-{target.name}-{uuid.uuid4().hex[:8]}")
+    if replace and target.exists():
+        os.rename(target, old)
+    try:
+        os.rename(partial, target)
+    except OSError:
+        if old.exists():
+            os.rename(old, target)
+        raise
+    sync(target.parent)
+    commit.discard(old)
 
 
 def _outputs(
@@ -121,8 +140,8 @@ def _small_files(exchange: Exchange, outputs: Sequence[_Output], vocab_size: int
         "torch_dtype": str(most).removeprefix("torch."),
     }
     return {
-        "config.json": _json(config),
-        "generation_config.json": _json(ids),
+        "config.json": as_json(config),
+        "generation_config.json": as_json(ids),
         **exchange.codec.hugging_face_files(),
     }
 
@@ -137,19 +156,21 @@ def _in_shards(outputs: Sequence[_Output], max_bytes: int) -> list[list[_Output]
     return shards
 
 
-def _write_shards(folder: Path, shards: Sequence[Sequence[_Output]], size: int) -> None:
+def _write_shards(
+    folder: Path, shards: Sequence[Sequence[_Output]], size: int, given_up: threading.Event
+) -> None:
     if len(shards) == 1:
-        return _write_shard(folder / SINGLE, shards[0])
+        return _write_shard(folder / SINGLE, shards[0], given_up)
     placed: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        _write_shard(folder / file, shard)
+        _write_shard(folder / file, shard, given_up)
         placed |= {output.name: file for output in shard}
-    write_file(folder / INDEX, _json({"metadata": {"total_size": size}, "weight_map": placed}))
+    write_file(folder / INDEX, as_json({"metadata": {"total_size": size}, "weight_map": placed}))
     return None
 
 
-def _write_shard(file: Path, shard: Sequence[_Output]) -> None:
+def _write_shard(file: Path, shard: Sequence[_Output], given_up: threading.Event) -> None:
     """A safetensors file: the header's length, the header, the tensors' bytes
     (https://huggingface.co/docs/safetensors)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -167,6 +188,8 @@ def _write_shard(file: Path, shard: Sequence[_Output]) -> None:
         f.write(len(text).to_bytes(8, "little") + text)
         for output in shard:
             for region in output.stored.bands(output.shape[0]):
+                if given_up.is_set():
+                    raise CheckpointError("it is given up")
                 band = output.stored.read(region)
                 rows = max(PIECE_BYTES // max(band[:1].numel() * output.dtype.itemsize, 1), 1)
                 for piece in band.split(rows):
@@ -175,52 +198,80 @@ def _write_shard(file: Path, shard: Sequence[_Output]) -> None:
         os.fsync(f.fileno())
 
 
-def _json(tree: object) -> bytes:
-    return (json.dumps(tree, indent=2) + "\n").encode()
-
-
 class Exporter:
     """A run's exports, made from its committed checkpoints beside the training, on one rank, one at a time:
-    `<folder>/step-N`. What fails is an error in the log; result() tells of the last one."""
+    `<folder>/step-N`. No more than one waits: the next takes its place. What fails is an error in the log;
+    finished() tells of the last one."""
 
     def __init__(self, config: Checkpoint, folder: Path, exchange: Exchange):
         self._config, self._folder, self._exchange = config, folder, exchange
         self._thread = ThreadPoolExecutor(1, "export")
-        self._last: Future[None] | None = None
-        self.steps: set[int] = set()  # whose checkpoints are still read
+        self._begun: dict[int, Future[None]] = {}
+        self._given_up = threading.Event()
 
-    def committed(self, step: int, checkpoint: Path, is_last: bool) -> None:
+    @property
+    def steps(self) -> list[int]:
+        """Whose checkpoints are still to be read."""
+        return [step for step, export in self._begun.items() if not export.done()]
+
+    def committed(self, step: int, checkpoint: Path) -> None:
         """Export a checkpoint that has just been committed, if it is due."""
         every = self._config.export_hf_interval
-        if is_last or (every > 0 and step % every == 0):
-            self.steps.add(step)
-            self._last = self._thread.submit(self._export, step, checkpoint)
+        if every > 0 and step % every == 0:
+            self._begin(step, checkpoint)
 
-    def result(self) -> None:
-        """Wait for all exports; raises CheckpointError if the last one failed."""
-        if self._last is not None:
-            self._last.result()
+    def last(self, step: int, checkpoint: Path, is_new: bool) -> None:
+        """Export the run's last step, which is new, or was found, and may have been exported before."""
+        if step not in self._begun and (is_new or not (self._folder / checkpoint.name).exists()):
+            self._begin(step, checkpoint)
+
+    def finished(self, timeout_s: float) -> bool:
+        """Whether the newest export is there, after waiting so long; raises CheckpointError if it failed."""
+        if not self._begun:
+            return True
+        newest = self._begun[max(self._begun)]
+        wait([newest], timeout_s)
+        if newest.done():
+            newest.result()
+        return newest.done()
 
     def close(self) -> None:
-        """Begin no more exports."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Give up what is not done yet; nothing half-written stays."""
+        self._given_up.set()
+        for step in self.steps:
+            logger.warning(f"the export of step {step} is given up; `titanlite export` makes it")
+        self._thread.shutdown(cancel_futures=True)
+
+    def _begin(self, step: int, checkpoint: Path) -> None:
+        for before, export in self._begun.items():
+            if not export.done() and export.cancel():
+                logger.warning(
+                    f"step {before} is not exported: step {step} is due, and the export before both not done"
+                )
+        self._begun[step] = self._thread.submit(self._export, step, checkpoint)
 
     def _export(self, step: int, checkpoint: Path) -> None:
         target = self._folder / checkpoint.name
         try:
-            commit.clean(self._folder)  # what a killed run left
-            if target.exists():  # of a run that went back to before this step
-                os.rename(target, self._folder / f".trash-{target.name}-{uuid.uuid4().hex[:8]}")
-                commit.clean(self._folder)
+            commit.clean(self._folder, "step-*")  # what a killed run left
+            if target.exists():
+                logger.info(f"{target} is of the step as it was saved before, and will be replaced")
             weights = open_titanlite(checkpoint, self._exchange.family)
-            size = write_directory(weights, target, self._exchange, DTYPES[self._config.export_dtype])
+            size = write_directory(
+                weights,
+                target,
+                self._exchange,
+                DTYPES[self._config.export_dtype],
+                replace=True,
+                given_up=self._given_up,
+            )
             logger.info(f"exported {target} ({gib(size)})")
         except Exception as e:  # the checkpoint is there, whatever happened
+            if self._given_up.is_set():  # close() has said so
+                return
             problem = CheckpointError(
                 f"step {step} could not be exported: {e}; the checkpoint is whole: `titanlite export "
                 f"{checkpoint} DIR` tries again"
             )
             logger.error(str(problem))
             raise problem from e
-        finally:
-            self.steps.discard(step)

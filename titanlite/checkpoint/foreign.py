@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +22,7 @@ from titanlite.checkpoint.dcp import stored_tensors
 from titanlite.checkpoint.reader import read_metadata
 from titanlite.checkpoint.weights import Chunk, Region, Stored, Weights
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import read_object
 from titanlite.models.base import ModelFamily
 
 ENDS = {
@@ -84,13 +84,16 @@ def open_meta(path: Path, family: ModelFamily) -> Weights:
         if odd := part.keys() ^ parts[0].keys():
             raise ConfigError(f"{file} and {files[0].name} do not both have {min(odd)}")
     tensors = {name: _joined(name, parts, files) for name in parts[0]}
-    return Weights(path, "Meta", _ours(tensors, family, path), _params(path))
+    return Weights(path, "Meta", _ours(tensors, family, path), _params(path, family))
 
 
 def _ours(tensors: Mapping[str, Stored], family: ModelFamily, path: Path) -> dict[str, Stored]:
     """Under our names, q and k in our order. A name that is not Meta's stays, to be told as unexpected."""
-    if (kind := family.hf_config()["model_type"]) != "llama":
-        raise ConfigError(f"{path} has the names of a Llama of Meta's; the job's model is a {kind}")
+    if family.hf_model_type != "llama":
+        raise ConfigError(
+            f"{path} is torchtitan's or Meta's, of which Llama alone is read; the job's model is a "
+            f"{family.name}"
+        )
     found = {}
     for name, stored in tensors.items():
         block = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
@@ -157,24 +160,14 @@ def _joined(name: str, parts: list[dict[str, torch.Tensor]], files: list[Path]) 
     return Stored(whole, pieces[0].dtype, files[0], chunks)
 
 
-PARAMS = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-}
-
-
-def _params(path: Path) -> dict[str, Any]:
-    """What params.json says, in config.json's terms."""
-    try:
-        params = json.loads((path / "params.json").read_text(encoding="utf-8"))
-        config = {PARAMS[key]: value for key, value in params.items() if key in PARAMS}
-        scaled = params.get("use_scaled_rope", False)
-    except FileNotFoundError:
+def _params(path: Path, family: ModelFamily) -> dict[str, Any]:
+    """What params.json says, by the names of the family's config."""
+    if not (path / "params.json").exists():
         return {}
-    except (OSError, ValueError, AttributeError) as e:
-        raise ConfigError(f"{path / 'params.json'} cannot be read: {e}") from None
-    return {**config, "rope_parameters": {"rope_type": "llama3" if scaled else "default"}}
+    params = read_object(path / "params.json")
+    fields = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")  # named as here
+    named: dict[str, Any] = {key: params[key] for key in fields if key in params}
+    if not params.get("use_scaled_rope", False):
+        return {**named, "rope_factor": 1.0}
+    # By how much is in Meta's code: 8 for Llama 3.1, 32 for 3.2.
+    return named if family.config.rope_factor != 1.0 else {**named, "rope_factor": 8.0}

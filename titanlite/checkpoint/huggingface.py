@@ -7,7 +7,6 @@ is in them: a truncated file is found when it is opened.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from titanlite.checkpoint.weights import Chunk, Region, Stored, Weights
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import read_object
+from titanlite.models.base import ModelFamily
+from titanlite.models.hf_config import read_family
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -25,26 +27,15 @@ DTYPES = {
     "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
 }  # fmt: skip
 
-# What transformers takes a key to be that a config.json does not have (LlamaConfig; others write them out).
-ABSENT = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-
 
 def is_hugging_face(path: Path) -> bool:
     """Whether there are safetensors in the directory."""
     return (path / INDEX).exists() or any(path.glob("*.safetensors"))
 
 
-def open_hugging_face(path: Path) -> Weights:
-    """The tensors of a directory. Raises ConfigError, naming the file, for one that is missing or not whole,
-    or not what the index says."""
+def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
+    """The tensors of a directory. `family`: the model that they are for, which reads config.json. Raises
+    ConfigError, naming the file, for one that is missing or not whole, or not what the index says."""
     tensors: dict[str, Stored] = {}
     placed = _index(path)
     for file in sorted({*placed.values()}) if placed else [_single(path)]:
@@ -57,14 +48,14 @@ def open_hugging_face(path: Path) -> Weights:
     if placed:
         name, file = next(iter(placed.items()))
         raise ConfigError(f"{name} is not in {path / file}, where {INDEX} has it")
-    return Weights(path, "Hugging Face", tensors, _config(path))
+    return Weights(path, "Hugging Face", tensors, _numbers(path, family))
 
 
 def _index(path: Path) -> dict[str, str]:
     """Tensor to file, if there is an index that counts: transformers, too, takes the single file first."""
     if (path / SINGLE).exists() or not (path / INDEX).exists():
         return {}
-    tree = _read_json(path / INDEX)
+    tree = read_object(path / INDEX)
     placed = tree.get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise ConfigError(f"{path / INDEX} has no weight_map")
@@ -89,36 +80,21 @@ def _tensors(file: Path) -> Iterator[tuple[str, Stored]]:
             shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
             if dtype not in DTYPES:
                 raise ConfigError(f"{file}: {name} is {dtype}, which is not read")
-            load = functools.partial(_load, piece)
+            load = functools.partial(_load, file, name, piece)
             yield name, Stored(shape, DTYPES[dtype], file, [Chunk((0,) * len(shape), shape, load)])
     except (SafetensorError, OSError) as e:
         raise ConfigError(f"{file} is no whole safetensors file: {e}") from None
 
 
-def _load(piece: Any, region: Region) -> torch.Tensor:
-    return piece[region] if region else piece[...]
-
-
-def _config(path: Path) -> dict[str, Any]:
-    """config.json with what it leaves out; empty if there is none: torchtitan writes none."""
-    if not (path / "config.json").exists():
-        return {}
-    config = {key: v for key, v in _read_json(path / "config.json").items() if v is not None}
-    heads = config.get("num_attention_heads", 0)
-    implied = {"num_key_value_heads": heads}
-    if heads and "hidden_size" in config:
-        implied["head_dim"] = config["hidden_size"] // heads
-    absent = dict(ABSENT)
-    if "rope_parameters" in config:
-        absent = {key: value for key, value in absent.items() if not key.startswith("rope")}
-    return {**absent, **implied, **config}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
+def _load(file: Path, name: str, piece: Any, region: Region) -> torch.Tensor:
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{file} cannot be read: {e}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file} is no JSON object")
-    return tree
+        return piece[region] if region else piece[...]
+    except SafetensorError as e:
+        raise ConfigError(f"{file}: {name} cannot be read: {e}") from None
+
+
+def _numbers(path: Path, family: ModelFamily | None) -> dict[str, Any]:
+    """What config.json says; empty if there is none (torchtitan writes none) or the family reads none."""
+    if family is None or not family.hf_model_type or not (path / "config.json").exists():
+        return {}
+    return read_family(path, family).config.numbers()

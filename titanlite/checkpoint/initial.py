@@ -17,12 +17,20 @@ from titanlite.checkpoint.foreign import is_foreign_dcp, is_meta, open_meta, ope
 from titanlite.checkpoint.huggingface import is_hugging_face, open_hugging_face
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.resume import Candidate, Verification
-from titanlite.checkpoint.weights import Weights, check, load_weights, vocabulary_of
+from titanlite.checkpoint.weights import (
+    Exchange,
+    Weights,
+    check,
+    check_tokenizer,
+    load_weights,
+    vocabulary_of,
+)
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
 from titanlite.models.base import ModelFamily
 
 KEY = "checkpoint.initial_load_path"
+TO_CHANGE_IT = "to change it on purpose, take `titanlite export`'s directory, which has no record of it"
 
 
 def open_weights(path: Path, family: ModelFamily) -> Weights:
@@ -31,7 +39,7 @@ def open_weights(path: Path, family: ModelFamily) -> Weights:
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
     if is_hugging_face(path):
-        return open_hugging_face(path)
+        return open_hugging_face(path, family)
     if is_meta(path):
         return open_meta(path, family)
     if is_foreign_dcp(path):
@@ -43,11 +51,14 @@ def open_weights(path: Path, family: ModelFamily) -> Weights:
     return open_titanlite(path, family)
 
 
-def check_initial(path: Path, family: ModelFamily) -> None:
-    """Raises ConfigError unless there are weights for the family's model at `path`. On one rank."""
+def check_initial(path: Path, exchange: Exchange) -> None:
+    """Raises ConfigError unless there are weights for the exchange's model and tokenizer at `path`. On one
+    rank."""
+    family = exchange.family
     try:
         weights = open_weights(path, family)
         check(weights, family)
+        check_tokenizer(weights, exchange.codec, TO_CHANGE_IT)
     except (ConfigError, CheckpointError, OSError) as e:
         raise ConfigError(str(e), KEY) from None
     with torch.device("meta"):
@@ -62,18 +73,32 @@ def check_initial(path: Path, family: ModelFamily) -> None:
 
 def load_initial(path: Path, family: ModelFamily, net: nn.Module, ranks: Ranks) -> None:
     """Read each rank's part of the weights into `net`. Collective; an error on one rank is raised on all."""
-    weights, problem = None, None
+    path = ranks.agree(lambda: _resolved(path, family))  # once: a run that still trains saves another step
+    problem: tuple[bool, str] | None = None
+    error: Exception | None = None
+    kind = ""
     try:
         weights = open_weights(path, family)
-        logger.info(f"reading the initial weights from {weights.path} ({weights.kind})")
+        kind = weights.kind
+        logger.info(f"reading the initial weights from {path} ({kind})")
         load_weights(weights, net)
+    except Exception as e:  # any error must reach the others, or they would wait for this rank
+        error = e
+        expected = isinstance(e, (ConfigError, CheckpointError, OSError))
+        problem = expected, f"{e if expected else f'{type(e).__name__}: {e}'} (rank {ranks.rank})"
+    for expected, text in filter(None, ranks.gather(problem)):
+        if not expected:
+            raise RuntimeError(f"{path}: {text}") from error
+        raise ConfigError(text, KEY)
+    # The hashes of what was read; Verification deals the files out.
+    reason = Verification(Candidate(0, path, {}, ""), ranks).result() if kind == "titanlite" else None
+    if reason:
+        raise ConfigError(f"{path} is damaged: {reason}", KEY)
+
+
+def _resolved(path: Path, family: ModelFamily) -> Path:
+    """The directory itself, or the newest checkpoint of a run."""
+    try:
+        return open_weights(path, family).path
     except (ConfigError, CheckpointError, OSError) as e:
-        problem = f"{e} (rank {ranks.rank})"
-    problems = [text for text in ranks.gather(problem) if text]
-    if weights is not None and weights.kind == "titanlite" and not problems:
-        # The hashes of what was read; Verification deals the files out.
-        step = commit.read_manifest(weights.path)["step"]
-        reason = Verification(Candidate(step, weights.path, {}, ""), ranks).result()
-        problems = [f"{weights.path} is damaged: {reason}"] if reason else []
-    if problems:
-        raise ConfigError(problems[0], KEY)
+        raise ConfigError(str(e), KEY) from None

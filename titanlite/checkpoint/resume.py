@@ -178,6 +178,8 @@ def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
     oldest first. Raises ConfigError if there is none."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
+    if exported := [p for p in (path, *path.glob("step-*")) if (p / "config.json").exists()]:
+        raise ConfigError(f"{exported[-1]} is no checkpoint but an export of one (config.json)")
     if name := re.fullmatch(r"step-(\d+)", path.name):
         return [(int(name[1]), path)]
     if (path / commit.MANIFEST).exists():  # a copy of one under another name

@@ -30,8 +30,8 @@ class Checkpoint:
     keep_every_n_steps: int = 0
     """Also keep those whose step is a multiple of this; 0: none."""
     load_step: int = -1
-    """-1: the newest. Else go back to this step: later checkpoints are moved to `abandoned-<n>/`, once; a
-    restart with the same value goes on from the newest one saved since."""
+    """-1: the newest. Else go back to this step: later checkpoints, and exports, are moved to
+    `abandoned-<n>/`, once; a restart with the same value goes on from the newest one saved since."""
     verify: Literal["full", "sizes", "off"] = "full"
     """What is checked of a checkpoint that is loaded: `full`: SHA-256 of all files; `sizes`: of the small
     files, and that the shards are there with their sizes; `off`: of the small files. A load that fails is
@@ -48,7 +48,7 @@ class Checkpoint:
     job.dump_folder."""
     export_hf_interval: int = 0
     """Steps between such exports, a multiple of `interval`; they are made from the checkpoint while training
-    goes on. 0: only at the end."""
+    goes on, and some are left out if they take longer than that. 0: only at the end."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """The dtype of exported weights."""
     allow_changed: list[str] = field(default_factory=list)

@@ -8,6 +8,7 @@ Face's. No more than a region is held at a time.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,21 +76,23 @@ class Stored:
         return found
 
     def bands(self, num_rows: int) -> list[Region]:
-        """The first `num_rows` rows, divided where chunks begin, so that none is loaded twice."""
-        begins = sorted({o for chunk in self.chunks if (o := chunk.offsets[0]) < num_rows})
+        """The first `num_rows` rows, each of them, cut where chunks begin, so that none is loaded twice."""
+        begins = sorted({0, *(o for chunk in self.chunks if (o := chunk.offsets[0]) < num_rows)})
         rest = tuple(slice(0, n) for n in self.shape[1:])
         return [(slice(a, b), *rest) for a, b in zip(begins, [*begins[1:], num_rows])]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of a model, by name. `kind`: the format, for people. `config`: what the source says of the
-    model in the terms of a config.json, as far as it does."""
+    """All tensors of a model, by name. `kind`: the format, for people. `numbers`: what the source says of the
+    model, by the fields of the family's config (DecoderConfig.numbers), as far as it does. `tokenizer`: the
+    fingerprint of the one it was trained with, if that is recorded."""
 
     path: Path
     kind: str
     tensors: Mapping[str, Stored]
-    config: Mapping[str, Any]
+    numbers: Mapping[str, Any]
+    tokenizer: str = ""
 
 
 class Exchange(NamedTuple):
@@ -103,18 +106,25 @@ class Exchange(NamedTuple):
 def check(weights: Weights, family: ModelFamily) -> None:
     """Raises ConfigError unless these are the weights of the family's model: its names and shapes, in a
     floating-point dtype, for the same arithmetic. They may have fewer rows of the vocabulary."""
-    found = contradictions(family.hf_config(), weights.config)
+    found = contradictions(family.config.numbers(), weights.numbers)
     if found:
-        raise ConfigError(f"{weights.path} is of another model than the job's: {some(found)}")
+        raise ConfigError(f"{weights.path} is of another model than the job's: {first_of(found)}")
     with torch.device("meta"):
         net = family.build()
     found = misfits(weights, net)
     if found:
-        raise ConfigError(f"{weights.path} does not fit the job's model: {some(found)}")
+        raise ConfigError(f"{weights.path} does not fit the job's model: {first_of(found)}")
 
 
-def misfits(weights: Weights, net: Decoder) -> list[str]:
-    """What keeps `weights` from being all of those of `net`, which is whole."""
+def check_tokenizer(weights: Weights, codec: TextCodec, way_out: str) -> None:
+    """Raises ConfigError, which ends in `way_out`, if the weights were trained with another tokenizer."""
+    if weights.tokenizer not in ("", codec.fingerprint):
+        raise ConfigError(f"{weights.path} was trained with another tokenizer than this one; {way_out}")
+
+
+def misfits(weights: Weights, net: Decoder, all_rows: bool = False) -> list[str]:
+    """What keeps `weights` from being all of those of `net`, which is whole; they may have fewer rows of the
+    vocabulary, unless it is to be `all_rows`."""
     wanted = {name: tuple(p.shape) for name, p in net.named_parameters()}
     vocabulary = vocabulary_of(net)
     missing = [name for name in wanted if name not in weights.tensors]
@@ -125,11 +135,11 @@ def misfits(weights: Weights, net: Decoder) -> list[str]:
         if name not in wanted:
             if name != HEAD or HEAD in vocabulary or len(vocabulary) != 1:
                 found.append(f"{where} is unexpected")
-            elif not _equal(stored, weights.tensors.get(next(iter(vocabulary)))):
+            elif not _have_equal_values(stored, weights.tensors.get(next(iter(vocabulary)))):
                 found.append(f"{where} differs from the embedding, to which the job's model ties its head")
             continue
         expected = wanted[name]
-        fewer = name in vocabulary and stored.shape[:1] < expected[:1]
+        fewer = not all_rows and name in vocabulary and stored.shape[:1] < expected[:1]
         if stored.shape[1:] != expected[1:] or not (fewer or stored.shape == expected):
             found.append(f"{where} has shape {stored.shape}, the model's has {expected}")
         elif stored.dtype not in FLOATS:
@@ -161,39 +171,14 @@ def load_weights(weights: Weights, net: torch.nn.Module) -> None:
             local[: ends[0] - offsets[0]].copy_(stored.read(region))
 
 
-# What does not decide the numbers, or has a comparison of its own.
-NOT_COMPARED = {"architectures", "vocab_size", "max_position_embeddings", "rope_scaling", "rope_parameters"}
-
-
 def contradictions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Where two config.json differ in what the model computes; what one of them does not say is not
-    compared."""
-    if "quantization_config" in theirs:
-        return ["its weights are quantized (quantization_config), which cannot be trained on"]
-    a, b = _numbers(ours), _numbers(theirs)
-    if a["rope_type"] != b.get("rope_type", a["rope_type"]):  # the rest of it is of that type
-        b = {key: value for key, value in b.items() if not key.startswith("rope ")}
+    """The numbers of two models in which they differ; what one of them does not say is not compared."""
     return [
-        f"its {key} is {b[key]!r}, the job's {a[key]!r}"
-        for key in a
-        if key in b and not _same(a[key], b[key])
+        f"its {key} is {theirs[key]!r}, the job's {value!r} "
+        f"(--model.overrides.{key}={json.dumps(theirs[key])})"
+        for key, value in ours.items()
+        if key in theirs and not _same(value, theirs[key])
     ]
-
-
-def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values to compare. transformers 5 writes what rope needs into `rope_parameters`, version 4 into
-    `rope_theta` and `rope_scaling`."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    flat = {key: value for key, value in config.items() if key not in NOT_COMPARED and value is not None}
-    if "rope_theta" in rope:
-        flat["rope_theta"] = rope.pop("rope_theta")
-    kind = rope.pop("rope_type", rope.pop("type", None))
-    rope.pop("type", None)
-    if kind is not None:
-        flat["rope_type"] = kind
-    elif "rope_scaling" in config:
-        flat["rope_type"] = "default"
-    return flat | {f"rope {key}": value for key, value in rope.items() if kind != "default"}
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -201,7 +186,7 @@ def _same(a: Any, b: Any) -> bool:
     return math.isclose(a, b, rel_tol=1e-9) if numbers else a == b
 
 
-def _equal(a: Stored, b: Stored | None) -> bool:
+def _have_equal_values(a: Stored, b: Stored | None) -> bool:
     """Whether two tensors have the same values."""
     if b is None or a.shape != b.shape or len(a.shape) != 2:
         return False
@@ -211,7 +196,7 @@ def _equal(a: Stored, b: Stored | None) -> bool:
     return all(torch.equal(a.read(r), b.read(r)) for r in regions)
 
 
-def some(found: Sequence[str]) -> str:
+def first_of(found: Sequence[str]) -> str:
     """The first of them, on one line."""
     more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
     return "; ".join(found[:SHOWN]) + more

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import as_json, read_object
 from titanlite.data.tokenizer import TextCodec, Tokenizer, read_bytes
-from titanlite.data.tokenizer_json import TOKENIZER_CONFIG, as_json
+from titanlite.data.tokenizer_json import TOKENIZER_CONFIG
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,16 +95,18 @@ class HuggingFaceCodec(TextCodec):
     def hugging_face_files(self) -> dict[str, bytes]:
         """tokenizer.json as it is, and what lies beside it, with the tokens that frame documents here."""
         files = {"tokenizer.json": self._content}
-        for name in ("special_tokens_map.json", "chat_template.jinja", "chat_template.json"):
+        for name in ("chat_template.jinja", "chat_template.json"):
             if (self._folder / name).exists():
                 files[name] = read_bytes(str(self._folder / name), "tokenizer.path")
-        try:
-            config = json.loads((self._folder / "tokenizer_config.json").read_bytes())
-        except FileNotFoundError:
-            config = dict(TOKENIZER_CONFIG)
-        config |= {"bos_token": self._library.id_to_token(self.bos)} if self.bos != self.eos else {}
-        config |= {"eos_token": self._library.id_to_token(self.eos)}
-        return {**files, "tokenizer_config.json": as_json(config)}
+        ends = {"bos_token": self._library.id_to_token(self.bos)} if self.bos != self.eos else {}
+        ends |= {"eos_token": self._library.id_to_token(self.eos)}
+        file = self._folder / "tokenizer_config.json"
+        config = read_object(file) if file.exists() else TOKENIZER_CONFIG
+        files["tokenizer_config.json"] = as_json({**config, **ends})
+        file = self._folder / "special_tokens_map.json"  # transformers may take it over the configuration
+        if file.exists():
+            files[file.name] = as_json({**read_object(file), **ends})
+        return files
 
     def _set_mode(self) -> None:
         assert isinstance(self.config, HuggingFace)
@@ -117,11 +120,9 @@ class HuggingFaceCodec(TextCodec):
 def _configured(file: Path, key: str) -> str:
     """A token's spelling from tokenizer_config.json, or ""."""
     try:
-        value = json.loads(file.read_bytes()).get(key)
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError, AttributeError) as e:
-        raise ConfigError(f"{file}: {e}", "tokenizer.path") from None
+        value = read_object(file).get(key) if file.exists() else ""
+    except ConfigError as e:
+        raise ConfigError(str(e), "tokenizer.path") from None
     return value.get("content", "") if isinstance(value, dict) else value or ""
 
 

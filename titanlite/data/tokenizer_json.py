@@ -7,9 +7,10 @@ the order of the ranks. Bytes are spelled as GPT-2's printable stand-ins.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from titanlite.config.json_file import as_json
 
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -66,11 +67,6 @@ def byte_level_files(
     }  # fmt: skip
     config = {**TOKENIZER_CONFIG, "bos_token": bos, "eos_token": eos}
     return {"tokenizer.json": as_json(tree), "tokenizer_config.json": as_json(config)}
-
-
-def as_json(tree: object) -> bytes:
-    """The content of a file."""
-    return (json.dumps(tree, ensure_ascii=False, indent=1) + "\n").encode()
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -103,6 +103,11 @@ class DecoderConfig:
             if type(value) in (int, float) and not 0 < value < math.inf:
                 raise ConfigError(f"{f.name} = {value} is not above 0")
 
+    def numbers(self) -> dict[str, Any]:
+        """The fields that decide what a model computes from its weights. One that has the same takes the same
+        weights; it may have more rows of the vocabulary."""
+        return {key: value for key, value in vars(self).items() if key not in ("vocab_size", "max_position")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily(Component):
@@ -142,13 +147,14 @@ class ModelFamily(Component):
         raise NotImplementedError
 
     def hf_config(self) -> dict[str, Any]:
-        """The `config.json` under which Hugging Face's implementation is the same model."""
-        raise NotImplementedError
+        """The `config.json` under which Hugging Face's implementation is the same model. Raises ConfigError
+        if there is none."""
+        raise ConfigError(f"{self.name} has no Hugging Face form (hf_config)", "model.name")
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelFamily:
         """The inverse: what such a `config.json` describes. Raises ConfigError for what the family lacks."""
-        raise NotImplementedError
+        raise ConfigError(f"{cls.name} has no Hugging Face form (from_hf_config)", "model.name")
 
     @classmethod
     def of_shape(cls, fields: dict[str, Any]) -> ModelFamily:

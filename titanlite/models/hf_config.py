@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import read_object
 from titanlite.models.base import ModelFamily
 from titanlite.models.decoder import RotaryConfig
 
@@ -39,8 +40,7 @@ FIXED: dict[str, Any] = {  # what these decoders are; transformers has the same 
 def to_hf(c: RotaryConfig, rope: dict[str, Any]) -> dict[str, Any]:
     """The keys that describe `c`. `rope`: its type and the parameters of that, {} without scaling."""
     return {
-        "hidden_act": "silu",
-        "attention_bias": False,
+        **{key: FIXED[key] for key in ("hidden_act", "attention_bias")},
         **{theirs: getattr(c, ours) for theirs, ours in FIELDS.items()},
         "rope_theta": c.rope_theta,
         # transformers 5 reads the first of these, older releases the second
@@ -80,21 +80,22 @@ def check_rope_type(rope: dict[str, Any], *supported: str) -> None:
         )
 
 
-def read_family(folder: Path) -> ModelFamily:
+def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
     """The family, flavor and overrides that the config.json in a Hugging Face directory describes. Raises
-    ConfigError, which names the file, where it describes none of ours."""
+    ConfigError, which names the file, where it describes none of ours, or another family than the one
+    `wanted`."""
     file = folder / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{file} cannot be read: {e}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} is no table")
+    config = read_object(file)
+    if wanted is not None and config.get("model_type") != wanted.hf_model_type:
+        raise ConfigError(
+            f"{file}: model_type is {config.get('model_type')!r}, the job's {wanted.hf_model_type!r}"
+        )
     families = {
         f.hf_model_type: f
         for f in ModelFamily.choices.values()
         if issubclass(f, ModelFamily) and f.hf_model_type
     }
+    families |= {wanted.hf_model_type: type(wanted)} if wanted is not None else {}
     kind = config.get("model_type")
     if kind not in families:
         raise ConfigError(

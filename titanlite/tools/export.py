@@ -5,7 +5,6 @@ one tensor; nothing is left behind if it fails."""
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +13,9 @@ from titanlite.checkpoint.dcp import check_whole, open_titanlite
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.export import DTYPES, write_directory
 from titanlite.checkpoint.resume import find_checkpoint
-from titanlite.checkpoint.weights import Exchange
-from titanlite.config import toml
+from titanlite.checkpoint.weights import Exchange, check_tokenizer
 from titanlite.config.component import ConfigError
-from titanlite.job import Job, check_writable, load_job
+from titanlite.job import check_writable, load_recorded_job
 from titanlite.log import set_up_logging
 
 
@@ -37,28 +35,17 @@ def main(argv: Sequence[str]) -> int:
     check_writable(options.target.parent, "DIR")
     path = find_checkpoint(options.path)
     check_whole(path)
-    job = job_of(path, options.allow_imports)
+    job = load_recorded_job(path, options.allow_imports)
     codec = job.tokenizer.build()
-    recorded = json.loads((path / "train.json").read_text(encoding="utf-8"))["recipe"]["data"]["tokenizer"]
-    if recorded != codec.fingerprint:
-        raise ConfigError(f"{path} was trained with another tokenizer than is now in {job.tokenizer}")
     weights = open_titanlite(path, job.model)
+    now = getattr(job.tokenizer, "path", job.tokenizer.name)
+    again = f"titanlite import {path} DIR {path}/job.toml --tokenizer.path=..."
+    check_tokenizer(weights, codec, f"it is not what is now in {now}; if it has moved: `{again}`")
     exchange = Exchange(job.model, codec)
     dtype = DTYPES.get(options.dtype)
     size = write_directory(weights, options.target, exchange, dtype, size_limit, options.keep_padding)
     print(f"{options.target}: {job.model.name} {job.model.flavor} from {path}, {gib(size)}")
     return 0
-
-
-def job_of(path: Path, allow_imports: bool) -> Job:
-    """The job of a checkpoint. Raises ConfigError if that would run code that has not been allowed."""
-    imports = toml.read(path / "job.toml", [])[0].get("job", {}).get("imports", [])
-    if imports and not allow_imports:
-        raise ConfigError(
-            f"{path}/job.toml imports {', '.join(imports)}, which would run that code; if you trust it, add "
-            "--allow-imports"
-        )
-    return load_job(path / "job.toml", world_size=None)
 
 
 def add_format_options(parser: argparse.ArgumentParser, default_dtype: str) -> None:

@@ -7,7 +7,6 @@ One prompt is written while it is made; several are computed side by side.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +17,17 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.dcp import check_whole, open_titanlite
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.resume import find_checkpoint
-from titanlite.checkpoint.weights import Weights, load_weights, misfits, some
+from titanlite.checkpoint.weights import Weights, first_of, load_weights, misfits
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import read_object
 from titanlite.data.huggingface import HuggingFace
 from titanlite.data.tokenizer import TextCodec
 from titanlite.generate import CachedRows, Generation, before_any, next_tokens
+from titanlite.job import load_recorded_job
 from titanlite.log import set_up_logging
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.hf_config import read_family
 from titanlite.runtime import pick_device
-from titanlite.tools.export import job_of
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ def open_source(path: Path, device: torch.device, allow_imports: bool) -> Source
     if (path / "config.json").exists():
         return _open_hugging_face(path, device)
     path = find_checkpoint(path)
-    job = job_of(path, allow_imports)
     check_whole(path)
+    job = load_recorded_job(path, allow_imports)
     codec = job.tokenizer.build()
     weights = open_titanlite(path)
     net = _load(weights, job.model, device)
@@ -159,8 +159,12 @@ def open_source(path: Path, device: torch.device, allow_imports: bool) -> Source
 def _open_hugging_face(path: Path, device: torch.device) -> Source:
     family = read_family(path)
     codec = HuggingFace(path=str(path), special_tokens_in_text=True).build()
-    family.check_vocabulary(codec.vocab_size)
-    weights = open_hugging_face(path)
+    if codec.vocab_size > family.config.vocab_size:
+        raise ConfigError(
+            f"{path}: its tokenizer has {codec.vocab_size} ids, its config.json vocab_size = "
+            f"{family.config.vocab_size}: they are of two models"
+        )
+    weights = open_hugging_face(path, family)
     net = _load(weights, family, device)
     return Source(
         net, codec, codec.encode_framed, _ends(path) or {codec.eos}, family.config.max_position, device
@@ -171,14 +175,8 @@ def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decode
     """The family's model with these weights, all of them and no others."""
     with torch.device("meta"):
         net = family.build()
-    found = misfits(weights, net)
-    found += [
-        f"{name} has {weights.tensors[name].shape[0]} rows, the model {p.shape[0]}"
-        for name, p in net.named_parameters()
-        if name in weights.tensors and weights.tensors[name].shape[0] < p.shape[0]
-    ]
-    if found:
-        raise CheckpointError(f"{weights.path} does not fit its own configuration: {some(found)}")
+    if found := misfits(weights, net, all_rows=True):
+        raise CheckpointError(f"{weights.path} does not fit its own configuration: {first_of(found)}")
     net.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     net.to_empty(device=device)
     load_weights(weights, net)
@@ -188,12 +186,7 @@ def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decode
 def _ends(path: Path) -> set[int]:
     """The ids at which transformers ends a text: generation_config.json's, else config.json's."""
     for name in ("generation_config.json", "config.json"):
-        try:
-            found = json.loads((path / name).read_bytes()).get("eos_token_id")
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, AttributeError) as e:
-            raise ConfigError(f"{path / name} cannot be read: {e}") from None
+        found = read_object(path / name).get("eos_token_id") if (path / name).exists() else None
         if found is not None:
             return set(found) if isinstance(found, list) else {found}
     return set()

@@ -13,8 +13,8 @@ from pathlib import Path
 from titanlite.checkpoint.dcp import check_whole
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.export import DTYPES, write_directory
-from titanlite.checkpoint.initial import open_weights
-from titanlite.checkpoint.weights import Exchange
+from titanlite.checkpoint.initial import TO_CHANGE_IT, open_weights
+from titanlite.checkpoint.weights import Exchange, check_tokenizer
 from titanlite.job import check_writable, load_job
 from titanlite.log import set_up_logging
 from titanlite.tools.export import add_format_options, parse_size
@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
     if weights.kind == "titanlite":
         check_whole(weights.path)
     exchange = Exchange(job.model, job.tokenizer.build())
+    check_tokenizer(weights, exchange.codec, TO_CHANGE_IT)
     size = write_directory(
         weights, options.target, exchange, DTYPES.get(options.dtype), size_limit, keep_padding=True
     )

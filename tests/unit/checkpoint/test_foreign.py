@@ -269,7 +269,7 @@ WRONG: dict[str, tuple[str, Any, Callable[[Path], None] | None, str]] = {
     ),
     "meta pickle": ("meta", dict, evil_meta, r"consolidated\.00\.pth .*Unsupported .*print"),
     "meta cut": ("meta", dict, cut("consolidated.01.pth"), r"consolidated\.01\.pth is no whole file"),
-    "meta heads": ("meta", dict, other_heads, "num_attention_heads is 8, the job's 4"),
+    "meta heads": ("meta", dict, other_heads, "n_heads is 8, the job's 4"),
     "meta file": (
         "meta",
         dict,

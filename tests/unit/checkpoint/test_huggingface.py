@@ -4,6 +4,7 @@ does not fit is refused by name, with nothing left behind."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.jobs import make_job, metrics_of
-from tests.models import VARIANTS, family, hugging_face, random_net, row, tensors_in
+from tests.models import VARIANTS, family, hugging_face, keys_of, random_net, row, tensors_in
 from titanlite import cli
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.export import write_directory
@@ -22,38 +23,31 @@ from titanlite.checkpoint.weights import Exchange, check, load_weights
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import MicroBatches
 from titanlite.data.tokenizer import Bytes
-from titanlite.models.base import Decoder
-from titanlite.models.llama3 import Llama3
+from titanlite.models.base import Decoder, ModelFamily
 from titanlite.train import train
 
 transformers = pytest.importorskip("transformers")
 
 
-def imported(folder: Path, of: Llama3, dtype: torch.dtype = torch.float32) -> Decoder:
+def imported(folder: Path, of: ModelFamily, dtype: torch.dtype = torch.float32) -> Decoder:
     """Our model with the weights of a directory."""
-    weights = open_hugging_face(folder)
+    weights = open_hugging_face(folder, of)
     check(weights, of)
     net = random_net(of, seed=1).to(dtype)
     load_weights(weights, net)
     return net
 
 
-def overrides_of(of: Llama3) -> list[str]:
-    def text(value: object) -> str:
-        return str(value).lower() if isinstance(value, bool) else str(value)
-
-    return [f"--model.overrides.{key}={text(value)}" for key, value in of.overrides.items()]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [("tied", torch.bfloat16), *((variant, torch.float32) for variant in VARIANTS)]
+)
 def test_round_trip_is_bit_equal(tmp_path: Path, corpus: Path, variant: str, dtype: torch.dtype) -> None:
     """From Hugging Face into a run, through its checkpoint, and back."""
     of = family(**VARIANTS[variant])
     hugging_face(of, dtype).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", "--optimizer.lr=1e-30"]  # moves nothing
-    train(make_job(tmp_path, corpus, *start, "--training.steps=1", *overrides_of(of)))
+    train(make_job(tmp_path, corpus, *start, "--training.steps=1", *keys_of(of)))
     name = str(dtype).removeprefix("torch.")
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "ours"), "--dtype", name]) == 0
     theirs, ours = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "ours")
@@ -99,8 +93,11 @@ def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, varian
     assert same[decided].float().mean() > 0.99
 
 
-def test_a_run_from_an_imported_model_has_transformers_loss(tmp_path: Path, corpus: Path) -> None:
-    of = family(tie_word_embeddings=False)
+@pytest.mark.parametrize("variant", ["scaled rope", "qwen3", "qwen3, tied"])
+def test_a_run_from_an_imported_model_has_transformers_loss(
+    tmp_path: Path, corpus: Path, variant: str
+) -> None:
+    of = family(**VARIANTS[variant])
     model = hugging_face(of)
     model.save_pretrained(tmp_path / "theirs")
     job = make_job(
@@ -108,7 +105,7 @@ def test_a_run_from_an_imported_model_has_transformers_loss(tmp_path: Path, corp
         corpus,
         f"--checkpoint.initial_load_path={tmp_path / 'theirs'}",
         "--training.steps=1",
-        *overrides_of(of),
+        *keys_of(of),
     )
     train(job)
     rows = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
@@ -117,7 +114,7 @@ def test_a_run_from_an_imported_model_has_transformers_loss(tmp_path: Path, corp
         logits = model(batch.inputs).logits
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
     assert metrics_of(job)[0]["train/loss"] == pytest.approx(wanted.item(), abs=1e-4)
-    fresh = make_job(tmp_path, corpus, "--training.steps=1", *overrides_of(of), name="fresh")
+    fresh = make_job(tmp_path, corpus, "--training.steps=1", *keys_of(of), name="fresh")
     train(fresh)
     assert metrics_of(fresh)[0]["train/loss"] != pytest.approx(wanted.item(), abs=1e-2)  # the control
 
@@ -125,7 +122,7 @@ def test_a_run_from_an_imported_model_has_transformers_loss(tmp_path: Path, corp
 def test_a_run_that_resumes_does_not_read_it_again(tmp_path: Path, corpus: Path, capsys) -> None:
     of = family()
     hugging_face(of).save_pretrained(tmp_path / "theirs")
-    start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *overrides_of(of)]
+    start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *keys_of(of)]
     train(make_job(tmp_path, corpus, *start, "--training.steps=2"))
     shutil.rmtree(tmp_path / "theirs")
     job = make_job(tmp_path, corpus, *start, "--training.steps=3")
@@ -221,6 +218,7 @@ def only_a_pickle(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"")
 
 
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 NORM = "model.norm.weight"
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (lambda d: edit(d, lambda t: t.pop(NORM)), r"model\.norm\.weight of shape \(32,\) is missing"),
@@ -252,14 +250,21 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda d: edit_config(
             d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}, rope_theta=500000.0
         ),
-        "rope_type is 'yarn', the job's 'default'",
+        r"rope_type \"yarn\" is not supported",
     ),
     "rope theta": (
         lambda d: edit_config(d, rope_parameters=None, rope_theta=1e4),
         "rope_theta is 10000.0, the job's 500000.0",
     ),
-    "eps": (lambda d: edit_config(d, rms_norm_eps=1e-6), "rms_norm_eps is 1e-06, the job's 1e-05"),
-    "heads": (lambda d: edit_config(d, num_attention_heads=8), "num_attention_heads is 8, the job's 4"),
+    "eps": (lambda d: edit_config(d, rms_norm_eps=1e-6), "norm_eps is 1e-06, the job's 1e-05"),
+    "heads": (lambda d: edit_config(d, num_attention_heads=8), "n_heads is 8, the job's 4"),
+    "window": (lambda d: edit_config(d, use_sliding_window=True), "use_sliding_window = true; only false"),
+    "unscaled rope": (
+        lambda d: edit_config(
+            d, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **BANDS}
+        ),
+        r"rope_factor is 8\.0, the job's 1\.0 \(--model\.overrides\.rope_factor=8\.0\)",
+    ),
     "quantized": (lambda d: edit_config(d, quantization_config={}), "quantized"),
     "truncated": (truncate, r"model\.safetensors is no whole safetensors file"),
     "header": (lie_about_length, r"model\.safetensors is no whole safetensors file"),
@@ -277,11 +282,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     damage, message = BAD[case]
     of = family()
     hugging_face(of).save_pretrained(tmp_path / "theirs")
-    check(open_hugging_face(tmp_path / "theirs"), of)  # the control
+    check(open_hugging_face(tmp_path / "theirs", of), of)  # the control
     damage(tmp_path / "theirs")
-    job = make_job(
-        tmp_path, corpus, f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *overrides_of(of)
-    )
+    job = make_job(tmp_path, corpus, f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *keys_of(of))
     with pytest.raises(ConfigError, match=message) as error:
         train(job)
     assert error.value.key == "checkpoint.initial_load_path"
@@ -307,10 +310,10 @@ def test_both_eras_of_rope_are_understood(tmp_path: Path) -> None:
         json.dumps({**config, "rope_theta": theta, "rope_scaling": rope})
     )
     for folder in ("new", "old"):
-        check(open_hugging_face(tmp_path / folder), of)
+        check(open_hugging_face(tmp_path / folder, of), of)
         other = family(**{**VARIANTS["scaled rope"], "rope_factor": 4.0})
-        with pytest.raises(ConfigError, match=r"rope factor is 8\.0, the job's 4\.0"):
-            check(open_hugging_face(tmp_path / folder), other)
+        with pytest.raises(ConfigError, match=r"rope_factor is 8\.0, the job's 4\.0"):
+            check(open_hugging_face(tmp_path / folder, other), other)
 
 
 def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,3 +327,28 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match=r"could not be written: OSError: .*No space"):
         write_directory(weights, tmp_path / "out", exchange)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs", "there"]
+
+
+def test_what_is_replaced_is_there_until_the_new_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, target = family(), tmp_path / "out"
+    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    weights, exchange = open_hugging_face(tmp_path / "theirs"), Exchange(of, Bytes().build())
+    target.mkdir()
+    (target / "before").touch()
+    rename = os.rename
+
+    def fail(source: Path, to: Path) -> None:
+        if Path(source).name.startswith(".partial-"):
+            raise OSError(28, "No space left on device")
+        rename(source, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", fail)
+        with pytest.raises(CheckpointError, match="No space"):
+            write_directory(weights, target, exchange, replace=True)
+    assert [p.name for p in target.iterdir()] == ["before"]
+    write_directory(weights, target, exchange, replace=True)
+    assert not (target / "before").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "theirs"]

@@ -4,6 +4,7 @@ not cover it."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.weights import Chunk, Region, Stored, contradictions
+from titanlite.models.llama3 import Llama3
 
 WHOLE = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
 ROWS, COLUMNS = (0, 3, 4, 7), (0, 2, 6)
@@ -55,6 +57,13 @@ def test_what_is_not_there_is_not_made_up(missing: int) -> None:
         tensor.read((slice(0, 7), slice(0, 6)))
 
 
+def test_rows_before_the_first_chunk_are_missed() -> None:
+    tensor, _ = stored()
+    lower = replace(tensor, chunks=[chunk for chunk in tensor.chunks if chunk.offsets[0]])
+    with pytest.raises(CheckpointError, match=r"some\.file does not hold all of"):
+        [lower.read(band) for band in lower.bands(7)]
+
+
 def test_a_chunk_that_is_not_what_it_is_said_to_be() -> None:
     tensor, _ = stored(dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"found torch\.float32 .*bfloat16 .* was announced"):
@@ -62,14 +71,15 @@ def test_a_chunk_that_is_not_what_it_is_said_to_be() -> None:
 
 
 def test_what_is_not_said_is_no_contradiction() -> None:
-    ours = {
-        "hidden_size": 8,
-        "rope_theta": 1e4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }
+    ours = Llama3(flavor="8B").config.numbers()
     assert contradictions(ours, {}) == []
-    assert contradictions(ours, {"hidden_size": 8, "vocab_size": 3, "use_cache": True}) == []
-    assert contradictions(ours, {"rope_parameters": {"rope_type": "llama3"}}) == [
-        "its rope_type is 'llama3', the job's 'default'"
+    assert contradictions(ours, {"dim": 4096, "vocab_size": 3}) == []
+    assert contradictions(ours, {"dim": 8}) == ["its dim is 8, the job's 4096 (--model.overrides.dim=8)"]
+
+
+def test_bands_of_a_rope_that_is_not_scaled_are_no_contradiction() -> None:
+    scaled = Llama3(flavor="8B").config.numbers()
+    plain = Llama3(flavor="8B", overrides={"rope_factor": 1.0, "rope_high_freq_factor": 3.0}).config.numbers()
+    assert contradictions(scaled, plain) == [
+        "its rope_factor is 1.0, the job's 8.0 (--model.overrides.rope_factor=1.0)"
     ]
-    assert contradictions(ours, {"hidden_size": 9}) == ["its hidden_size is 9, the job's 8"]

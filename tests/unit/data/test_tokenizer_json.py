@@ -118,6 +118,29 @@ def test_a_lone_tokenizer_json_gets_a_configuration(tmp_path: Path) -> None:
     assert (theirs.bos_token_id, theirs.eos_token_id) == (codec.bos, codec.eos)
 
 
+def test_a_map_of_special_tokens_does_not_override_the_chosen_ones(tmp_path: Path) -> None:
+    source, eos = tmp_path / "source", "<|reserved_special_token_0|>"
+    opened(Tiktoken(path=STDLIB, num_special_tokens=4).build(), source)
+    tokens = {"bos_token": BOS, "eos_token": {"content": EOS}, "pad_token": EOS}
+    (source / "special_tokens_map.json").write_text(json.dumps(tokens))
+    codec = HuggingFace(path=str(source), bos=BOS, eos=eos).build()
+    theirs = opened(codec, tmp_path / "it")
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (codec.bos, codec.eos)
+    written = json.loads((tmp_path / "it/special_tokens_map.json").read_text())
+    assert written == {"bos_token": BOS, "eos_token": eos, "pad_token": EOS}
+
+
+def test_a_configuration_that_is_no_object_is_told(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    opened(Tiktoken(path=STDLIB, num_special_tokens=4).build(), source)
+    (source / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is no JSON object"):
+        HuggingFace(path=str(source)).build()
+    codec = HuggingFace(path=str(source), bos=BOS, eos=EOS).build()
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is no JSON object"):
+        codec.hugging_face_files()
+
+
 def test_a_tokenizer_without_such_a_form_says_so() -> None:
     class Own(TextCodec):
         pass

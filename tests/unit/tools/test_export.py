@@ -121,12 +121,15 @@ def test_a_run_exports_at_its_end_and_in_between(tmp_path: Path, corpus: Path) -
     assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-4", "step-7", "step-8"]
 
 
-def test_a_runs_exports_are_not_taken_for_its_checkpoints(tmp_path: Path, corpus: Path) -> None:
+def test_a_runs_exports_are_not_taken_for_its_checkpoints(tmp_path: Path, corpus: Path, capsys) -> None:
     job = make_job(
         tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.folder=saves", "--training.steps=1"
     )
     train(job)
     assert cli.run(["export", str(job.folder), str(tmp_path / "it")]) == 0
+    for place in ("hf", "hf/step-1"):
+        complaint("export", job.folder / place, tmp_path / "no")
+        assert f"{job.folder / 'hf/step-1'} is no checkpoint but an export" in capsys.readouterr().err
     again = make_job(
         tmp_path, corpus, f"--checkpoint.initial_load_path={job.folder / 'hf/step-1'}", name="again"
     )
@@ -134,7 +137,7 @@ def test_a_runs_exports_are_not_taken_for_its_checkpoints(tmp_path: Path, corpus
 
 
 def test_a_step_is_exported_while_others_are_saved(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The export of step 2 waits until steps 4 and 6 are saved, and old ones deleted; step 2 is kept for
     it."""
@@ -144,20 +147,22 @@ def test_a_step_is_exported_while_others_are_saved(
     )  # fmt: skip
     write, seen = export.write_directory, []
 
-    def slow(*args: object) -> int:
+    def slow(*args: object, **options: object) -> int:
         if not seen:
             waited = threading.Event()
             for _ in range(300):
                 if (job.folder / "checkpoint/step-6").exists() or waited.wait(0.1):
                     break
             seen.append({p.name for p in (job.folder / "checkpoint").glob("step-*")})
-        return write(*args)  # type: ignore[arg-type]
+        return write(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(export, "write_directory", slow)
     train(job)
+    assert "step 4 is not exported" in capfd.readouterr().err  # it waited when step 6 was due
     assert sorted(p.name for p in (job.folder / "checkpoint").iterdir()) == ["step-6", "step-8"]  # afterwards
     assert {"step-2", "step-6"} <= seen[0]
-    assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-2", "step-4", "step-6", "step-8"]
+    made = {p.name for p in (job.folder / "hf").iterdir()}
+    assert {"step-2", "step-8"} <= made <= {"step-2", "step-6", "step-8"}
     whole = make_job(
         tmp_path, corpus, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0", name="whole"
     )
@@ -165,6 +170,48 @@ def test_a_step_is_exported_while_others_are_saved(
     for step in (2, 8):
         theirs, ours = tensors_in(job.folder / f"hf/step-{step}"), trained(whole, step)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_that_is_stopped_gives_its_exports_up(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(
+        tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=4",
+        "--training.steps=4000", "--lr_scheduler.total_steps=4000",
+    )  # fmt: skip
+    write = export.write_directory
+
+    def slow(*args: object, given_up: threading.Event, **options: object) -> int:
+        (job.folder / "STOP").touch()
+        assert given_up.wait(60)
+        return write(*args, given_up=given_up, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(export, "write_directory", slow)
+    assert train(job) == 75
+    assert "the export of step 4 is given up" in capfd.readouterr().err
+    assert not list((job.folder / "hf").iterdir())
+
+
+def test_a_finished_run_exports_what_it_has_not(tmp_path: Path, corpus: Path) -> None:
+    train(make_job(tmp_path, corpus, "--training.steps=2"))
+    hf = tmp_path / "run/hf"
+    mine = hf / ".partial-mine-1234"  # of a `titanlite export` beside it
+    mine.mkdir(parents=True)
+    job = make_job(tmp_path, corpus, "--training.steps=2", "--checkpoint.export_hf=true")
+    assert train(job) == 0
+    before = (hf / "step-2").stat().st_ino
+    assert train(job) == 0
+    assert (hf / "step-2").stat().st_ino == before
+    assert sorted(p.name for p in hf.iterdir()) == [mine.name, "step-2"]
+
+
+def test_exports_of_an_abandoned_branch_are_moved_aside(tmp_path: Path, corpus: Path) -> None:
+    options = ["--checkpoint.export_hf=true", "--checkpoint.interval=2", "--training.steps=4"]
+    train(make_job(tmp_path, corpus, *options))
+    before = (tmp_path / "run/hf/step-4").stat().st_ino
+    train(make_job(tmp_path, corpus, *options, "--checkpoint.load_step=2"))
+    assert (tmp_path / "run/hf/abandoned-0/step-4").stat().st_ino == before
+    assert (tmp_path / "run/hf/step-4/config.json").exists()
 
 
 def test_a_failed_export_loses_no_checkpoint(
@@ -249,9 +296,38 @@ def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, ca
     lines = ranks.read_text().splitlines()
     (tmp_path / "mine.tiktoken").write_text("\n".join(lines[:-1]) + "\n")
     complaint("export", job.folder, tmp_path / "it")
+    said = capsys.readouterr().err
+    assert "was trained with another tokenizer" in said
+    step, now = job.folder / "checkpoint/step-1", f"--tokenizer.path={tmp_path / 'mine.tiktoken'}"
+    assert (
+        f"{tmp_path / 'mine.tiktoken'}; if it has moved: `titanlite import {step} DIR {step}/job.toml" in said
+    )
+    complaint("import", step, tmp_path / "it", step / "job.toml")
     assert "was trained with another tokenizer" in capsys.readouterr().err
+    start = [f"--checkpoint.initial_load_path={step}", now, "--training.steps=1"]
+    start += ["--model.overrides.vocab_size=8192", "--tokenizer.name=tiktoken"]
+    with pytest.raises(ConfigError, match=r"another tokenizer .* take `titanlite export`'s directory"):
+        train(make_job(tmp_path, corpus, *start, name="again"))
     shutil.copy(ranks, tmp_path / "mine.tiktoken")
     assert cli.run(["export", str(job.folder), str(tmp_path / "it")]) == 0
+    (tmp_path / "mine.tiktoken").rename(tmp_path / "moved.tiktoken")
+    moved = f"--tokenizer.path={tmp_path / 'moved.tiktoken'}"
+    assert cli.run(["import", str(step), str(tmp_path / "from"), str(step / "job.toml"), moved]) == 0
+
+
+# ---- a family without a Hugging Face form
+
+
+def test_a_family_without_a_hugging_face_form(tmp_path: Path, corpus: Path) -> None:
+    """It may start from its own runs; an export is refused before the run."""
+    own = ["--job.imports=['tests.parallel_residual']", "--model={name='parallel_residual', flavor='tiny'}"]
+    own.append("--training.steps=1")
+    train(make_job(tmp_path, corpus, *own, name="first"))
+    start = f"--checkpoint.initial_load_path={tmp_path / 'first'}"
+    assert train(make_job(tmp_path, corpus, *own, start, name="second")) == 0
+    with pytest.raises(ConfigError, match="parallel_residual has no Hugging Face form"):
+        train(make_job(tmp_path, corpus, *own, "--checkpoint.export_hf=true", name="third"))
+    assert not (tmp_path / "third").exists()
 
 
 # ---- memory

@@ -13,7 +13,7 @@ import torch
 
 from tests.jobs import make_job
 from titanlite import cli
-from titanlite.data.tokenizer import Bytes
+from titanlite.data.tokenizer import Bytes, Tiktoken
 from titanlite.models.base import ModelFamily
 from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3 import Qwen3
@@ -237,7 +237,7 @@ def damaged(folder: Path, what: str) -> None:
         ("missing", 3, "model.layers.0.self_attn.q_norm.weight of shape (16,) is missing"),
         ("unexpected", 3, "model.bias in model.safetensors is unexpected"),
         ("shape", 3, "q_norm.weight in model.safetensors has shape (3,), the model's has (16,)"),
-        ("rows", 3, "model.embed_tokens.weight has 250 rows, the model 258"),
+        ("rows", 3, "has shape (250, 32), the model's has (258, 32)"),
         ("no tokenizer", 2, "tokenizer.json"),
         ("architecture", 2, 'model_type "gpt2" is not supported (known: llama, qwen3)'),
     ],
@@ -255,3 +255,11 @@ def test_a_damaged_checkpoint_is_told(run: Run, tmp_path: Path, corpus: Path) ->
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     assert "is damaged: " in complaint(run(job.folder, "--prompt=ab"), 3)
+
+
+def test_a_tokenizer_of_another_model_is_told(run: Run, qwen3: Path) -> None:
+    stdlib = Path(__file__).resolve().parents[3] / "assets/tokenizer/stdlib.tiktoken"
+    for name, content in Tiktoken(path=str(stdlib)).build().hugging_face_files().items():
+        (qwen3 / name).write_bytes(content)
+    said = complaint(run(qwen3, "--prompt=ab"))
+    assert "its config.json vocab_size = 258: they are of two models" in said
