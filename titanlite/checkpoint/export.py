@@ -73,12 +73,13 @@ def write_directory(
     if not replace and (target.exists() or target.is_symlink()):
         raise ConfigError(f"{target} exists; choose another directory, or delete it")
     outputs, vocab_size = _outputs(weights, exchange, dtype, keep_padding)
+    small = _small_files(exchange, outputs, vocab_size)
     size = sum(output.size for output in outputs)
     partial = target.with_name(f".partial-{target.name}-{uuid.uuid4().hex[:8]}")
     try:
         partial.mkdir(parents=True)
         commit.check_space(target.parent, size, "the export")
-        for name, content in _small_files(exchange, outputs, vocab_size).items():
+        for name, content in small.items():
             write_file(partial / name, content)
         _write_shards(partial, _in_shards(outputs, max_shard_bytes), size, given_up or threading.Event())
         sync(partial)

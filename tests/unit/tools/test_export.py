@@ -328,6 +328,8 @@ def test_a_family_without_a_hugging_face_form(tmp_path: Path, corpus: Path) -> N
     with pytest.raises(ConfigError, match="parallel_residual has no Hugging Face form"):
         train(make_job(tmp_path, corpus, *own, "--checkpoint.export_hf=true", name="third"))
     assert not (tmp_path / "third").exists()
+    complaint("export", tmp_path / "first", tmp_path / "new/it", "--allow-imports")
+    assert not (tmp_path / "new").exists()
 
 
 # ---- memory
