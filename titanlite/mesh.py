@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -222,7 +223,9 @@ class Mesh:
         """What fully_shard takes: one axis (shard), or two (replicate, shard) for HSDP."""
         assert self.device_mesh is not None, "no process group: nothing to shard over"
         shard = "shard" if self.degrees.context == 1 else SHARD_AND_CONTEXT
-        return self.device_mesh[("replicate", shard) if self.degrees.replicate > 1 else shard]
+        with warnings.catch_warnings():  # of axes made of two, for which torch has no other way yet
+            warnings.simplefilter("ignore", UserWarning)
+            return self.device_mesh[("replicate", shard) if self.degrees.replicate > 1 else shard]
 
     @property
     def context(self) -> DeviceMesh:

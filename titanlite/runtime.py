@@ -174,12 +174,20 @@ class Runtime:
                 raise error[0]
         try:
             yield
-        except Exception as e:
-            error = [e if isinstance(e, ConfigError) else RuntimeError(f"rank 0: {type(e).__name__}: {e}")]
+        except BaseException as e:
+            if isinstance(e, Exception):
+                error = [
+                    e if isinstance(e, ConfigError) else RuntimeError(f"rank 0: {type(e).__name__}: {e}")
+                ]
+            with suppress(RuntimeError):  # of peers that are gone: a stop was for them, too
+                self._tell(error)
             raise
-        finally:
-            if self.world_size > 1 and self.rank == 0:
-                dist.broadcast_object_list(error, src=0)
+        self._tell(error)
+
+    def _tell(self, error: list[Any]) -> None:
+        """From rank 0 to the others."""
+        if self.world_size > 1 and self.rank == 0:
+            dist.broadcast_object_list(error, src=0)
 
     def synchronize(self) -> None:
         """Wait for the device's work, not for copies beside it: for clocks."""

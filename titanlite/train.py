@@ -270,9 +270,9 @@ def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> N
 
 def describe(job: Job, rt: Runtime, size: int, rows: Rows, kernel: str) -> None:
     """Say what is about to run."""
-    plan = rt.plan
+    plan, offload = rt.plan, ", weights on the host" if job.training.enable_cpu_offload else ""
     logger.info(f"{job.model.name} {job.model.flavor}: {size:,} parameters")
-    logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}, {rt.param_dtype}")
+    logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}{offload}, {rt.param_dtype}")
     logger.info(
         f"{sum(rows.sizes):,} rows of {rows.seq_len} tokens to train on, {rows.num_held_out:,} held out"
     )
