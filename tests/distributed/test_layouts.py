@@ -166,7 +166,23 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, pools: Callable[[int], Pool]) -> Runs:
-    return Runs(tmp_path_factory.mktemp("layouts"), corpus, pools)
+    def pool(ranks: int) -> Callable[..., Any]:
+        return pools(ranks) if ranks <= 4 else once(ranks, tmp_path_factory.mktemp("pool"))
+
+    return Runs(tmp_path_factory.mktemp("layouts"), corpus, pool)
+
+
+def once(ranks: int, folder: Path) -> Callable[..., Any]:
+    """A pool that ends with what it runs: the threads of so many ranks' groups would slow all tests after."""
+
+    def run(*args: Any) -> list[Any]:
+        pool = Pool(ranks, folder)
+        try:
+            return pool(*args)
+        finally:
+            pool.close()
+
+    return run
 
 
 LAYOUTS = {
