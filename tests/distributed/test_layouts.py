@@ -215,11 +215,12 @@ def train_without_a_sum(*args: Any) -> None:
 
 
 def test_control_a_missing_sum_over_ranks_fails(runs: Runs) -> None:
-    with pytest.raises(AssertionError, match=r"apart|=="):
+    with pytest.raises(AssertionError) as e:
         runs.assert_equal("broken", combined("tensor"), steps=5, program=train_without_a_sum)
+    assert "Traceback" not in str(e.value), "it failed before it could be compared"
 
 
-def test_one_gpu_offloads_as_it_would_not(runs: Runs) -> None:
+def test_one_process_that_offloads_trains_as_one_that_does_not(runs: Runs) -> None:
     """FSDP over one rank."""
     part = Part(1, OPTIONS["CPU offload"].keys)
     train_on_rank(runs.folder, runs.corpus, part, "offload", 5)

@@ -33,6 +33,7 @@ FIXED: dict[str, Any] = {  # what these decoders are; transformers has the same 
     "attention_bias": False,
     "mlp_bias": False,
     "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
 }
 
