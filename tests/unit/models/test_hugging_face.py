@@ -215,6 +215,7 @@ def test_published_configs(tmp_path: Path) -> None:
         (LLAMA, {"hidden_act": "gelu"}, 'hidden_act = "gelu"; only "silu" is supported'),
         (LLAMA, {"attention_bias": True}, "attention_bias = true; only false is supported"),
         (QWEN, {"use_sliding_window": True}, "use_sliding_window = true; only false is supported"),
+        (QWEN, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5; only 1.0 is supported"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         (LLAMA, {"hidden_size": None}, "config.json has no hidden_size"),
         (LLAMA, {"num_hidden_layers": "16"}, "n_layers: expected int, got '16'"),
