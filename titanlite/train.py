@@ -7,7 +7,6 @@ NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process a GPU, 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,7 @@ from titanlite.checkpoint.state import TrainState
 from titanlite.checkpoint.weights import Exchange
 from titanlite.config import reference, toml
 from titanlite.config.component import ConfigError
-from titanlite.cost import flops_per_token, peak_bf16_flops
+from titanlite.cost import peak_bf16_flops
 from titanlite.data.batch import Batch
 from titanlite.data.loader import MicroBatches, Rows
 from titanlite.data.tokenizer import TextCodec
@@ -29,19 +28,18 @@ from titanlite.evaluate import validate
 from titanlite.generate import generate
 from titanlite.job import Job, load_job, split_arguments
 from titanlite.log import logger
-from titanlite.losses import ChunkedCrossEntropy
-from titanlite.metrics.memory import MemorySettings, OutOfMemory, building, explain
+from titanlite.metrics.memory import OutOfMemory, building, explain
 from titanlite.metrics.meter import Meter
-from titanlite.metrics.sinks import cut_samples, write_sample
-from titanlite.models.base import Decoder
+from titanlite.metrics.sinks import write_sample
 from titanlite.optim.base import set_lr
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import clip_grad_norm_
 from titanlite.parallel.compile import Compilations
 from titanlite.parallel.sharded import ShardedModel
 from titanlite.profile import Profiler
-from titanlite.runtime import Runtime, device_name, environment, runtime, world_size
+from titanlite.runtime import Runtime, device_name, runtime, world_size
 from titanlite.signals import Signals, Stopped, signals
+from titanlite.startup import check_global_batch, describe, flops_of, memory_settings, record
 
 
 def train(job: Job) -> int:
@@ -227,82 +225,6 @@ class Run:
 def due(freq: int, step: int, last_step: int) -> bool:
     """Every `freq` steps (0: never) and at the last one."""
     return step == last_step or (freq > 0 and step % freq == 0)
-
-
-def flops_of(job: Job, net: Decoder) -> int:
-    """Model FLOPs a token of this job."""
-    c = job.model.config
-    return flops_per_token(
-        net.num_matmul_parameters(), c.n_layers, c.n_heads, c.head_dim, job.training.seq_len
-    )
-
-
-def memory_settings(job: Job, rt: Runtime) -> MemorySettings:
-    """What decides how much memory a step takes."""
-    c = job.model.config
-    tokens = job.training.local_batch_size * job.training.seq_len
-    return MemorySettings(
-        local_batch_size=job.training.local_batch_size,
-        micro_batches=rt.plan.micro_batches,
-        shards=rt.mesh.degrees.shard * rt.mesh.degrees.context,
-        recompute=job.activation_checkpoint.mode,
-        chunked_loss=isinstance(job.loss, ChunkedCrossEntropy),
-        float8_possible=job.compile.enable and not job.float8.enable and job.float8.works_on(rt.device),
-        reduces_each=job.parallelism.fsdp_reduce == "micro_batch" or rt.reduce_dtype != torch.float32,
-        pipeline=rt.mesh.pipeline is not None,
-        logits=job.loss.bytes_held(tokens, c.dim, c.vocab_size, rt.param_dtype.itemsize),
-    )
-
-
-def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> None:
-    """A global batch that only follows from the number of ranks must not change unseen when that number
-    does."""
-    before = resumed["global_batch_size"] if resumed else rows
-    if rows == before:
-        return
-    if job.training.global_batch_size == -1:
-        raise ConfigError(
-            f"this run takes {before} rows a step; global_batch_size = -1 would make it {rows} here: "
-            f"set --training.global_batch_size={before} to keep it, or ={rows} to change it"
-        )
-    logger.info(f"the global batch changes from {before} to {rows} rows")
-
-
-def describe(job: Job, rt: Runtime, size: int, rows: Rows, kernel: str) -> None:
-    """Say what is about to run."""
-    plan, offload = rt.plan, ", weights on the host" if job.training.enable_cpu_offload else ""
-    logger.info(f"{job.model.name} {job.model.flavor}: {size:,} parameters")
-    logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}{offload}, {rt.param_dtype}")
-    logger.info(
-        f"{sum(rows.sizes):,} rows of {rows.seq_len} tokens to train on, {rows.num_held_out:,} held out"
-    )
-    logger.info(
-        f"{plan.rows} rows a step: {plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank"
-    )
-    masked = ", documents masked from each other" if job.data.mask_documents else ""
-    logger.info(f"attention by {kernel}{masked}; recompute {job.activation_checkpoint.mode}; {job.loss.name}")
-    logger.info("initialising the weights")
-
-
-def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Checkpointer) -> None:
-    """Write beside the metrics what runs, from what recipe, on what; say what is read of each source."""
-    for line in rows.describe(state.rows + max(job.training.steps - state.step, 0) * rt.plan.rows):
-        logger.info(line)
-    if rt.rank == 0:
-        job.folder.mkdir(parents=True, exist_ok=True)
-        files = {
-            "job.toml": toml.dump(job),
-            "env.json": json.dumps(environment(rt), indent=1) + "\n",
-            "recipe.json": json.dumps(checkpoints.recipe, indent=1) + "\n",
-        }
-        for name, text in files.items():
-            aside = job.folder / f".{name}"  # a kill leaves the old one or the new one
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, job.folder / name)
-        cut_samples(job.folder / "samples.txt", state.step)
-    if state.step < job.training.steps:
-        compiling = " (the first one compiles)" if job.compile.enable else ""
-        logger.info(f"steps {state.step + 1} to {job.training.steps}{compiling}")
 
 
 def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: Signals) -> int:

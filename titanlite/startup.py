@@ -1,0 +1,100 @@
+"""The start of a run: its log lines, the files that record it, and the comparison with the checkpoint that it
+continues."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.state import TrainState
+from titanlite.config import toml
+from titanlite.config.component import ConfigError
+from titanlite.cost import flops_per_token
+from titanlite.data.loader import Rows
+from titanlite.job import Job
+from titanlite.log import logger
+from titanlite.losses import ChunkedCrossEntropy
+from titanlite.metrics.memory import MemorySettings
+from titanlite.metrics.sinks import cut_samples
+from titanlite.models.base import Decoder
+from titanlite.runtime import Runtime, device_name, environment
+
+
+def flops_of(job: Job, net: Decoder) -> int:
+    """Model FLOPs a token of this job."""
+    c = job.model.config
+    return flops_per_token(
+        net.num_matmul_parameters(), c.n_layers, c.n_heads, c.head_dim, job.training.seq_len
+    )
+
+
+def memory_settings(job: Job, rt: Runtime) -> MemorySettings:
+    """What decides how much memory a step takes."""
+    c = job.model.config
+    tokens = job.training.local_batch_size * job.training.seq_len
+    return MemorySettings(
+        local_batch_size=job.training.local_batch_size,
+        micro_batches=rt.plan.micro_batches,
+        shards=rt.mesh.degrees.shard * rt.mesh.degrees.context,
+        recompute=job.activation_checkpoint.mode,
+        chunked_loss=isinstance(job.loss, ChunkedCrossEntropy),
+        float8_possible=job.compile.enable and not job.float8.enable and job.float8.works_on(rt.device),
+        reduces_each=job.parallelism.fsdp_reduce == "micro_batch" or rt.reduce_dtype != torch.float32,
+        pipeline=rt.mesh.pipeline is not None,
+        logits=job.loss.bytes_held(tokens, c.dim, c.vocab_size, rt.param_dtype.itemsize),
+    )
+
+
+def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> None:
+    """A global batch that only follows from the number of ranks must not change unseen when that number
+    does."""
+    before = resumed["global_batch_size"] if resumed else rows
+    if rows == before:
+        return
+    if job.training.global_batch_size == -1:
+        raise ConfigError(
+            f"this run takes {before} rows a step; global_batch_size = -1 would make it {rows} here: "
+            f"set --training.global_batch_size={before} to keep it, or ={rows} to change it"
+        )
+    logger.info(f"the global batch changes from {before} to {rows} rows")
+
+
+def describe(job: Job, rt: Runtime, size: int, rows: Rows, kernel: str) -> None:
+    """Say what is about to run."""
+    plan, offload = rt.plan, ", weights on the host" if job.training.enable_cpu_offload else ""
+    logger.info(f"{job.model.name} {job.model.flavor}: {size:,} parameters")
+    logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}{offload}, {rt.param_dtype}")
+    logger.info(
+        f"{sum(rows.sizes):,} rows of {rows.seq_len} tokens to train on, {rows.num_held_out:,} held out"
+    )
+    logger.info(
+        f"{plan.rows} rows a step: {plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank"
+    )
+    masked = ", documents masked from each other" if job.data.mask_documents else ""
+    logger.info(f"attention by {kernel}{masked}; recompute {job.activation_checkpoint.mode}; {job.loss.name}")
+    logger.info("initialising the weights")
+
+
+def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Checkpointer) -> None:
+    """Write beside the metrics what runs, from what recipe, on what; say what is read of each source."""
+    for line in rows.describe(state.rows + max(job.training.steps - state.step, 0) * rt.plan.rows):
+        logger.info(line)
+    if rt.rank == 0:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        files = {
+            "job.toml": toml.dump(job),
+            "env.json": json.dumps(environment(rt), indent=1) + "\n",
+            "recipe.json": json.dumps(checkpoints.recipe, indent=1) + "\n",
+        }
+        for name, text in files.items():
+            aside = job.folder / f".{name}"  # a kill leaves the old one or the new one
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, job.folder / name)
+        cut_samples(job.folder / "samples.txt", state.step)
+    if state.step < job.training.steps:
+        compiling = " (the first one compiles)" if job.compile.enable else ""
+        logger.info(f"steps {state.step + 1} to {job.training.steps}{compiling}")
