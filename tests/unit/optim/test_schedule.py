@@ -1,11 +1,13 @@
-"""Pins the learning-rate schedule: linear warmup, the hold, each shape of decay with its end points, and
-that the factor is a function of the step and the schedule's length alone.
+"""Pins the learning-rate schedule: torchtitan's values, linear warmup, the hold, each shape of decay with its
+end points, and that the factor is a function of the step and the schedule's length alone.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,22 @@ from titanlite.optim.schedule import LRScheduler
 def factors(schedule: LRScheduler, training_steps: int) -> list[float]:
     """The factors of steps 1 .. training_steps."""
     return [schedule.factor(step, training_steps) for step in range(1, training_steps + 1)]
+
+
+def test_the_factors_are_torchtitans():
+    """The golden file holds values that torchtitan 0.2.2's own function returned, for 200 settings."""
+    golden = Path(__file__).parents[2] / "golden/torchtitan_0_2_2_schedule.jsonl"
+    cases = [json.loads(line) for line in golden.read_text().splitlines()]
+    assert len(cases) == 200
+    for case in cases:
+        steps, expected = case.pop("steps"), case.pop("factors")
+        mine = {step: LRScheduler(**case).factor(int(step), steps) for step in expected}
+        assert mine == pytest.approx(expected, abs=1e-12), (steps, case)
+
+
+def test_a_schedule_of_one_step_trains_it_at_the_peak():
+    for decay_type in ("linear", "sqrt", "cosine"):
+        assert LRScheduler(warmup_steps=0, decay_type=decay_type).factor(1, 1) == 1.0
 
 
 def test_warmup_is_linear_and_reaches_the_peak_at_its_last_step():
@@ -29,12 +47,12 @@ def test_no_warmup():
 
 def test_warmup_stable_decay():
     schedule = LRScheduler(warmup_steps=2, decay_ratio=0.4)
-    assert factors(schedule, 10) == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    assert factors(schedule, 10) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
 
 
 def test_without_a_ratio_decay_follows_warmup():
     schedule = LRScheduler(warmup_steps=2)
-    assert factors(schedule, 6) == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
+    assert factors(schedule, 6) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
 
 
 @pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
@@ -45,16 +63,16 @@ def test_shapes_of_decay(decay_type):
         "sqrt": lambda x: 1 - x**0.5,
         "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
     }[decay_type]
-    # 100 steps, the last 50 decay: step 50 is the last at the peak, step 101 would be at the end point
-    assert schedule.factor(50, 100) == 1.0
-    assert schedule.factor(75, 100) == pytest.approx(shape(25 / 51), abs=1e-12)
-    assert schedule.factor(100, 100) == pytest.approx(shape(50 / 51), abs=1e-12)
+    # 100 steps, a decay of 50: step 51 is the last at the peak, step 101 would be at the end point
+    assert schedule.factor(51, 100) == 1.0
+    assert schedule.factor(76, 100) == pytest.approx(shape(25 / 50), abs=1e-12)
+    assert schedule.factor(100, 100) == pytest.approx(shape(49 / 50), abs=1e-12)
     assert schedule.factor(101, 100) == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
 def test_decay_never_rises_and_no_step_is_wasted_at_zero(decay_type):
-    decay = factors(LRScheduler(warmup_steps=10, decay_type=decay_type), 100)[9:]
+    decay = factors(LRScheduler(warmup_steps=10, decay_type=decay_type), 100)[10:]
     assert all(later < earlier for earlier, later in pairwise(decay))
     assert decay[-1] > 0
 
@@ -69,14 +87,15 @@ def test_decay_ends_at_min_lr_factor_and_stays_there(decay_type):
 def test_min_lr_factor_scales_the_decay_and_leaves_warmup_alone():
     schedule = LRScheduler(warmup_steps=4, decay_ratio=0.5, min_lr_factor=0.2)
     assert schedule.factor(1, 20) == 0.25
-    # halfway of a decay of 10 steps + 1: 0.2 + 0.8 x (1 - 5/11)
-    assert schedule.factor(15, 20) == pytest.approx(0.2 + 0.8 * (1 - 5 / 11))
+    assert schedule.factor(16, 20) == pytest.approx(
+        0.2 + 0.8 * (1 - 5 / 10)
+    )  # halfway of a decay of 10 steps
 
 
 def test_a_decay_longer_than_what_warmup_leaves_starts_at_its_end():
     schedule = LRScheduler(warmup_steps=6, decay_ratio=1.0)
     assert factors(schedule, 10)[:6] == pytest.approx([step / 6 for step in range(1, 7)])
-    assert factors(schedule, 10)[6:] == pytest.approx([0.8, 0.6, 0.4, 0.2])
+    assert factors(schedule, 10)[6:] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
 def test_total_steps_sets_the_length_apart_from_where_the_run_stops():
