@@ -11,8 +11,8 @@ from titanlite.config.component import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
-    """Warmup to the peak, hold, decay to min_lr_factor: torchtitan's schedule. By default there is no hold. The
-    formula is in docs/numerics.md."""
+    """Warmup to the peak, hold, decay to min_lr_factor: torchtitan's schedule. By default there is no hold.
+    The formula is in docs/numerics.md."""
 
     warmup_steps: int = 200
     """Steps of linear warmup; step s of them has factor s / warmup_steps."""
