@@ -102,6 +102,12 @@ def test_a_shipped_configuration_loads_and_checks(config):
     assert job.training.steps > 0
 
 
+@pytest.mark.parametrize("steps", [1, 5, 1000])
+def test_a_shipped_configuration_takes_any_number_of_steps(config, steps):
+    _, world_size = load(config)
+    assert load_job(config, [f"--training.steps={steps}"], world_size).training.steps == steps
+
+
 def test_the_dump_of_a_shipped_configuration_reads_back_equal(config, tmp_path):
     job, world_size = load(config)
     dumped = tmp_path / "job.toml"

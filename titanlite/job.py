@@ -124,18 +124,7 @@ class Job:
                 "float8.enable_fsdp_float8_all_gather = false",
                 "training.enable_cpu_offload",
             )
-        total = self.lr_scheduler.total_steps or self.training.steps
-        if total < self.training.steps:
-            raise ConfigError(
-                f"{total} is below training.steps = {self.training.steps}: the rest has no schedule",
-                "lr_scheduler.total_steps",
-            )
-        if self.lr_scheduler.warmup_steps >= total:
-            raise ConfigError(
-                f"{self.lr_scheduler.warmup_steps} steps of warmup leave nothing of a schedule of {total}",
-                "lr_scheduler.warmup_steps",
-            )
-
+        self.lr_scheduler.check(self.training.steps)
         check_writable(self.folder, "job.dump_folder")
         check_writable(Path(self.data.cache_dir), "data.cache_dir")
 

@@ -194,7 +194,11 @@ def test_an_unknown_key_on_the_command_line(run, config):
             "optimizer.name: unknown Optimizer 'adamv'; did you mean 'adamw'?",
         ),
         ('verify = "full"', 'verify = "ful"', "data.verify: 'ful' is not allowed; did you mean 'full'?"),
-        ("warmup_steps = 10", "warmup_steps = 160", "lr_scheduler.warmup_steps: 160 steps of warmup"),
+        (
+            "global_batch_size = 16",
+            "global_batch_size = 15",
+            "training.global_batch_size: 15 rows are no multiple of",
+        ),
     ],
     ids=["wrong type", "unknown choice", "bad literal", "cross-section rule"],
 )

@@ -229,7 +229,8 @@ def test_a_memory_budget_needs_the_compiler(path, complaint):
         ),
         (
             ["--lr_scheduler.warmup_steps=100"],
-            "command line, --lr_scheduler.warmup_steps: 100 steps of warmup",
+            "command line, --lr_scheduler.warmup_steps: 100 steps of warmup leave nothing of a schedule of "
+            "100; set --lr_scheduler.warmup_steps=10, or -1, which stands for 10 here",
         ),
     ],
 )

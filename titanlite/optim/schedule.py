@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from titanlite.config.component import ConfigError
+
+LONGEST_AUTO_WARMUP = 200  # steps, with warmup_steps = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +16,9 @@ class LRScheduler:
     """Warmup to the peak, hold, decay to min_lr_factor: torchtitan's schedule. By default there is no hold.
     The formula is in docs/numerics.md."""
 
-    warmup_steps: int = 200
-    """Steps of linear warmup; step s of them has factor s / warmup_steps."""
+    warmup_steps: int = -1
+    """Steps of linear warmup; warmup step s has factor s / warmup_steps. -1: a tenth of the schedule, at most
+    200 steps."""
     total_steps: int = 0
     """Length of the schedule; 0: training.steps. A run may stop before its schedule ends."""
     decay_ratio: float = -1.0
@@ -27,8 +30,8 @@ class LRScheduler:
     """Where the decay ends, as a share of the peak. The last step of the schedule is one step above it."""
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ConfigError(f"{self.warmup_steps} is below 0", "warmup_steps")
+        if self.warmup_steps < -1:
+            raise ConfigError(f"{self.warmup_steps} is neither -1 nor at least 0", "warmup_steps")
         if self.total_steps < 0:
             raise ConfigError(f"{self.total_steps} is below 0; 0 means training.steps", "total_steps")
         if not self.decay_ratio <= 1:
@@ -36,13 +39,34 @@ class LRScheduler:
         if not 0 <= self.min_lr_factor <= 1:
             raise ConfigError(f"{self.min_lr_factor} is not in [0, 1]", "min_lr_factor")
 
+    def warmup(self, training_steps: int) -> int:
+        """Steps of warmup in a run of `training_steps`: warmup_steps, with -1 resolved."""
+        total = self.total_steps or training_steps
+        return self.warmup_steps if self.warmup_steps >= 0 else min(LONGEST_AUTO_WARMUP, total // 10)
+
+    def check(self, training_steps: int) -> None:
+        """Raises ConfigError unless the schedule covers the run and warmup ends before the schedule does."""
+        total = self.total_steps or training_steps
+        if total < training_steps:
+            raise ConfigError(
+                f"{total} is below training.steps = {training_steps}: the rest has no schedule",
+                "lr_scheduler.total_steps",
+            )
+        if self.warmup_steps >= total:
+            short = replace(self, warmup_steps=-1).warmup(training_steps)
+            raise ConfigError(
+                f"{self.warmup_steps} steps of warmup leave nothing of a schedule of {total}; set "
+                f"--lr_scheduler.warmup_steps={short}, or -1, which stands for {short} here",
+                "lr_scheduler.warmup_steps",
+            )
+
     def factor(self, step: int, training_steps: int) -> float:
         """Factor of the peak rate at `step` = 1, 2, ...; min_lr_factor past the end of a
         schedule that decays."""
-        total = self.total_steps or training_steps
-        if step < self.warmup_steps:
-            return step / self.warmup_steps
-        decay_steps = total - self.warmup_steps
+        total, warmup = self.total_steps or training_steps, self.warmup(training_steps)
+        if step < warmup:
+            return step / warmup
+        decay_steps = total - warmup
         if self.decay_ratio >= 0:
             decay_steps = min(round(total * self.decay_ratio), decay_steps)
         last_at_peak = total + 1 - decay_steps  # + 1: the end point is reached after the last step, not at it

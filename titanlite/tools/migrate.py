@@ -189,6 +189,9 @@ def add_defaults(lines: list[Line], made: Made) -> list[str]:
     cannot say."""
     todo = []
     defaults = dict(DEFAULTS)
+    steps = made.get("training.steps", 10000)  # torchtitan clamps a longer warmup
+    if isinstance(steps, int):
+        defaults["lr_scheduler.warmup_steps"] = min(defaults["lr_scheduler.warmup_steps"], max(steps - 1, 0))
     if made.get("float8.enable"):
         defaults["float8.enable_fsdp_float8_all_gather"] = False
     if made.get("validation.enable"):

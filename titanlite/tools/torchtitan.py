@@ -102,6 +102,7 @@ MASKING = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")  # endings of flavo
 # Their values where a file has none and ours are others, by our keys.
 DEFAULTS: Made = {
     "optimizer.lr": 8e-4,
+    "lr_scheduler.warmup_steps": 200,
     "activation_checkpoint.mode": "selective",
     "activation_checkpoint.selective_ac_option": "2",
     "checkpoint.enable": False,

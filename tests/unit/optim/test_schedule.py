@@ -45,6 +45,25 @@ def test_no_warmup():
     assert factors(LRScheduler(warmup_steps=0, decay_ratio=0.0), 3) == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("training_steps", "warmup"), [(1, 0), (5, 0), (10, 1), (160, 16), (2000, 200), (40000, 200)]
+)
+def test_by_default_warmup_is_a_tenth_of_the_schedule_and_200_steps_at_most(training_steps, warmup):
+    schedule = LRScheduler()
+    assert schedule.warmup(training_steps) == warmup
+    assert LRScheduler(total_steps=training_steps).warmup(1) == warmup
+    assert factors(schedule, training_steps) == factors(LRScheduler(warmup_steps=warmup), training_steps)
+    schedule.check(training_steps)
+
+
+@pytest.mark.parametrize(("warmup_steps", "total"), [(2000, 1000), (10, 10), (3, 2)])
+def test_the_refusal_of_a_long_warmup_names_a_value_that_works(warmup_steps, total):
+    with pytest.raises(ConfigError, match="leave nothing of a schedule") as e:
+        LRScheduler(warmup_steps=warmup_steps).check(total)
+    named = int(str(e.value).split("--lr_scheduler.warmup_steps=")[1].split(",")[0])
+    LRScheduler(warmup_steps=named).check(total)
+
+
 def test_warmup_stable_decay():
     schedule = LRScheduler(warmup_steps=2, decay_ratio=0.4)
     assert factors(schedule, 10) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
@@ -112,7 +131,7 @@ def test_total_steps_zero_means_the_steps_of_the_training():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("warmup_steps", -1),
+        ("warmup_steps", -2),
         ("total_steps", -1),
         ("decay_ratio", 1.1),
         ("decay_ratio", math.nan),
