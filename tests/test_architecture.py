@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "titanlite"
 LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
+    {"files"},
     {"config", "log"},
     {"models", "optim", "data", "losses", "cost", "mesh"},
     {"parallel", "checkpoint", "metrics", "runtime", "signals", "profile"},

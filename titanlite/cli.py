@@ -6,8 +6,10 @@ written, 75 stopped by a signal, with nothing lost, 130 interrupted, 128 + n end
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
+import io
 import os
 import re
 import select
@@ -18,8 +20,19 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
+from titanlite.log import printable
 from titanlite.signals import Stopped, signals
 
+# Refusals of the operating system that a restart would meet again, and what helps. Others, such as an I/O error
+# or a stale mount, are crashes.
+ROOM = "; make room there (df -h, df -i), or name a folder on another disk"
+FILES = "; raise the limit of open files (ulimit -n)"
+SHORTER = "; choose a shorter name"
+REFUSALS = {
+    errno.EACCES: "", errno.EPERM: "", errno.EROFS: "", errno.ENOSPC: ROOM, errno.EDQUOT: ROOM,
+    errno.EFBIG: "", errno.EMFILE: FILES, errno.ENFILE: FILES, errno.ENAMETOOLONG: SHORTER,
+    errno.ELOOP: "", errno.ENOTDIR: "", errno.EISDIR: "",
+}  # fmt: skip
 TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)  # as in pyproject.toml
 
 VERBS = {
@@ -45,6 +58,9 @@ VERBS = {
 
 def main() -> int:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):  # a path that is not UTF-8 must not end a verb that names it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     code = run(sys.argv[1:])
     if runtime := sys.modules.get("titanlite.runtime"):  # loaded by the verb: importing it costs seconds
         runtime.leave(code)  # a process that may have had process groups must not finalise
@@ -81,16 +97,22 @@ def run(argv: Sequence[str]) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and not _reader_is_there():
             return 128 + signal.SIGPIPE  # `titanlite ... | head` has seen enough
-        code = getattr(error, "exit_code", 1)
+        code = exit_code(error)
         if code == 1:
-            traceback.print_exc()
+            _print(traceback.format_exc())
         else:
             if _speaks():
-                _tell(error)
+                _tell(_reason(error))
             else:  # most such errors are all ranks', and then this one is ended while it waits
                 time.sleep(2)
-                _tell(f"local rank {sys.modules['titanlite.runtime'].local_rank()}: {error}")
+                _tell(f"local rank {sys.modules['titanlite.runtime'].local_rank()}: {_reason(error)}")
         return code
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code that stands for an error: its own, 2 for a refusal of the operating system, else 1."""
+    refused = isinstance(error, OSError) and error.errno in REFUSALS
+    return getattr(error, "exit_code", 2 if refused else 1)
 
 
 def _reader_is_there() -> bool:
@@ -103,10 +125,23 @@ def _reader_is_there() -> bool:
     return True
 
 
+def _reason(error: Exception) -> str:
+    """The error in one line; for a refusal of the operating system, the file, the reason and what helps."""
+    if isinstance(error, OSError) and error.errno in REFUSALS:
+        where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        return f"{where}{error.strerror}{REFUSALS[error.errno]}"
+    return str(error)
+
+
 def _tell(what: object) -> None:
-    """One line, whether or not anybody is left to read it."""
+    """One line for the user."""
+    _print(f"titanlite: {what}\n")
+
+
+def _print(text: str) -> None:
+    """To standard error, whether or not anybody is left to read it."""
     with suppress(OSError):
-        print(f"titanlite: {what}", file=sys.stderr, flush=True)
+        print(printable(text), end="", file=sys.stderr, flush=True)
 
 
 def _speaks() -> bool:

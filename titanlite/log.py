@@ -6,8 +6,12 @@ By default rank 0 reports progress and every rank reports warnings and errors.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
+
+# Control characters but newline and tab, invisible changes of direction, and halves of characters.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 logger = logging.getLogger("titanlite")
 
@@ -15,7 +19,7 @@ logger = logging.getLogger("titanlite")
 def set_up_logging(rank: int, verbose: bool) -> None:
     """Log to standard error with the rank in front; quiet ranks report only warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"[rank{rank}] %(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_Formatter(f"[rank{rank}] %(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
@@ -24,3 +28,14 @@ def set_up_logging(rank: int, verbose: bool) -> None:
     # A norm over a mesh of two axes takes two all-reduces of one number.
     redistribute = logging.getLogger("torch.distributed.tensor._redistribute")
     redistribute.addFilter(lambda record: "While redistributing from" not in record.getMessage())
+
+
+def printable(text: object) -> str:
+    """The text with control characters as `\\x1b`: what comes from files, or from a model, must not steer the
+    terminal. Newlines and tabs stay."""
+    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))

@@ -5,6 +5,7 @@ arguments on.
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from titanlite import cli, train
 from titanlite.config.component import ConfigError
+from titanlite.log import logger, set_up_logging
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TRAIN = ROOT / "run_train.sh"
@@ -431,3 +433,62 @@ def test_a_message_that_nobody_can_read_changes_no_code() -> None:
     command = f"({sys.executable} -m titanlite.cli train nowhere.toml 2> /dev/full; echo $?)"
     run = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.stdout == "2\n"
+
+
+# ---- refusals of the operating system, and what reaches the terminal
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "cache/00000.bin"),
+            "cache/00000.bin: No space left on device; make room there (df -h, df -i), or name a folder on "
+            "another disk",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            "Too many open files; raise the limit of open files (ulimit -n)",
+        ),
+        (OSError(errno.EROFS, "Read-only file system", "x"), "x: Read-only file system"),
+    ],
+)
+def test_a_refusal_of_the_system_is_one_line(run, monkeypatch, error, line):
+    monkeypatch.setattr(train, "main", raising(error))
+    assert complaint_of(run("train", "x.toml")) == line
+
+
+def test_a_name_that_is_too_long_is_one_line(run, config):
+    said = complaint_of(run("train", str(config), f"--job.dump_folder={'x' * 256}"))
+    assert said.endswith("File name too long; choose a shorter name")
+
+
+def test_other_errors_of_the_system_are_crashes(run, monkeypatch):
+    """A restart may get past an I/O error or a stale mount."""
+    monkeypatch.setattr(train, "main", raising(OSError(errno.EIO, "Input/output error", "x")))
+    code, _, err = run("train", "x.toml")
+    assert code == 1
+    assert "Traceback" in err
+
+
+@pytest.mark.parametrize("error", [ConfigError, RuntimeError])
+def test_control_characters_do_not_reach_the_terminal(run, monkeypatch, error):
+    monkeypatch.setattr(train, "main", raising(error("a\x1b]0;title\x07b\r\u202e\udcff")))
+    _, _, err = run("train", "x.toml")
+    assert "a\\x1b]0;title\\x07b\\r\\u202e\\udcff" in err
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(err)
+
+
+def test_the_log_escapes_control_characters_and_keeps_lines(capsys):
+    set_up_logging(0, verbose=True)
+    logger.info("sample:\none\ttwo \u00e9\u3000\x1b[31m")
+    assert capsys.readouterr().err.endswith("sample:\none\ttwo \u00e9\u3000\\x1b[31m\n")
+
+
+def raising(error: Exception) -> Callable[[list[str]], int]:
+    """A verb that fails."""
+
+    def main(argv: list[str]) -> int:
+        raise error
+
+    return main

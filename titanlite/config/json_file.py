@@ -1,4 +1,4 @@
-"""JSON files that go to other programs and come from them: each is one object."""
+"""JSON files, which may be damaged or made by others: each is one object."""
 
 from __future__ import annotations
 
@@ -7,20 +7,53 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.component import ConfigError
+from titanlite.files import read_regular
+
+MAX_BYTES = 128 << 20
+NAMES = {int: "an integer", str: "a string", dict: "an object", list: "a list"}
+
+
+def parse(data: bytes | str) -> Any:
+    """The value that a JSON text stands for. Raises ValueError for anything else."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def load_object(file: Path) -> dict[str, Any]:
+    """The object in a file. Raises OSError for a file that cannot be opened, ValueError for one that is not
+    regular, is over MAX_BYTES, or holds no JSON object."""
+    tree = parse(read_regular(file, MAX_BYTES))
+    if not isinstance(tree, dict):
+        raise ValueError("it is no JSON object")
+    return tree
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """What is in the file. Raises ConfigError, which names it, for what cannot be read and what is no
-    object."""
+    """The object in a file. Raises ConfigError, which names the file, if there is none."""
     try:
-        tree = json.loads(file.read_bytes())
+        return load_object(file)
     except (OSError, ValueError) as e:
         raise ConfigError(f"{file} cannot be read: {e}") from None
+
+
+def expect(tree: Any, **kinds: type) -> None:
+    """Raises ValueError unless `tree` is an object with a value of exactly this type under each key."""
     if not isinstance(tree, dict):
-        raise ConfigError(f"{file} is no JSON object")
-    return tree
+        raise ValueError(f"{_short(tree)} is no object")
+    for key, kind in kinds.items():
+        if key not in tree:
+            raise ValueError(f"{key} is missing")
+        if type(tree[key]) is not kind:
+            raise ValueError(f"{key} is {_short(tree[key])}, not {NAMES[kind]}")
 
 
 def as_json(tree: object) -> bytes:
     """The content of a file."""
     return (json.dumps(tree, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,181 @@
+"""Files that others may have touched: what is not a regular file is refused at once, writing follows no link,
+and a kill leaves the old content or the new."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titanlite import files
+from titanlite.config import json_file
+from titanlite.config.component import ConfigError
+from titanlite.files import FileFault, named, open_own, read_regular, write_atomically
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def make_endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_socket(path: Path) -> None:
+    server = socket.socket(socket.AF_UNIX)
+    here = Path.cwd()
+    os.chdir(path.parent)  # a socket's path has 107 bytes at most
+    try:
+        server.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+WRONG_KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a named pipe": (make_pipe, "it is a named pipe, not a file"),
+    "a directory": (make_folder, "it is a directory, not a file"),
+    "a link to itself": (make_loop, "it is a link that leads to no file"),
+    "/dev/zero": (make_endless, "it is a device, not a file"),
+    "a socket": (make_socket, "it is a socket or a device, not a file"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_KINDS)
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    make, message = WRONG_KINDS[kind]
+    path = tmp_path / "x.json"
+    make(path)
+    with pytest.raises(FileFault) as error:
+        read_regular(path)
+    assert str(error.value) == message
+    with pytest.raises(ConfigError) as refused:
+        json_file.read_object(path)
+    assert str(refused.value) == f"{path} cannot be read: {message}"
+
+
+def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"a": 1}')
+    (tmp_path / "link.json").symlink_to(tmp_path / "x.json")
+    assert json_file.read_object(tmp_path / "link.json") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 100_000, "it is nested too deep"),
+        ('{"a": ' * 100_000, "it is nested too deep"),
+        ("[]", "it is no JSON object"),
+        ("", "Expecting value"),
+        (f'{{"a": {"9" * 5000}}}', "Exceeds the limit"),
+        (b"\xff\xfe{", "utf"),
+    ],
+)
+def test_what_is_no_json_object_is_refused(tmp_path: Path, content: str | bytes, message: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=f"cannot be read: .*{message}"):
+        json_file.read_object(path)
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(11))
+    assert read_regular(tmp_path / "x", max_bytes=11) == bytes(11)
+    with pytest.raises(FileFault, match="it has more than 10 bytes"):
+        read_regular(tmp_path / "x", max_bytes=10)
+
+
+def test_expected_types_are_exact() -> None:
+    json_file.expect({"a": 1, "b": "x"}, a=int, b=str)
+    for tree, message in [
+        ({"a": True}, "a is True, not an integer"),
+        ({}, "a is missing"),
+        ([], r"\[\] is no object"),
+        ({"a": "x" * 100}, f"a is '{'x' * 59}..., not an integer"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            json_file.expect(tree, a=int)
+
+
+# ---- writing
+
+
+def test_a_planted_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    victim, target = tmp_path / "victim", tmp_path / "job.toml"
+    victim.write_text("theirs")
+    target.symlink_to(victim)
+    write_atomically(target, "ours")
+    assert (victim.read_text(), target.read_text(), target.is_symlink()) == ("theirs", "ours", False)
+
+
+def test_the_name_aside_cannot_be_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    original = files.write_new
+    monkeypatch.setattr(files, "write_new", lambda path, data: (names.add(path.name), original(path, data)))
+    for _ in range(2):
+        write_atomically(tmp_path / "job.toml", "x")
+    assert len(names) == 2
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError):
+        original(tmp_path / "link", b"x")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "job.toml"
+    write_atomically(path, "old")
+    (tmp_path / ".partial-job.toml-0123abcd").write_text("ne")
+    assert path.read_text() == "old"
+    write_atomically(path, "new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("job.toml", "new")]
+
+
+def test_an_error_leaves_the_old_content_and_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "job.toml"
+    write_atomically(path, "old")
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        write_atomically(path, "new")
+    assert error.value.filename == str(path)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("job.toml", "old")]
+
+
+def test_numpys_short_writes_have_a_name(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="16 requested and 8 written") as error, named(tmp_path / "x"):
+        raise OSError("16 requested and 8 written")
+    assert (error.value.errno, error.value.filename) == (errno.EIO, str(tmp_path / "x"))
+
+
+def test_a_runs_own_files_are_not_reached_through_links(tmp_path: Path) -> None:
+    path = tmp_path / "LOCK"
+    with open_own(path) as file:
+        file.write("a")
+    with open_own(path) as file:
+        file.write("b")
+        file.seek(0)
+        assert file.read() == "ab"
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(tmp_path / "pipe")
+    for name, kind in (("link", "a link"), ("pipe", "a named pipe"), (".", "a directory")):
+        with pytest.raises(FileFault, match=f"it is {kind}, not a file"):
+            open_own(tmp_path / name)
+    assert not (tmp_path / "elsewhere").exists()

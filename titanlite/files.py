@@ -1,0 +1,117 @@
+"""Reading and writing single files that other people or programs may have touched.
+
+Only regular files are read: a named pipe would make a reader wait for ever, and a device has no end. Files of
+a run folder are written under a random new name and renamed, and no link is followed, so that nobody who can
+place a link there chooses which file is overwritten.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+MAX_BYTES = 1 << 30  # of a file that is read as a whole
+KINDS = {
+    stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFLNK: "a link",
+}  # fmt: skip
+
+
+class FileFault(ValueError):
+    """A file is of the wrong kind or too large: "it is a named pipe, not a file". Callers add its name."""
+
+
+def open_regular(path: str | Path) -> IO[bytes]:
+    """Open a regular file, or a link to one, for reading. Raises FileFault for anything else, at once."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as e:
+        if e.errno == errno.ELOOP:
+            raise FileFault("it is a link that leads to no file") from None
+        if e.errno == errno.ENXIO:
+            raise FileFault("it is a socket or a device, not a file") from None
+        raise
+    return os.fdopen(_regular(fd), "rb")
+
+
+def read_regular(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a regular file. Raises FileFault for anything else, and for over `max_bytes`."""
+    with open_regular(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise FileFault(f"it has more than {max_bytes:,} bytes, too many for a file of its kind")
+    return data
+
+
+def check_regular(path: Path) -> None:
+    """Raises FileFault unless `path` is a regular file or a link to one; for files that a library opens."""
+    open_regular(path).close()
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Create or replace `path`, by one writer at a time: after a kill or a power loss it has the old content
+    or the new. A link in its place is replaced, not followed."""
+    for left in path.parent.glob(f".partial-{glob.escape(path.name)}-*"):  # by a writer that was killed
+        left.unlink(missing_ok=True)
+    partial = path.with_name(f".partial-{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        with named(path):
+            write_new(partial, content.encode() if isinstance(content, str) else content)
+            os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that is not there yet, and sync it to the disk."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def open_own(path: Path) -> IO[str]:
+    """Open a file of a run folder for reading and appending, and create it if it is missing. Raises FileFault
+    for a link and for anything else that is not a regular file."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o666)
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise FileFault(f"it is {_kind(os.lstat(path).st_mode)}, not a file") from None
+        raise
+    return os.fdopen(_regular(fd), "a+", encoding="utf-8", errors="replace")
+
+
+@contextmanager
+def named(path: str | Path) -> Iterator[None]:
+    """Make an OSError of the body that names no file name `path`: a full disk is found by writing to a file
+    descriptor, which has no name."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno is None:  # numpy's, after a short write
+            raise OSError(errno.EIO, f"not all could be written ({e})", str(path)) from None
+        if e.filename is None:
+            e.filename = str(path)
+        raise
+
+
+def _regular(fd: int) -> int:
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise FileFault(f"it is {_kind(mode)}, not a file")
+    return fd
+
+
+def _kind(mode: int) -> str:
+    return KINDS.get(stat.S_IFMT(mode), "of another kind")
