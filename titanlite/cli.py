@@ -23,8 +23,8 @@ from contextlib import nullcontext, suppress
 from titanlite.log import printable
 from titanlite.signals import Stopped, signals
 
-# Refusals of the operating system that a restart would meet again, and what helps. Others, such as an I/O error
-# or a stale mount, are crashes.
+# Refusals of the operating system that a restart would meet again, and what helps. Others, such as an I/O
+# error or a stale mount, are crashes.
 ROOM = "; make room there (df -h, df -i), or name a folder on another disk"
 FILES = "; raise the limit of open files (ulimit -n)"
 SHORTER = "; choose a shorter name"

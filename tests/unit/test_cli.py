@@ -483,12 +483,3 @@ def test_the_log_escapes_control_characters_and_keeps_lines(capsys):
     set_up_logging(0, verbose=True)
     logger.info("sample:\none\ttwo \u00e9\u3000\x1b[31m")
     assert capsys.readouterr().err.endswith("sample:\none\ttwo \u00e9\u3000\\x1b[31m\n")
-
-
-def raising(error: Exception) -> Callable[[list[str]], int]:
-    """A verb that fails."""
-
-    def main(argv: list[str]) -> int:
-        raise error
-
-    return main
