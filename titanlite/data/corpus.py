@@ -27,7 +27,8 @@ PARTS = 8  # at most, of one compressed file: each part decompresses all of it, 
 RATIO = 4  # typical of compressed text; only balances the work
 BLOCK_LINES = 64  # lines that a part of a compressed file takes in turn
 LINES, COMPRESSIONS = (".jsonl", ".ndjson", ".json"), (".gz", ".zst")
-IN_FOLDERS = (".txt", ".jsonl", ".ndjson", ".parquet")  # read where a directory is named; also compressed
+IN_FOLDERS = (".txt", *LINES, ".parquet")  # read where a directory is named; also compressed
+ABOUT = ("dataset_info.json", "dataset_infos.json")  # files that Hugging Face puts beside a dataset's text
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def stop(file: Path, place: int, reason: str) -> None:
 # ---- files
 
 
-def find_files(patterns: Iterable[str], key: str) -> list[Path]:
+def find_files(patterns: Sequence[str], key: str) -> list[Path]:
     """Files named by paths, directories (all text, lines and parquet below) and globs, sorted by path, each
     once."""
     files: dict[Path, Path] = {}  # by what they resolve to: one file under two names is read once
@@ -79,6 +80,12 @@ def find_files(patterns: Iterable[str], key: str) -> list[Path]:
                 below = [Path(p) for p in glob.iglob(f"{glob.escape(str(path))}/**", recursive=True)]
             wanted = (p for p in below if p.is_file() and (p == path or _in_folder(p)))
             files |= {p.resolve(): p for p in wanted}
+    if not files:
+        raise ConfigError(
+            f"no text files in {', '.join(map(repr, patterns))}; of a directory, {', '.join(IN_FOLDERS)} files "
+            "are read, also compressed (.gz, .zst), but none in hidden folders; any other file has to be named",
+            key,
+        )
     return sorted(files.values())
 
 
@@ -92,7 +99,7 @@ def format_of(file: Path) -> tuple[str, str]:
 def _in_folder(file: Path) -> bool:
     if file.suffix in COMPRESSIONS:  # parquet compresses itself
         return file.with_suffix("").suffix in IN_FOLDERS and format_of(file)[0] != "parquet"
-    return file.suffix in IN_FOLDERS
+    return file.suffix in IN_FOLDERS and file.name not in ABOUT
 
 
 def content_sha256(files: Iterable[Path]) -> str:

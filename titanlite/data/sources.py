@@ -63,13 +63,14 @@ class Tokens(Source, name="tokens"):
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Source, name="text"):
-    """Text files, tokenised on first use: .jsonl has a document a line, .parquet a document a row, any other
-    file is one document. For more than a few gigabytes run `titanlite prepare` first."""
+    """Text files, tokenised on first use: .jsonl, .ndjson and .json have one document per line, .parquet one
+    per row, any other file is one document. For more than a few gigabytes run `titanlite prepare` first."""
 
     path: list[str]
-    """Files, directories (their .txt, .jsonl and .parquet files, compressed ones too) and globs."""
+    """Files, directories (their .txt, .jsonl, .ndjson, .json and .parquet files, compressed ones too) and
+    globs."""
     field: str = "text"
-    """The field of a .jsonl line, or the column of a .parquet file, that holds the text."""
+    """The field of a JSON line, or the column of a .parquet file, that holds the text."""
 
     def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
         files = find_files(self.path, "data.sources.path")

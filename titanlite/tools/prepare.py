@@ -42,11 +42,12 @@ class Prepare:
     """A preparation. Every key may be in the TOML file or on the command line."""
 
     input: list[str] = dataclasses.field(default_factory=list)
-    """Files, directories (their .txt, .jsonl and .parquet files, compressed ones too) and globs."""
+    """Files, directories (their .txt, .jsonl, .ndjson, .json and .parquet files, compressed ones too) and
+    globs."""
     output: str = ""
     """The directory to make; it appears when it is whole."""
     field: str = "text"
-    """The field of a .jsonl line, or the column of a .parquet file, that holds the text."""
+    """The field of a JSON line, or the column of a .parquet file, that holds the text."""
     seed: int = 0
     """Of the order of the documents."""
     bad_lines: Literal["stop", "skip"] = "stop"

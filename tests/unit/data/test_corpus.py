@@ -152,6 +152,26 @@ def test_directories_are_read_through_links_but_not_hidden_ones(tree: Path, tmp_
     assert [f.name for f in found] == ["d.jsonl", "c.txt"]
 
 
+def test_a_directory_of_json_files_is_read(tmp_path: Path) -> None:
+    """As C4 lies on the hub: `c4-train.00000-of-01024.json.gz`; torchtitan's test data is a `data.json`."""
+    import gzip
+
+    (tmp_path / "c4").mkdir()
+    with gzip.open(tmp_path / "c4/c4-train.00000-of-00001.json.gz", "wt") as f:
+        f.write('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "c4/data.json").write_text('{"text": "three"}\n')
+    (tmp_path / "c4/dataset_info.json").write_text('{"about": "the dataset"}')  # Hugging Face's, not text
+    assert by_source(tmp_path, str(tmp_path / "c4")).num_documents == 3
+
+
+def test_a_directory_without_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/a.png").write_text("x")
+    with pytest.raises(ConfigError, match=r"no text files in '.*pictures'; of a directory, \.txt") as e:
+        find_files([str(tmp_path / "pictures")], "data.sources.path")
+    assert e.value.key == "data.sources.path"
+
+
 def test_a_path_with_glob_characters_is_first_a_path(tmp_path: Path) -> None:
     file = tmp_path / "corpus [v2].txt"
     file.write_text("x")

@@ -219,7 +219,7 @@ def test_a_corpus_of_all_formats(tmp_path: Path) -> None:
     write(tmp_path / "in" / "d.txt", TEXTS[90].encode())
     write(tmp_path / "in" / "e.txt.zst", zst(TEXTS[91].encode()))
     write(tmp_path / "in" / "f.ndjson.zst", zst(lines(TEXTS[92:120])))
-    for name in ("g.bin.gz", "g.parquet.gz", "g.json", "README.md", "g.gz"):
+    for name in ("g.bin.gz", "g.parquet.gz", "dataset_infos.json", "README.md", "g.gz"):
         write(tmp_path / "in" / name, b"not read unless it is named")
     files = find_files([str(tmp_path / "in")], "key")
     assert [f.name for f in files] == [
