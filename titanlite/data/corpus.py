@@ -82,8 +82,8 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
             files |= {p.resolve(): p for p in wanted}
     if not files:
         raise ConfigError(
-            f"no text files in {', '.join(map(repr, patterns))}; of a directory, {', '.join(IN_FOLDERS)} files "
-            "are read, also compressed (.gz, .zst), but none in hidden folders; any other file has to be named",
+            f"no text files in {', '.join(map(repr, patterns))}; of a directory, {', '.join(IN_FOLDERS)} "
+            "files are read, also compressed (.gz, .zst), but none in hidden folders; name any other file",
             key,
         )
     return sorted(files.values())
