@@ -18,15 +18,6 @@ if [ -z "${CONFIG_FILE:-}" ]; then
     CONFIG_FILE=$1
     shift
 fi
-configs=$(dirname "$0")/train_configs
-if [ ! -f "$CONFIG_FILE" ] && [ -f "$configs/$CONFIG_FILE.toml" ]; then
-    CONFIG_FILE=$configs/$CONFIG_FILE.toml
-fi
-if [ ! -f "$CONFIG_FILE" ]; then
-    names=$(cd "$configs" && echo *.toml | sed 's/\.toml//g')
-    echo "titanlite: no configuration '$CONFIG_FILE'; it is neither a file nor one of: $names" >&2
-    exit 2
-fi
 
 NGPU=${NGPU:-1}
 cores=$(getconf _NPROCESSORS_ONLN)

@@ -92,7 +92,7 @@ def make_job(folder: Path, corpus: Path, *overrides: str, world_size: int = 1, n
     """The base job with its run folder under `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     where = [f"--job.dump_folder={folder / name}", f"--data.cache_dir={corpus / 'cache'}"]
-    return load_job(write_toml(folder, corpus), [*where, *overrides], world_size)
+    return load_job(write_toml(folder, corpus), [*where, *overrides], world_size, allow_imports=True)
 
 
 def metrics_of(job: Job) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ from titanlite.parallel.recompute import ActivationCheckpoint
 from titanlite.profile import Profiling
 from titanlite.runtime import Comm, StepPlan, Training
 
+ALLOW_IMPORTS = "--allow-imports"  # the option of verbs that do not run a file's imports by themselves
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobInfo:
@@ -48,7 +51,8 @@ class JobInfo:
     description: str = ""
     """For people; not used."""
     imports: list[str] = field(default_factory=list)
-    """Python modules to import first, which register components of their own."""
+    """Python modules to import first, which register components of their own; modules in the current
+    directory are found. `train` and `launch` run them; other verbs need `--allow-imports`."""
 
     def __post_init__(self) -> None:
         if not self.dump_folder:
@@ -210,17 +214,31 @@ def check_writable(folder: Path, key: str) -> None:
         raise ConfigError(f"{folder} cannot be written: {there} is no writable directory", key)
 
 
+def take_flag(argv: Sequence[str], flag: str) -> tuple[bool, list[str]]:
+    """Whether a command line has `flag`, and the command line without it."""
+    return flag in argv, [word for word in argv if word != flag]
+
+
 def split_arguments(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     """A command line's TOML file, if it begins with one, and its overrides."""
     return (None, argv) if argv[0].startswith("--") else (argv[0], argv[1:])
 
 
-def load_job(path: str | Path | None, overrides: Sequence[str] = (), world_size: int | None = 1) -> Job:
+def load_job(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    world_size: int | None = 1,
+    allow_imports: bool = False,
+) -> Job:
     """The checked job of a TOML file and command-line overrides; without `world_size`, for use other than
-    training, unchecked across sections. Raises ConfigError, which says where."""
+    training, unchecked across sections. Raises ConfigError, which says where.
+
+    `allow_imports`: run the modules that `[job] imports` names; otherwise a job that names any is refused.
+    """
     tree, locator = toml.read(path, overrides)
     section = tree.get("job", {})
-    import_components(section.get("imports", []) if isinstance(section, dict) else [], "job.imports", locator)
+    imports = section.get("imports", []) if isinstance(section, dict) else []
+    import_components(imports, "job.imports", locator, allow_imports)
     job = toml.build(Job, tree, locator)
     try:
         if world_size is not None:
@@ -233,20 +251,28 @@ def load_job(path: str | Path | None, overrides: Sequence[str] = (), world_size:
 def load_recorded_job(checkpoint: Path, allow_imports: bool) -> Job:
     """The job of a checkpoint, which has been verified. Raises ConfigError if that would run code that has
     not been allowed."""
-    imports = toml.read(checkpoint / "job.toml", [])[0].get("job", {}).get("imports", [])
-    if imports and not allow_imports:
-        raise ConfigError(
-            f"{checkpoint}/job.toml imports {', '.join(imports)}, which would run that code; if you trust "
-            "it, add --allow-imports"
-        )
-    return load_job(checkpoint / "job.toml", world_size=None)
+    return load_job(checkpoint / "job.toml", world_size=None, allow_imports=allow_imports)
 
 
-def import_components(modules: Any, key: str, locator: toml.Locator) -> None:
-    """Import the modules a configuration lists under `key`, before it is read: they register components."""
+def import_components(modules: Any, key: str, locator: toml.Locator, allowed: bool) -> None:
+    """Import the modules a configuration lists under `key`, before it is read: they register components.
+    Modules in the current directory are found, as by `python -m`. Raises ConfigError if there are some and
+    they are not `allowed`."""
     modules = toml.listed(toml.plain(modules))
-    for module in modules if isinstance(modules, list) else []:
+    if not modules or not isinstance(modules, list):
+        return
+    names = ", ".join(map(str, modules))
+    if not allowed:
+        raise locator.located(
+            ConfigError(f"this would run the code of {names}; if you trust it, add {ALLOW_IMPORTS}", key)
+        )
+    here = os.getcwd()
+    if not {"", here} & set(sys.path):
+        sys.path.append(here)  # last, so that no file here takes the place of an installed package
+    for module in modules:
         try:
             importlib.import_module(str(module))
         except (ImportError, TypeError, ValueError) as e:
-            raise locator.located(ConfigError(f"cannot import {module!r}: {e}", key)) from None
+            where = f" (looked in {here}, PYTHONPATH and the installed packages)"
+            where = where if isinstance(e, ModuleNotFoundError) else ""
+            raise locator.located(ConfigError(f"cannot import {module!r}: {e}{where}", key)) from None

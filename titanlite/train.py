@@ -264,7 +264,7 @@ def main(argv: Sequence[str]) -> int:
         print(reference.help_text(Job))
         return 0
     path, overrides = split_arguments(argv)
-    job = load_job(path, overrides, world_size())
+    job = load_job(path, overrides, world_size(), allow_imports=True)
     try:
         return train(job)
     except ConfigError as e:  # of an input that the job names: say where it names it

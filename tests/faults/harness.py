@@ -237,7 +237,7 @@ def _train(request: dict[str, Any], rank: int, scratch: Path) -> int:
     for fault in (Fault(**values) for values in request["faults"]):
         if fault.rank in (rank, -1):
             _Planted(fault, rank, scratch).plant()
-    return train(load_job(Path(request["toml"]), request["overrides"], size))
+    return train(load_job(Path(request["toml"]), request["overrides"], size, allow_imports=True))
 
 
 class _Planted:

@@ -323,12 +323,12 @@ def run_train(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
     return run_train
 
 
-def test_a_name_is_looked_up_in_train_configs(run_train):
+def test_the_script_passes_everything_on(run_train):
     code, out, err = run_train("debug", "--training.steps=3", "--job.description=a b")
     assert (code, err) == (42, ""), "the code of the trainer is passed on"
     words = out.splitlines()
     assert words[:3] == ["-m", "titanlite.cli", "launch"]
-    assert words[-3:] == [DEBUG, "--training.steps=3", "--job.description=a b"]
+    assert words[-3:] == ["debug", "--training.steps=3", "--job.description=a b"]
     assert "--nproc-per-node=1" in words
 
 
@@ -356,10 +356,17 @@ def test_several_processes_and_nodes(run_train):
     ]
 
 
-def test_an_unknown_name_is_told_with_the_known_ones(run_train):
-    message = complaint_of(run_train("debgu"))
-    assert message.startswith("no configuration 'debgu'; it is neither a file nor one of: ")
-    assert {path.stem for path in (ROOT / "train_configs").glob("*.toml")} <= set(message.split())
+@pytest.mark.parametrize("verb", ["train", "launch", "config"])
+def test_a_shipped_configuration_is_found_by_its_name_from_anywhere(run, tmp_path, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
+    assert complaint_of(run(verb, "debug", "--training.steps=0")) == (
+        "command line, --training.steps: 0 is below 1"
+    )
+    message = complaint_of(run(verb, "debgu"))
+    assert message.startswith("no configuration 'debgu': there is no such file, and no shipped")
+    assert "did you mean 'debug'? (known: debug, llama3_125m, " in message
+    (tmp_path / "debug").mkdir()  # a folder is no configuration
+    assert "0 is below 1" in complaint_of(run(verb, "debug", "--training.steps=0"))
 
 
 @pytest.mark.parametrize("argv", [[], ["--training.steps=3"]])
@@ -367,6 +374,36 @@ def test_no_name_shows_the_usage(run_train, argv):
     code, out, err = run_train(*argv)
     assert (code, out) == (2, "")
     assert err.startswith("usage: ")
+
+
+# ---- code that a TOML file names
+
+
+@pytest.mark.parametrize(
+    ("argv", "needs_flag"),
+    [
+        (["config", "job.toml"], True),
+        (["data", "show", "job.toml", "--row=0"], True),
+        (["tokenizer", "show", "job.toml", "text"], True),
+        (["import", "nothing", "new", "job.toml"], True),
+        (["train", "job.toml", "--training.steps=0"], False),
+        (["launch", "job.toml", "--training.steps=0"], False),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_which_verbs_run_the_imports_of_a_file(run, tmp_path, monkeypatch, config, argv, needs_flag):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "foreign_code.py").write_text("open('ran', 'w')\n")
+    config.write_text(Path(DEBUG).read_text().replace("[job]", "[job]\nimports = ['foreign_code']"))
+    monkeypatch.delitem(sys.modules, "foreign_code", raising=False)
+    if needs_flag:
+        message = complaint_of(run(*argv))
+        assert message.endswith("would run the code of foreign_code; if you trust it, add --allow-imports")
+        assert not (tmp_path / "ran").exists()
+        argv = [*argv, "--allow-imports"]
+    run(*argv)
+    assert (tmp_path / "ran").exists()
+    del sys.modules["foreign_code"]
 
 
 # ---- the real thing, once

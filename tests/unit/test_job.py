@@ -49,9 +49,9 @@ def path(tmp_path: Path) -> Path:
 def complaint(path: Path) -> Callable[..., str]:
     """`complaint(*overrides, world_size=1)`: what load_job says, the folder left out."""
 
-    def complaint(*overrides: str, world_size: int = 1) -> str:
+    def complaint(*overrides: str, world_size: int = 1, allow_imports: bool = False) -> str:
         with pytest.raises(ConfigError) as e:
-            load_job(path, overrides, world_size)
+            load_job(path, overrides, world_size, allow_imports)
         return str(e.value).replace(f"{path.parent}/", "")
 
     return complaint
@@ -377,34 +377,57 @@ def test_imports_register_components(path, plugin, imports):
         overrides = []
     with pytest.raises(ConfigError, match="unknown Optimizer 'sgd'"):
         load_job(path, ["--job.imports=[]", "--optimizer.name=sgd"])
-    job = load_job(path, [*overrides, "--optimizer.name=sgd", "--optimizer.momentum=0.5"])
+    job = load_job(path, [*overrides, "--optimizer.name=sgd", "--optimizer.momentum=0.5"], allow_imports=True)
     assert toml.as_tree(job.optimizer) == {"name": "sgd", "lr": 3e-4, "momentum": 0.5}
 
 
 def test_the_dump_of_a_job_with_imports_reads_back_equal(path, plugin, tmp_path):
-    job = load_job(path, [f"--job.imports=['{plugin}']", "--optimizer.name=sgd"])
+    job = load_job(path, [f"--job.imports=['{plugin}']", "--optimizer.name=sgd"], allow_imports=True)
     dumped = tmp_path / "resolved.toml"
     dumped.write_text(toml.dump(job))
-    assert load_job(dumped) == job
+    assert load_job(dumped, allow_imports=True) == job
+
+
+@pytest.mark.parametrize("imports", ["imports = ['elsewhere.sgd']\n", "imports.0 = 'elsewhere.sgd'\n"])
+def test_imports_do_not_run_unless_they_are_allowed(path, plugin, tmp_path, complaint, imports):
+    (tmp_path / "elsewhere" / "sgd.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    path.write_text(f"[job]\n{imports}{BASE}")
+    said = "this would run the code of elsewhere.sgd; if you trust it, add --allow-imports"
+    assert complaint() in (f"job.toml:{line}: job.imports: {said}" for line in (1, 2))
+    assert not (tmp_path / "ran").exists()
+    load_job(path, allow_imports=True)
+    assert (tmp_path / "ran").exists()
+
+
+def test_modules_in_the_current_directory_are_found(path, tmp_path, monkeypatch):
+    """`python -m titanlite.cli` has it on sys.path, the console script has not."""
+    (tmp_path / "lies_here.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (tmp_path / "numpy.py").write_text("raise RuntimeError('not the installed one')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    load_job(path, ["--job.imports=['lies_here', 'numpy']"], allow_imports=True)
+    assert (tmp_path / "ran").exists()
+    del sys.modules["lies_here"]
 
 
 def test_an_import_does_not_replace_a_component_of_titanlites_unseen(path, plugin, tmp_path):
     text = PLUGIN.replace('class SGD(Optimizer, name="sgd")', 'class AdamW(Optimizer, name="adamw")')
     (tmp_path / "elsewhere" / "sgd.py").write_text(text)
     with pytest.raises((TypeError, ConfigError), match="'adamw' already names"):
-        load_job(path, [f"--job.imports=['{plugin}']"])
+        load_job(path, [f"--job.imports=['{plugin}']"], allow_imports=True)
     assert Optimizer.choices["adamw"] is AdamW
 
 
 @pytest.mark.parametrize("module", ["no.such.module", "", ".relative"])
 def test_an_import_that_fails_is_an_error_with_its_place(complaint, module):
-    message = complaint(f"--job.imports=['{module}']")
+    message = complaint(f"--job.imports=['{module}']", allow_imports=True)
     assert message.startswith(f"command line, --job.imports: cannot import '{module}'")
 
 
 def test_a_failing_import_inside_an_imported_module_is_told(path, plugin, tmp_path, complaint):
     (tmp_path / "elsewhere" / "sgd.py").write_text("import missing_dependency_of_it\n")
-    assert "No module named 'missing_dependency_of_it'" in complaint(f"--job.imports=['{plugin}']")
+    message = complaint(f"--job.imports=['{plugin}']", allow_imports=True)
+    assert "No module named 'missing_dependency_of_it'" in message
 
 
 def test_imports_of_the_wrong_type_are_refused(complaint):

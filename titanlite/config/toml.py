@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, Union
 import tomli_w
 
 from titanlite.config.component import Component, ConfigError, suggest
+from titanlite.config.shipped import find_config
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,11 +34,13 @@ class Word(str):
 
 
 def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Locator]:
-    """The raw tree of a TOML file (None: an empty one) with `overrides` applied, and its Locator."""
+    """The raw tree of a TOML file, or of a shipped one by its name (None: an empty tree), with `overrides`
+    applied, and its Locator."""
     text = ""
     if path is not None:
+        path = find_config(path)
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f"{path}: cannot read the configuration: {e}") from None
     try:

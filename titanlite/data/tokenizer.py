@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.component import Component, ConfigError
+from titanlite.config.shipped import find_file
 from titanlite.data.tokenizer_json import byte_level_files
 
 # Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation,
@@ -80,7 +81,8 @@ class Tiktoken(Tokenizer, name="tiktoken"):
     """Byte-level BPE in tiktoken's file format: Llama 3's `tokenizer.model`, or one of titanlite's."""
 
     path: str = "assets/tokenizer/stdlib.tiktoken"
-    """File of `<base64 token> <rank>` lines, relative to the current directory."""
+    """File of `<base64 token> <rank>` lines, relative to the current directory. The default is a small
+    tokenizer that comes with titanlite and is found from any directory."""
     pattern: str = LLAMA3_PATTERN
     """Regular expression that splits text before merging; the default is Llama 3's."""
     num_special_tokens: int = 2
@@ -199,7 +201,7 @@ class _BytesCodec(TextCodec):
 def read_bytes(path: str, key: str) -> bytes:
     """The file's bytes, or a ConfigError that says where it was looked for."""
     try:
-        return Path(path).read_bytes()
+        return find_file(path).read_bytes()
     except OSError as e:
         where = "" if Path(path).is_absolute() else f" (relative to {Path.cwd()})"
         raise ConfigError(f"cannot read {path!r}{where}: {e.strerror}", key) from None

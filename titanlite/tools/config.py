@@ -13,7 +13,7 @@ import torch
 
 from titanlite.config import reference, toml
 from titanlite.config.component import ConfigError
-from titanlite.job import Job, load_job, split_arguments
+from titanlite.job import ALLOW_IMPORTS, Job, load_job, split_arguments, take_flag
 from titanlite.parallel.float8 import divide_layers
 from titanlite.parallel.recompute import apply_recompute
 
@@ -35,8 +35,9 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] == "--reference":
         print(HEAD + reference.markdown(Job), end="")
         return 0
+    allow, argv = take_flag(argv, ALLOW_IMPORTS)
     path, overrides = split_arguments(argv)
-    job = load_job(path, overrides, world_size=None)
+    job = load_job(path, overrides, world_size=None, allow_imports=allow)
     with torch.device("meta"):
         net = job.model.build()
     try:  # what names parts of the model

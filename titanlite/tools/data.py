@@ -1,9 +1,10 @@
 """titanlite data verify DIR ...                 re-hash datasets made by `titanlite prepare`
 titanlite data show DIR --row=N [--packing=chunk] [--seq_len=2048] [--tokenizer.path=...]
-titanlite data show CONFIG.toml --row=N [--section.key=value ...]
+titanlite data show CONFIG.toml --row=N [--section.key=value ...] [--allow-imports]
 
 `show` prints rows as text, document by document: row N of a dataset, or training row N of a run (row N is in
-step N // global_batch_size + 1). --rows=K prints K rows from there.
+step N // global_batch_size + 1). --rows=K prints K rows from there. --allow-imports runs the modules that the
+configuration imports.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.data.packing import PACKINGS, PackedRows
 from titanlite.data.shards import TokenShards
 from titanlite.data.tokenizer import TextCodec, Tiktoken, Tokenizer
-from titanlite.job import load_job
+from titanlite.job import ALLOW_IMPORTS, load_job, take_flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +58,14 @@ def _verify(paths: Sequence[Path]) -> int:
 
 
 def _show(argv: Sequence[str]) -> int:
+    allow, argv = take_flag(argv, ALLOW_IMPORTS)
     if not argv or argv[0].startswith("--"):
         raise ConfigError("name a dataset directory or a configuration to show rows of")
     path, overrides = argv[0], argv[1:]
     own, others = _own_options(overrides)
     first, count = own.get("row", 0), own.get("rows", 1)
     if path.endswith(".toml"):
-        job = load_job(path, others, None)
+        job = load_job(path, others, None, allow)
         codec = job.tokenizer.build()
         rows = job.data.build(codec, seq_len=job.training.seq_len, seed=job.training.seed)
         for number in range(first, first + count):

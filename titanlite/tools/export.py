@@ -15,7 +15,7 @@ from titanlite.checkpoint.export import DTYPES, write_directory
 from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.checkpoint.weights import Exchange, check_tokenizer
 from titanlite.config.component import ConfigError
-from titanlite.job import check_writable, load_recorded_job
+from titanlite.job import ALLOW_IMPORTS, check_writable, load_recorded_job
 from titanlite.log import set_up_logging
 
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--keep-padding", action="store_true", help="keep rows of the vocabulary that no id needs"
     )
-    parser.add_argument("--allow-imports", action="store_true", help="run the modules that the job imports")
+    add_allow_imports(parser)
     options = parser.parse_args(argv)
     size_limit = parse_size(options.max_shard_size)
     set_up_logging(rank=0, verbose=False)
@@ -39,13 +39,19 @@ def main(argv: Sequence[str]) -> int:
     codec = job.tokenizer.build()
     weights = open_titanlite(path, job.model)
     now = getattr(job.tokenizer, "path", job.tokenizer.name)
-    again = f"titanlite import {path} DIR {path}/job.toml --tokenizer.path=..."
-    check_tokenizer(weights, codec, f"it is not what is now in {now}; if it has moved: `{again}`")
+    again = f"titanlite import {path} DIR CONFIG.toml --tokenizer.path=..."
+    why = f"it is not what is now in {now}; if it has moved: `{again}`, with your own file of the run"
+    check_tokenizer(weights, codec, why)
     exchange = Exchange(job.model, codec)
     dtype = DTYPES.get(options.dtype)
     size = write_directory(weights, options.target, exchange, dtype, size_limit, options.keep_padding)
     print(f"{options.target}: {job.model.name} {job.model.flavor} from {path}, {gib(size)}")
     return 0
+
+
+def add_allow_imports(parser: argparse.ArgumentParser) -> None:
+    """The option without which a job's imports are refused."""
+    parser.add_argument(ALLOW_IMPORTS, action="store_true", help="run the modules that the job imports")
 
 
 def add_format_options(parser: argparse.ArgumentParser, default_dtype: str) -> None:

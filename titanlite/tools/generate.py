@@ -28,6 +28,7 @@ from titanlite.log import set_up_logging
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.hf_config import read_family
 from titanlite.runtime import pick_device
+from titanlite.tools.export import add_allow_imports
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=1.0, help="sample from the likeliest of this probability; 1: all (1)")
     add("--seed", type=int, default=0, help="seed of the sampling; prompt i has seed + i (0)")
     add("--batch-size", type=int, default=16, help="prompts at a time (16)")
-    add("--allow-imports", action="store_true", help="run the modules that the job imports")
+    add_allow_imports(parser)
     return parser
 
 

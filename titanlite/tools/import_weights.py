@@ -17,7 +17,7 @@ from titanlite.checkpoint.initial import TO_CHANGE_IT, open_weights
 from titanlite.checkpoint.weights import Exchange, check_tokenizer
 from titanlite.job import check_writable, load_job
 from titanlite.log import set_up_logging
-from titanlite.tools.export import add_format_options, parse_size
+from titanlite.tools.export import add_allow_imports, add_format_options, parse_size
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,11 +32,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("target", type=Path, help="the directory to make")
     parser.add_argument("config", type=Path, help="a job's TOML file; keys may be overridden as in `train`")
     add_format_options(parser, default_dtype="as-is")
+    add_allow_imports(parser)
     options, overrides = parser.parse_known_args(argv)
     size_limit = parse_size(options.max_shard_size)
     set_up_logging(rank=0, verbose=False)
     check_writable(options.target.parent, "DIR")
-    job = load_job(options.config, overrides, world_size=None)
+    job = load_job(options.config, overrides, None, options.allow_imports)
     weights = open_weights(options.source, job.model)
     if weights.kind == "titanlite":
         check_whole(weights.path)

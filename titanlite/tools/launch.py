@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
         setattr(options, key, _number(key, getattr(options, key), least))
     nnodes = max(_number("nnodes", text, 1) for text in options.nnodes.split(":", 1))
     world_size = options.nproc_per_node * nnodes
-    load_job(options.config, overrides, world_size)
+    load_job(options.config, overrides, world_size, allow_imports=True)
     if world_size == 1 and options.max_restarts == 0:
         return train.main([options.config, *overrides])
     if nnodes > 1 and not options.rdzv_endpoint:

@@ -58,7 +58,8 @@ class Prepare:
     """I/N: this is the I-th (from 0) of N machines that share the work in one file system. The last to finish
     completes the directory. Does not change the result."""
     imports: list[str] = dataclasses.field(default_factory=list)
-    """Python modules to import first, which register filters or tokenizers of their own."""
+    """Python modules to import first, which register filters or tokenizers of their own; modules in the
+    current directory are found."""
     tokenizer: Tokenizer = dataclasses.field(default_factory=Tiktoken)
     filters: list[Filter] = dataclasses.field(default_factory=list)
 
@@ -89,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     tree, locator = toml.read(path, overrides)
     if words:
         tree["input"] = words
-    import_components(tree.get("imports", []), "imports", locator)
+    import_components(tree.get("imports", []), "imports", locator, allowed=True)
     job = toml.build(Prepare, tree, locator)
     output = Path(job.output)
     try:

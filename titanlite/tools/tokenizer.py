@@ -1,5 +1,5 @@
 """titanlite tokenizer train [FILE ...] --output FILE [--vocab-size N] [--field NAME]
-titanlite tokenizer show [CONFIG.toml] [TEXT] [--tokenizer.name=... --tokenizer.path=...]
+titanlite tokenizer show [CONFIG.toml] [TEXT] [--tokenizer.name=... --tokenizer.path=...] [--allow-imports]
 
 `train` learns byte-level BPE in tiktoken's file format, with Hugging Face's `tokenizers`, from files or, by
 default, the standard library's source; the same text gives the same file. The tokenizer in assets/ is
@@ -22,7 +22,7 @@ from titanlite.data.corpus import documents, find_files
 from titanlite.data.sources import stdlib_files
 from titanlite.data.tokenizer import LLAMA3_PATTERN, Tiktoken, Tokenizer
 from titanlite.data.tokenizer_json import byte_alphabet
-from titanlite.job import check_writable, load_job
+from titanlite.job import ALLOW_IMPORTS, check_writable, load_job, take_flag
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,10 +64,11 @@ class Show:
 
 
 def _show(argv: Sequence[str]) -> int:
+    allow, argv = take_flag(argv, ALLOW_IMPORTS)
     words, overrides = toml.split_words(argv)
     config = words.pop(0) if words and words[0].endswith(".toml") else None
     if config:
-        tokenizer = load_job(config, overrides, None).tokenizer
+        tokenizer = load_job(config, overrides, None, allow).tokenizer
     else:
         tree, locator = toml.read(None, overrides)
         tokenizer = toml.build(Show, tree, locator).tokenizer

@@ -258,6 +258,7 @@ def test_what_cannot_be_exported_is_told_before_the_run(tmp_path: Path, corpus: 
 
 
 def complaint(*argv: object, code: int = 2) -> None:
+    """Run a verb, which must end with this exit code."""
     assert cli.run([str(a) for a in argv]) == code
 
 
@@ -299,9 +300,8 @@ def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, ca
     said = capsys.readouterr().err
     assert "was trained with another tokenizer" in said
     step, now = job.folder / "checkpoint/step-1", f"--tokenizer.path={tmp_path / 'mine.tiktoken'}"
-    assert (
-        f"{tmp_path / 'mine.tiktoken'}; if it has moved: `titanlite import {step} DIR {step}/job.toml" in said
-    )
+    assert f"mine.tiktoken; if it has moved: `titanlite import {step} DIR CONFIG.toml --tokenizer" in said
+    assert "job.toml" not in said, "a recorded job.toml may come from elsewhere, and its imports with it"
     complaint("import", step, tmp_path / "it", step / "job.toml")
     assert "was trained with another tokenizer" in capsys.readouterr().err
     start = [f"--checkpoint.initial_load_path={step}", now, "--training.steps=1"]
@@ -318,7 +318,7 @@ def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, ca
 # ---- a family without a Hugging Face form
 
 
-def test_a_family_without_a_hugging_face_form(tmp_path: Path, corpus: Path) -> None:
+def test_a_family_without_a_hugging_face_form(tmp_path: Path, corpus: Path, capsys) -> None:
     """It may start from its own runs; an export is refused before the run."""
     own = ["--job.imports=['tests.parallel_residual']", "--model={name='parallel_residual', flavor='tiny'}"]
     own.append("--training.steps=1")
@@ -328,6 +328,9 @@ def test_a_family_without_a_hugging_face_form(tmp_path: Path, corpus: Path) -> N
     with pytest.raises(ConfigError, match="parallel_residual has no Hugging Face form"):
         train(make_job(tmp_path, corpus, *own, "--checkpoint.export_hf=true", name="third"))
     assert not (tmp_path / "third").exists()
+    complaint("export", tmp_path / "first", tmp_path / "it")
+    said = capsys.readouterr().err
+    assert "would run the code of tests.parallel_residual; if you trust it, add --allow-imports" in said
     complaint("export", tmp_path / "first", tmp_path / "new/it", "--allow-imports")
     assert not (tmp_path / "new").exists()
 

@@ -1,0 +1,42 @@
+"""Files that come with titanlite: train_configs/ and the small tokenizer in assets/. An installed package
+holds copies of these folders; in a checkout they lie beside the package.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from titanlite.config.component import ConfigError, suggest
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped(path: str) -> Path:
+    """Where a file or folder of titanlite's own is, given as in the checkout: "train_configs"."""
+    inside = PACKAGE / path
+    return inside if inside.exists() else PACKAGE.parent / path
+
+
+def find_file(path: str) -> Path:
+    """The file at `path`, relative to the current directory; else, if there is none, titanlite's own file of
+    that path, such as assets/tokenizer/stdlib.tiktoken."""
+    here = Path(path)
+    if here.is_absolute() or here.exists() or ".." in here.parts:
+        return here
+    own = shipped(path)
+    return own if own.is_file() else here
+
+
+def find_config(path: str | Path) -> Path:
+    """The TOML file at `path`, or the one of that name in train_configs/. Raises ConfigError for a plain name
+    that is neither."""
+    here = Path(path)
+    if here.is_file() or here.suffix or len(here.parts) != 1:
+        return here
+    names = {p.stem: p for p in sorted(shipped("train_configs").glob("*.toml"))}
+    if here.name in names:
+        return names[here.name]
+    raise ConfigError(
+        f"no configuration {here.name!r}: there is no such file, and no shipped configuration has that name"
+        f"{suggest(here.name, names)}"
+    )
