@@ -14,12 +14,13 @@ PACKAGE = ROOT / "titanlite"
 LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"files"},
     {"config", "log"},
-    {"models", "optim", "data", "losses", "cost", "mesh"},
+    {"commands", "models", "optim", "data", "losses", "cost", "mesh"},
     {"parallel", "checkpoint", "metrics", "runtime", "signals", "profile"},
     {"evaluate", "generate"},
     {"job"},
     {"startup"},
     {"train", "cli", "tools"},
+    {"__main__"},
 ]
 LEVEL = {unit: level for level, layer in enumerate(LAYERS) for unit in layer}
 SIBLINGS = {("tools", "train")}  # `launch` runs the trainer in its own process when there is one rank

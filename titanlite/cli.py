@@ -20,6 +20,8 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
+from titanlite import commands
+from titanlite.config.component import ConfigError
 from titanlite.log import printable
 from titanlite.signals import Stopped, signals
 
@@ -35,26 +37,6 @@ REFUSALS = {
 }  # fmt: skip
 TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)  # as in pyproject.toml
 
-VERBS = {
-    "train": ("titanlite.train", "train from a TOML file, in this process"),
-    "launch": (
-        "titanlite.tools.launch",
-        "train on several processes through torchrun; what run_train.sh calls",
-    ),
-    "generate": ("titanlite.tools.generate", "sample text from a checkpoint"),
-    "export": ("titanlite.tools.export", "write a checkpoint's model as a Hugging Face directory"),
-    "import": (
-        "titanlite.tools.import_weights",
-        "make a Hugging Face directory of torchtitan's or Meta's weights",
-    ),
-    "checkpoint": ("titanlite.tools.checkpoint", "list, verify and show checkpoints"),
-    "prepare": ("titanlite.tools.prepare", "make a dataset of token shards from text"),
-    "data": ("titanlite.tools.data", "verify and show datasets"),
-    "tokenizer": ("titanlite.tools.tokenizer", "train and show tokenizers"),
-    "migrate": ("titanlite.tools.migrate", "turn a torchtitan 0.1 or 0.2 TOML file into titanlite's"),
-    "config": ("titanlite.tools.config", "print a resolved configuration, or the reference of all keys"),
-}
-
 
 def main() -> int:
     """Entry point of the console script."""
@@ -69,24 +51,8 @@ def main() -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Run a verb; returns the exit code, all errors reported."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(
-            "usage: titanlite VERB ...\n\n"
-            + "\n".join(f"  {verb:10} {about}" for verb, (_, about) in VERBS.items())
-        )
-        return 0 if argv else 2
-    if argv[0] not in VERBS:
-        print(f"titanlite: unknown verb {argv[0]!r} (known: {', '.join(VERBS)})", file=sys.stderr)
-        return 2
-    if complaint := unsupported_torch():
-        print(f"titanlite: {complaint}", file=sys.stderr)
-        return 2
-    trains = argv[0] in ("train", "launch")
-    if argv[0] == "launch" and sys.stderr.isatty():
-        _tell("starting (importing PyTorch takes some seconds)")
     try:
-        with signals() if trains else nullcontext():  # a stop is heard from here on
-            return importlib.import_module(VERBS[argv[0]][0]).main(argv[1:])
+        return _dispatch(argv)
     except Stopped as stopped:
         if _speaks():
             _tell(stopped)
@@ -113,6 +79,35 @@ def exit_code(error: Exception) -> int:
     """The exit code that stands for an error: its own, 2 for a refusal of the operating system, else 1."""
     refused = isinstance(error, OSError) and error.errno in REFUSALS
     return getattr(error, "exit_code", 2 if refused else 1)
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(commands.overview())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(commands.version())
+        return 0
+    name, words = argv[0], argv[1:]
+    verb = commands.find(name)
+    if {"-h", "--help"} & set(words):
+        if name == "launch" and any(word.endswith(".toml") for word in words):
+            name, verb = "train", commands.VERBS["train"]
+        if name in ("train", "prepare"):
+            return importlib.import_module(verb.module).main(["--help"])
+        print(commands.help_text(name, words))
+        return 0
+    if not words:
+        print(verb.help(name), file=sys.stderr)
+        return 2
+    commands.check(name, words)
+    if complaint := unsupported_torch():
+        raise ConfigError(complaint)
+    trains = name in ("train", "launch")
+    if name == "launch" and sys.stderr.isatty():
+        _tell("starting (importing PyTorch takes some seconds)")
+    with signals() if trains else nullcontext():  # a stop is heard from here on
+        return importlib.import_module(verb.module).main(words)
 
 
 def _reader_is_there() -> bool:

@@ -19,6 +19,7 @@ import titanlite.data.huggingface
 import titanlite.models.llama3
 import titanlite.models.qwen3  # noqa: F401 -- these register their choices
 from titanlite.checkpoint.section import Checkpoint
+from titanlite.commands import ALLOW_IMPORTS
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import Data
@@ -38,8 +39,6 @@ from titanlite.parallel.float8 import MULTIPLE, Float8
 from titanlite.parallel.recompute import ActivationCheckpoint
 from titanlite.profile import Profiling
 from titanlite.runtime import Comm, StepPlan, Training
-
-ALLOW_IMPORTS = "--allow-imports"  # the option of verbs that do not run a file's imports by themselves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,16 +211,6 @@ def check_writable(folder: Path, key: str) -> None:
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{folder} cannot be written: {there} is no writable directory", key)
-
-
-def take_flag(argv: Sequence[str], flag: str) -> tuple[bool, list[str]]:
-    """Whether a command line has `flag`, and the command line without it."""
-    return flag in argv, [word for word in argv if word != flag]
-
-
-def split_arguments(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """A command line's TOML file, if it begins with one, and its overrides."""
-    return (None, argv) if argv[0].startswith("--") else (argv[0], argv[1:])
 
 
 def load_job(

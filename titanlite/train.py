@@ -26,7 +26,7 @@ from titanlite.data.loader import MicroBatches, Rows
 from titanlite.data.tokenizer import TextCodec
 from titanlite.evaluate import validate
 from titanlite.generate import generate
-from titanlite.job import Job, load_job, split_arguments
+from titanlite.job import Job, load_job
 from titanlite.log import logger
 from titanlite.metrics.memory import OutOfMemory, building, explain
 from titanlite.metrics.meter import Meter
@@ -263,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
         print("usage: titanlite train CONFIG.toml [--section.key=value ...]\n")
         print(reference.help_text(Job))
         return 0
-    path, overrides = split_arguments(argv)
+    path, overrides = toml.split_arguments(argv)
     job = load_job(path, overrides, world_size(), allow_imports=True)
     try:
         return train(job)

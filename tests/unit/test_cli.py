@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -16,8 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from titanlite import cli, train
+from titanlite.checkpoint import export
+from titanlite.commands import DTYPES, VERBS, Verb, parser
 from titanlite.config.component import ConfigError
 from titanlite.log import logger, set_up_logging
 
@@ -73,15 +77,67 @@ def complaint_of(result: tuple[int, str, str]) -> str:
 
 
 def test_an_unknown_verb_is_told_with_the_known_ones(run):
-    assert complaint_of(run("tarin")) == f"unknown verb 'tarin' (known: {', '.join(cli.VERBS)})"
+    assert complaint_of(run("tarin")) == (
+        f"unknown verb 'tarin'; did you mean `titanlite train`? (known: {', '.join(VERBS)})"
+    )
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_lists_every_verb(run, flag):
     code, out, err = run(flag)
     assert (code, err) == (0, "")
-    for verb, (_, about) in cli.VERBS.items():
-        assert any(line.split()[:1] == [verb] and about in line for line in out.splitlines())
+    for name, verb in VERBS.items():
+        assert any(line.split()[:1] == [name] and verb.about in line for line in out.splitlines())
+
+
+def test_the_version(run):
+    assert run("--version") == (
+        0,
+        f"titanlite 0.1.0 (torch {torch.__version__}, Python {platform.python_version()})\n",
+        "",
+    )
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "titanlite", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()[:2]) == (0, ["titanlite", "0.1.0"]), done.stderr
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_alone_is_a_mistake_that_shows_its_usage(run, verb):
+    code, out, err = run(verb)
+    assert (code, out) == (2, ""), "a script whose variable is empty must not succeed"
+    assert f"titanlite {verb}" in err
+    assert len(err.splitlines()) < 40, "not the whole reference"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["generate", "x", "--promt", "a"],
+            "unknown option '--promt'; did you mean '--prompt'? (known: --all",
+        ),
+        (["generate", "x", "y"], "unknown argument 'y'; see `titanlite generate --help`"),
+        (["generate", "x", "--max_new_tokens=many"], "argument --max-new-tokens: invalid int value: 'many'"),
+        (["export", "x"], "the following arguments are required: target; see `titanlite export --help`"),
+        (["launch", "--nproc_per_node=two", DEBUG], "NGPU=two: expected a whole number from 1 on"),
+        (["launch", "--nnodes=2", DEBUG], "several nodes need --rdzv-endpoint=host:port"),
+    ],
+)
+def test_mistakes_in_options_are_told_in_one_line(run, argv, message):
+    assert complaint_of(run(*argv)).startswith(message)
+
+
+def test_options_are_spelled_with_dashes_or_underscores():
+    words = ["run", "--max_new_tokens", "5", "--top-k=3", "--prompt=a_b-c", "--allow_imports"]
+    options = parser("generate").read(words)
+    assert (options.max_new_tokens, options.top_k, options.allow_imports) == (5, 3, True)
+    assert options.prompt == ["a_b-c"]
+
+
+def test_the_dtypes_of_the_options_are_those_of_an_export():
+    assert tuple(export.DTYPES) == DTYPES
 
 
 def test_no_verb_is_a_mistake_that_shows_the_help(run):
@@ -117,7 +173,7 @@ def test_every_verb_has_help(verb, capsys):
 
 def test_the_verbs_of_the_help_are_all_tested():
     tested = next(m for m in test_every_verb_has_help.pytestmark if m.name == "parametrize").args[1]
-    assert sorted(tested) == sorted(cli.VERBS)
+    assert sorted(tested) == sorted(VERBS)
 
 
 def test_the_help_of_train_lists_the_keys(run):
@@ -230,7 +286,7 @@ def test_an_override_into_a_number_is_no_crash(run, config):
 
 
 def fake_verb(monkeypatch: pytest.MonkeyPatch, main: Callable[[list[str]], int]) -> None:
-    monkeypatch.setitem(cli.VERBS, "fake", ("fake_verb_module", "for a test"))
+    monkeypatch.setitem(VERBS, "fake", Verb("fake_verb_module", "for a test"))
     monkeypatch.setitem(sys.modules, "fake_verb_module", SimpleNamespace(main=main))
 
 
@@ -248,7 +304,7 @@ def test_the_code_of_a_verb_is_passed_on(run, monkeypatch):
 
 def test_a_crash_shows_its_traceback_and_is_1(run, monkeypatch):
     fake_verb(monkeypatch, raising(ValueError("ours")))
-    code, _, err = run("fake")
+    code, _, err = run("fake", "x")
     assert code == 1
     assert err.startswith("Traceback (most recent call last):")
     assert err.endswith("ValueError: ours\n")
@@ -258,12 +314,12 @@ def test_an_error_may_say_its_code(run, monkeypatch):
     error = RuntimeError("no usable checkpoint")
     error.exit_code = 3
     fake_verb(monkeypatch, raising(error))
-    assert run("fake") == (3, "", "titanlite: no usable checkpoint\n")
+    assert run("fake", "x") == (3, "", "titanlite: no usable checkpoint\n")
 
 
 def test_an_interrupt_is_130(run, monkeypatch):
     fake_verb(monkeypatch, raising(KeyboardInterrupt()))
-    assert run("fake") == (130, "", "titanlite: interrupted\n")
+    assert run("fake", "x") == (130, "", "titanlite: interrupted\n")
 
 
 @pytest.mark.parametrize(("local_rank", "waits", "who"), [("0", [], ""), ("1", [2], "local rank 1: ")])
@@ -275,7 +331,7 @@ def test_other_ranks_tell_a_mistake_only_if_the_first_of_the_node_does_not(
     monkeypatch.setattr(cli.time, "sleep", waited.append)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     fake_verb(monkeypatch, raising(ConfigError("wrong")))
-    assert run("fake") == (2, "", f"titanlite: {who}wrong\n")
+    assert run("fake", "x") == (2, "", f"titanlite: {who}wrong\n")
     assert waited == waits
 
 
@@ -454,9 +510,10 @@ def test_a_stop_while_torch_is_imported_is_75(verb: str, number: int) -> None:
 
 
 def test_a_save_while_torch_is_imported_ends_nothing() -> None:
-    command = [sys.executable, "-c", IMPORT, str(int(signal.SIGUSR2)), "train", "--help"]
+    words = ["train", DEBUG, "--training.steps=-5"]  # a value is judged once torch is there
+    command = [sys.executable, "-c", IMPORT, str(int(signal.SIGUSR2)), *words]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert (run.returncode, run.stderr) == (0, "")
+    assert (run.returncode, run.stderr) == (2, "titanlite: command line, --training.steps: -5 is below 1\n")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

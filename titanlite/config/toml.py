@@ -141,6 +141,11 @@ def split_overrides(items: Sequence[str]) -> list[tuple[str, Word]]:
     return pairs
 
 
+def split_arguments(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """A command line's TOML file, if it begins with one, and its overrides."""
+    return (None, argv) if not argv or argv[0].startswith("--") else (argv[0], argv[1:])
+
+
 def split_words(items: Sequence[str]) -> tuple[list[str], list[str]]:
     """Words that stand alone, and options with their values."""
     words, options, rest = list[str](), list[str](), list(items)

@@ -26,9 +26,6 @@ EXIT_BAD = commit.CheckpointError.exit_code
 
 def main(argv: Sequence[str]) -> int:
     """Run an action."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
     action, *rest = argv
     options = [a for a in rest if a.startswith("--")]
     paths = [Path(a) for a in rest if not a.startswith("--")]

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from titanlite.commands import ALLOW_IMPORTS, take_flag
 from titanlite.config import reference, toml
 from titanlite.config.component import ConfigError
-from titanlite.job import ALLOW_IMPORTS, Job, load_job, split_arguments, take_flag
+from titanlite.job import Job, load_job
 from titanlite.parallel.float8 import divide_layers
 from titanlite.parallel.recompute import apply_recompute
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         print(HEAD + reference.markdown(Job), end="")
         return 0
     allow, argv = take_flag(argv, ALLOW_IMPORTS)
-    path, overrides = split_arguments(argv)
+    path, overrides = toml.split_arguments(argv)
     job = load_job(path, overrides, world_size=None, allow_imports=allow)
     with torch.device("meta"):
         net = job.model.build()

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from titanlite.commands import ALLOW_IMPORTS, take_flag
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.data.packing import PACKINGS, PackedRows
 from titanlite.data.shards import TokenShards
 from titanlite.data.tokenizer import TextCodec, Tiktoken, Tokenizer
-from titanlite.job import ALLOW_IMPORTS, load_job, take_flag
+from titanlite.job import load_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,6 @@ class Show:
 
 def main(argv: Sequence[str]) -> int:
     """Run an action; the first dataset that is not what was written ends with exit code 2."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
     action, *rest = argv
     if action == "verify":
         return _verify([Path(p) for p in rest])

@@ -4,32 +4,23 @@ one tensor; nothing is left behind if it fails."""
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from titanlite.checkpoint.dcp import check_whole, open_titanlite
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.export import DTYPES, write_directory
 from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.checkpoint.weights import Exchange, check_tokenizer
+from titanlite.commands import parser
 from titanlite.config.component import ConfigError
-from titanlite.job import ALLOW_IMPORTS, check_writable, load_recorded_job
+from titanlite.job import check_writable, load_recorded_job
 from titanlite.log import set_up_logging
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the directory and say where it is."""
-    parser = argparse.ArgumentParser(prog="titanlite export", description=__doc__)
-    parser.add_argument("path", type=Path, help="a run folder, its checkpoint folder, or one step-N folder")
-    parser.add_argument("target", type=Path, help="the directory to make")
-    add_format_options(parser, default_dtype="bfloat16")
-    parser.add_argument(
-        "--keep-padding", action="store_true", help="keep rows of the vocabulary that no id needs"
-    )
-    add_allow_imports(parser)
-    options = parser.parse_args(argv)
+    options = parser("export").read(argv)
     size_limit = parse_size(options.max_shard_size)
     set_up_logging(rank=0, verbose=False)
     check_writable(options.target.parent, "DIR")
@@ -47,19 +38,6 @@ def main(argv: Sequence[str]) -> int:
     size = write_directory(weights, options.target, exchange, dtype, size_limit, options.keep_padding)
     print(f"{options.target}: {job.model.name} {job.model.flavor} from {path}, {gib(size)}")
     return 0
-
-
-def add_allow_imports(parser: argparse.ArgumentParser) -> None:
-    """The option without which a job's imports are refused."""
-    parser.add_argument(ALLOW_IMPORTS, action="store_true", help="run the modules that the job imports")
-
-
-def add_format_options(parser: argparse.ArgumentParser, default_dtype: str) -> None:
-    """How weights are written."""
-    parser.add_argument(
-        "--dtype", choices=[*DTYPES, "as-is"], default=default_dtype, help=f"of the weights ({default_dtype})"
-    )
-    parser.add_argument("--max-shard-size", default="5GB", help="of one file (5GB)")
 
 
 def parse_size(text: str) -> int:

@@ -6,7 +6,6 @@ One prompt is written while it is made; several are computed side by side.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from titanlite.checkpoint.dcp import check_whole, open_titanlite
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.checkpoint.weights import Weights, first_of, load_weights, misfits
+from titanlite.commands import parser
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
 from titanlite.data.huggingface import HuggingFace
@@ -28,7 +28,6 @@ from titanlite.log import set_up_logging
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.hf_config import read_family
 from titanlite.runtime import pick_device
-from titanlite.tools.export import add_allow_imports
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Source:
 
 def main(argv: Sequence[str]) -> int:
     """Print the prompts and their continuations."""
-    options = _parser().parse_args(argv)
+    options = parser("generate").read(argv)
     prompts = [*options.prompt, *(_lines(options.prompt_file) if options.prompt_file else [])]
     if not prompts:
         raise ConfigError("nothing to continue: give --prompt or --prompt-file")
@@ -103,22 +102,6 @@ def main(argv: Sequence[str]) -> int:
         for i, (prompt, ids) in enumerate(zip(batch, rows), begin + 1):
             print(f"--- {i} of {len(prompts)}\n{prompt}{source.text(ids)}", flush=True)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="titanlite generate", description=__doc__)
-    add = parser.add_argument
-    add("path", type=Path, help="a run folder, its checkpoint folder, a step-N folder, or a Hugging Face one")
-    add("--prompt", action="append", default=[], help="text to continue; may be given several times")
-    add("--prompt-file", type=Path, help="a file with a prompt on each line")
-    add("--max-new-tokens", type=int, default=64, help="tokens after the prompt, at most (64)")
-    add("--temperature", type=float, default=0.7, help="0: the likeliest token each time (0.7)")
-    add("--top-k", type=int, default=0, help="sample from so many of the likeliest tokens; 0: all (0)")
-    add("--top-p", type=float, default=1.0, help="sample from the likeliest of this probability; 1: all (1)")
-    add("--seed", type=int, default=0, help="seed of the sampling; prompt i has seed + i (0)")
-    add("--batch-size", type=int, default=16, help="prompts at a time (16)")
-    add_allow_imports(parser)
-    return parser
 
 
 def _lines(file: Path) -> list[str]:

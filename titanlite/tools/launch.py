@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher import api as launcher
 
 from titanlite import train
-from titanlite.config.component import ConfigError
+from titanlite.commands import launch_arguments
 from titanlite.job import load_job
 from titanlite.runtime import prepare_to_launch
 from titanlite.signals import AGAIN_S, END, SAVE, STOP, Stopped
@@ -85,40 +85,12 @@ class Agent(LocalElasticAgent):
 
 def main(argv: Sequence[str]) -> int:
     """Options of the launcher, then the trainer's own arguments."""
-    parser = argparse.ArgumentParser(
-        prog="titanlite launch", description=__doc__, allow_abbrev=False, add_help=False
-    )
-    parser.add_argument("--nproc-per-node", default="1", help="processes on this node")
-    parser.add_argument("--nnodes", default="1", help="nodes, or MIN:MAX: go on while MIN are there")
-    parser.add_argument("--node-rank", default="0", help="which of them this is")
-    parser.add_argument(
-        "--rdzv-endpoint", default="", help="host:port of the first node; needed for several nodes"
-    )
-    parser.add_argument("--max-restarts", default="0", help="restarts of all processes after a failure")
-    parser.add_argument("config", help="the TOML file")
-    if argv[:1] in (["-h"], ["--help"]) or not argv:
-        parser.print_help()
-        return 0
-    options, overrides = parser.parse_known_args(argv)
-    if {"-h", "--help"} & set(overrides):
-        return train.main([options.config, *overrides])
-    for key, least in (("nproc_per_node", 1), ("node_rank", 0), ("max_restarts", 0)):
-        setattr(options, key, _number(key, getattr(options, key), least))
-    nnodes = max(_number("nnodes", text, 1) for text in options.nnodes.split(":", 1))
-    world_size = options.nproc_per_node * nnodes
-    load_job(options.config, overrides, world_size, allow_imports=True)
+    options, path, overrides = launch_arguments(argv)
+    world_size = options.nproc_per_node * options.max_nodes
+    load_job(path, overrides, world_size, allow_imports=True)
     if world_size == 1 and options.max_restarts == 0:
-        return train.main([options.config, *overrides])
-    if nnodes > 1 and not options.rdzv_endpoint:
-        parser.error("several nodes need --rdzv-endpoint (RDZV_ENDPOINT=host:port for run_train.sh)")
-    return _torchrun(options, [options.config, *overrides])
-
-
-def _number(key: str, text: str, least: int) -> int:
-    if text.isdecimal() and int(text) >= least:
-        return int(text)
-    name = {"nproc_per_node": "NGPU"}.get(key, key.upper())
-    raise ConfigError(f"{name}={text}: expected a whole number from {least} on")
+        return train.main([path, *overrides])
+    return _torchrun(options, [path, *overrides])
 
 
 def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:

@@ -8,7 +8,6 @@ titanlite refuses is left out, and told.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
+from titanlite.commands import parser
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.job import Job
@@ -38,10 +38,7 @@ class Line(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Write the configuration, and the report: beside a file to standard output, else to standard error."""
-    parser = argparse.ArgumentParser(prog="titanlite migrate", description=__doc__)
-    parser.add_argument("source", type=Path, help="a TOML file of torchtitan 0.1 or 0.2")
-    parser.add_argument("-o", "--output", type=Path, help="the file to write; otherwise to standard output")
-    options = parser.parse_args(argv)
+    options = parser("migrate").read(argv)
     if options.output is not None and options.output.exists():
         raise ConfigError(f"{options.output} is there already; it is not written over")
     text, report = migrate(options.source)

@@ -2,34 +2,33 @@
 titanlite tokenizer show [CONFIG.toml] [TEXT] [--tokenizer.name=... --tokenizer.path=...] [--allow-imports]
 
 `train` learns byte-level BPE in tiktoken's file format, with Hugging Face's `tokenizers`, from files or, by
-default, the standard library's source; the same text gives the same file. The tokenizer in assets/ is
-`titanlite tokenizer train --vocab-size 8190 --output assets/tokenizer/stdlib.tiktoken` under the CPython
-named in assets/tokenizer/README.md. `show` prints what a text (or standard input) becomes, token by token.
+default, the standard library's source; the same text gives the same file. --vocab-size counts the tokens
+without the special ones (8190); --field names the field of a .jsonl line that holds the text. The tokenizer
+in assets/ is `titanlite tokenizer train --vocab-size 8190 --output assets/tokenizer/stdlib.tiktoken` under
+the CPython named in assets/tokenizer/README.md. `show` prints what a text (or standard input) becomes, token
+by token.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from titanlite.commands import ALLOW_IMPORTS, Options, take_flag
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.data.corpus import documents, find_files
 from titanlite.data.sources import stdlib_files
 from titanlite.data.tokenizer import LLAMA3_PATTERN, Tiktoken, Tokenizer
 from titanlite.data.tokenizer_json import byte_alphabet
-from titanlite.job import ALLOW_IMPORTS, check_writable, load_job, take_flag
+from titanlite.job import check_writable, load_job
 
 
 def main(argv: Sequence[str]) -> int:
     """Run an action."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
     action, *rest = argv
     if action == "train":
         return _train(rest)
@@ -39,12 +38,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _train(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="titanlite tokenizer train")
-    parser.add_argument("input", nargs="*", help="text files; none: the standard library's .py files")
-    parser.add_argument("--field", default="text", help="the field of a .jsonl line that holds the text")
-    parser.add_argument("--vocab-size", type=int, default=8190, help="ranks to learn, without special tokens")
-    parser.add_argument("--output", type=Path, required=True, help="the file to write")
-    options = parser.parse_args(argv)
+    parser = Options(prog="titanlite tokenizer train")
+    parser.add("input", nargs="*")
+    parser.add("--field", default="text")
+    parser.add("--vocab-size", type=int, default=8190)
+    parser.add("--output", type=Path, required=True)
+    options = parser.read(argv)
     if options.vocab_size < 256:
         raise ConfigError("--vocab-size is below 256, the number of bytes")
     check_writable(options.output.parent, "--output")

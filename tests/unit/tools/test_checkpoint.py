@@ -226,7 +226,7 @@ def test_wrong_words(run: Path, capsys: pytest.CaptureFixture[str], argv: list[s
     assert line == f"titanlite: {error.value}"
 
 
-@pytest.mark.parametrize("argv", [[], ["-h"], ["show", "--help"]])
+@pytest.mark.parametrize("argv", [["-h"], ["show", "--help"]])
 def test_help(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     lines = output(capsys, *argv)
     assert lines[0].startswith("titanlite checkpoint list DIR ")
