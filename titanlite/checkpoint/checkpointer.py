@@ -26,7 +26,7 @@ from titanlite import __version__
 from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import FileDigest, gib
-from titanlite.checkpoint.export import Exporter
+from titanlite.checkpoint.exporter import Exporter
 from titanlite.checkpoint.initial import check_initial, load_initial
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.ranks import Ranks
@@ -42,7 +42,6 @@ from titanlite.config.component import ConfigError
 from titanlite.log import logger
 
 MAX_FAILURES = 3  # saves in a row
-EXPORT_WAIT_S = 60.0  # far below the timeout of the ranks that wait for the one that exports
 
 
 class Checkpointer:
@@ -69,12 +68,11 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._failures = 0
         self._error: BaseException | None = None  # of the last save
-        self._saved: int | None = None  # the last step that was
         self._exchange = exchange
         self._host = HostBuffers()
         self._exporter: Exporter | None = None
-        if config.export_hf and exchange is not None and self._ranks.rank == 0:
-            self._exporter = Exporter(config, dump_folder / EXPORTS, exchange)
+        if config.export_hf and exchange is not None:
+            self._exporter = Exporter(config, self._ranks, dump_folder / EXPORTS, exchange)
         self._thread = ThreadPoolExecutor(1, "checkpoint", same_device())
         try:
             self._ranks.agree(self._check_exchange)
@@ -104,6 +102,8 @@ class Checkpointer:
         while reason := self._load(self._from, tensors):
             self._from = self._ranks.agree(functools.partial(self._fall_back, self._from, reason))
         self._ranks.agree(functools.partial(self._leave_branch, self._from.step))
+        if self._exporter is not None:
+            self._exporter.catch_up()
         state.restore(self._from.train)
         logger.info(f"resumed from {self._from.path}")
 
@@ -185,9 +185,8 @@ class Checkpointer:
                 raise CheckpointError(f"{error}; that was the last one{self._last_good()}") from error
             if error is not None:
                 raise error
-            if is_over and self.config.export_hf and self._exchange is not None:
-                while not self._ranks.agree(self._exports_done):
-                    pass
+            if is_over and self._exporter is not None:
+                self._exporter.finish(self._retain)
         finally:
             self._release()
 
@@ -233,20 +232,9 @@ class Checkpointer:
             self._ranks.agree(lambda: commit.discard(partial))
             raise
         if self._ranks.rank == 0:
-            self._saved = step
             if self._exporter is not None:
                 self._exporter.committed(step, path)
             self._retain()
-
-    def _exports_done(self) -> bool:
-        """On rank 0: have the last step exported; whether it is, after waiting a while."""
-        assert self._exporter is not None
-        try:
-            for step, path in commit.committed(self.folder)[-1:]:
-                self._exporter.last(step, path, is_new=step == self._saved)
-            return self._exporter.finished(EXPORT_WAIT_S)
-        finally:
-            self._retain()  # what was kept for them
 
     def _begin(self, step: int, size: int) -> Path:
         with _disk_errors(step):

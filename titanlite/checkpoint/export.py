@@ -15,7 +15,6 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,14 +22,11 @@ import torch
 
 from titanlite.checkpoint import commit, huggingface
 from titanlite.checkpoint.commit import CheckpointError, sync
-from titanlite.checkpoint.dcp import open_titanlite
-from titanlite.checkpoint.digest import gib, write_file
+from titanlite.checkpoint.digest import write_file
 from titanlite.checkpoint.huggingface import INDEX, SINGLE
-from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.weights import Exchange, Stored, Weights, check, vocabulary_of
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json
-from titanlite.log import logger
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
@@ -197,82 +193,3 @@ def _write_shard(file: Path, shard: Sequence[_Output], given_up: threading.Event
                     f.write(piece.to(output.dtype).flatten().view(torch.uint8).numpy().data)
         f.flush()
         os.fsync(f.fileno())
-
-
-class Exporter:
-    """A run's exports, made from its committed checkpoints beside the training, on one rank, one at a time:
-    `<folder>/step-N`. No more than one waits: the next takes its place. What fails is an error in the log;
-    finished() tells of the last one."""
-
-    def __init__(self, config: Checkpoint, folder: Path, exchange: Exchange):
-        self._config, self._folder, self._exchange = config, folder, exchange
-        self._thread = ThreadPoolExecutor(1, "export")
-        self._begun: dict[int, Future[None]] = {}
-        self._given_up = threading.Event()
-
-    @property
-    def steps(self) -> list[int]:
-        """Whose checkpoints are still to be read."""
-        return [step for step, export in self._begun.items() if not export.done()]
-
-    def committed(self, step: int, checkpoint: Path) -> None:
-        """Export a checkpoint that has just been committed, if it is due."""
-        every = self._config.export_hf_interval
-        if every > 0 and step % every == 0:
-            self._begin(step, checkpoint)
-
-    def last(self, step: int, checkpoint: Path, is_new: bool) -> None:
-        """Export the run's last step, which is new, or was found, and may have been exported before."""
-        if step not in self._begun and (is_new or not (self._folder / checkpoint.name).exists()):
-            self._begin(step, checkpoint)
-
-    def finished(self, timeout_s: float) -> bool:
-        """Whether the newest export is there, after waiting so long; raises CheckpointError if it failed."""
-        if not self._begun:
-            return True
-        newest = self._begun[max(self._begun)]
-        wait([newest], timeout_s)
-        if newest.done():
-            newest.result()
-        return newest.done()
-
-    def close(self) -> None:
-        """Give up what is not done yet; nothing half-written stays."""
-        self._given_up.set()
-        for step in self.steps:
-            logger.warning(f"the export of step {step} is given up; `titanlite export` makes it")
-        self._thread.shutdown(cancel_futures=True)
-
-    def _begin(self, step: int, checkpoint: Path) -> None:
-        for before, export in self._begun.items():
-            if not export.done() and export.cancel():
-                logger.warning(
-                    f"step {before} is not exported: step {step} is due, and the export before both not done"
-                )
-        self._begun[step] = self._thread.submit(self._export, step, checkpoint)
-
-    def _export(self, step: int, checkpoint: Path) -> None:
-        target = self._folder / checkpoint.name
-        try:
-            commit.clean(self._folder, "step-*")  # what a killed run left
-            if target.exists():
-                logger.info(f"{target} is of the step as it was saved before, and will be replaced")
-            weights = open_titanlite(checkpoint, self._exchange.family)
-            size = write_directory(
-                weights,
-                target,
-                self._exchange,
-                DTYPES[self._config.export_dtype],
-                replace=True,
-                given_up=self._given_up,
-            )
-            logger.info(f"exported {target} ({gib(size)})")
-        except Exception as e:  # the checkpoint is there, whatever happened
-            if self._given_up.is_set():  # close() has said so
-                return
-            problem = CheckpointError(
-                f"step {step} could not be exported: {e}; the checkpoint is whole: `titanlite export "
-                f"{checkpoint} DIR` tries again"
-            )
-            logger.error(str(problem))
-            raise problem from e

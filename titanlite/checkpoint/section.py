@@ -47,8 +47,9 @@ class Checkpoint:
     """At the end of the run also write the model as a Hugging Face directory, `hf/step-N` under
     job.dump_folder."""
     export_hf_interval: int = 0
-    """Steps between such exports, a multiple of `interval`; they are made from the checkpoint while training
-    goes on, and some are left out if they take longer than that. 0: only at the end."""
+    """Steps between such exports, a multiple of `interval`. They are made from the checkpoint while training
+    goes on, and a checkpoint is kept until its export is made; the next start makes those that a killed or
+    stopped run has not. 0: only at the end."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """The dtype of exported weights."""
     allow_changed: list[str] = field(default_factory=list)

@@ -4,6 +4,7 @@ run exports by itself and when, and what is left after a mistake: nothing."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,8 @@ from tests.jobs import make_job, write_toml
 from tests.models import SCALED, family, row, tensors_in
 from tests.unit.checkpoint.test_foreign import random_tensors, reference_logits, write_meta, write_torchtitan
 from titanlite import cli
-from titanlite.checkpoint import export
-from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint import export, exporter
+from titanlite.checkpoint.commit import CheckpointError, committed
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
@@ -139,13 +140,13 @@ def test_a_runs_exports_are_not_taken_for_its_checkpoints(tmp_path: Path, corpus
 def test_a_step_is_exported_while_others_are_saved(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The export of step 2 waits until steps 4 and 6 are saved, and old ones deleted; step 2 is kept for
-    it."""
+    """The export of step 2 lasts until step 6 is saved. Steps 2 and 4 are kept until they are exported, then
+    deleted."""
     job = make_job(
         tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=2",
         "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", "--checkpoint.export_dtype=float32",
     )  # fmt: skip
-    write, seen = export.write_directory, []
+    write, seen = exporter.write_directory, []
 
     def slow(*args: object, **options: object) -> int:
         if not seen:
@@ -156,18 +157,17 @@ def test_a_step_is_exported_while_others_are_saved(
             seen.append({p.name for p in (job.folder / "checkpoint").glob("step-*")})
         return write(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(export, "write_directory", slow)
+    monkeypatch.setattr(exporter, "write_directory", slow)
     train(job)
-    assert "step 4 is not exported" in capfd.readouterr().err  # it waited when step 6 was due
+    assert "3 exports wait: they take longer" in capfd.readouterr().err
     assert sorted(p.name for p in (job.folder / "checkpoint").iterdir()) == ["step-6", "step-8"]  # afterwards
-    assert {"step-2", "step-6"} <= seen[0]
-    made = {p.name for p in (job.folder / "hf").iterdir()}
-    assert {"step-2", "step-8"} <= made <= {"step-2", "step-6", "step-8"}
+    assert {"step-2", "step-4", "step-6"} <= seen[0]
+    assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-2", "step-4", "step-6", "step-8"]
     whole = make_job(
         tmp_path, corpus, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0", name="whole"
     )
     train(whole)
-    for step in (2, 8):
+    for step in (2, 4, 6, 8):
         theirs, ours = tensors_in(job.folder / f"hf/step-{step}"), trained(whole, step)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -179,17 +179,25 @@ def test_a_run_that_is_stopped_gives_its_exports_up(
         tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=4",
         "--training.steps=4000", "--lr_scheduler.total_steps=4000",
     )  # fmt: skip
-    write = export.write_directory
+    write = exporter.write_directory
 
     def slow(*args: object, given_up: threading.Event, **options: object) -> int:
         (job.folder / "STOP").touch()
         assert given_up.wait(60)
         return write(*args, given_up=given_up, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(export, "write_directory", slow)
+    monkeypatch.setattr(exporter, "write_directory", slow)
     assert train(job) == 75
-    assert "the export of step 4 is given up" in capfd.readouterr().err
+    assert re.search(r"not exported yet: step 4.*; the run's next start does it\n", capfd.readouterr().err)
     assert not list((job.folder / "hf").iterdir())
+    steps = [step for step, _ in committed(job.folder / "checkpoint")]
+    monkeypatch.undo()
+    again = make_job(tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=4",
+        f"--training.steps={steps[-1]}", "--lr_scheduler.total_steps=4000")  # fmt: skip
+    assert train(again) == 0
+    due = ", ".join(str(step) for step in steps if step % 4 == 0)
+    assert f"exporting what an earlier start has not: step {due}\n" in capfd.readouterr().err
+    assert {p.name for p in (job.folder / "hf").iterdir()} == {f"step-{s}" for s in steps}
 
 
 def test_a_finished_run_exports_what_it_has_not(tmp_path: Path, corpus: Path) -> None:
