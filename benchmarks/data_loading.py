@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from environment import environment
 
-from titanlite.data.loader import Data, MicroBatches
+from titanlite.data.loader import Data, MicroBatches, SequenceLoader
 from titanlite.data.shards import token_dtype, write_description, write_shard
 from titanlite.data.sources import Tokens
 from titanlite.data.tokenizer import Tiktoken
@@ -58,7 +58,7 @@ def main() -> None:
                 made = data.build(codec, seq_len=seq_len, seed=0)
                 for num_workers in (0, 1, 2):
                     order = MicroBatches(0, rows, rows, 0, 1)
-                    batches = made.batches(order, num_workers, pin_memory=False)
+                    batches = SequenceLoader(made, order, num_workers, pin_memory=False)
                     speed = rate(lambda batches=batches: next(batches), seq_len, rows)
                     measured.append({"reader": "titanlite", **keys, "num_workers": num_workers, **speed})
                     report(measured[-1])

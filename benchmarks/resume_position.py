@@ -21,7 +21,7 @@ from typing import Any
 from environment import environment
 
 from titanlite.data import order
-from titanlite.data.loader import Data, MicroBatches
+from titanlite.data.loader import Data, MicroBatches, SequenceLoader
 from titanlite.data.sources import Text
 from titanlite.data.tokenizer import Bytes
 
@@ -85,7 +85,7 @@ def start_s(data: Data, row: int, num_workers: int) -> float:
     began = time.perf_counter()
     rows = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=0)
     start = MicroBatches(from_row=row, rows=MICRO_BATCH, micro_batch=MICRO_BATCH, rank=0, num_ranks=1)
-    next(rows.batches(start, num_workers, pin_memory=False))
+    next(SequenceLoader(rows, start, num_workers, pin_memory=False))
     return time.perf_counter() - began
 
 

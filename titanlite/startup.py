@@ -81,7 +81,7 @@ def describe(job: Job, rt: Runtime, size: int, rows: Rows, kernel: str) -> None:
 
 def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Checkpointer) -> None:
     """Write beside the metrics what runs, from what recipe, on what; say what is read of each source."""
-    for line in rows.describe(state.rows + max(job.training.steps - state.step, 0) * rt.plan.rows):
+    for line in rows.describe(state.sequences + max(job.training.steps - state.step, 0) * rt.plan.rows):
         logger.info(line)
     if rt.rank == 0:
         job.folder.mkdir(parents=True, exist_ok=True)

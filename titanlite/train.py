@@ -7,7 +7,7 @@ NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process a GPU, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -21,8 +21,7 @@ from titanlite.checkpoint.weights import Exchange
 from titanlite.config import reference, toml
 from titanlite.config.component import ConfigError
 from titanlite.cost import peak_bf16_flops
-from titanlite.data.batch import Batch
-from titanlite.data.loader import MicroBatches, Rows
+from titanlite.data.loader import MicroBatches, Rows, SequenceLoader
 from titanlite.data.tokenizer import TextCodec
 from titanlite.evaluate import validate
 from titanlite.generate import generate
@@ -53,7 +52,7 @@ def train(job: Job) -> int:
     ):
         model, optimizer, state = run.model, run.optimizer, run.state
         meter, checkpoints = run.meter, run.checkpoints
-        batches = run.batches()
+        loader = iter(run.loader)  # starts its workers
         first_step, last_step = state.step + 1, job.training.steps
         stop, evaluation = False, dict[str, Any]()
         requests.begin(job.folder / "STOP" if rt.rank == 0 else None)
@@ -62,7 +61,7 @@ def train(job: Job) -> int:
             state.step += 1
             lr = set_lr(optimizer, job.lr_scheduler.factor(state.step, last_step))
             with meter.waiting_for_data():
-                micro_batches = [next(batches).to(rt.device) for _ in range(rt.plan.micro_batches)]
+                micro_batches = [next(loader).to(rt.device) for _ in range(rt.plan.micro_batches)]
             tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
             vote = rt.vote(requests.stop, requests.take_save(), checkpoints.failed)
             loss = model.forward_backward(micro_batches, tokens)
@@ -71,7 +70,7 @@ def train(job: Job) -> int:
             optimizer.step()
             optimizer.zero_grad()
             model.weights_changed()
-            state.consumed(rt.plan.rows, tokens)
+            state.consumed(loader.state_dict(), tokens)
             meter.step_done()
             profiler.step_done()
             rt.collect_garbage(state.step)
@@ -143,16 +142,19 @@ def build(job: Job, rt: Runtime) -> Run:
     with building(size, rt.mesh.shards):
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(model.net.named_parameters())
-        state = TrainState(step=0, rows=0, tokens=rt.count(0))
+        state = TrainState(step=0, sequences=0, tokens=rt.count(0))
         checkpoints.load(model.net, optimizer, state)
         model.weights_changed()
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)  # of the one before, if that was damaged
+    order = MicroBatches(0, rt.plan.rows, rt.plan.micro_batch_rows, rt.mesh.dp_rank, rt.mesh.dp_size)
+    loader = SequenceLoader(rows, order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
+    loader.load_state_dict({"sequences": state.sequences})
 
     record(job, rt, rows, state, checkpoints)
     sinks = job.metrics.sinks(job.folder, state.step, job.training.steps) if rt.rank == 0 else []
     peak = peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None
     meter = Meter(rt.device, sinks, rt.plan.tokens, cost, rt.world_size, peak, rt.synchronize, rt.began)
-    return Run(job, rt, codec, rows, model, optimizer, state, checkpoints, meter)
+    return Run(job, rt, codec, rows, loader, model, optimizer, state, checkpoints, meter)
 
 
 @dataclass
@@ -164,6 +166,7 @@ class Run:
     rt: Runtime
     codec: TextCodec
     rows: Rows
+    loader: SequenceLoader
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     state: TrainState
@@ -193,13 +196,6 @@ class Run:
         """Everything is compiled and allocated: what waits for that."""
         self.rt.first_step_done()
         self.checkpoints.warm_up(self.model.net, self.optimizer)
-
-    def batches(self) -> Iterator[Batch]:
-        """This rank's micro-batches from the run's place in the data on."""
-        plan, mesh = self.rt.plan, self.rt.mesh
-        order = MicroBatches(self.state.rows, plan.rows, plan.micro_batch_rows, mesh.dp_rank, mesh.dp_size)
-        on_gpu = self.rt.device.type == "cuda"
-        return self.rows.batches(order, self.job.data.num_workers, pin_memory=on_gpu)
 
     def validate(self) -> dict[str, Any]:
         """Validation loss on the held-out rows."""

@@ -100,7 +100,9 @@ def test_control_a_lost_loader_position_is_noticed(
     whole: Job, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restore = TrainState.restore
-    monkeypatch.setattr(TrainState, "restore", lambda state, values: restore(state, {**values, "rows": 0}))
+    monkeypatch.setattr(
+        TrainState, "restore", lambda state, values: restore(state, {**values, "sequences": 0})
+    )
     hops = run_in_hops(tmp_path, corpus, [5, 12])
     assert history(hops)[:5] == history(whole)[:5]
     assert all(a != b for a, b in zip(history(hops)[5:], history(whole)[5:]))

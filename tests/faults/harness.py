@@ -356,7 +356,7 @@ def _lose_moments(planted: _Planted, args: tuple[Any, ...]) -> None:
 
 
 def _shift_row(planted: _Planted, args: tuple[Any, ...]) -> None:
-    args[3].rows += 1
+    args[3].sequences += 1
 
 
 _scribbled = threading.Event()
@@ -372,16 +372,16 @@ def _scribble(planted: _Planted, args: tuple[Any, ...]) -> None:
     checkpointer, net, optimizer, state = args[:4]
     tensors = [t for of in tensors_of(net, optimizer).values() for t in of.values()]
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors] + [state.tokens]
-    kept, small = [t.clone() for t in local], (state.step, state.rows)
+    kept, small = [t.clone() for t in local], (state.step, state.sequences)
     with torch.no_grad():
         for t in local:
             t.fill_(7)
-        state.step, state.rows = 7, 7
+        state.step, state.sequences = 7, 7
         _scribbled.set()
         checkpointer._pending.result()
         for t, before in zip(local, kept):
             t.copy_(before)
-        state.step, state.rows = small
+        state.step, state.sequences = small
 
 
 ACTIONS: dict[str, Callable[[_Planted, tuple[Any, ...]], Any]] = {

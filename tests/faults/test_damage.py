@@ -149,7 +149,7 @@ def test_a_start_passes_over_flipped_bits(
     for number in range(8):
         with holding(step / name, flipped((step / name).read_bytes(), rng)):
             parts = start(run)
-            assert parts.state.as_json() == {"step": 1, "rows": 8, "tokens": 80}, f"flip {number}"
+            assert parts.state.as_json() == {"step": 1, "sequences": 8, "tokens": 80}, f"flip {number}"
             assert equal(parts, values[1])
             assert names(run) == ["bad-step-2-0", "step-1"]
             step.with_name("bad-step-2-0").rename(step)

@@ -77,7 +77,7 @@ class Run:
         path = self.checkpoints / f"step-{step}"
         small = json.loads((path / TRAIN).read_text())
         files = commit.digests(commit.read_manifest(path))
-        state = {key: small[key] for key in ("step", "rows", "tokens", "global_batch_size")}
+        state = {key: small[key] for key in ("step", "sequences", "tokens", "global_batch_size")}
         return state | {name: digest for name, digest in files.items() if name.endswith((SHARD, META))}
 
     def history(self) -> dict[int, list[Any]]:

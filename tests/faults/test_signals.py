@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tests.jobs import make_job, metrics_of, write_corpus
 from titanlite import cli, signals
@@ -33,7 +32,7 @@ from titanlite.checkpoint.reader import SafeReader
 from titanlite.checkpoint.staging import HostBuffers
 from titanlite.checkpoint.state import TrainState
 from titanlite.checkpoint.writer import ShardWriter
-from titanlite.data.loader import Data, Rows
+from titanlite.data.loader import Data, Rows, SequenceLoader
 from titanlite.data.tokenizer import TextCodec
 from titanlite.job import Job
 from titanlite.optim.adamw import AdamW
@@ -48,7 +47,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "choosing a checkpoint": (resume, "newest"),
     "reading a checkpoint": (SafeReader, "read_data"),
     "reading rows": (Rows, "__getitems__"),  # in a loader worker
-    "loading": (_BaseDataLoaderIter, "__next__"),  # twice a step: two micro-batches
+    "loading": (SequenceLoader, "__next__"),  # twice a step: two micro-batches
     "accumulating": (ShardedModel, "_inputs"),  # twice a step; and in each batch of a validation
     "sampling": (ShardedModel, "logits"),  # once a token
     "saving": (HostBuffers, "wait"),  # in the thread, before it writes
@@ -124,7 +123,7 @@ def _lose_rows() -> None:
     """The resumed run begins at the row before the last step's."""
     state: Any = TrainState
     restore = state.restore
-    state.restore = lambda self, values: restore(self, {**values, "rows": values["rows"] - 8})
+    state.restore = lambda self, values: restore(self, {**values, "sequences": values["sequences"] - 8})
 
 
 ACTS: dict[str, Callable[[], None]] = {

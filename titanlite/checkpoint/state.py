@@ -22,25 +22,25 @@ Tensors = dict[str, dict[str, torch.Tensor]]  # part of the state, name, tensor
 
 @dataclass
 class TrainState:
-    """The small state. `rows`: rows of the run's order consumed. `tokens`: targets counted, int64 on the
-    device."""
+    """The small state after a finished step. `sequences`: sequences of the run's order that are trained on,
+    the loader's state. `tokens`: targets counted, int64 on the device."""
 
     step: int
-    rows: int
+    sequences: int
     tokens: torch.Tensor
 
     def as_json(self) -> dict[str, int]:
         """Plain numbers; reads the device."""
-        return {"step": self.step, "rows": self.rows, "tokens": int(self.tokens)}
+        return {"step": self.step, "sequences": self.sequences, "tokens": int(self.tokens)}
 
-    def consumed(self, rows: int, tokens: torch.Tensor) -> None:
-        """Rows that are trained on, and their targets that count."""
-        self.rows += rows
+    def consumed(self, loader: dict[str, int], tokens: torch.Tensor) -> None:
+        """A step is done: the loader's state after it, and the step's targets that count."""
+        self.sequences = loader["sequences"]
         self.tokens += tokens
 
     def restore(self, values: dict[str, Any]) -> None:
         """Take the numbers of a train.json."""
-        self.step, self.rows = values["step"], values["rows"]
+        self.step, self.sequences = values["step"], values["sequences"]
         self.tokens.fill_(values["tokens"])
 
 

@@ -1,8 +1,8 @@
 """From `[data]` to batches: builds the sources, holds out validation rows, hands each rank its micro-batches.
 
-The only state is the number of rows consumed. torch's DataLoader does workers, prefetch and pinning over a
-map-style dataset addressed by global row number, so ranks, workers and micro-batches may change on resume,
-and a resume costs nothing, however far in it is.
+The only state is the number of sequences consumed. torchdata's StatefulDataLoader runs the workers over a
+map-style dataset addressed by global sequence number, so ranks, workers and micro-batches may change on
+resume, and a resume costs nothing, however far in it is.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import atexit
 import gc
 import multiprocessing
 import signal
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch, make_batch
@@ -216,36 +218,6 @@ class Rows(Dataset):
     def __getitems__(self, numbers: list[int]) -> Batch:
         return self.batch(numbers, self.training(np.asarray(numbers)))
 
-    def batches(self, order: MicroBatches, num_workers: int, pin_memory: bool) -> Iterator[Batch]:
-        """This rank's micro-batches from `order.from_row` on, without end."""
-        loader = DataLoader(
-            self, batch_sampler=order, num_workers=num_workers, collate_fn=_as_is, pin_memory=pin_memory,
-            prefetch_factor=4 if num_workers else None, worker_init_fn=_set_up_worker,
-        )  # fmt: skip
-        batches = iter(loader)
-        atexit.register(_end_workers)
-        return batches
-
-
-def _set_up_worker(worker: int) -> None:
-    """A stop is the trainer's business, which still needs its workers for the step it is in; so are the steps
-    in which it collects garbage."""
-    gc.enable()
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-
-
-def _end_workers() -> None:
-    """Python ends the daemonic children it still has at exit by SIGTERM, which these ignore, and waits."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would report them as lost
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
-
 
 @dataclass(frozen=True)
 class MicroBatches:
@@ -266,3 +238,81 @@ class MicroBatches:
         for step in count(self.from_row, self.rows):
             for begin in range(step + self.rank * self.micro_batch, step + self.rows, stride):
                 yield list(range(begin, begin + self.micro_batch))
+
+
+class SequenceLoader:
+    """This rank's micro-batches, without end, and the place in the data that a checkpoint keeps.
+
+    torchdata's StatefulDataLoader runs the workers, prefetches and pins; its own state counts batches of one
+    rank, fits one number of workers and includes what is only prefetched, so it is never used. The state is
+    `{"sequences": n}`: sequences [0, n) of the run's order have been handed out, over all ranks together.
+    """
+
+    def __init__(self, rows: Rows, order: MicroBatches, num_workers: int, pin_memory: bool):
+        self._rows, self._order = rows, order
+        self._num_workers, self._pin_memory = num_workers, pin_memory
+        self._batches: Iterator[Batch] | None = None
+        self._handed_out = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The sequences of all micro-batches handed out so far. Each rank computes the same number, which
+        counts the other ranks' micro-batches of equal place. It is exact within a step, too: a run may go on
+        there, with other ranks, workers and batch sizes."""
+        order = self._order
+        return {"sequences": order.from_row + self._handed_out * order.micro_batch * order.num_ranks}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on with sequence `state["sequences"]`, at the same cost for any. Workers that were started end;
+        the next `iter` or `next` starts others."""
+        self._order = replace(self._order, from_row=state["sequences"])
+        self._batches, self._handed_out = None, 0
+
+    def __iter__(self) -> SequenceLoader:
+        """Starts the workers, unless they run. A second iterator goes on where the first one is."""
+        if self._batches is None:
+            self._batches = iter(self._stateful_data_loader())
+            atexit.register(_end_workers)
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            iter(self)
+        assert self._batches is not None
+        batch = next(self._batches)
+        self._handed_out += 1
+        return batch
+
+    def _stateful_data_loader(self) -> StatefulDataLoader:
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a function that torch 2.13 deprecates
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+            return StatefulDataLoader(
+                self._rows,
+                batch_sampler=self._order,
+                num_workers=self._num_workers,
+                collate_fn=_as_is,
+                pin_memory=self._pin_memory,
+                prefetch_factor=4 if self._num_workers else None,
+                worker_init_fn=_set_up_worker,
+                snapshot_every_n_steps=None,  # workers send no state with their batches
+            )
+
+
+def _set_up_worker(worker: int) -> None:
+    """A stop is the trainer's business, which still needs its workers for the step it is in; so are the steps
+    in which it collects garbage."""
+    gc.enable()
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """Python ends the daemonic children it still has at exit by SIGTERM, which these ignore, and waits."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would report them as lost
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
+def _as_is(batch: Any) -> Any:
+    return batch

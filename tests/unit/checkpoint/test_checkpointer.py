@@ -46,7 +46,7 @@ class Parts:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.state.step += 1
-        self.state.rows += 8
+        self.state.sequences += 8
         self.state.tokens += 80
 
     def values(self) -> list[torch.Tensor]:
@@ -78,7 +78,7 @@ def test_round_trip(tmp_path: Path, mode: str) -> None:
     other = Parts(seed=1)
     open_run(tmp_path).load(other.net, other.optimizer, other.state)
     assert all(torch.equal(a, b) for a, b in zip(other.values(), parts.values()))
-    assert other.state.as_json() == {"step": 3, "rows": 24, "tokens": 240}
+    assert other.state.as_json() == {"step": 3, "sequences": 24, "tokens": 240}
     step = tmp_path / "checkpoint/step-3"
     assert (step / "job.toml").read_text() == "[job]\n"
     assert json.loads((step / "train.json").read_text())["recipe"] == RECIPE

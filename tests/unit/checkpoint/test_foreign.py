@@ -20,7 +20,7 @@ from tests.models import SCALED, family, random_net, row
 from titanlite.checkpoint.initial import open_weights
 from titanlite.checkpoint.weights import check, load_weights
 from titanlite.config.component import ConfigError
-from titanlite.data.loader import MicroBatches
+from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.models.llama3 import Llama3, Llama3Config
 from titanlite.train import train
 
@@ -185,7 +185,7 @@ def test_a_run_starts_from_it(tmp_path: Path, corpus: Path, source: str) -> None
     job = make_job(tmp_path, corpus, *start, "--training.steps=1")
     train(job)
     rows = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
-    batch = next(rows.batches(MicroBatches(0, 8, 8, 0, 1), num_workers=0, pin_memory=False))
+    batch = next(SequenceLoader(rows, MicroBatches(0, 8, 8, 0, 1), num_workers=0, pin_memory=False))
     logits = reference_logits(w, of.config, batch.inputs)
     wanted = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item()
     assert metrics_of(job)[0]["train/loss"] == pytest.approx(wanted, abs=1e-4)

@@ -21,7 +21,7 @@ from titanlite.checkpoint.export import write_directory
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.weights import Exchange, check, load_weights
 from titanlite.config.component import ConfigError
-from titanlite.data.loader import MicroBatches
+from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.tokenizer import Bytes
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.train import train
@@ -109,7 +109,7 @@ def test_a_run_from_an_imported_model_has_transformers_loss(
     )
     train(job)
     rows = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
-    batch = next(rows.batches(MicroBatches(0, 8, 8, 0, 1), num_workers=0, pin_memory=False))
+    batch = next(SequenceLoader(rows, MicroBatches(0, 8, 8, 0, 1), num_workers=0, pin_memory=False))
     with torch.no_grad():
         logits = model(batch.inputs).logits
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())

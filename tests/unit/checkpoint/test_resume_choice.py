@@ -70,7 +70,7 @@ def shorten_a_shard(step: Path) -> None:
 # ---- the newest
 
 
-@pytest.mark.parametrize("text", ['{"step"', "[]", "null", '{"step": 3, "rows": 24}', "\x00\x00"])
+@pytest.mark.parametrize("text", ['{"step"', "[]", "null", '{"step": 3, "sequences": 24}', "\x00\x00"])
 def test_a_train_json_that_cannot_be_used_is_damage(tmp_path: Path, text: str) -> None:
     """Of the same size, so that only its hash tells; it is read before any tensor."""
     go(tmp_path, 3)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch, make_batch, row_hash
-from titanlite.data.loader import Data, MicroBatches, Rows
+from titanlite.data.loader import Data, MicroBatches, Rows, SequenceLoader
 from titanlite.data.order import BLOCK, quotas
 from titanlite.data.packing import Row
 from titanlite.data.sources import Text
@@ -79,7 +79,7 @@ def contents(rows: list[Row]) -> list[bytes]:
 
 def take(rows: Rows, order: MicroBatches, number: int, num_workers: int = 0) -> list[Batch]:
     """The first micro-batches of an order."""
-    return list(islice(rows.batches(order, num_workers, pin_memory=False), number))
+    return list(islice(SequenceLoader(rows, order, num_workers, pin_memory=False), number))
 
 
 def sha(batches: list[Batch]) -> int:
@@ -126,7 +126,7 @@ def test_held_out_rows_are_scattered_over_the_source(folder: Path) -> None:
 
 def test_reading_held_out_rows_leaves_training_alone(rows: Rows) -> None:
     expected = contents(rows.training(np.arange(50)))
-    stream = rows.batches(MicroBatches(0, 10, 10, 0, 1), 0, pin_memory=False)
+    stream = SequenceLoader(rows, MicroBatches(0, 10, 10, 0, 1), 0, pin_memory=False)
     seen = []
     for _ in range(5):
         rows.held_out(np.arange(30))
@@ -337,12 +337,12 @@ def test_max_epochs_refuses_a_run_that_passes_through_more_often(folder: Path) -
 KILLED = """
 import multiprocessing, os, signal, sys
 from pathlib import Path
-from titanlite.data.loader import Data, MicroBatches
+from titanlite.data.loader import Data, MicroBatches, SequenceLoader
 from titanlite.data.sources import Text
 from titanlite.data.tokenizer import Bytes
 data = Data(sources=[Text(path=[sys.argv[1]])], cache_dir=sys.argv[2])
 rows = data.build(Bytes().build(), seq_len=16, seed=7)
-stream = rows.batches(MicroBatches(0, 4, 4, 0, 1), 2, pin_memory=False)
+stream = SequenceLoader(rows, MicroBatches(0, 4, 4, 0, 1), 2, pin_memory=False)
 for step in range(200):
     next(stream)
     if sys.argv[3] == "killed" and step == 0:

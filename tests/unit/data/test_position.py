@@ -7,13 +7,12 @@ from __future__ import annotations
 import json
 import random
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from titanlite.data import order
-from titanlite.data.loader import Data, MicroBatches, Rows
+from titanlite.data.loader import Data, MicroBatches, Rows, SequenceLoader
 from titanlite.data.shards import TokenShards
 from titanlite.data.sources import Text
 from titanlite.data.tokenizer import Bytes
@@ -33,6 +32,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     return data.build(Bytes().build(), seq_len=16, seed=0)
 
 
+def loader_at(rows: Rows, sequence: int) -> SequenceLoader:
+    """A loader that goes on with a sequence."""
+    loader = SequenceLoader(rows, MicroBatches(0, MICRO_BATCH, MICRO_BATCH, 0, 1), 0, pin_memory=False)
+    loader.load_state_dict({"sequences": sequence})
+    return loader
+
+
 def first_batch_s(rows: Rows, from_row: int) -> float:
     """Seconds from a fresh start at a row to its batch; the best of five, nothing remembered between them."""
     times = []
@@ -40,7 +46,7 @@ def first_batch_s(rows: Rows, from_row: int) -> float:
         order._table.cache_clear()
         order._round_keys.cache_clear()
         began = time.perf_counter()
-        next(rows.batches(MicroBatches(from_row, MICRO_BATCH, MICRO_BATCH, 0, 1), 0, pin_memory=False))
+        next(loader_at(rows, from_row))
         times.append(time.perf_counter() - began)
     return min(times)
 
@@ -63,7 +69,7 @@ def test_tokens_read_do_not_depend_on_the_row(
         return read(self, start, count)
 
     monkeypatch.setattr(TokenShards, "read", counting)
-    batches = rows.batches(MicroBatches(from_row, MICRO_BATCH, MICRO_BATCH, 0, 1), 0, pin_memory=False)
+    batches = loader_at(rows, from_row)
     for _ in range(3):
         next(batches)
     assert counts == [17] * (3 * MICRO_BATCH)
@@ -72,15 +78,13 @@ def test_tokens_read_do_not_depend_on_the_row(
 def test_the_state_is_one_integer(rows: Rows) -> None:
     """From it alone, through JSON, a run goes on where another would be, however far in."""
     for position in POSITIONS:
-        start = MicroBatches(position, MICRO_BATCH, MICRO_BATCH, 0, 1)
-        running = rows.batches(start, 0, pin_memory=False)
-        consumed = position
+        running = loader_at(rows, position)
         for _ in range(3):
             next(running)
-            consumed += MICRO_BATCH
-        state = json.dumps(consumed)
-        assert len(state) <= 13
-        resumed = rows.batches(replace(start, from_row=json.loads(state)), 0, pin_memory=False)
+        state = json.dumps(running.state_dict())
+        assert json.loads(state) == {"sequences": position + 3 * MICRO_BATCH}
+        resumed = loader_at(rows, 5)
+        resumed.load_state_dict(json.loads(state))
         assert next(resumed).sha == next(running).sha
 
 
