@@ -19,7 +19,6 @@ from titanlite.job import Job
 from titanlite.log import logger
 from titanlite.losses import ChunkedCrossEntropy
 from titanlite.metrics.memory import MemorySettings
-from titanlite.metrics.sinks import cut_samples
 from titanlite.models.base import Decoder
 from titanlite.runtime import Runtime, device_name, environment
 
@@ -94,7 +93,6 @@ def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Ch
             aside = job.folder / f".{name}"  # a kill leaves the old one or the new one
             aside.write_text(text, encoding="utf-8")
             os.replace(aside, job.folder / name)
-        cut_samples(job.folder / "samples.txt", state.step)
     if state.step < job.training.steps:
         compiling = " (the first one compiles)" if job.compile.enable else ""
         logger.info(f"steps {state.step + 1} to {job.training.steps}{compiling}")

@@ -29,7 +29,6 @@ from titanlite.job import Job, load_job
 from titanlite.log import logger
 from titanlite.metrics.memory import OutOfMemory, building, explain
 from titanlite.metrics.meter import Meter
-from titanlite.metrics.sinks import write_sample
 from titanlite.optim.base import set_lr
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import clip_grad_norm_
@@ -211,11 +210,8 @@ class Run:
                 seed, device = self.job.training.seed, self.rt.device
                 text = generate(self.model.logits, self.codec, prompt, c, seed, device)
                 logger.info(f"sample at step {self.state.step}:\n{text}")
-                if self.rt.rank == 0 and keep:
-                    try:
-                        write_sample(self.job.folder / "samples.txt", self.state.step, text)
-                    except OSError as e:  # a full disk does not end the run
-                        logger.error(f"samples.txt: {e}")
+                if keep:
+                    self.meter.sample(self.state.step, text)
 
 
 def due(freq: int, step: int, last_step: int) -> bool:

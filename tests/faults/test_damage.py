@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_resume import history
-from tests.jobs import make_job
+from tests.jobs import make_job, metrics_of
 from tests.pool import Pool
 from tests.unit.checkpoint.test_checkpointer import Parts, names, open_run
 from titanlite import cli
@@ -429,3 +429,20 @@ def test_a_run_of_damaged_checkpoints_ends(whole: dict[int, Job], tmp_path: Path
     assert cli.run(["train", *where, f"--data.cache_dir={corpus / 'cache'}"]) == 3
     assert contents() == before  # under the same or another name
     assert history(job) == metrics
+
+
+def test_damaged_files_for_people_do_not_stop_a_run(tmp_path: Path, corpus: Path) -> None:
+    options = ["--generation.prompts=['a']", "--generation.freq=2", "--metrics.enable_tensorboard"]
+    train(make_job(tmp_path, corpus, "--training.steps=4", *options))
+    folder = tmp_path / "run"
+    for name in ("metrics.jsonl", "samples.txt"):
+        (folder / name).write_bytes(b"\xff\n" + (folder / name).read_bytes())
+    shutil.rmtree(folder / "tb")
+    (folder / "tb").touch()
+    job = make_job(tmp_path, corpus, *options)
+    assert train(job) == 0
+    assert [values["step"] for values in metrics_of(job)] == list(range(1, 9))
+    assert (folder / "samples.txt").read_text().count("--- step ") == 4
+    assert sum(1 for _ in (folder / "tb").iterdir()) == 1
+    moved = {"metrics.damaged-0.jsonl", "samples.damaged-0.txt", "tb.damaged-0"}
+    assert moved <= {path.name for path in folder.iterdir()}

@@ -28,6 +28,7 @@ from titanlite.checkpoint.digest import HashingFile, first_fault
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
+from titanlite.metrics.meter import Meter
 from titanlite.train import train
 
 MODES = pytest.mark.parametrize("mode", ["async", "disabled"])
@@ -195,6 +196,36 @@ def test_a_run_on_a_disk_that_was_full_for_a_while(
     assert history(job) == history(whole)
     one, other = (commit.digests(commit.read_manifest(j.folder / "checkpoint/step-12")) for j in (job, whole))
     assert {**one, "job.toml": None} == {**other, "job.toml": None}
+
+
+def test_metrics_of_steps_on_a_full_disk_are_written_later(
+    disk: Disk, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    original = Meter.report
+
+    def filling(self: Meter, step: int, values: dict[str, Any]) -> dict[str, Any]:
+        if step == 4:
+            disk.fill(leave=0)
+        if step == 60:
+            disk.free()
+        return original(self, step, values)
+
+    monkeypatch.setattr(Meter, "report", filling)
+    steps = list(range(1, 81))  # a file's last page has room for some
+    options = ["--training.steps=80", "--lr_scheduler.total_steps=80", "--checkpoint.interval=80"]
+    options += ["--generation.freq=5", '--generation.prompts=["a"]', "--generation.max_new_tokens=200"]
+    job = make_job(disk.path, corpus, *options, "--metrics.enable_tensorboard")
+    assert train(job) == 0
+    assert [values["step"] for values in metrics_of(job)] == steps
+    events = EventAccumulator(str(job.folder / "tb"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == steps
+    assert (job.folder / "samples.txt").read_text().count("--- step ") == 16
+    log = capsys.readouterr().err.splitlines()
+    assert sum("No space left on device; its records are kept" in line for line in log) == 3, log
+    assert sum("can be written again" in line for line in log) == 3, log
 
 
 def test_a_run_on_a_full_disk_ends_and_goes_on_later(

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from titanlite.config.component import ConfigError
-from titanlite.log import logger
 from titanlite.metrics.device import peak_memory
-from titanlite.metrics.sinks import Console, JsonLines, Sink, TensorBoard
+from titanlite.metrics.sinks import Console, JsonLines, Samples, Sink, TensorBoard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,11 @@ class Metrics:
 
     def sinks(self, folder: Path, from_step: int, total_steps: int) -> list[Sink]:
         """The sinks of a run that continues after `from_step`; for rank 0."""
-        sinks: list[Sink] = [Console(total_steps), JsonLines(folder / "metrics.jsonl", from_step)]
+        sinks: list[Sink] = [
+            Console(total_steps),
+            JsonLines(folder / "metrics.jsonl", from_step),
+            Samples(folder / "samples.txt", from_step),
+        ]
         return [*sinks, TensorBoard(folder / "tb", from_step)] if self.enable_tensorboard else sinks
 
 
@@ -113,18 +116,17 @@ class Meter:
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Send metrics to the sinks as they are."""
         for sink in self.sinks:
-            try:
-                sink.write(step, values)
-            except OSError as e:  # a full disk, say; what is in the sink's buffer is written when it can be
-                logger.error(f"{type(sink).__name__}: metrics of step {step} cannot be written: {e}")
+            sink.write(step, values)
+
+    def sample(self, step: int, text: str) -> None:
+        """Send a generated text to the sinks."""
+        for sink in self.sinks:
+            sink.sample(step, text)
 
     def close(self) -> None:
         """Flush and close the sinks."""
         for sink in self.sinks:
-            try:
-                sink.close()
-            except OSError as e:
-                logger.error(f"{type(sink).__name__}: metrics cannot be written: {e}")
+            sink.close()
 
 
 def _exp(loss: float) -> float:

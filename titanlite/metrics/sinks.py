@@ -1,4 +1,4 @@
-"""Where metrics go: the console, metrics.jsonl, TensorBoard. All get the same keys; only rank 0 has sinks.
+"""Where metrics and samples go: the console, metrics.jsonl, samples.txt, TensorBoard. Only rank 0 has sinks.
 
 After a resume from step s each step is shown once: TensorBoard purges what came after s; metrics.jsonl and
 samples.txt are cut there, and what is cut goes to metrics.superseded.jsonl and samples.superseded.txt.
@@ -6,39 +6,47 @@ samples.txt are cut there, and what is cut goes to metrics.superseded.jsonl and 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from titanlite.config import json_file
 from titanlite.log import logger
+from titanlite.metrics.records import Records, cut, move_aside
 
 Values = Mapping[str, Any]
 
 
-class Sink(Protocol):
-    """`write` takes one step's metrics; `close` flushes."""
+class Sink:
+    """`write` takes the metrics of one logged step, `sample` one generated text; `close` flushes. A full disk
+    is no error of theirs."""
 
-    def write(self, step: int, values: Values) -> None: ...
+    def write(self, step: int, values: Values) -> None:
+        """Most sinks take metrics."""
 
-    def close(self) -> None: ...
+    def sample(self, step: int, text: str) -> None:
+        """Few sinks take samples."""
+
+    def close(self) -> None:
+        """Not all sinks have something to flush."""
 
 
-class Console:
-    """One line a step, through the logger."""
+class Console(Sink):
+    """One line per logged step, through the logger."""
 
     def __init__(self, total_steps: int):
         self.total_steps = total_steps
 
     def write(self, step: int, values: Values) -> None:
         logger.info(console_line(step, self.total_steps, values))
-
-    def close(self) -> None:
-        pass
 
 
 def console_line(step: int, total_steps: int, values: Values) -> str:
@@ -63,71 +71,90 @@ def console_line(step: int, total_steps: int, values: Values) -> str:
     return "  ".join(parts)
 
 
-class JsonLines:
-    """metrics.jsonl: one JSON object a logged step, flushed at once. NaN and inf are strings."""
+class JsonLines(Sink):
+    """metrics.jsonl: one JSON object per logged step, written at once. NaN and inf are strings."""
 
     def __init__(self, path: Path, from_step: int):
-        self.path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        _cut(path, [(_step_of(line), f"{line}\n") for line in lines], from_step)
-        self._file = open(path, "a")  # noqa: SIM115 -- open for the whole run
+        self._records = Records(path, partial(cut, path, _lines, _step_of_line, from_step))
 
     def write(self, step: int, values: Values) -> None:
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in values.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        self._records.append(json.dumps({"step": step, **finite}).encode() + b"\n")
 
     def close(self) -> None:
-        self._file.close()
+        self._records.close()
 
 
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # torn by a kill: its step is written again
+def _lines(content: bytes) -> Sequence[bytes]:
+    return re.findall(rb"[^\n]*\n|[^\n]+\Z", content)
 
 
-def write_sample(path: Path, step: int, text: str) -> None:
-    """Append one to samples.txt."""
-    with open(path, "a", encoding="utf-8") as f:
-        f.write(f"--- step {step}\n{text}\n")
+def _step_of_line(line: bytes) -> int:
+    values = json_file.parse(line.decode())
+    json_file.expect(values, step=int)
+    return values["step"]
 
 
-def cut_samples(path: Path, from_step: int) -> None:
-    """After a resume samples.txt has one sample a step and prompt, too."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    samples = re.split(r"^(?=--- step \d+$)", text, flags=re.MULTILINE)
-    headed = (s.startswith("--- step ") for s in samples)  # what stands before the first one stays
-    _cut(
-        path, [(int(s.split()[2]) if is_sample else 0, s) for s, is_sample in zip(samples, headed)], from_step
-    )
+class Samples(Sink):
+    """samples.txt: each generated text under a line with its step."""
+
+    def __init__(self, path: Path, from_step: int):
+        self._records = Records(path, partial(cut, path, _samples, _step_of_sample, from_step))
+
+    def sample(self, step: int, text: str) -> None:
+        self._records.append(f"--- step {step}\n{text}\n".encode(errors="replace"))
+
+    def close(self) -> None:
+        self._records.close()
 
 
-def _cut(path: Path, entries: list[tuple[float, str]], from_step: int) -> None:
-    """Leave the entries (step, text) up to `from_step`; append the others to `<name>.superseded.<ending>`."""
-    kept, later = ("".join(t for step, t in entries if (step > from_step) == cut) for cut in (False, True))
-    if later:
-        with open(path.with_suffix(f".superseded{path.suffix}"), "a", encoding="utf-8") as f:
-            f.write(later)
-    if path.exists() and path.read_text(encoding="utf-8") != kept:  # cut, or a last line without its end
-        aside = path.with_suffix(".partial")
-        aside.write_text(kept, encoding="utf-8")
-        os.replace(aside, path)
+def _samples(content: bytes) -> Sequence[bytes]:
+    return [s for s in re.split(rb"^(?=--- step \d{1,18}$)", content, flags=re.MULTILINE) if s]
 
 
-class TensorBoard:
-    """Scalars under <folder>; text values are left to metrics.jsonl."""
+def _step_of_sample(sample: bytes) -> int:
+    sample.decode()
+    header = re.match(rb"--- step (\d{1,18})$", sample, flags=re.MULTILINE)
+    return int(header[1]) if header else 0  # what stands before the first sample stays
+
+
+class TensorBoard(Sink):
+    """Scalars in an event file under <folder>; text values are left to metrics.jsonl.
+
+    torch's SummaryWriter is not used: the thread that writes its files ends at the first error.
+    """
 
     def __init__(self, folder: Path, from_step: int):
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._writer = SummaryWriter(str(folder), purge_step=from_step + 1)
+        self._records = Records(folder / f"events.out.tfevents.{time.time_ns()}", partial(_make, folder))
+        now, start = (
+            time.time(),
+            SessionLog(status=SessionLog.START),
+        )  # purges what other files say of later steps
+        self._append(Event(wall_time=now, file_version="brain.Event:2"))
+        self._append(Event(wall_time=now, step=from_step + 1, session_log=start))
 
     def write(self, step: int, values: Values) -> None:
-        for key, value in values.items():
-            if isinstance(value, (int, float)):
-                self._writer.add_scalar(key, value, step)
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        scalars = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        self._append(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+
+    def _append(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._records.append(record.getvalue())
 
     def close(self) -> None:
-        self._writer.close()
+        self._records.close()
+
+
+def _make(folder: Path) -> None:
+    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
+        move_aside(folder, "it is not a folder")
+    folder.mkdir(parents=True, exist_ok=True)

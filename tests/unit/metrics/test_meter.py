@@ -15,7 +15,7 @@ import torch
 from titanlite.config.component import ConfigError
 from titanlite.metrics import meter as meter_module
 from titanlite.metrics.meter import Meter, Metrics
-from titanlite.metrics.sinks import Console, JsonLines, TensorBoard
+from titanlite.metrics.sinks import Console, JsonLines, Samples, TensorBoard
 
 
 class Clock:
@@ -40,6 +40,9 @@ class Collected:
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         self.written.append((step, dict(values)))
+
+    def sample(self, step: int, text: str) -> None:
+        self.written.append((step, {"text": text}))
 
     def close(self) -> None:
         self.closed = True
@@ -179,7 +182,7 @@ def test_closing_closes_every_sink(clock):
 @pytest.mark.parametrize("tensorboard", [True, False])
 def test_sinks_of_a_run(tmp_path: Path, tensorboard):
     sinks = Metrics(enable_tensorboard=tensorboard).sinks(tmp_path, from_step=0, total_steps=10)
-    assert [type(sink) for sink in sinks] == [Console, JsonLines] + [TensorBoard] * tensorboard
+    assert [type(sink) for sink in sinks] == [Console, JsonLines, Samples] + [TensorBoard] * tensorboard
     for sink in sinks:
         sink.write(1, LOSS)
         sink.close()

@@ -8,16 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
 
-from titanlite.metrics.sinks import JsonLines, TensorBoard, console_line, cut_samples, write_sample
+from titanlite.metrics.sinks import JsonLines, Samples, TensorBoard, console_line
 
 
 def strict_loads(line: str) -> dict[str, Any]:
@@ -146,13 +143,6 @@ def test_numbers_keep_every_bit(path):
 # ---- TensorBoard
 
 
-@pytest.fixture(autouse=True)
-def event_files_a_second_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Event files are read in the order of the second in their name; runs of a test would share one."""
-    seconds = count(1_700_000_000)
-    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(seconds)))
-
-
 def write_events(folder: Path, steps: range, from_step: int, values: Callable[[int], dict[str, Any]]) -> None:
     sink = TensorBoard(folder, from_step)
     for step in steps:
@@ -175,6 +165,14 @@ def test_tensorboard_has_the_numbers_and_leaves_out_the_text(tmp_path):
         lambda step: {"train/loss": step / 2, "tokens": step, "data/batch_sha": "00ff"},
     )
     assert scalars(tmp_path) == {"train/loss": [(1, 0.5), (2, 1.0)], "tokens": [(1, 1.0), (2, 2.0)]}
+
+
+def test_tensorboard_takes_every_number(tmp_path):
+    values = {"huge": 1e300, "many": 2**70, "loss": math.nan}
+    write_events(tmp_path, range(1, 2), 0, lambda step: values)
+    shown = {tag: points[0][1] for tag, points in scalars(tmp_path).items()}
+    assert (shown["huge"], shown["many"]) == (math.inf, 2.0**70)
+    assert math.isnan(shown["loss"])
 
 
 def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
@@ -243,17 +241,19 @@ def test_console_shows_a_loss_that_is_not_a_number():
 
 
 def test_a_resume_cuts_the_samples_after_its_step(tmp_path: Path) -> None:
-    path, cut = tmp_path / "samples.txt", tmp_path / "samples.superseded.txt"
-    cut_samples(path, 0)
+    path, superseded = tmp_path / "samples.txt", tmp_path / "samples.superseded.txt"
+    Samples(path, 0).close()
     assert not path.exists()
     path.write_text("a note of mine\n")
+    samples = Samples(path, 0)
     for step in (2, 4, 6):
         for prompt in ("one", "two"):
-            write_sample(path, step, f"{prompt}\n--- of {step}")
+            samples.sample(step, f"{prompt}\n--- of {step}")
+    samples.close()
     before = path.read_text()
-    cut_samples(path, 6)
+    Samples(path, 6).close()
     assert path.read_text() == before
-    assert not cut.exists()
-    cut_samples(path, 4)
-    assert path.read_text() + cut.read_text() == before
-    assert cut.read_text() == "--- step 6\none\n--- of 6\n--- step 6\ntwo\n--- of 6\n"
+    assert not superseded.exists()
+    Samples(path, 4).close()
+    assert path.read_text() + superseded.read_text() == before
+    assert superseded.read_text() == "--- step 6\none\n--- of 6\n--- step 6\ntwo\n--- of 6\n"

@@ -1,0 +1,228 @@
+"""Pins what happens to the files for people: damage is moved aside and never ends a run; what a full disk
+refuses is written later, whole, in order, with one line at the start and one at the end."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from titanlite.log import logger
+from titanlite.metrics import records
+from titanlite.metrics.sinks import JsonLines, Samples, Sink, TensorBoard
+
+
+@pytest.fixture(autouse=True)
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The logger hands nothing on once a run has set it up."""
+    logger.addHandler(caplog.handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield caplog
+    logger.setLevel(level)
+    logger.removeHandler(caplog.handler)
+
+
+def write(sink: Sink, *steps: int) -> None:
+    for step in steps:
+        sink.write(step, {"train/loss": 2.5})
+        sink.sample(step, "once")
+    sink.close()
+
+
+def line(step: int) -> bytes:
+    return b'{"step": %d, "train/loss": 2.5}\n' % step
+
+
+def sample(step: int) -> bytes:
+    return b"--- step %d\nonce\n" % step
+
+
+# ---- damage
+
+
+BAD_LINES = {
+    "no UTF-8": b'{"step": 2, "text": "\xff"}\n',
+    "binary": bytes(b for b in range(256) if b != ord("\n")) + b"\n",
+    "no object": b"[1]\n",
+    "a step that is text": b'{"step": "x"}\n',
+    "deep": b"[" * 100_000 + b"\n",
+    "a step of 5,000 digits": b'{"step": ' + b"9" * 5000 + b"}\n",
+    "empty": b"\n",
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES)
+def test_damaged_lines_of_metrics(tmp_path: Path, log: pytest.LogCaptureFixture, bad: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    content = line(1) + bad + line(3) + line(5)
+    path.write_bytes(content)
+    write(JsonLines(path, from_step=3), 4)
+    assert (tmp_path / "metrics.damaged-0.jsonl").read_bytes() == content
+    assert path.read_bytes() == line(1) + line(3) + line(4)
+    assert (tmp_path / "metrics.superseded.jsonl").read_bytes() == line(5)
+    (message,) = log.messages
+    assert message.startswith(f"{path}: 1 of its 4 records are damaged; moved to metrics.damaged-0.jsonl, ")
+
+
+def test_a_last_line_torn_within_a_character_is_no_damage(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line(1) + '{"step": 2, "text": "é'.encode()[:-1])
+    write(JsonLines(path, from_step=1), 2)
+    assert path.read_bytes() == line(1) + line(2)
+    assert log.messages == []
+
+
+def test_damaged_samples(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "samples.txt"
+    content = sample(1) + b"--- step 2\nhalf of \xc3\n" + b"--- step " + b"9" * 5000 + b"\n" + sample(3)
+    path.write_bytes(content)
+    write(Samples(path, from_step=3), 4)
+    assert (tmp_path / "samples.damaged-0.txt").read_bytes() == content
+    assert path.read_bytes() == sample(1) + sample(3) + sample(4)
+    assert len(log.messages) == 1
+
+
+def directory(path: Path) -> None:
+    (path / "mine").mkdir(parents=True)
+
+
+def plain_file(path: Path) -> None:
+    path.write_bytes(b"mine")
+
+
+def dangling_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def link(path: Path) -> None:
+    path.with_name("other").touch()
+    path.symlink_to("other")
+
+
+FILES = [(JsonLines, "metrics.jsonl"), (Samples, "samples.txt")]
+KINDS = [
+    *[(make, name, kind) for make, name in FILES for kind in (directory, os.mkfifo, dangling_link, link)],
+    *[(TensorBoard, "tb", kind) for kind in (plain_file, os.mkfifo, dangling_link, link)],
+]
+
+
+@pytest.mark.parametrize(("make", "name", "kind"), KINDS)
+def test_another_kind_of_file_is_moved_aside(
+    tmp_path: Path,
+    log: pytest.LogCaptureFixture,
+    make: Callable[[Path, int], Sink],
+    name: str,
+    kind: Callable[[Path], None],
+) -> None:
+    path = tmp_path / name
+    path.with_name(f"{path.stem}.damaged-0{path.suffix}").touch()
+    kind(path)
+    mode = os.lstat(path).st_mode
+    write(make(path, 0), 1)
+    aside = path.with_name(f"{path.stem}.damaged-1{path.suffix}")
+    assert os.lstat(aside).st_mode == mode
+    assert path.stat().st_size > 0
+    assert not path.is_symlink()
+    assert len(log.messages) == 1
+    assert aside.name in log.messages[0]
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_what_is_cut_is_not_written_through_a_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line(1) + line(2))
+    os.mkfifo(tmp_path / "metrics.superseded.jsonl")
+    write(JsonLines(path, from_step=1))
+    assert (tmp_path / "metrics.superseded.jsonl").read_bytes() == line(2)
+
+
+# ---- a full disk
+
+
+class FullDisk:
+    """Takes `room` more bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.room = 1 << 40
+        write = os.write
+
+        def limited(file: int, data: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = write(file, data[: self.room])
+            self.room -= written
+            return written
+
+        monkeypatch.setattr(os, "write", limited)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
+    return FullDisk(monkeypatch)
+
+
+def test_lines_that_a_full_disk_refused_are_written_later(
+    tmp_path: Path, disk: FullDisk, log: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path, 0)
+    for step in range(1, 8):
+        if step == 3:
+            disk.room = 10
+        if step == 6:
+            disk.room = 1 << 40
+        sink.write(step, {"train/loss": 2.5})
+        written = min(step, 2) if step < 6 else step
+        assert path.read_bytes() == b"".join(map(line, range(1, written + 1)))
+    sink.close()
+    assert log.messages == [
+        f"{path}: No space left on device; its records are kept until they can be written",
+        f"{path}: can be written again; 4 kept records are written",
+    ]
+
+
+def test_what_is_kept_has_a_limit(
+    tmp_path: Path, disk: FullDisk, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MOST_KEPT", 3)
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path, 0)
+    disk.room = 0
+    for step in range(1, 6):
+        sink.write(step, {"train/loss": 2.5})
+    disk.room = 1 << 40
+    write(sink, 6)
+    assert path.read_bytes() == line(4) + line(5) + line(6)
+    assert (
+        log.messages[-1] == f"{path}: can be written again; 3 kept records are written; 3 older ones are lost"
+    )
+
+
+def test_a_disk_that_stays_full(tmp_path: Path, disk: FullDisk, log: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path, 0)
+    sink.write(1, {"train/loss": 2.5})
+    disk.room = 5
+    write(sink, 2, 3)
+    assert path.read_bytes() == line(1)
+    assert log.messages[1:] == [f"{path}: its last 2 records could not be written"]
+
+
+def test_a_start_on_a_full_disk(tmp_path: Path, disk: FullDisk) -> None:
+    path, superseded = tmp_path / "metrics.jsonl", tmp_path / "metrics.superseded.jsonl"
+    path.write_bytes(line(1) + line(2))
+    disk.room = 5
+    sink = JsonLines(path, from_step=1)
+    sink.write(2, {"train/loss": 1.5})
+    assert (path.read_bytes(), superseded.read_bytes()) == (line(1) + line(2), b"")
+    disk.room = 1 << 40
+    write(sink, 3)
+    assert path.read_bytes() == line(1) + line(2).replace(b"2.5", b"1.5") + line(3)
+    assert superseded.read_bytes() == line(2)
