@@ -59,11 +59,12 @@ def generate(
     seed: int,
     device: torch.device,
 ) -> str:
-    """The prompt and what the model makes of it, up to its first EOS. `logits`: int64 [1, T] -> [1, T, V]."""
+    """The prompt and what the model makes of it, up to the first id that ends a text. `logits`: int64 [1, T]
+    -> [1, T, V]."""
     start = [codec.bos, *codec.encode(prompt)]
     whole = whole_rows(logits, len(start) + config.max_new_tokens, codec.eos, device)
     made = [ids[0] for ids in next_tokens(whole, [start], config, codec.vocab_size, seed)]
-    return prompt + codec.decode(before_any(made, {codec.eos}))
+    return prompt + codec.decode(before_any(made, codec.stop_ids))
 
 
 def next_tokens(

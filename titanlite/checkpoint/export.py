@@ -127,18 +127,17 @@ def _outputs(
 
 
 def _small_files(exchange: Exchange, outputs: Sequence[_Output], vocab_size: int) -> dict[str, bytes]:
-    ids = {"bos_token_id": exchange.codec.bos, "eos_token_id": exchange.codec.eos}
     most = Counter(output.dtype for output in outputs).most_common(1)[0][0]
     # `torch_dtype` is what all versions of transformers read; the later ones prefer `dtype`.
     config = {
         **exchange.family.hf_config(),
         "vocab_size": vocab_size,
-        **ids,
+        **exchange.codec.model_ids(),
         "torch_dtype": str(most).removeprefix("torch."),
     }
     return {
         "config.json": as_json(config),
-        "generation_config.json": as_json(ids),
+        "generation_config.json": as_json(exchange.codec.generation_config()),
         **exchange.codec.hugging_face_files(),
     }
 

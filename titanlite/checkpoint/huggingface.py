@@ -17,9 +17,12 @@ from safetensors import SafetensorError, safe_open
 from titanlite.checkpoint.weights import Chunk, Region, Stored, Weights
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
+from titanlite.data.tokenizer import TextCodec
+from titanlite.log import logger
 from titanlite.models.base import ModelFamily
 from titanlite.models.hf_config import read_family
 
+KIND = "Hugging Face"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -48,7 +51,7 @@ def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
     if placed:
         name, file = next(iter(placed.items()))
         raise ConfigError(f"{name} is not in {path / file}, where {INDEX} has it")
-    return Weights(path, "Hugging Face", tensors, _numbers(path, family))
+    return Weights(path, KIND, tensors, _numbers(path, family))
 
 
 def _index(path: Path) -> dict[str, str]:
@@ -91,6 +94,21 @@ def _load(file: Path, name: str, piece: Any, region: Region) -> torch.Tensor:
         return piece[region] if region else piece[...]
     except SafetensorError as e:
         raise ConfigError(f"{file}: {name} cannot be read: {e}") from None
+
+
+def tell_generation(weights: Weights, codec: TextCodec) -> None:
+    """Warn of the settings in a Hugging Face directory's generation_config.json that an export will not
+    have: it has those of the tokenizer's own folder."""
+    file = weights.path / "generation_config.json"
+    if weights.kind != KIND or not file.exists():
+        return
+    ours = codec.generation_config()
+    lost = [key for key, value in read_object(file).items() if ours.get(key) != value]
+    if lost := [key for key in lost if key != "transformers_version" and not key.startswith("_")]:
+        logger.warning(
+            f"{file}: {', '.join(lost)} will not be in an export, which has those of the tokenizer's folder: "
+            f"--tokenizer.name=huggingface --tokenizer.path={weights.path} keeps them"
+        )
 
 
 def _numbers(path: Path, family: ModelFamily | None) -> dict[str, Any]:

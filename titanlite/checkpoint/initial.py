@@ -14,7 +14,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.dcp import open_titanlite
 from titanlite.checkpoint.foreign import is_foreign_dcp, is_meta, open_meta, open_torchtitan
-from titanlite.checkpoint.huggingface import is_hugging_face, open_hugging_face
+from titanlite.checkpoint.huggingface import is_hugging_face, open_hugging_face, tell_generation
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.resume import Candidate, Verification
 from titanlite.checkpoint.weights import (
@@ -59,6 +59,7 @@ def check_initial(path: Path, exchange: Exchange) -> None:
         weights = open_weights(path, family)
         check(weights, family)
         check_tokenizer(weights, exchange.codec, TO_CHANGE_IT)
+        tell_generation(weights, exchange.codec)
     except (ConfigError, CheckpointError, OSError) as e:
         raise ConfigError(str(e), KEY) from None
     with torch.device("meta"):

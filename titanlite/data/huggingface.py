@@ -18,6 +18,8 @@ from titanlite.config.json_file import as_json, read_object
 from titanlite.data.tokenizer import TextCodec, Tokenizer, read_bytes
 from titanlite.data.tokenizer_json import TOKENIZER_CONFIG
 
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(Tokenizer, name="huggingface"):
@@ -63,12 +65,52 @@ class HuggingFaceCodec(TextCodec):
         self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values()) + 1
         self.eos = self._special("eos", config.eos, path)
         self.bos = self._special("bos", config.bos, path)
+        self._has_bos = bool(config.bos or self._named("bos"))
         parts = (content, config.special_tokens_in_text, self.bos, self.eos)
         self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        own = {"bos_token_id": None, "eos_token_id": self.eos}
+        self._model_ids = self._ids_of("config.json", own)
+        settings = self._object("generation_config.json").items()
+        ids = self._ids_of("generation_config.json", self._model_ids).items()
+        self._generation = {key: value for key, value in settings if key not in SPECIAL_IDS}
+        self._generation |= {key: value for key, value in ids if value is not None}
+
+    def model_ids(self) -> dict[str, Any]:
+        return self._model_ids
+
+    def generation_config(self) -> dict[str, Any]:
+        return self._generation
+
+    def _ids_of(self, name: str, otherwise: dict[str, Any]) -> dict[str, Any]:
+        """The special ids in a JSON file beside tokenizer.json, and those in `otherwise` where the file has
+        none; `eos` is among them, and a BOS that the tokenizer names goes first. Ids that the tokenizer does
+        not have are left out."""
+        found = dict(otherwise)
+        for key in SPECIAL_IDS:
+            value = self._object(name).get(key)
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(i) is int for i in ids):
+                raise ConfigError(
+                    f"{self._folder / name}: {key} is {value!r}, neither an id nor a list of ids",
+                    "tokenizer.path",
+                )
+            if ids := [i for i in ids if 0 <= i < self.vocab_size]:
+                found[key] = ids if isinstance(value, list) else ids[0]
+        ends = found["eos_token_id"]
+        listed = ends if isinstance(ends, list) else [ends]
+        found["eos_token_id"] = ends if self.eos in listed else [self.eos, *listed]
+        return found | ({"bos_token_id": self.bos} if self._has_bos else {})
+
+    def _object(self, name: str) -> dict[str, Any]:
+        """A JSON file beside tokenizer.json, empty where there is none."""
+        file = self._folder / name
+        try:
+            return read_object(file) if file.exists() else {}
+        except ConfigError as e:
+            raise ConfigError(str(e), "tokenizer.path") from None
 
     def _special(self, which: str, name: str, path: Path) -> int:
-        if not name:
-            name = _configured(path.with_name("tokenizer_config.json"), f"{which}_token")
+        name = name or self._named(which)
         if not name and which == "bos":
             return self.eos
         if not name:
@@ -80,6 +122,11 @@ class HuggingFaceCodec(TextCodec):
         if token is None:
             raise ConfigError(f"{path} has no token {name!r}", f"tokenizer.{which}")
         return token
+
+    def _named(self, which: str) -> str:
+        """The spelling of `bos` or `eos` in tokenizer_config.json, or ""."""
+        value = self._object("tokenizer_config.json").get(f"{which}_token")
+        return value.get("content", "") if isinstance(value, dict) else value or ""
 
     def encode(self, text: str) -> list[int]:
         # Without offsets, which cost a third; a batch of one, since the cores are taken by processes.
@@ -98,7 +145,7 @@ class HuggingFaceCodec(TextCodec):
         for name in ("chat_template.jinja", "chat_template.json"):
             if (self._folder / name).exists():
                 files[name] = read_bytes(str(self._folder / name), "tokenizer.path")
-        ends = {"bos_token": self._library.id_to_token(self.bos)} if self.bos != self.eos else {}
+        ends = {"bos_token": self._library.id_to_token(self.bos)} if self._has_bos else {}
         ends |= {"eos_token": self._library.id_to_token(self.eos)}
         file = self._folder / "tokenizer_config.json"
         config = read_object(file) if file.exists() else TOKENIZER_CONFIG
@@ -115,15 +162,6 @@ class HuggingFaceCodec(TextCodec):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
         self._set_mode()  # the library's pickle forgets it
-
-
-def _configured(file: Path, key: str) -> str:
-    """A token's spelling from tokenizer_config.json, or ""."""
-    try:
-        value = read_object(file).get(key) if file.exists() else ""
-    except ConfigError as e:
-        raise ConfigError(str(e), "tokenizer.path") from None
-    return value.get("content", "") if isinstance(value, dict) else value or ""
 
 
 def _check_byte_level(tree: Any) -> None:

@@ -35,7 +35,8 @@ class TextCodec:
     """What `Tokenizer.build()` returns.
 
     `vocab_size`: ids are 0 .. vocab_size - 1. `fingerprint`: 16 hex digits; where they are equal,
-    every text gets the same ids. `bos`, `eos`: ids that frame a document.
+    every text gets the same ids. `bos`, `eos`: ids that frame a document. `stop_ids`: ids that end a text
+    which is generated: `eos`, and the others that the model's own files name.
     """
 
     vocab_size: int
@@ -43,6 +44,19 @@ class TextCodec:
     bos: int
     eos: int
     config: Tokenizer | None = None  # what it was built from
+
+    @property
+    def stop_ids(self) -> set[int]:
+        found = self.generation_config()["eos_token_id"]
+        return {self.eos, *(found if isinstance(found, list) else [found])}
+
+    def model_ids(self) -> dict[str, Any]:
+        """The special ids in Hugging Face's config.json; None for a BOS that the tokenizer does not have."""
+        return {"bos_token_id": self.bos, "eos_token_id": self.eos}
+
+    def generation_config(self) -> dict[str, Any]:
+        """The content of Hugging Face's generation_config.json: special ids, and defaults of sampling."""
+        return self.model_ids()
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, without BOS or EOS."""

@@ -19,7 +19,6 @@ from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.checkpoint.weights import Weights, first_of, load_weights, misfits
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
-from titanlite.config.json_file import read_object
 from titanlite.data.huggingface import HuggingFace
 from titanlite.data.tokenizer import TextCodec
 from titanlite.generate import CachedRows, Generation, before_any, next_tokens
@@ -137,7 +136,7 @@ def open_source(path: Path, device: torch.device, allow_imports: bool) -> Source
         return [codec.bos, *codec.encode(prompt)]  # as the documents it has learned from
 
     limit = getattr(job.model.config, "max_position", None)
-    return Source(net, codec, encode, {codec.eos}, limit, device)
+    return Source(net, codec, encode, codec.stop_ids, limit, device)
 
 
 def _open_hugging_face(path: Path, device: torch.device) -> Source:
@@ -150,9 +149,7 @@ def _open_hugging_face(path: Path, device: torch.device) -> Source:
         )
     weights = open_hugging_face(path, family)
     net = _load(weights, family, device)
-    return Source(
-        net, codec, codec.encode_framed, _ends(path) or {codec.eos}, family.config.max_position, device
-    )
+    return Source(net, codec, codec.encode_framed, codec.stop_ids, family.config.max_position, device)
 
 
 def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decoder:
@@ -165,12 +162,3 @@ def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decode
     net.to_empty(device=device)
     load_weights(weights, net)
     return net.requires_grad_(False)
-
-
-def _ends(path: Path) -> set[int]:
-    """The ids at which transformers ends a text: generation_config.json's, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        found = read_object(path / name).get("eos_token_id") if (path / name).exists() else None
-        if found is not None:
-            return set(found) if isinstance(found, list) else {found}
-    return set()

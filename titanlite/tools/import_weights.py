@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from titanlite.checkpoint.dcp import check_whole
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.export import DTYPES, write_directory
+from titanlite.checkpoint.huggingface import tell_generation
 from titanlite.checkpoint.initial import TO_CHANGE_IT, open_weights
 from titanlite.checkpoint.weights import Exchange, check_tokenizer
 from titanlite.commands import parser
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
         check_whole(weights.path)
     exchange = Exchange(job.model, job.tokenizer.build())
     check_tokenizer(weights, exchange.codec, TO_CHANGE_IT)
+    tell_generation(weights, exchange.codec)
     size = write_directory(
         weights, options.target, exchange, DTYPES.get(options.dtype), size_limit, keep_padding=True
     )
