@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "titanlite"
 LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"files"},
-    {"config", "log"},
+    {"config", "log", "errors", "host_copy"},
     {"commands", "models", "optim", "data", "losses", "cost", "mesh"},
     {"parallel", "checkpoint", "metrics", "runtime", "signals", "profile"},
     {"evaluate", "generate"},

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from titanlite.config.component import ConfigError
 from titanlite.data.tokenizer import TextCodec
+from titanlite.errors import Diverged
 from titanlite.models.base import Decoder
 from titanlite.models.cache import Cache
 
@@ -71,11 +72,13 @@ def next_tokens(
     next_logits: NextLogits, prompts: Sequence[Sequence[int]], config: Generation, vocab_size: int, seed: int
 ) -> Iterator[list[int]]:
     """The next token of each row, max_new_tokens times. Row i is drawn with seed + i, whatever rows are
-    beside it."""
+    beside it. Raises Diverged, on all ranks, if logits are not finite."""
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
     rows = [list(prompt) for prompt in prompts]
     for _ in range(config.max_new_tokens):
         logits_BV = next_logits(rows)[:, :vocab_size].float().cpu()
+        if not logits_BV.isfinite().all():
+            raise Diverged("no text can be sampled: the model's logits are not finite")
         chosen = [choose(row, config, generator) for row, generator in zip(logits_BV, generators)]
         for row, token in zip(rows, chosen):
             row.append(token)

@@ -28,6 +28,7 @@ from titanlite.evaluate import Validation
 from titanlite.generate import Generation
 from titanlite.losses import ChunkedCrossEntropy, Loss
 from titanlite.mesh import ZERO_BUBBLE, Parallelism
+from titanlite.metrics.guard import Guard
 from titanlite.metrics.meter import Metrics
 from titanlite.models.attention import AttentionBackend
 from titanlite.models.base import ModelFamily
@@ -78,6 +79,7 @@ class Job:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     generation: Generation = field(default_factory=Generation)
+    guard: Guard = field(default_factory=Guard)
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)

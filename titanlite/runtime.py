@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.component import ConfigError
+from titanlite.host_copy import HostCopy
 from titanlite.log import set_up_logging
 from titanlite.mesh import Mesh, Parallelism, build_mesh
 
@@ -135,6 +136,11 @@ class Runtime:
             dist.all_reduce(value)
         return value
 
+    def sum_scalars(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        """fp32 scalars, each summed over all ranks, in one all-reduce."""
+        on_device = [value.to(self.device, torch.float32) for value in values]
+        return list(self.sum(torch.stack(on_device)))
+
     def sum_u64(self, value: int) -> str:
         """The sum mod 2^64 of an unsigned integer over the data-parallel ranks, as 16 hex digits."""
         value = value if self.mesh.leads else 0
@@ -219,22 +225,16 @@ class Vote:
     the device has then long passed the all-reduce."""
 
     def __init__(self, flags: Sequence[bool], device: torch.device, world_size: int):
-        self._flags = torch.tensor(flags, dtype=torch.int32)
-        self._sent: torch.cuda.Event | None = None
-        if world_size > 1 and device.type == "cuda":
-            on_device = self._flags.pin_memory().to(device, non_blocking=True)
-            dist.all_reduce(on_device, dist.ReduceOp.MAX)
-            self._flags = torch.empty_like(on_device, device="cpu", pin_memory=True)
-            self._flags.copy_(on_device, non_blocking=True)
-            self._sent = torch.cuda.current_stream().record_event()
-        elif world_size > 1:
-            dist.all_reduce(self._flags, dist.ReduceOp.MAX)
+        votes = torch.tensor(flags, dtype=torch.int32)
+        if world_size > 1:
+            if device.type == "cuda":
+                votes = votes.pin_memory().to(device, non_blocking=True)
+            dist.all_reduce(votes, dist.ReduceOp.MAX)
+        self._votes = HostCopy(votes)
 
     def result(self) -> list[bool]:
         """The same on all ranks."""
-        if self._sent is not None:
-            self._sent.synchronize()
-        return [bool(flag) for flag in self._flags]
+        return [bool(vote) for vote in self._votes.result()]
 
 
 def world_size() -> int:

@@ -23,15 +23,17 @@ from titanlite.config.component import ConfigError
 from titanlite.cost import peak_bf16_flops
 from titanlite.data.loader import MicroBatches, Rows, SequenceLoader
 from titanlite.data.tokenizer import TextCodec
+from titanlite.errors import Diverged
 from titanlite.evaluate import validate
 from titanlite.generate import generate
 from titanlite.job import Job, load_job
 from titanlite.log import logger
+from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.memory import OutOfMemory, building, explain
 from titanlite.metrics.meter import Meter
-from titanlite.optim.base import set_lr
+from titanlite.optim.base import guarded_step, set_lr
 from titanlite.parallel.apply import parallelize
-from titanlite.parallel.clip import clip_grad_norm_
+from titanlite.parallel.clip import clip_divisor, grad_norm
 from titanlite.parallel.compile import Compilations
 from titanlite.parallel.sharded import ShardedModel
 from titanlite.profile import Profiler
@@ -42,7 +44,8 @@ from titanlite.startup import check_global_batch, describe, flops_of, memory_set
 
 def train(job: Job) -> int:
     """Train until `training.steps`, resuming from the run folder if it holds a checkpoint. Returns the exit
-    code: 0, or 75 when it was asked to stop, and has saved."""
+    code: 0, or 75 when it was asked to stop, and has saved. Raises Diverged when too many steps in a row were
+    not finite."""
     with (
         signals() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
@@ -50,7 +53,7 @@ def train(job: Job) -> int:
         run.profiler() as profiler,
     ):
         model, optimizer, state = run.model, run.optimizer, run.state
-        meter, checkpoints = run.meter, run.checkpoints
+        meter, checkpoints, guard = run.meter, run.checkpoints, run.guard
         loader = iter(run.loader)  # starts its workers
         first_step, last_step = state.step + 1, job.training.steps
         stop, evaluation = False, dict[str, Any]()
@@ -64,9 +67,11 @@ def train(job: Job) -> int:
             tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
             vote = rt.vote(requests.stop, requests.take_save(), checkpoints.failed)
             loss = model.forward_backward(micro_batches, tokens)
-            grad_norm = clip_grad_norm_(model.net.parameters(), job.training.max_norm, rt.mesh.pipeline)
+            norm = grad_norm(model.net.parameters(), rt.mesh.pipeline)
+            loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())
+            apply = guard.judge(loss, norm, bad_norms, state.step, state.sequences, rt.plan.rows)
             checkpoints.wait_until_staged()  # a save may still be copying the weights
-            optimizer.step()
+            guarded_step(optimizer, apply, clip_divisor(norm, job.training.max_norm))
             optimizer.zero_grad()
             model.weights_changed()
             state.consumed(loader.state_dict(), tokens)
@@ -75,6 +80,9 @@ def train(job: Job) -> int:
             rt.collect_garbage(state.step)
             if state.step == first_step:
                 run.first_step_done()
+            guard.read(leave=1)  # what the device decided on the step before
+            if guard.diverged:
+                raise Diverged(f"{guard.reason()}; {checkpoints.way_back()}")
 
             evaluation = {}
             if job.validation.enable and due(job.validation.freq, state.step, last_step):
@@ -85,8 +93,9 @@ def train(job: Job) -> int:
             logged = evaluation or stop or state.step == first_step
             if logged or due(job.metrics.log_freq, state.step, last_step):
                 values = {
-                    "train/loss": rt.sum(loss).item(),
-                    "train/grad_norm": grad_norm.item(),
+                    "train/loss": loss.item(),
+                    "train/grad_norm": norm.item(),
+                    "train/skipped_steps": guard.skipped_steps(),
                     "train/learning_rate": lr,
                     "progress/total_tokens": int(state.tokens),
                     "data/batch_sha": rt.sum_u64(sum(batch.sha for batch in micro_batches)),
@@ -94,9 +103,9 @@ def train(job: Job) -> int:
                 meter.report(state.step, values | evaluation | run.compilations.since_last())
             if save_failed:
                 checkpoints.settle()
-            if checkpoints.due(state.step, last_step, stop or save_now):  # now that its line is written
-                with meter.apart("checkpoint/stall_s"):
-                    checkpoints.save(model.net, optimizer, state, {"global_batch_size": rt.plan.rows})
+            if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):
+                with meter.apart("checkpoint/stall_s"):  # now that the step's line is written
+                    checkpoints.save(model.net, optimizer, state, run.small_state())
 
         return finish(run, evaluation, trained=state.step - first_step + 1, requests=requests)
 
@@ -144,6 +153,9 @@ def build(job: Job, rt: Runtime) -> Run:
         state = TrainState(step=0, sequences=0, tokens=rt.count(0))
         checkpoints.load(model.net, optimizer, state)
         model.weights_changed()
+        guard = StepGuard(job.guard, rt.device)
+        if checkpoints.resumed is not None:
+            guard.load_state_dict(checkpoints.resumed["guard"], state.step)
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)  # of the one before, if that was damaged
     order = MicroBatches(0, rt.plan.rows, rt.plan.micro_batch_rows, rt.mesh.dp_rank, rt.mesh.dp_size)
     loader = SequenceLoader(rows, order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
@@ -153,7 +165,7 @@ def build(job: Job, rt: Runtime) -> Run:
     sinks = job.metrics.sinks(job.folder, state.step, job.training.steps) if rt.rank == 0 else []
     peak = peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None
     meter = Meter(rt.device, sinks, rt.plan.tokens, cost, rt.world_size, peak, rt.synchronize, rt.began)
-    return Run(job, rt, codec, rows, loader, model, optimizer, state, checkpoints, meter)
+    return Run(job, rt, codec, rows, loader, model, optimizer, state, checkpoints, meter, guard)
 
 
 @dataclass
@@ -171,6 +183,7 @@ class Run:
     state: TrainState
     checkpoints: Checkpointer
     meter: Meter
+    guard: StepGuard
     compilations: Compilations = field(default_factory=Compilations)
 
     def __enter__(self) -> Run:
@@ -196,6 +209,11 @@ class Run:
         self.rt.first_step_done()
         self.checkpoints.warm_up(self.model.net, self.optimizer)
 
+    def small_state(self) -> dict[str, Any]:
+        """What a checkpoint records beside the tensors and the position in the data. Waits for the device."""
+        guard = self.guard.state_dict()
+        return {"global_batch_size": self.rt.plan.rows, "guard": guard, "healthy": guard["streak"] == 0}
+
     def validate(self) -> dict[str, Any]:
         """Validation loss on the held-out rows."""
         num_rows = self.job.validation.num_rows(self.rows.num_held_out, self.rt.plan.rows)
@@ -208,7 +226,11 @@ class Run:
         with self.meter.apart("time/generation_s"):
             for prompt in c.prompts:
                 seed, device = self.job.training.seed, self.rt.device
-                text = generate(self.model.logits, self.codec, prompt, c, seed, device)
+                try:
+                    text = generate(self.model.logits, self.codec, prompt, c, seed, device)
+                except Diverged as e:  # the guard decides whether the run goes on
+                    logger.warning(f"no sample at step {self.state.step}: {e}")
+                    return
                 logger.info(f"sample at step {self.state.step}:\n{text}")
                 if keep:
                     self.meter.sample(self.state.step, text)
@@ -222,9 +244,12 @@ def due(freq: int, step: int, last_step: int) -> bool:
 def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: Signals) -> int:
     """Say what came of the run and where it is; a run that was finished already is evaluated again. Returns
     the exit code."""
-    job = run.job
+    job, guard = run.job, run.guard
     run.checkpoints.close(is_over=run.state.step >= job.training.steps)
     requests.done()
+    guard.read()
+    if guard.diverged or (guard.in_streak() and run.state.step >= job.training.steps):
+        raise Diverged(f"{guard.reason()}; {run.checkpoints.way_back()}")
     if run.state.step < job.training.steps:
         if not job.checkpoint.enable:
             logger.warning(

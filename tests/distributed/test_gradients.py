@@ -20,7 +20,7 @@ from titanlite.models.base import ModelFamily
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import apply, tensor
 from titanlite.parallel.apply import parallelize
-from titanlite.parallel.clip import clip_grad_norm_
+from titanlite.parallel.clip import grad_norm
 from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.initialize import fill_normal
@@ -104,7 +104,7 @@ def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> 
     loss = model.forward_backward(mine, torch.tensor(batch.num_targets))
     if world_size > 1:
         torch.distributed.all_reduce(loss)
-    result = {"loss": loss, "norm": clip_grad_norm_(model.net.parameters(), 0.0, model.mesh.pipeline)}
+    result = {"loss": loss, "norm": grad_norm(model.net.parameters(), model.mesh.pipeline)}
     for name, p in model.net.named_parameters():
         result[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
     return result

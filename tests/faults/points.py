@@ -110,7 +110,7 @@ RESUME = {
     "recipe.json aside": Point("os:replace", "before", 1, "recipe.json"),
     "before metrics are cut": Point("os:replace", "before", 1, "metrics"),
     "metrics cut": Point("os:replace", "after", 1, "metrics"),
-    "first step": Point("titanlite.train:clip_grad_norm_", shared=True),
+    "first step": Point("titanlite.train:grad_norm", shared=True),
 }
 REWIND = {
     "before the moves": Point("commit:abandon"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -32,13 +32,22 @@ from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import cause, load_tensors
 from titanlite.checkpoint.recipe import check_recipe, read_recipe
-from titanlite.checkpoint.resume import Candidate, Fault
+from titanlite.checkpoint.resume import Candidate, Fault, newest_healthy
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
-from titanlite.checkpoint.state import Tensors, TrainState, make_optimizer_state, size_of, tensors_of
+from titanlite.checkpoint.state import (
+    Tensors,
+    TrainState,
+    listed,
+    make_optimizer_state,
+    non_finite,
+    size_of,
+    tensors_of,
+)
 from titanlite.checkpoint.weights import Exchange
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
+from titanlite.errors import Diverged
 from titanlite.log import logger
 
 MAX_FAILURES = 3  # saves in a row
@@ -67,6 +76,7 @@ class Checkpointer:
         self._lock: FolderLock | None = None
         self._pending: Future[None] | None = None
         self._failures = 0
+        self._waiting = False  # whether a periodic save waits for the end of a streak of skipped steps
         self._error: BaseException | None = None  # of the last save
         self._exchange = exchange
         self._host = HostBuffers()
@@ -107,9 +117,17 @@ class Checkpointer:
         state.restore(self._from.train)
         logger.info(f"resumed from {self._from.path}")
 
-    def due(self, step: int, last_step: int, asked: bool = False) -> bool:
-        """Whether the step that was just taken is to be saved."""
-        return self.config.enable and (asked or step % self.config.interval == 0 or step == last_step)
+    def due(
+        self, step: int, last_step: int, asked: bool = False, in_streak: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Whether the step that was just taken is to be saved. A periodic save waits while steps are skipped
+        (`in_streak`) and is made after the next step that is not."""
+        if not self.config.enable:
+            return False
+        if asked or step == last_step:
+            return True
+        self._waiting |= step % self.config.interval == 0
+        return self._waiting and not in_streak()
 
     def warm_up(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Once the optimizer has its state: see whether there is room for a save, and allocate the host
@@ -131,19 +149,39 @@ class Checkpointer:
     def save(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, extra: dict[str, Any]
     ) -> None:
-        """Save now. Waits for a save that is still in flight."""
+        """Save now. Waits for a save that is still in flight. A state that is not finite is not saved: raises
+        Diverged, here or in settle().
+
+        `extra`: plain values for train.json. `healthy` among them says whether this checkpoint is one to go
+        back to if training diverges.
+        """
         self.settle()
+        self._waiting = False
         tensors, problem = tensors_of(net, optimizer), None
-        small = {**state.as_json(), **extra, "branch": self._branch(), "recipe": self.recipe}
+        not_finite = non_finite(tensors)
+        small = {**state.as_json(), **extra, "finite": True, "branch": self._branch(), "recipe": self.recipe}
         if self.config.async_mode == "async":
             try:
                 tensors = self._host.copy(tensors)
             except CheckpointError as e:  # this rank's, but all have to hear of it
                 problem = str(e)
         text = json.dumps(small, indent=1) + "\n"
-        self._pending = self._thread.submit(self._write, state.step, tensors, text, problem)
+        self._pending = self._thread.submit(self._write, state.step, tensors, text, problem, not_finite)
         if self.config.async_mode == "disabled":
             self.settle()
+
+    def way_back(self) -> str:
+        """What to do after training has diverged: which checkpoint to go back to, and how."""
+        healthy = newest_healthy(self.folder)
+        if healthy is None:
+            return (
+                "no checkpoint was saved before: start again in another --job.dump_folder, for example with "
+                "a lower --optimizer.lr"
+            )
+        return (
+            f"go back to step {healthy}, the newest checkpoint saved before, and change something, for "
+            f"example: --checkpoint.load_step={healthy} --optimizer.lr=<a lower one>"
+        )
 
     def wait_until_staged(self) -> None:
         """Before the weights change: what the device does next waits until a save has its copy."""
@@ -208,9 +246,16 @@ class Checkpointer:
         except CheckpointError as e:  # the save that needs it will fail, on all ranks
             logger.warning(str(e))
 
-    def _write(self, step: int, tensors: Tensors, small: str, problem: str | None) -> None:
+    def _write(
+        self, step: int, tensors: Tensors, small: str, problem: str | None, not_finite: list[str]
+    ) -> None:
         began = time.perf_counter()
         self._host.wait()
+        if names := sorted(set().union(*self._ranks.gather(not_finite))):
+            raise Diverged(
+                f"training has diverged: after step {step} {listed(names)} are not finite; this state is not "
+                f"saved; {self.way_back()}"
+            )
         if problems := [text for text in self._ranks.gather(problem) if text]:
             raise CheckpointError(f"step {step} could not be saved: {problems[0]}")
         size = size_of(tensors, self._ranks)
@@ -266,6 +311,7 @@ class Checkpointer:
     def _retain(self) -> None:
         c, keep = self.config, {self._from.step} if self._from else set()
         keep |= set(self._exporter.steps) if self._exporter else set()
+        keep |= {healthy} if (healthy := newest_healthy(self.folder)) is not None else set()
         try:
             commit.retain(self.folder, c.keep_latest_k, c.keep_every_n_steps, keep)
         except OSError as e:  # the checkpoint is there
@@ -298,6 +344,8 @@ class Checkpointer:
         reason = verification.result() if verification else None
         if error is not None and reason is None:
             raise error
+        if reason is None and (names := sorted(set().union(*self._ranks.gather(non_finite(tensors))))):
+            reason = f"{listed(names)} are not finite"
         return reason
 
     def _fall_back(self, damaged: Candidate, reason: str) -> Candidate:

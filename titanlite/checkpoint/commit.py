@@ -30,7 +30,7 @@ class CheckpointError(RuntimeError):
 
 MANIFEST = "manifest.json"
 SHARD = ".distcp"
-FORMAT = 2
+FORMAT = 3
 SLACK = 1.05  # of the bytes of its tensors: for a checkpoint's index, and for the metrics meanwhile
 
 

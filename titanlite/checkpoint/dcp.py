@@ -91,6 +91,19 @@ def _recorded(model: Mapping[str, Any], family: ModelFamily, path: Path) -> dict
     return dataclasses.replace(family, overrides=known).config.numbers()
 
 
+def non_finite_in(path: Path) -> list[str]:
+    """Names of a checkpoint's tensors, weights and optimizer state, that hold NaN or infinity; scalars do not
+    count. Reads all of them, one block at a time. Raises CheckpointError if one cannot be read."""
+    metadata = read_metadata(path)
+    names = {n: n for n, entry in metadata.state_dict_metadata.items() if getattr(entry, "size", ())}
+    found = []
+    for name, stored in stored_tensors(path, metadata, names).items():
+        blocks = stored.bands(stored.shape[0]) if stored.dtype.is_floating_point else []
+        if not all(stored.read(block).isfinite().all() for block in blocks):
+            found.append(name)
+    return found
+
+
 def check_whole(path: Path) -> None:
     """Hash every file of a checkpoint of titanlite's. Raises CheckpointError if one is not what was
     written."""

@@ -189,6 +189,17 @@ def _write_shard(file: Path, shard: Sequence[_Output], given_up: threading.Event
                 band = output.stored.read(region)
                 rows = max(PIECE_BYTES // max(band[:1].numel() * output.dtype.itemsize, 1), 1)
                 for piece in band.split(rows):
-                    f.write(piece.to(output.dtype).flatten().view(torch.uint8).numpy().data)
+                    values = piece.to(output.dtype)
+                    if not values.isfinite().all():
+                        raise CheckpointError(_not_finite(output, piece))
+                    f.write(values.flatten().view(torch.uint8).numpy().data)
         f.flush()
         os.fsync(f.fileno())
+
+
+def _not_finite(output: _Output, values: torch.Tensor) -> str:
+    """Why these values of a tensor are not written."""
+    where = f"{output.stored.file}: {output.name}"
+    if values.isfinite().all():
+        return f"{where} has values that are too large for {NAMES[output.dtype]}; nothing is exported"
+    return f"{where} has values that are not finite; nothing is exported"

@@ -17,6 +17,7 @@ from titanlite.checkpoint.foreign import is_foreign_dcp, is_meta, open_meta, ope
 from titanlite.checkpoint.huggingface import is_hugging_face, open_hugging_face, tell_generation
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.resume import Candidate, Verification
+from titanlite.checkpoint.state import listed, model_tensors, non_finite
 from titanlite.checkpoint.weights import (
     Exchange,
     Weights,
@@ -83,6 +84,8 @@ def load_initial(path: Path, family: ModelFamily, net: nn.Module, ranks: Ranks) 
         kind = weights.kind
         logger.info(f"reading the initial weights from {path} ({kind})")
         load_weights(weights, net)
+        if names := non_finite({"model": model_tensors(net)}):
+            raise ConfigError(f"{path}: {listed(names)} has values that are not finite")
     except Exception as e:  # any error must reach the others, or they would wait for this rank
         error = e
         expected = isinstance(e, (ConfigError, CheckpointError, OSError))

@@ -9,6 +9,7 @@ import os
 import re
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +43,26 @@ def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
         if reason:
             faults.append((path, reason))
             continue
-        train = json.loads((path / "train.json").read_text(encoding="utf-8"))
+        train = _train_json(path)
+        if not train["finite"]:
+            faults.append((path, "its weights or moments are not finite"))
+            continue
         return Candidate(step, path, train, _seal(path))
     return None
+
+
+def newest_healthy(folder: Path) -> int | None:
+    """The step of the newest checkpoint that was saved while no steps were being skipped; None without one.
+    Looks at train.json alone."""
+    for step, path in reversed(commit.committed(folder)):
+        with suppress(OSError, ValueError, KeyError):  # a damaged one is not it
+            if _train_json(path)["healthy"]:
+                return step
+    return None
+
+
+def _train_json(path: Path) -> dict[str, Any]:
+    return json.loads((path / "train.json").read_text(encoding="utf-8"))
 
 
 def small_files(path: Path) -> dict[str, FileDigest]:

@@ -7,6 +7,8 @@ overwritten by a resume.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +76,34 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """All tensors of a checkpoint."""
     return {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
+
+
+def non_finite(tensors: Tensors) -> list[str]:
+    """Names of this rank's weights and moments that hold NaN or infinity. Waits for the device; needs almost
+    no memory.
+
+    Of the optimizer's state only tensors of their parameter's shape count: scalars may be infinite on
+    purpose.
+    """
+    shapes = {name: t.shape for name, t in tensors["model"].items()}
+    local: dict[str, torch.Tensor] = {}
+    for section, group in tensors.items():
+        for name, tensor in group.items():
+            parameter = name if section == "model" else name.rpartition(".")[0]
+            shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if shard.is_floating_point() and shard.numel() and shapes.get(parameter) == tensor.shape:
+                local[f"{section}.{name}"] = shard
+    if not local:
+        return []
+    largest = torch._foreach_norm(list(local.values()), math.inf)  # NaN wins over any number
+    finite = torch.stack([norm.float() for norm in largest]).isfinite().tolist()
+    return [name for name, ok in zip(local, finite) if not ok]
+
+
+def listed(names: Sequence[str], shown: int = 3) -> str:
+    """The first of the names, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 def size_of(tensors: Tensors, ranks: Ranks) -> int:

@@ -19,7 +19,7 @@ PHASES = {  # function in a traceback, from the outside in: what it is part of
     "forward_one_chunk": "forward",  # of a pipeline, within its own step
     "backward_one_chunk": "backward",
     "backward_weight_one_chunk": "backward",
-    "clip_grad_norm_": "gradient clipping",
+    "grad_norm": "the gradient norm",
     "step": "the optimizer's step",
     "validate": "validation",
     "generate": "sampling",

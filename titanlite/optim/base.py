@@ -28,6 +28,32 @@ class Optimizer(Component):
         raise NotImplementedError
 
 
+@torch.no_grad()
+def guarded_step(optimizer: torch.optim.Optimizer, apply: torch.Tensor, divisor: torch.Tensor | None) -> None:
+    """Take the optimizer's step with gradients divided by `divisor` (None: as they are), if `apply` says so;
+    else weights and optimizer state stay bit-identical.
+
+    `apply`: bool scalar. Optimizers whose step takes torch.amp.GradScaler's tensors (torch's fused Adam,
+    AdamW, SGD and Adagrad) decide and divide in their own kernels, without a host synchronisation. For all
+    others the host waits for the decision, once per step.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = parameters[0].device
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and device.type in ("cpu", "cuda"):
+        # To another device (gradients on the host) by a copy that waits: the kernel would not.
+        optimizer.found_inf = (~apply).float().to(device)  # type: ignore[attr-defined]
+        optimizer.grad_scale = divisor if divisor is None else divisor.to(device)  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+    elif apply.item():
+        for p in parameters if divisor is not None else []:
+            if p.grad is not None:
+                p.grad.div_(divisor)
+        optimizer.step()
+
+
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> float:
     """Set each group's rate to `factor` times its peak; returns the first group's, for the log."""
     for group in optimizer.param_groups:

@@ -1,4 +1,5 @@
-"""Gradient clipping by total norm, over all parameters of all ranks, whatever meshes they lie on."""
+"""The total norm of the gradients, over all parameters of all ranks, whatever meshes they lie on; and the
+divisor that clips by it."""
 
 from __future__ import annotations
 
@@ -13,25 +14,26 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter], max_norm: float, pipeline: DeviceMesh | None = None
-) -> torch.Tensor:
-    """Scale gradients so that their total norm is at most `max_norm` (0: leave them). Returns the norm
-    before, fp32 scalar, equal on all ranks; no host sync. `pipeline`: ranks with the rest of the model."""
-    by_mesh: dict[object, list[nn.Parameter]] = defaultdict(
+def grad_norm(parameters: Iterable[nn.Parameter], pipeline: DeviceMesh | None = None) -> torch.Tensor:
+    """Total norm of the gradients: fp32 scalar, equal on all ranks; no host synchronisation. `pipeline`: the
+    ranks that have the other stages of the model."""
+    by_mesh: dict[object, list[torch.Tensor]] = defaultdict(
         list
     )  # torch cannot stack norms of different meshes
     for p in parameters:
         if p.grad is not None:
-            by_mesh[p.grad.device_mesh if isinstance(p.grad, DTensor) else None].append(p)
-    norms = [n for group in by_mesh.values() for n in _norms([p.grad for p in group if p.grad is not None])]
+            by_mesh[p.grad.device_mesh if isinstance(p.grad, DTensor) else None].append(p.grad)
+    norms = [norm for gradients in by_mesh.values() for norm in _norms(gradients)]
     total = torch.linalg.vector_norm(torch.stack(norms)).float()
     if pipeline is not None:
         total = funcol.all_reduce(total.square(), "sum", pipeline).sqrt()
-    if max_norm > 0:
-        for group in by_mesh.values():
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def clip_divisor(grad_norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:
+    """What to divide gradients by so that their total norm is at most `max_norm`: scalar, at least 1; None if
+    `max_norm` is 0, for no clipping."""
+    return ((grad_norm + 1e-6) / max_norm).clamp(min=1) if max_norm > 0 else None
 
 
 def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,5 +1,6 @@
 """titanlite checkpoint list DIR                what is there; looks at sizes, not at contents
-titanlite checkpoint verify DIR [DIR ...]     hash every file of every checkpoint; exit code 3 if one is bad
+titanlite checkpoint verify DIR [DIR ...]     hash every file, look for values that are not finite; exit
+                                              code 3 if a checkpoint is bad
 titanlite checkpoint show DIR [--tensors]     what is in the newest: state, recipe, files, tensors
 
 DIR is a run folder, its checkpoint folder, or one step-N folder. To keep a checkpoint for good, put an empty
@@ -15,6 +16,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titanlite.checkpoint import commit
+from titanlite.checkpoint.dcp import non_finite_in
 from titanlite.checkpoint.digest import first_fault, gib
 from titanlite.checkpoint.reader import read_metadata
 from titanlite.checkpoint.recipe import flatten
@@ -74,6 +76,8 @@ def _verify(paths: list[Path]) -> int:
         reason = commit.fault(path, step)
         files = {} if reason else commit.digests(commit.read_manifest(path))
         reason = reason or first_fault(path, files)
+        if reason is None and (names := non_finite_in(path)):
+            reason = f"not finite: {', '.join(names)}"
         size = gib(sum(digest.size for digest in files.values()))
         print(f"{path}: {f'BAD: {reason}' if reason else f'good, {len(files)} files, {size}'}", flush=True)
         bad += reason is not None

@@ -16,6 +16,7 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.dcp import check_whole, open_titanlite
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.resume import find_checkpoint
+from titanlite.checkpoint.state import listed, model_tensors, non_finite
 from titanlite.checkpoint.weights import Weights, first_of, load_weights, misfits
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
@@ -161,4 +162,6 @@ def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decode
     net.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     net.to_empty(device=device)
     load_weights(weights, net)
+    if names := non_finite({"model": model_tensors(net)}):
+        raise CheckpointError(f"{weights.path}: {listed(names)} has values that are not finite")
     return net.requires_grad_(False)

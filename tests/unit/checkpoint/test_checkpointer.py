@@ -253,8 +253,10 @@ def test_a_newer_format_is_not_damage(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint/step-2/manifest.json"
     manifest = json.loads(file.read_text())
     del manifest["sha256"]
-    file.write_text(commit._sealed({**manifest, "format": 3}))
-    with pytest.raises(CheckpointError, match="has format 3, this titanlite reads 2"):
+    file.write_text(commit._sealed({**manifest, "format": commit.FORMAT + 1}))
+    with pytest.raises(
+        CheckpointError, match=f"has format {commit.FORMAT + 1}, this titanlite reads {commit.FORMAT}"
+    ):
         open_run(tmp_path)
     assert names(tmp_path) == ["step-1", "step-2"]
 

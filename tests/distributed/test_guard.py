@@ -1,0 +1,68 @@
+"""A step with NaN on one rank is skipped by all ranks, on every layout: the run equals, bit for bit, one
+whose step did nothing, with two resumes in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_layouts import Part, combined
+from tests.faults.non_finite import FAULTS, bad_steps
+from tests.jobs import make_job, metrics_of
+from titanlite.errors import Diverged
+from titanlite.train import train
+
+STEPS = 6
+BASE = [
+    f"--training.steps={STEPS}",
+    "--checkpoint.interval=100",
+    "--model.overrides.tie_word_embeddings=false",
+]
+LAYOUTS = {
+    "shard 2": combined("shard"),
+    "shard 4": Part(4, ["--training.local_batch_size=1"]),
+    "tensor 2": combined("tensor"),
+    "context 2": combined("context"),
+    "pipeline 2": combined("pipeline"),
+    "pipeline 2 x tensor 2": combined("pipeline", "tensor"),
+    "replicate 2 x shard 2": combined("replicate", "shard"),
+    "compiled": Part(1, ["--compile.enable"]),
+    "shard 2, compiled": combined("shard", "compile"),
+    "CPU offload, shard 2": combined("shard", "CPU offload"),
+}
+
+
+def on_rank(folder: Path, corpus: Path, part: Part, fault: str, stops: tuple[int, ...]) -> None:
+    """A run with bad steps 2, 3 and 5; it is resumed after each step of `stops`."""
+    torch._dynamo.reset()
+    for last in (*stops, STEPS):
+        keys = [*BASE, *part.keys, f"--training.steps={last}"]
+        with bad_steps({2, 3, 5}, fault):
+            try:
+                train(make_job(folder, corpus, *keys, name=fault, world_size=part.ranks))
+            except Diverged:  # its last step was skipped; it is saved all the same
+                assert last == 3
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.glob(f"checkpoint/step-{STEPS}/*.distcp")}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_bad_step_on_one_rank_does_nothing_on_any(
+    tmp_path: Path, corpus: Path, run_on: Callable[..., Any], name: str
+) -> None:
+    part = LAYOUTS[name]
+    faults = FAULTS if name in ("shard 2", "tensor 2", "context 2", "pipeline 2") else FAULTS[:1]
+    for fault in ("nothing", *faults):
+        stops = (3, 4) if fault == "gradient" else ()
+        run_on(part.ranks, on_rank, tmp_path, corpus, part, fault, stops)
+        found, wanted = shards(tmp_path / fault), shards(tmp_path / "nothing")
+        assert wanted
+        assert found == wanted, fault
+    steps = metrics_of(make_job(tmp_path, corpus, name="gradient"))
+    assert [line["train/skipped_steps"] for line in steps] == [0, 1, 2, 2, 3, 3]

@@ -1,0 +1,91 @@
+"""NaN where it can arise in a step: in a gradient, a weight, the loss of some sequences. For tests in one
+process and on ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from titanlite import train as trainer
+from titanlite.parallel.sharded import ShardedModel
+
+FAULTS = ("gradient", "weight", "loss")
+
+
+def _on_last_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+
+
+def _first_element(tensor: torch.Tensor) -> torch.Tensor | None:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.view(-1)[:1] if local.numel() else None
+
+
+def _first(tensors: Iterator[torch.Tensor]) -> torch.Tensor:
+    """One element that this rank has a copy or a shard of."""
+    return next(element for t in tensors if (element := _first_element(t)) is not None)
+
+
+def _bad_loss(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda hidden, weight, targets: loss(hidden, weight, targets) * math.nan
+
+
+@contextmanager
+def bad_steps(steps: Collection[int], fault: str = "gradient", signal_at: int = 0) -> Iterator[None]:
+    """Runs in the body have NaN in each of `steps`, on the last rank alone: in one element of a gradient, in
+    one element of a weight while gradients are computed, or in the loss of one micro-batch.
+
+    `fault` = "nothing": the optimizer's step is left out there instead. `signal_at`: the process sends itself
+    SIGTERM in that step.
+    """
+    forward_backward, inputs = ShardedModel.forward_backward, ShardedModel._inputs
+    build, guarded_step = trainer.build, trainer.guarded_step
+    runs: list[trainer.Run] = []
+    spoiled: list[bool] = []
+
+    def step() -> int:
+        return runs[-1].state.step
+
+    def building(*args: Any) -> trainer.Run:
+        runs.append(build(*args))
+        return runs[-1]
+
+    def with_fault(self: ShardedModel, *args: Any) -> torch.Tensor:
+        here = fault if step() in steps and _on_last_rank() else ""
+        spoiled[:] = [True] if here == "loss" else []
+        weight = _first(p.detach() for p in reversed([*self.net.parameters()]))  # one that every token meets
+        before = weight.clone()
+        if here == "weight":
+            weight.fill_(math.nan)
+        loss = forward_backward(self, *args)
+        weight.copy_(before)
+        if here == "gradient":
+            _first(p.grad for p in self.net.parameters() if p.grad is not None).fill_(math.nan)
+        if step() == signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    def with_bad_loss(self: ShardedModel, batch: Any) -> Any:
+        made = inputs(self, batch)
+        return made._replace(loss=_bad_loss(made.loss)) if spoiled and spoiled.pop() else made
+
+    def left_out(*args: Any) -> None:
+        if step() not in steps:
+            guarded_step(*args)
+
+    with (
+        patch.object(trainer, "build", building),
+        patch.object(ShardedModel, "forward_backward", with_fault),
+        patch.object(ShardedModel, "_inputs", with_bad_loss),
+        patch.object(trainer, "guarded_step", left_out if fault == "nothing" else guarded_step),
+    ):
+        yield

@@ -1,0 +1,386 @@
+"""The non-finite guard in one process: a bad step changes nothing, a run that diverges ends with its own exit
+code, and its good checkpoints stay. tests/distributed/test_guard.py has the layouts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.non_finite import FAULTS, bad_steps
+from tests.jobs import make_job, metrics_of
+from titanlite import cli
+from titanlite.checkpoint import checkpointer, commit
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.state import non_finite
+from titanlite.errors import Diverged
+from titanlite.job import Job
+from titanlite.metrics.guard import Guard, StepGuard
+from titanlite.optim.base import Optimizer, guarded_step
+from titanlite.parallel.clip import clip_divisor
+from titanlite.parallel.sharded import ShardedModel
+from titanlite.train import train
+
+CPU, GOOD = torch.device("cpu"), torch.tensor(0.0)
+EVERY = ["--checkpoint.interval=1", "--checkpoint.async_mode=disabled"]
+
+
+def files_of(job: Job, step: int) -> dict[str, bytes]:
+    """The shards of a checkpoint: weights and optimizer state."""
+    return {p.name: p.read_bytes() for p in (job.folder / f"checkpoint/step-{step}").glob("*.distcp")}
+
+
+def saved_steps(job: Job) -> list[int]:
+    return [step for step, _ in commit.committed(job.folder / "checkpoint")]
+
+
+# ---- decisions
+
+
+def judged(guard: StepGuard, *losses: float) -> list[bool]:
+    norm = torch.tensor(1.0)
+    return [bool(guard.judge(torch.tensor(x), norm, GOOD, step, 0, 8)) for step, x in enumerate(losses, 1)]
+
+
+def test_a_step_is_applied_only_if_loss_and_norms_are_finite() -> None:
+    for loss, bad_norms, wanted in [
+        (1.0, 0.0, True),
+        (math.nan, 0.0, False),
+        (math.inf, 0.0, False),
+        (1.0, 1.0, False),
+    ]:
+        apply = StepGuard(Guard(), CPU).judge(
+            torch.tensor(loss), torch.tensor(1.0), torch.tensor(bad_norms), 1, 0, 8
+        )
+        assert bool(apply) is wanted
+
+
+def test_no_update_is_applied_after_the_limit() -> None:
+    guard = StepGuard(Guard(max_consecutive=2), CPU)
+    assert judged(guard, 1.0, math.nan, 1.0, math.nan, math.inf, 1.0) == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+    guard.read(leave=2)
+    assert not guard.diverged
+    guard.read(leave=1)
+    assert guard.diverged
+    assert "2 steps in a row, 4 to 5, had a loss or gradient norm that is not finite" in guard.reason()
+
+
+def test_without_skipping_the_first_such_step_ends_the_run() -> None:
+    guard = StepGuard(Guard(skip_non_finite=False), CPU)
+    assert judged(guard, 1.0, math.nan, 1.0) == [True, False, False]
+    guard.read()
+    assert guard.diverged
+    assert "step 2 had" in guard.reason()
+
+
+def test_a_guard_goes_on_from_its_state() -> None:
+    guard, other = StepGuard(Guard(max_consecutive=3), CPU), StepGuard(Guard(max_consecutive=3), CPU)
+    judged(guard, math.nan, 1.0, math.nan, math.nan)
+    other.load_state_dict(guard.state_dict(), step=4)
+    assert other.state_dict() == {"streak": 2, "skipped_steps": 3}
+    assert not other.judge(torch.tensor(math.nan), torch.tensor(1.0), GOOD, 5, 32, 8)
+    other.read()
+    assert other.diverged
+    assert "3 steps in a row, 3 to 5," in other.reason()
+
+
+def test_a_run_that_is_started_again_after_its_end_has_a_new_count() -> None:
+    guard = StepGuard(Guard(max_consecutive=2), CPU)
+    guard.load_state_dict({"streak": 2, "skipped_steps": 2}, step=9)
+    assert judged(guard, 1.0) == [True]
+
+
+# ---- optimizers
+
+
+def parts(fused: bool) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
+    for _ in range(2):
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return net, optimizer
+
+
+def values(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    return [t.clone() for t in [*net.parameters(), *moments]]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_skipped_step_leaves_every_bit(fused: bool) -> None:
+    net, optimizer = parts(fused)
+    before = values(net, optimizer)
+    net.weight.grad[0, 0] = math.nan
+    guarded_step(optimizer, torch.tensor(False), torch.tensor(math.nan))
+    assert all(torch.equal(a, b) for a, b in zip(values(net, optimizer), before))
+    guarded_step(optimizer, torch.tensor(True), None)  # control: it would have changed them
+    assert not all(torch.equal(a, b) for a, b in zip(values(net, optimizer), before))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_are_divided_inside_the_step(fused: bool) -> None:
+    net, optimizer = parts(fused)
+    other, its_optimizer = parts(fused)
+    guarded_step(optimizer, torch.tensor(True), torch.tensor(4.0))  # a power of two: no rounding
+    for p in other.parameters():
+        p.grad /= 4
+    its_optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(values(net, optimizer), values(other, its_optimizer)))
+
+
+def test_torch_decides_by_the_tensors_that_it_is_given() -> None:
+    """Pins torch's protocol: fused optimizers say that they take these tensors, others that they do not."""
+    assert getattr(parts(True)[1], "_step_supports_amp_scaling", False)
+    assert not getattr(parts(False)[1], "_step_supports_amp_scaling", False)
+    optimizer = parts(True)[1]
+    guarded_step(optimizer, torch.tensor(True), None)
+    assert not hasattr(optimizer, "found_inf")
+    assert not hasattr(optimizer, "grad_scale")
+
+
+def test_the_divisor_clips() -> None:
+    norm = torch.tensor(5.0)
+    assert 5 / clip_divisor(norm, 2.0).item() == pytest.approx(2.0, rel=1e-6)
+    assert clip_divisor(norm, 10.0).item() == 1.0
+    assert clip_divisor(norm, 0.0) is None
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def idle(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
+    """The run whose steps 3 and 4 do nothing."""
+    job = make_job(tmp_path_factory.mktemp("idle"), corpus)
+    with bad_steps({3, 4}, "nothing"):
+        train(job)
+    return job
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_step_is_one_that_did_nothing(tmp_path: Path, corpus: Path, idle: Job, fault: str) -> None:
+    job = make_job(tmp_path, corpus)
+    with bad_steps({3, 4}, fault):
+        assert train(job) == 0
+    assert files_of(job, 8) == files_of(idle, 8)
+    ours, theirs = metrics_of(job), metrics_of(idle)
+    for key in ("data/batch_sha", "progress/total_tokens", "train/learning_rate"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs]
+    assert [line["train/skipped_steps"] for line in ours] == [0, 0, 1, 2, 2, 2, 2, 2]
+
+
+def test_control_a_run_without_bad_steps_differs(tmp_path: Path, corpus: Path, idle: Job) -> None:
+    job = make_job(tmp_path, corpus)
+    train(job)
+    assert files_of(job, 8) != files_of(idle, 8)
+
+
+def test_a_streak_may_be_interrupted_twice(
+    tmp_path: Path, corpus: Path, idle: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a signal in it, and by another after it; skipped steps are named with their sequences."""
+    skipped = []
+    for signal_at, code in ((2, 75), (5, 75), (0, 0)):  # ranks agree to stop at the start of the next step
+        with bad_steps({3, 4}, signal_at=signal_at):
+            assert train(make_job(tmp_path, corpus)) == code
+        skipped.append(
+            re.findall(r"step (\d+) is skipped: .* are (\d+ to \d+) .* step (\d)", capsys.readouterr().err)
+        )
+    job = make_job(tmp_path, corpus)
+    assert files_of(job, 8) == files_of(idle, 8)
+    assert skipped == [[("3", "16 to 23", "1")], [("4", "24 to 31", "2")], []]
+    assert metrics_of(job)[-1]["train/skipped_steps"] == 2
+
+
+def test_a_run_that_diverges_ends_and_keeps_its_good_checkpoints(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [*EVERY, "--checkpoint.keep_latest_k=2", "--guard.max_consecutive=3"]
+    job = make_job(tmp_path, corpus, *keys)
+    with (
+        bad_steps(range(4, 9)),
+        pytest.raises(Diverged, match=r"3 steps in a row, 4 to 6, .* go back to step 3.*load_step=3"),
+    ):
+        train(job)
+    assert saved_steps(job) == [2, 3]
+    back = make_job(tmp_path, corpus, *keys, "--checkpoint.load_step=3")
+    assert train(back) == 0
+    assert metrics_of(back)[-1]["train/skipped_steps"] == 0
+
+
+def test_the_command_ends_with_4_and_one_line(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(tmp_path, corpus)
+    with bad_steps(range(2, 9)):
+        code = cli.run(["train", str(tmp_path / "job.toml"), *_same(job), "--guard.skip_non_finite=false"])
+    assert code == 4
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(
+        "titanlite: training has diverged: step 2 had a loss or gradient norm that is not finite"
+    )
+    assert "no checkpoint was saved before: start again" in last
+
+
+def _same(job: Job) -> list[str]:
+    return [f"--job.dump_folder={job.folder}", f"--data.cache_dir={job.data.cache_dir}"]
+
+
+def test_periodic_saves_wait_for_the_end_of_a_streak(tmp_path: Path, corpus: Path) -> None:
+    job = make_job(tmp_path, corpus, "--checkpoint.interval=4")
+    with bad_steps({4, 5}):
+        train(job)
+    assert saved_steps(job) == [6, 8]
+
+
+def test_a_run_whose_last_step_is_skipped_saves_it_and_ends_with_4(tmp_path: Path, corpus: Path) -> None:
+    job = make_job(tmp_path, corpus)
+    with bad_steps({8}), pytest.raises(Diverged, match=r"step 8 had .* go back to step 4"):
+        train(job)
+    assert saved_steps(job) == [4, 8]
+    with pytest.raises(Diverged, match="step 8 had"):
+        train(job)  # nothing is left to train, and nothing is better
+
+
+def test_retention_keeps_the_newest_checkpoint_from_before_a_streak(tmp_path: Path, corpus: Path) -> None:
+    """Each start is stopped by a signal in the streak, and saves."""
+    keys = ["--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", "--training.steps=16"]
+    for step in (3, 5, 7):
+        with bad_steps(range(3, 17), signal_at=step):
+            job = make_job(tmp_path, corpus, *keys)
+            assert train(job) == 75
+    assert saved_steps(job) == [2, 6, 8]
+
+
+def test_a_state_that_is_not_finite_is_not_saved(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment that became infinite in a step whose loss and norm were finite."""
+    save = Checkpointer.save
+
+    def spoiled(self: Checkpointer, net: Any, optimizer: Any, state: Any, extra: Any) -> None:
+        if state.step == 4:
+            next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[3] = math.inf
+        save(self, net, optimizer, state, extra)
+
+    monkeypatch.setattr(Checkpointer, "save", spoiled)
+    job = make_job(tmp_path, corpus, "--checkpoint.interval=2")
+    name = r"optimizer.model.embed_tokens.weight.exp_avg_sq"
+    with pytest.raises(Diverged, match=f"after step 4 {name} are not finite; .* go back to step 2"):
+        train(job)
+    assert saved_steps(job) == [2]
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A run whose newest checkpoint, step 4, holds a NaN, as one from elsewhere might."""
+    save = Checkpointer.save
+
+    def spoiled(self: Checkpointer, net: Any, optimizer: Any, state: Any, extra: Any) -> None:
+        with torch.no_grad():
+            weight = dict(net.named_parameters())["model.norm.weight"]
+            weight[0] = math.nan if state.step == 4 else weight[0]
+            save(self, net, optimizer, state, extra)
+
+    with monkeypatch.context() as m:
+        m.setattr(Checkpointer, "save", spoiled)
+        m.setattr(checkpointer, "non_finite", lambda tensors: [])
+        job = make_job(tmp_path, corpus, "--checkpoint.interval=2", "--training.steps=4")
+        train(job)
+    return job
+
+
+def test_a_run_never_goes_on_from_a_state_that_is_not_finite(
+    poisoned: Job, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(make_job(tmp_path, corpus)) == 0
+    err = capsys.readouterr().err
+    assert re.search("bad-step-4-0: .*model.norm.weight are not finite", err)
+    assert f"resumed from {poisoned.folder}/checkpoint/step-2" in err
+
+
+def test_tools_name_what_is_not_finite(
+    poisoned: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = poisoned.folder / "checkpoint/step-4"
+    assert cli.run(["checkpoint", "verify", str(poisoned.folder)]) == 3
+    out = capsys.readouterr().out
+    assert f"{step}: BAD: not finite: model.model.norm.weight\n" in out
+    assert f"{step.with_name('step-2')}: good" in out
+    for argv in (["export", str(step), str(tmp_path / "exported")], ["generate", str(step), "--prompt", "a"]):
+        assert cli.run(argv) == 3
+        err = capsys.readouterr().err.splitlines()
+        assert len(err) == 1
+        assert "norm.weight has values that are not finite" in err[0]
+    assert not (tmp_path / "exported").exists()
+
+
+def test_a_value_that_the_export_cannot_hold_is_refused(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(
+        tmp_path, corpus, "--training.steps=1", "--optimizer.lr=1e7", "--lr_scheduler.warmup_steps=0"
+    )
+    train(job)
+    assert cli.run(["export", str(job.folder), str(tmp_path / "half"), "--dtype", "float16"]) == 3
+
+
+def test_moments_count_and_scalars_do_not() -> None:
+    w, bad = torch.ones(2, 2), torch.full((2, 2), math.inf)
+    assert non_finite({"model": {"w": w}, "optimizer": {"w.m": w, "w.best": torch.tensor(math.inf)}}) == []
+    assert non_finite({"model": {"w": w}, "optimizer": {"w.m": bad}}) == ["optimizer.w.m"]
+    for value in (math.nan, math.inf, -math.inf):
+        w[1, 0] = value
+        assert non_finite({"model": {"w": w}, "optimizer": {}}) == ["model.w"]
+
+
+def test_no_sample_is_taken_from_logits_that_are_not_finite(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nan = torch.full((1, 99, 258), math.nan)
+    monkeypatch.setattr(ShardedModel, "logits", lambda self, tokens: nan)
+    keys = ['--generation.prompts=["a"]', "--generation.freq=2", "--training.steps=3"]
+    assert train(make_job(tmp_path, corpus, *keys)) == 0
+    assert (
+        "no sample at step 2: no text can be sampled: the model's logits are not finite"
+        in capsys.readouterr().err
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainSGD(Optimizer, name="plain_sgd_of_the_guard_tests"):
+    """An optimizer from outside that knows nothing of the guard."""
+
+    def build(self, parameters: Any) -> torch.optim.Optimizer:
+        group = {"params": [p for _, p in parameters], "peak_lr": self.lr}
+        return torch.optim.SGD([group], lr=self.lr, momentum=0.9)
+
+
+def test_an_optimizer_from_outside_skips_too(tmp_path: Path, corpus: Path) -> None:
+    keys = ["--optimizer.name=plain_sgd_of_the_guard_tests", "--training.steps=4"]
+    jobs = [make_job(tmp_path, corpus, *keys, name=fault) for fault in ("gradient", "nothing")]
+    for job in jobs:
+        with bad_steps({3}, job.folder.name):
+            assert train(job) == 0
+    assert files_of(jobs[0], 4) == files_of(jobs[1], 4)
+
+
+def test_train_json_records_what_a_resume_needs(idle: Job) -> None:
+    record = json.loads((idle.folder / "checkpoint/step-8/train.json").read_text())
+    assert (record["finite"], record["healthy"]) == (True, True)
+    assert record["guard"] == {"streak": 0, "skipped_steps": 0}
