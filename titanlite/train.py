@@ -21,6 +21,7 @@ from titanlite.checkpoint.weights import Exchange
 from titanlite.config import reference, toml
 from titanlite.config.component import ConfigError
 from titanlite.cost import peak_bf16_flops
+from titanlite.data.batch import Batch
 from titanlite.data.loader import MicroBatches, Rows, SequenceLoader
 from titanlite.data.tokenizer import TextCodec
 from titanlite.errors import Diverged
@@ -81,8 +82,7 @@ def train(job: Job) -> int:
             if state.step == first_step:
                 run.first_step_done()
             guard.read(leave=1)  # what the device decided on the step before
-            if guard.diverged:
-                raise Diverged(f"{guard.reason()}; {checkpoints.way_back()}")
+            run.end_if(guard.diverged)
 
             evaluation = {}
             if job.validation.enable and due(job.validation.freq, state.step, last_step):
@@ -92,15 +92,7 @@ def train(job: Job) -> int:
             stop, save_now, save_failed = vote.result()  # if any rank says so, all do
             logged = evaluation or stop or state.step == first_step
             if logged or due(job.metrics.log_freq, state.step, last_step):
-                values = {
-                    "train/loss": loss.item(),
-                    "train/grad_norm": norm.item(),
-                    "train/skipped_steps": guard.skipped_steps(),
-                    "train/learning_rate": lr,
-                    "progress/total_tokens": int(state.tokens),
-                    "data/batch_sha": rt.sum_u64(sum(batch.sha for batch in micro_batches)),
-                }
-                meter.report(state.step, values | evaluation | run.compilations.since_last())
+                meter.report(state.step, run.values(loss, norm, lr, micro_batches) | evaluation)
             if save_failed:
                 checkpoints.settle()
             if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):
@@ -209,6 +201,25 @@ class Run:
         self.rt.first_step_done()
         self.checkpoints.warm_up(self.model.net, self.optimizer)
 
+    def end_if(self, diverged: bool) -> None:
+        """Raises Diverged, with the way back, if that is so."""
+        if diverged:
+            raise Diverged(f"{self.guard.reason()}; {self.checkpoints.way_back()}")
+
+    def values(
+        self, loss: torch.Tensor, norm: torch.Tensor, lr: float, micro_batches: Sequence[Batch]
+    ) -> dict[str, Any]:
+        """What the log says of a step. Waits for the device; collective."""
+        return {
+            "train/loss": loss.item(),
+            "train/grad_norm": norm.item(),
+            "train/skipped_steps": self.guard.skipped_steps(),
+            "train/learning_rate": lr,
+            "progress/total_tokens": int(self.state.tokens),
+            "data/batch_sha": self.rt.sum_u64(sum(batch.sha for batch in micro_batches)),
+            **self.compilations.since_last(),
+        }
+
     def small_state(self) -> dict[str, Any]:
         """What a checkpoint records beside the tensors and the position in the data. Waits for the device."""
         guard = self.guard.state_dict()
@@ -248,8 +259,7 @@ def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: Signals
     run.checkpoints.close(is_over=run.state.step >= job.training.steps)
     requests.done()
     guard.read()
-    if guard.diverged or (guard.in_streak() and run.state.step >= job.training.steps):
-        raise Diverged(f"{guard.reason()}; {run.checkpoints.way_back()}")
+    run.end_if(guard.diverged or (guard.in_streak() and run.state.step >= job.training.steps))
     if run.state.step < job.training.steps:
         if not job.checkpoint.enable:
             logger.warning(
