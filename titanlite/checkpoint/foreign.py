@@ -83,6 +83,10 @@ def open_meta(path: Path, family: ModelFamily) -> Weights:
     for file, part in zip(files, parts):
         if odd := part.keys() ^ parts[0].keys():
             raise ConfigError(f"{file} and {files[0].name} do not both have {min(odd)}")
+    number = _number_of_files(parts[0], family)
+    if number > len(files):
+        missing = ", ".join(f"consolidated.{i:02}.pth" for i in range(len(files), number))
+        raise ConfigError(f"{path} has {len(files)} of the model's {number} files; {missing} is missing")
     tensors = {name: _joined(name, parts, files) for name in parts[0]}
     return Weights(path, "Meta", _ours(tensors, family, path), _params(path, family))
 
@@ -158,6 +162,15 @@ def _joined(name: str, parts: list[dict[str, torch.Tensor]], files: list[Path]) 
         chunks.append(Chunk(offsets, tuple(piece.shape), functools.partial(torch.Tensor.__getitem__, piece)))
     whole = tuple(n * len(pieces) if i == dim else n for i, n in enumerate(shape))
     return Stored(whole, pieces[0].dtype, files[0], chunks)
+
+
+def _number_of_files(part: Mapping[str, torch.Tensor], family: ModelFamily) -> int:
+    """Over how many files the model is divided, by one of them: each has the whole of the last norm, and its
+    share of the rows of wq. 1 if the job's model has another shape, which is told elsewhere."""
+    wq, norm, c = part.get("layers.0.attention.wq.weight"), part.get("norm.weight"), family.config
+    if wq is None or norm is None or norm.shape != (c.dim,) or c.n_heads * c.head_dim != c.dim:
+        return 1
+    return c.dim // len(wq) if wq.ndim == 2 and len(wq) and c.dim % len(wq) == 0 else 1
 
 
 def _params(path: Path, family: ModelFamily) -> dict[str, Any]:

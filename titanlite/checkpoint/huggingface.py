@@ -36,6 +36,12 @@ def is_hugging_face(path: Path) -> bool:
     return (path / INDEX).exists() or any(path.glob("*.safetensors"))
 
 
+def is_adapter(path: Path) -> bool:
+    """Whether the directory has a PEFT adapter and no model."""
+    whole = (path / SINGLE).exists() or (path / INDEX).exists()
+    return (path / "adapter_config.json").exists() and not whole
+
+
 def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
     """The tensors of a directory. `family`: the model that they are for, which reads config.json. Raises
     ConfigError, naming the file, for one that is missing or not whole, or not what the index says."""

@@ -14,7 +14,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.dcp import open_titanlite
 from titanlite.checkpoint.foreign import is_foreign_dcp, is_meta, open_meta, open_torchtitan
-from titanlite.checkpoint.huggingface import is_hugging_face, open_hugging_face, tell_generation
+from titanlite.checkpoint.huggingface import is_adapter, is_hugging_face, open_hugging_face, tell_generation
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.resume import Candidate, Verification
 from titanlite.checkpoint.state import listed, model_tensors, non_finite
@@ -37,8 +37,15 @@ TO_CHANGE_IT = "to change it on purpose, take `titanlite export`'s directory, wh
 def open_weights(path: Path, family: ModelFamily) -> Weights:
     """The weights in a directory, whichever format they have; `family` is the model they are for. Raises
     ConfigError or CheckpointError if they cannot be read."""
+    if path.is_file():
+        raise ConfigError(f"{path} is a file; name the directory that holds it: {path.parent}")
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
+    if is_adapter(path):
+        raise ConfigError(
+            f"{path} is a PEFT adapter, not a whole model; merge it into its base model (peft: "
+            "merge_and_unload, then save_pretrained) and name that directory"
+        )
     if is_hugging_face(path):
         return open_hugging_face(path, family)
     if is_meta(path):

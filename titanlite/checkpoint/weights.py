@@ -106,11 +106,12 @@ class Exchange(NamedTuple):
 def check(weights: Weights, family: ModelFamily) -> None:
     """Raises ConfigError unless these are the weights of the family's model: its names and shapes, in a
     floating-point dtype, for the same arithmetic. They may have fewer rows of the vocabulary."""
-    found = contradictions(family.config.numbers(), weights.numbers)
-    if found:
-        raise ConfigError(f"{weights.path} is of another model than the job's: {first_of(found)}")
     with torch.device("meta"):
         net = family.build()
+    if contradictions(family.config.numbers(), weights.numbers):
+        raise ConfigError(
+            f"{weights.path} is of another model than the job's: {_differences(weights, net, family)}"
+        )
     found = misfits(weights, net)
     if found:
         raise ConfigError(f"{weights.path} does not fit the job's model: {first_of(found)}")
@@ -171,14 +172,28 @@ def load_weights(weights: Weights, net: torch.nn.Module) -> None:
             local[: ends[0] - offsets[0]].copy_(stored.read(region))
 
 
-def contradictions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """The numbers of two models in which they differ; what one of them does not say is not compared."""
-    return [
-        f"its {key} is {theirs[key]!r}, the job's {value!r} "
-        f"(--model.overrides.{key}={json.dumps(theirs[key])})"
-        for key, value in ours.items()
-        if key in theirs and not _same(value, theirs[key])
-    ]
+def contradictions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `theirs`, the numbers of a model, that differ from `ours`; what one of them does not say is
+    not compared."""
+    return {
+        key: theirs[key] for key, value in ours.items() if key in theirs and not _same(value, theirs[key])
+    }
+
+
+def _differences(weights: Weights, net: Decoder, family: ModelFamily) -> str:
+    """All fields in which the model of the weights differs from the job's, and the option that makes the
+    job's model that one."""
+    job = {key: value for key, value in vars(family.config).items() if key != "max_position"}
+    theirs = {key: value for key, value in weights.numbers.items() if key != "vocab_size"}
+    rows = [weights.tensors[n].shape[:1] for n in vocabulary_of(net) if n in weights.tensors]
+    if (most := max(rows, default=())) > (net.vocab_size,):
+        theirs["vocab_size"] = most[0]
+    found = contradictions(job, theirs)
+    fields = ", ".join(f"{key} = {json.dumps(value)}" for key, value in found.items())
+    return (
+        "; ".join(f"its {key} is {value!r}, the job's {job[key]!r}" for key, value in found.items())
+        + f"; '--model.overrides={{{fields}}}' makes the job's model this one"
+    )
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -87,10 +87,6 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
     `wanted`."""
     file = folder / "config.json"
     config = read_object(file)
-    if wanted is not None and config.get("model_type") != wanted.hf_model_type:
-        raise ConfigError(
-            f"{file}: model_type is {config.get('model_type')!r}, the job's {wanted.hf_model_type!r}"
-        )
     families = {
         f.hf_model_type: f
         for f in ModelFamily.choices.values()
@@ -101,6 +97,11 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
     if kind not in families:
         raise ConfigError(
             f"{file}: model_type {json.dumps(kind)} is not supported (known: {', '.join(sorted(families))})"
+        )
+    if wanted is not None and kind != wanted.hf_model_type:
+        raise ConfigError(
+            f"{file}: model_type is {kind!r}, the job's {wanted.hf_model_type!r} "
+            f"(--model.name={families[kind].name})"
         )
     try:
         return families[kind].from_hf_config(config)

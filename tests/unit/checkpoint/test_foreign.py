@@ -276,6 +276,12 @@ WRONG: dict[str, tuple[str, Any, Callable[[Path], None] | None, str]] = {
         lambda p: (p / "consolidated.00.pth").unlink(),
         r"consolidated\.00\.pth is not there",
     ),
+    "meta last file": (
+        "meta",
+        dict,
+        lambda p: (p / "consolidated.01.pth").unlink(),
+        r"/m has 1 of the model's 2 files; consolidated\.01\.pth is missing",
+    ),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.jobs import make_job, metrics_of
 from tests.models import VARIANTS, family, hugging_face, keys_of, random_net, row, tensors_in
@@ -19,6 +21,7 @@ from titanlite import cli
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.export import write_directory
 from titanlite.checkpoint.huggingface import open_hugging_face
+from titanlite.checkpoint.initial import check_initial, open_weights
 from titanlite.checkpoint.weights import Exchange, check, load_weights
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import MicroBatches, SequenceLoader
@@ -218,6 +221,13 @@ def only_a_pickle(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"")
 
 
+def only_an_adapter(folder: Path) -> None:
+    for file in folder.glob("*"):
+        file.unlink()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"base_model.lm_head.lora_A.weight": torch.ones(2, 2)}, folder / "adapter_model.safetensors")
+
+
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 NORM = "model.norm.weight"
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -243,9 +253,14 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         r"embed_tokens\.weight .*has shape \(300, 32\), the model's has \(258, 32\)",
     ),
     "architecture": (
-        lambda d: edit_config(d, model_type="gpt_neox"),
-        "model_type is 'gpt_neox', the job's 'llama'",
+        lambda d: edit_config(d, model_type="qwen3"),
+        r"model_type is 'qwen3', the job's 'llama' \(--model\.name=qwen3\)",
     ),
+    "unknown architecture": (
+        lambda d: edit_config(d, model_type="qwen2"),
+        r'model_type "qwen2" is not supported \(known: llama, qwen3\)',
+    ),
+    "adapter": (only_an_adapter, "is a PEFT adapter, not a whole model; merge it into its base model"),
     "rope type": (
         lambda d: edit_config(
             d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}, rope_theta=500000.0
@@ -263,7 +278,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda d: edit_config(
             d, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **BANDS}
         ),
-        r"rope_factor is 8\.0, the job's 1\.0 \(--model\.overrides\.rope_factor=8\.0\)",
+        r"rope_factor is 8\.0, the job's 1\.0; its rope_original_max_position is 64, the job's 8192; "
+        r"'--model\.overrides=\{rope_factor = 8\.0, rope_original_max_position = 64\}' makes the job's model",
     ),
     "quantized": (lambda d: edit_config(d, quantization_config={}), "quantized"),
     "truncated": (truncate, r"model\.safetensors is no whole safetensors file"),
@@ -290,6 +306,29 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert error.value.key == "checkpoint.initial_load_path"
     assert "\n" not in str(error.value)
     assert not job.folder.exists()
+
+
+def test_one_message_has_all_that_a_job_of_another_shape_needs(tmp_path: Path, corpus: Path) -> None:
+    theirs = family(
+        dim=48, n_layers=3, n_heads=3, n_kv_heads=1, head_dim=16, hidden_dim=80, vocab_size=300,
+        tie_word_embeddings=False, rope_theta=1e4,
+    )  # fmt: skip
+    hugging_face(theirs).save_pretrained(tmp_path / "theirs")
+    start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", "--training.steps=1"]
+    with pytest.raises(ConfigError) as error:
+        train(make_job(tmp_path, corpus, *start))
+    option = re.search(r"'(--model\.overrides=\{.*\})' makes the job's model this one", str(error.value))
+    assert option is not None, str(error.value)
+    job = make_job(tmp_path, corpus, *start, option[1])
+    check_initial(tmp_path / "theirs", Exchange(job.model, job.tokenizer.build()))
+    assert job.model.config.vocab_size == 300
+
+
+def test_a_file_instead_of_its_folder_is_told(tmp_path: Path) -> None:
+    hugging_face(family()).save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs/model.safetensors"
+    with pytest.raises(ConfigError, match=rf"is a file; name the directory that holds it: {file.parent}$"):
+        open_weights(file, family())
 
 
 def test_a_tied_directory_may_repeat_its_head(tmp_path: Path) -> None:
