@@ -2,7 +2,8 @@
 text; beside torchtitan 0.2.2 if asked for.
 
     python benchmarks/throughput.py train_configs/llama3_1b.toml --ngpu 1 [--section.key=value ...]
-        --output benchmarks/results/NAME.json [--peer "--training.local_batch_size 16 ..."]
+        --output benchmarks/results/NAME.json [--before CHECKOUT]
+        [--peer "--training.local_batch_size 16 ..."]
 
 Tokenizer and data are replaced by the shipped ones (the standard library's source), so that nothing has to be
 downloaded; the model, its vocabulary and every kernel stay the configuration's. Medians are over the reports
@@ -12,6 +13,8 @@ With `--peer` the two trainers run in turns, torchtitan first, `--rounds` times 
 ratios of the medians over all rounds. torchtitan is given the options in the string; it trains on random
 tokens and is described by TORCHTITAN_PEER, a folder with its torchtitan.toml and what that imports. Its MFU
 is computed from its tokens/s with our FLOP formula.
+
+With `--before` another checkout of titanlite, an older commit say, runs in turns with this one.
 """
 
 from __future__ import annotations
@@ -61,6 +64,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--skip", type=int, default=10, help="steps before the first report that counts")
     parser.add_argument("--peer", help="measure torchtitan, with these options, in turns with titanlite")
+    parser.add_argument(
+        "--before", type=Path, help="measure this checkout of titanlite in turns with this one"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
     options, overrides = parser.parse_known_args()
@@ -69,6 +75,9 @@ def main() -> None:
         if options.peer is not None:
             runs.append(measure_peer(options))
             print(json.dumps({"trainer": "torchtitan", **medians(runs[-1:], "torchtitan")}), flush=True)
+        if options.before is not None:
+            runs.append(measure(options, overrides, root=options.before.resolve()) | {"trainer": "before"})
+            print(json.dumps({"trainer": "before", **medians(runs[-1:], "before")}), flush=True)
         runs.append(measure(options, overrides))
         print(json.dumps({"trainer": "titanlite", **medians(runs[-1:], "titanlite")}), flush=True)
     ours = medians(runs, "titanlite")
@@ -84,20 +93,28 @@ def main() -> None:
             theirs[MFU] = ours[MFU] * theirs[TPS] / ours[TPS]
         ratios = {key: ours[key] / theirs[key] for key in (TPS, RESERVED)}
         result |= {"peer_options": options.peer, "peer_medians": theirs, "ratios": ratios}
+    if options.before is not None:
+        before = medians(runs, "before")
+        result |= {
+            "before_medians": before,
+            "ratios_to_before": {k: ours[k] / before[k] for k in (TPS, RESERVED)},
+        }
     print(json.dumps(result))
     write_result(options.output, {**result, "runs": runs}, "torch", "torchao", "torchtitan")
 
 
-def measure(options: argparse.Namespace, overrides: list[str], device: str | None = None) -> dict[str, Any]:
-    """One run of titanlite: its reports. `device`: the only one it sees."""
+def measure(
+    options: argparse.Namespace, overrides: list[str], device: str | None = None, root: Path = ROOT
+) -> dict[str, Any]:
+    """One run of titanlite: its reports. `device`: the only one it sees. `root`: the checkout that runs."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(ROOT / "run_train.sh"), options.config, f"--training.steps={options.steps}"]
+        command = [str(root / "run_train.sh"), options.config, f"--training.steps={options.steps}"]
         command += [*SHIPPED_DATA, *overrides, f"--job.dump_folder={folder}"]
         began = time.perf_counter()
         env = os.environ | {"NGPU": str(options.ngpu), "PYTHON": sys.executable}
         if device is not None:
             env["CUDA_VISIBLE_DEVICES"] = device
-        subprocess.run(command, env=env, check=True)
+        subprocess.run(command, env=env, check=True, cwd=root)  # from where Python imports titanlite first
         wall_s = time.perf_counter() - began
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         ran_on = json.loads((Path(folder) / "env.json").read_text())

@@ -1,0 +1,83 @@
+"""The non-finite guard on GPUs: fused AdamW decides inside its kernel, also compiled and over NCCL."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.test_cuda import trained
+from titanlite.checkpoint.state import non_finite
+from titanlite.host_copy import HostCopy
+
+pytestmark = pytest.mark.gpu
+BAD = """
+from tests.faults.non_finite import bad_steps
+faults = bad_steps({{2, 3, 5}}, "{fault}")
+faults.__enter__()
+"""
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def shards(folder: Path, corpus: Path, fault: str, ngpu: int, *overrides: str) -> dict[str, bytes]:
+    """The last checkpoint of a run with that fault in three of its steps."""
+    (tmp := folder / fault).mkdir()
+    (tmp / f"bad_{fault}.py").write_text(BAD.format(fault=fault))
+    keys = [f'--job.imports=["bad_{fault}"]', "--model.overrides.tie_word_embeddings=false", *overrides]
+    log = trained(tmp, corpus, *keys, NGPU=str(ngpu))
+    assert ("is skipped" in log) == (fault != "nothing")
+    return {p.name: p.read_bytes() for p in tmp.glob("run/checkpoint/step-8/*.distcp")}
+
+
+@pytest.mark.parametrize(
+    ("ngpu", "overrides"),
+    [
+        (1, []),
+        (1, ["--compile.enable"]),
+        (1, ["--training.enable_cpu_offload"]),
+        pytest.param(2, [], marks=TWO),
+        pytest.param(2, ["--compile.enable", "--parallelism.tensor_parallel_degree=2"], marks=TWO),
+        pytest.param(2, ["--parallelism.pipeline_parallel_degree=2"], marks=TWO),
+        pytest.param(
+            2, ["--parallelism.context_parallel_degree=2", "--training.deterministic=false"], marks=TWO
+        ),
+    ],
+    ids=["one", "compiled", "offload", "sharded", "tensor, compiled", "pipeline", "context"],
+)
+def test_a_bad_step_is_one_that_did_nothing(
+    tmp_path: Path, corpus: Path, ngpu: int, overrides: list[str]
+) -> None:
+    wanted = shards(tmp_path, corpus, "nothing", ngpu, *overrides)
+    assert wanted
+    for fault in ("gradient", "loss"):
+        assert shards(tmp_path, corpus, fault, ngpu, *overrides) == wanted, fault
+
+
+def test_a_run_that_diverges_ends_with_4(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "bad_gradient.py").write_text(BAD.format(fault="gradient"))
+    log = trained(
+        tmp_path, corpus, '--job.imports=["bad_gradient"]', "--guard.max_consecutive=2",
+        "--checkpoint.interval=1", code=4,
+    )  # fmt: skip
+    assert "2 steps in a row, 2 to 3, had" in log
+    assert "--checkpoint.load_step=1" in log
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_found(dtype: torch.dtype, value: float) -> None:
+    tensors = {name: torch.randn(1000, 700, device="cuda").to(dtype) for name in "ab"}
+    assert non_finite({"model": tensors}) == []
+    tensors["b"][999, 699] = value
+    assert non_finite({"model": tensors}) == ["model.b"]
+
+
+def test_a_host_copy_has_the_values_of_its_time() -> None:
+    x = torch.zeros(1000, device="cuda")
+    copies = []
+    for _ in range(50):
+        x += 1
+        copies.append(HostCopy(x))
+    assert [copy.result()[0].item() for copy in copies] == list(range(1, 51))
