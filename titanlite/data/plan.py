@@ -9,7 +9,6 @@ is found in O(1); it is a function of the dataset and the row's length alone.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -22,10 +21,12 @@ import numpy as np
 from tqdm import tqdm
 
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import as_json, expect, load_object
 from titanlite.data.processes import num_cores, worker_pool
-from titanlite.data.shards import TokenShards, sync
+from titanlite.data.shards import TokenShards, file_sha256, sync
+from titanlite.log import logger
 
-VERSION = 1  # of the algorithm: raise it when the same dataset gives another plan
+VERSION = 2  # raise it when the same dataset gives another plan, or the files have another format
 WINDOW = 1 << 16  # documents: enough that rows are full, few enough for one core in a fraction of a second
 FILES = {"starts": "<u8", "lengths": "<u4", "rows": "<u8"}
 
@@ -33,24 +34,24 @@ FILES = {"starts": "<u8", "lengths": "<u4", "rows": "<u8"}
 class Plan:
     """A plan on disk: `pieces(row)` are (starts, lengths) of token ranges of the dataset.
 
-    Opening checks the files' sizes (ConfigError names the file). Picklable: a loader worker maps them anew.
+    Opening hashes every file; raises OSError or ValueError if one is not what was written. `fingerprint`
+    follows from the files' content. Picklable: a loader worker maps the files anew.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        try:
-            description = json.loads((path / "plan.json").read_text())
-            self.num_rows, self.fingerprint = description["rows"], description["fingerprint"]
-            for name, count in description["counts"].items():
-                size = (path / f"{name}.bin").stat().st_size
-                if size != count * np.dtype(FILES[name]).itemsize:
-                    raise ConfigError(
-                        f"{path / name}.bin: {size} bytes, not as plan.json says; delete {path}"
-                    )
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            if isinstance(e, ConfigError):
-                raise
-            raise ConfigError(f"{path}: not a whole packing plan ({e!r}); delete it") from None
+        description = load_object(path / "plan.json")
+        expect(description, counts=dict, sha256=dict)
+        counts, hashes = description["counts"], description["sha256"]
+        expect(counts, **dict.fromkeys(FILES, int))
+        for name, dtype in FILES.items():
+            file = path / f"{name}.bin"
+            if (size := file.stat().st_size) != counts[name] * np.dtype(dtype).itemsize:
+                raise ValueError(f"{file.name} has {size} bytes, not as plan.json says")
+            if file_sha256(file) != hashes.get(name):
+                raise ValueError(f"{file.name} has another SHA-256 than plan.json")
+        self.num_rows: int = counts["rows"] - 1
+        self.fingerprint = hashlib.sha256("".join(hashes[name] for name in FILES).encode()).hexdigest()[:16]
         self._maps: dict[str, np.ndarray] = {}
 
     def pieces(self, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -70,24 +71,45 @@ class Plan:
 
 
 def open_plan(shards: TokenShards, capacity: int, cache_dir: Path) -> Plan:
-    """The plan for rows of `capacity` tokens, made on first use, on all cores."""
+    """The plan for rows of `capacity` tokens, made on first use, on all cores; one that is damaged is made
+    again, and is the same."""
     key = hashlib.sha256(f"{VERSION} {shards.fingerprint} {capacity}".encode()).hexdigest()[:16]
     path = cache_dir / f"best_fit-{key}"
-    if not path.exists():
-        _write_plan(shards, capacity, path)
+    if os.path.lexists(path):
+        try:
+            return Plan(path)
+        except (OSError, ValueError) as e:
+            logger.warning(f"{path}: the packing plan is damaged ({e}); it is made again")
+            _remove(path)
+    _write_plan(shards, capacity, path)
     return Plan(path)
+
+
+def _partial(path: Path) -> Path:
+    """A new name for what is not, or no longer, the plan at `path`."""
+    return path.with_name(f".partial-{path.name}-{uuid.uuid4().hex[:8]}")
+
+
+def _remove(path: Path) -> None:
+    """At once for those who look for the plan, whatever lies in its place."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    damaged = _partial(path)
+    os.rename(path, damaged)
+    shutil.rmtree(damaged, ignore_errors=True)
 
 
 def _write_plan(shards: TokenShards, capacity: int, path: Path) -> None:
     """All or nothing, under another name until it is whole."""
     if not shards.num_tokens:
         raise ConfigError(f"{shards.path} holds no tokens")
-    partial = path.with_name(f".partial-{path.name}-{uuid.uuid4().hex[:8]}")
+    partial = _partial(path)
     for old in path.parent.glob(f".partial-{path.name}-*"):
-        if time.time() - old.stat().st_mtime > 86_400:  # left by a killed process
+        if time.time() - old.lstat().st_mtime > 86_400:  # left by a killed process
             shutil.rmtree(old, ignore_errors=True)
     partial.mkdir(parents=True)
-    digest, counts = hashlib.sha256(), dict.fromkeys(FILES, 0)
+    digests, counts = {name: hashlib.sha256() for name in FILES}, dict.fromkeys(FILES, 0)
     try:
         with (
             open(partial / "starts.bin", "wb") as starts,
@@ -99,7 +121,7 @@ def _write_plan(shards: TokenShards, capacity: int, path: Path) -> None:
             def write(name: str, array: np.ndarray) -> None:
                 data = array.astype(FILES[name]).tobytes()
                 files[name].write(data)
-                digest.update(data)
+                digests[name].update(data)
                 counts[name] += len(array)
 
             write("rows", np.zeros(1))
@@ -107,8 +129,8 @@ def _write_plan(shards: TokenShards, capacity: int, path: Path) -> None:
                 write("rows", counts["starts"] + np.cumsum(sizes))
                 write("starts", start)
                 write("lengths", length)
-        description = {"rows": counts["rows"] - 1, "counts": counts, "fingerprint": digest.hexdigest()[:16]}
-        (partial / "plan.json").write_text(json.dumps(description) + "\n")
+        hashes = {name: digest.hexdigest() for name, digest in digests.items()}
+        (partial / "plan.json").write_bytes(as_json({"counts": counts, "sha256": hashes}))
         for file in [*partial.iterdir(), partial]:
             sync(file)
         try:

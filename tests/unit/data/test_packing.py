@@ -4,8 +4,10 @@ never read unless whole; documents in a batch are kept apart exactly where they 
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import shutil
 import sysconfig
 from bisect import insort
 from itertools import pairwise
@@ -23,7 +25,7 @@ from titanlite.data import plan as plan_module
 from titanlite.data.batch import IGNORE, make_batch
 from titanlite.data.packing import PACKINGS, BestFitRows, ChunkRows, PackedRows, Row
 from titanlite.data.plan import open_plan, pack_window
-from titanlite.data.shards import TokenShards
+from titanlite.data.shards import TokenShards, file_sha256
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(lambda lengths: sum(lengths) > 1)
 
@@ -171,16 +173,67 @@ def test_a_plan_is_made_once(shards: TokenShards, tmp_path: Path) -> None:
     assert open_plan(other, 33, tmp_path / "cache").path != first.path
 
 
-@pytest.mark.parametrize("name", ["starts.bin", "lengths.bin", "rows.bin", "plan.json"])
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_damaged_plan_is_named(shards: TokenShards, tmp_path: Path, name: str, damage: str) -> None:
-    file = open_plan(shards, 33, tmp_path / "cache").path / name
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-4])
+def damage(file: Path, how: str) -> None:
+    """A flipped bit at the beginning, in the middle or at the end; half of the file; none; another kind."""
+    content = bytearray(file.read_bytes())
+    if how in ("first", "middle", "last"):
+        content[{"first": 0, "middle": len(content) // 2, "last": -1}[how]] ^= 4
+        file.write_bytes(content)
+    elif how == "cut":
+        file.write_bytes(content[: len(content) // 2])
     else:
         file.unlink()
-    with pytest.raises(ConfigError, match="delete"):
-        open_plan(shards, 33, tmp_path / "cache")
+        if how == "folder":
+            file.mkdir()
+
+
+@pytest.mark.parametrize("name", ["starts.bin", "lengths.bin", "rows.bin", "plan.json"])
+@pytest.mark.parametrize("how", ["first", "middle", "last", "cut", "gone", "folder"])
+def test_a_damaged_plan_is_made_again_and_is_the_same(
+    shards: TokenShards, tmp_path: Path, name: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = BestFitRows(shards, 32, tmp_path / "cache", True)
+    files, sequences = plan_files(tmp_path / "cache"), [rows[i].tokens.tolist() for i in range(len(rows))]
+    damage(rows.plan.path / name, how)
+    with caplog.at_level("WARNING", "titanlite"):
+        again = BestFitRows(shards, 32, tmp_path / "cache", True)
+    assert again.uid == rows.uid
+    assert [again[i].tokens.tolist() for i in range(len(again))] == sequences
+    assert plan_files(tmp_path / "cache") == files
+    (said,) = caplog.messages
+    assert said.startswith(f"{rows.plan.path}: the packing plan is damaged (")
+    assert "\n" not in said
+    caplog.clear()
+    BestFitRows(shards, 32, tmp_path / "cache", True)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("what", ["a file", "a link to nowhere", "an empty folder"])
+def test_whatever_lies_in_the_place_of_a_plan(shards: TokenShards, tmp_path: Path, what: str) -> None:
+    plan = open_plan(shards, 33, tmp_path / "cache")
+    shutil.rmtree(plan.path)
+    if what == "a file":
+        plan.path.write_text("{}")
+    elif what == "an empty folder":
+        plan.path.mkdir()
+    else:
+        plan.path.symlink_to("nowhere")
+    assert open_plan(shards, 33, tmp_path / "cache").fingerprint == plan.fingerprint
+
+
+def test_the_fingerprint_follows_from_the_content(shards: TokenShards, tmp_path: Path) -> None:
+    """A plan that is whole and yet another one, of a changed algorithm, has another name for its rows."""
+    plan = open_plan(shards, 33, tmp_path / "cache")
+    first = plan.pieces(0)[0].tolist()
+    starts = np.fromfile(plan.path / "starts.bin", "<u8")
+    starts[:2] = starts[1::-1]
+    starts.tofile(plan.path / "starts.bin")
+    text = (plan.path / "plan.json").read_text()
+    old, new = json.loads(text)["sha256"]["starts"], file_sha256(plan.path / "starts.bin")
+    (plan.path / "plan.json").write_text(text.replace(old, new))
+    other = open_plan(shards, 33, tmp_path / "cache")
+    assert other.pieces(0)[0].tolist() != first
+    assert other.fingerprint != plan.fingerprint
 
 
 def test_an_interrupted_plan_leaves_nothing(
