@@ -1,32 +1,32 @@
 """Pins what users' files rest on: every file in train_configs/ loads, checks and reads back from its dump;
-the reference in docs/ is current; and the set of public keys is the frozen one, so that adding or dropping
-a key is a deliberate act. After such a change, `python tests/test_configs.py --update` writes
-tests/golden/public_keys.txt and the references anew.
+the table of keys in the package and the reference in docs/ are current; and the set of public keys is the
+frozen one, so that adding or dropping a key is a deliberate act. After such a change, `python
+tests/test_configs.py --update` writes tests/golden/public_keys.txt, the table and the references anew.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
+import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from titanlite.config import reference, toml
+from titanlite import commands
+from titanlite.config import reference, schema, toml
 from titanlite.config.component import Component, ConfigError
 from titanlite.job import Job, load_job
-from titanlite.tools import config as config_tool
-from titanlite.tools import prepare as prepare_tool
+from titanlite.tools.prepare import Prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 PUBLIC_KEYS = ROOT / "tests" / "golden" / "public_keys.txt"
-REFERENCES = {"config.md": config_tool, "prepare.md": prepare_tool}
+REFERENCES = {"config.md": "config", "prepare.md": "prepare"}
+SCHEMAS = {"job": Job, "prepare": Prepare}
 UPDATE = "python tests/test_configs.py --update"
 
 # The smallest of these that a file's parallelism and global batch divide over is what it is checked on.
@@ -56,19 +56,18 @@ def public_keys() -> list[str]:
     with shipped_choices():
         found = [
             f"{section.path.strip('[]') or 'prepare'}{f'[{section.choice}]' if section.choice else ''}.{key}"
-            for schema in (Job, prepare_tool.Prepare)
-            for section in reference.sections(schema)
+            for classes in SCHEMAS.values()
+            for section in reference.sections(schema.describe(classes, docs=True))
             for key in [*(["name"] if section.choice else []), *(key.name for key in section.keys)]
         ]
     return sorted(set(found))
 
 
-def printed(verb: ModuleType) -> str:
-    """What `titanlite VERB --reference` prints."""
-    output = io.StringIO()
-    with shipped_choices(), redirect_stdout(output):
-        assert verb.main(["--reference"]) == 0
-    return output.getvalue()
+def described() -> str:
+    """The content of the table of keys, from the classes."""
+    with shipped_choices():
+        tables = {name: schema.describe(classes, docs=True) for name, classes in SCHEMAS.items()}
+    return json.dumps(tables, indent=1) + "\n"
 
 
 def load(path: Path) -> tuple[Job, int]:
@@ -144,10 +143,15 @@ def test_a_key_that_is_wrong_does_not_load(tmp_path):
         load(path)
 
 
+def test_the_table_of_keys_is_that_of_the_classes():
+    assert schema.FILE.read_text(encoding="utf-8") == described(), f"{schema.FILE} is old; run: {UPDATE}"
+
+
 @pytest.mark.parametrize("name", REFERENCES)
 def test_a_reference_is_current(name):
     file = ROOT / "docs" / name
-    assert file.read_text(encoding="utf-8") == printed(REFERENCES[name]), f"{file} is old; run: {UPDATE}"
+    printed = commands.text(REFERENCES[name], ["--reference"])
+    assert file.read_text(encoding="utf-8") == printed, f"{file} is old; run: {UPDATE}"
 
 
 def test_the_public_keys_are_the_frozen_ones():
@@ -179,9 +183,11 @@ def test_the_public_keys_are_the_keys_of_a_resolved_job():
 def update() -> None:
     """Write what the tests above compare with."""
     PUBLIC_KEYS.write_text("".join(f"{key}\n" for key in public_keys()))
+    schema.FILE.write_text(described(), encoding="utf-8")
     for name, verb in REFERENCES.items():
-        (ROOT / "docs" / name).write_text(printed(verb), encoding="utf-8")
-    print(f"wrote {PUBLIC_KEYS.relative_to(ROOT)} and docs/: {', '.join(REFERENCES)}")
+        (ROOT / "docs" / name).write_text(commands.text(verb, ["--reference"]), encoding="utf-8")
+    files = [PUBLIC_KEYS, schema.FILE, *(ROOT / "docs" / name for name in REFERENCES)]
+    print(f"wrote {', '.join(str(file.relative_to(ROOT)) for file in files)}")
 
 
 if __name__ == "__main__":

@@ -90,15 +90,12 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     name, words = argv[0], argv[1:]
     verb = commands.find(name)
-    if {"-h", "--help"} & set(words):
-        if name == "launch" and any(word.endswith(".toml") for word in words):
-            name, verb = "train", commands.VERBS["train"]
-        if name in ("train", "prepare"):
-            return importlib.import_module(verb.module).main(["--help"])
-        print(commands.help_text(name, words))
+    text = commands.text(name, words)
+    if text is not None:
+        print(text, end="")
         return 0
     if not words:
-        print(verb.help(name), file=sys.stderr)
+        print(verb.help(name), end="", file=sys.stderr)
         return 2
     commands.check(name, words)
     if complaint := unsupported_torch():
@@ -129,8 +126,8 @@ def _reason(error: Exception) -> str:
 
 
 def _tell(what: object) -> None:
-    """One line for the user."""
-    _print(f"titanlite: {what}\n")
+    """A line for the user, or one for each line of a report."""
+    _print("".join(f"titanlite: {line}\n" for line in str(what).split("\n")))
 
 
 def _print(text: str) -> None:

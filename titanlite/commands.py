@@ -17,30 +17,50 @@ from pathlib import Path
 from typing import Any
 
 from titanlite import __version__
-from titanlite.config import toml
+from titanlite.config import reference, schema, toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.overrides import split_arguments, split_overrides, split_words
 
 ALLOW_IMPORTS = "--allow-imports"  # the option of verbs that do not run a file's imports by themselves
 DTYPES = ("float32", "bfloat16", "float16")  # of exported weights; as in checkpoint/export.py
 
+KEYS = """
+The command line goes before the file, the file before the defaults; of several values for one key the last
+counts. --section.key is true, --no-section.key is false. Lists and tables are in TOML syntax:
+--generation.prompts='["a", "b"]'. --section={...} is merged into the section. A table of a list has a number:
+--data.sources.0.weight=2.
+"""
 TRAIN = """usage: titanlite train CONFIG.toml [--section.key=value ...]
 
 Train from a TOML file, in this process; ./run_train.sh and `titanlite launch` start several processes.
+`titanlite train --help` lists every key, `titanlite train --help SECTION` those of one section.
 """
+# Keys of torchtitan's files that titanlite does not have; every such file has one of them.
+TORCHTITAN = {
+    "training.dataset", "training.dataset_path", "training.batch_size", "training.data_parallel_degree",
+    "training.compile", "model.tokenizer_path", "model.hf_assets_path", "model.converters",
+    "model.norm_type", "checkpoint.enable_checkpoint", "experimental", "quantize", "fault_tolerance",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Verb:
     """A verb of the command: the module whose `main` runs it, and what is known of it without importing that
-    module. The help is `usage`, or the module's docstring, followed by `options`."""
+    module. The help is `usage`, or the module's docstring, and `options`.
+
+    `table`: the keys that its help lists and its command line may override, `job` or `prepare`; `names`: the
+    file of such keys that a command line names, None for an empty one, and its overrides.
+    """
 
     module: str
     about: str
     usage: str = ""
     options: Callable[[Options], None] | None = None
+    table: str = ""
+    names: Callable[[Sequence[str]], tuple[str | None, Sequence[str]] | None] | None = None
 
     def help(self, name: str) -> str:
-        """The text of `titanlite VERB --help`."""
+        """The usage and the options."""
         if self.options:
             return parser(name).format_help()
         return self.usage or self.doc()
@@ -48,8 +68,9 @@ class Verb:
     def doc(self) -> str:
         """The docstring of the module, read from its source."""
         spec = importlib.util.find_spec(self.module)
-        source = spec.loader.get_source(self.module) if spec and spec.loader else ""  # type: ignore[attr-defined]
-        return (ast.get_docstring(ast.parse(source or "")) or "") + "\n"
+        path = spec.origin if spec else None
+        tree = ast.parse(Path(path).read_text(encoding="utf-8") if path else "")
+        return (ast.get_docstring(tree) or "") + "\n"
 
 
 class Options(argparse.ArgumentParser):
@@ -125,7 +146,7 @@ def launch_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, str, list
             "several nodes need --rdzv-endpoint=host:port (RDZV_ENDPOINT for run_train.sh), the same on all "
             "nodes; host is the first node"
         )
-    path, overrides = toml.split_arguments(rest)
+    path, overrides = split_arguments(rest)
     if path is None:
         raise ConfigError("name a TOML file before its overrides; see `titanlite launch --help`")
     return options, path, list(overrides)
@@ -192,14 +213,57 @@ def _migrate(options: Options) -> None:
     add("-o", "--output", type=Path, help="the file to write; otherwise to standard output")
 
 
+# ---- the configuration that a command names
+
+
+def _of_launch(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    return launch_arguments(argv)[1:]
+
+
+def _of_import(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    options, overrides = parser("import").read_known(argv)
+    return options.config, overrides
+
+
+def _of_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    return split_arguments(take_flag(argv, ALLOW_IMPORTS)[1])
+
+
+def _of_data(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
+    path, overrides = split_arguments(take_flag(argv[1:], ALLOW_IMPORTS)[1])
+    if argv[0] != "show" or path is None or not path.endswith(".toml"):
+        return None
+    others = [f"--{key}={value}" for key, value in split_overrides(overrides) if key not in ("row", "rows")]
+    return path, others
+
+
+def _of_tokenizer(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
+    words, overrides = split_words(take_flag(argv[1:], ALLOW_IMPORTS)[1])
+    named = argv[0] == "show" and words and words[0].endswith(".toml")
+    return (words[0], overrides) if named else None
+
+
+def _of_prepare(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    words, overrides = split_words(argv)
+    return (words[0] if words and words[0].endswith(".toml") else None), overrides
+
+
 # ---- the verbs
 
 VERBS = {
-    "train": Verb("titanlite.train", "train from a TOML file, in this process", usage=TRAIN),
+    "train": Verb(
+        "titanlite.train",
+        "train from a TOML file, in this process",
+        usage=TRAIN,
+        table="job",
+        names=split_arguments,
+    ),
     "launch": Verb(
         "titanlite.tools.launch",
         "train on several processes through torchrun; what run_train.sh calls",
         options=_launch,
+        table="job",
+        names=_of_launch,
     ),
     "generate": Verb("titanlite.tools.generate", "sample text from a checkpoint", options=_generate),
     "export": Verb(
@@ -209,15 +273,29 @@ VERBS = {
         "titanlite.tools.import_weights",
         "make a Hugging Face directory of torchtitan's or Meta's weights",
         options=_import,
+        table="job",
+        names=_of_import,
     ),
     "checkpoint": Verb("titanlite.tools.checkpoint", "list, verify and show checkpoints"),
-    "prepare": Verb("titanlite.tools.prepare", "make a dataset of token shards from text"),
-    "data": Verb("titanlite.tools.data", "verify and show datasets"),
-    "tokenizer": Verb("titanlite.tools.tokenizer", "train and show tokenizers"),
+    "prepare": Verb(
+        "titanlite.tools.prepare",
+        "make a dataset of token shards from text",
+        table="prepare",
+        names=_of_prepare,
+    ),
+    "data": Verb("titanlite.tools.data", "verify and show datasets", table="job", names=_of_data),
+    "tokenizer": Verb(
+        "titanlite.tools.tokenizer", "train and show tokenizers", table="job", names=_of_tokenizer
+    ),
     "migrate": Verb(
         "titanlite.tools.migrate", "turn a torchtitan 0.1 or 0.2 TOML file into titanlite's", options=_migrate
     ),
-    "config": Verb("titanlite.tools.config", "print a resolved configuration, or the reference of all keys"),
+    "config": Verb(
+        "titanlite.tools.config",
+        "print a resolved configuration, or the reference of all keys",
+        table="job",
+        names=_of_config,
+    ),
 }
 
 
@@ -248,16 +326,42 @@ def version() -> str:
     return f"titanlite {__version__} (torch {torch}, Python {platform.python_version()})"
 
 
-def help_text(name: str, words: Sequence[str]) -> str:
-    """The text of `titanlite VERB ... --help`."""
-    return VERBS[name].help(name)
+def text(name: str, words: Sequence[str]) -> str | None:
+    """What a command prints that only asks for help or for the reference; None for any other command."""
+    if name in ("config", "prepare") and words[:1] == ["--reference"]:
+        head = reference.JOB_HEAD if name == "config" else reference.PREPARE_HEAD
+        return head + reference.markdown(schema.table(VERBS[name].table))
+    if not {"-h", "--help"} & set(words):
+        return None
+    at = next(i for i, word in enumerate(words) if word in ("-h", "--help"))
+    if name in ("train", "launch", "config", "prepare") and words[at + 1 :]:
+        chosen = reference.section(schema.table(VERBS[name].table), words[at + 1])
+        return reference.help_text(chosen) + "\n"
+    if name == "launch" and any(word.endswith(".toml") for word in words):  # of run_train.sh CONFIG --help
+        name = "train"
+    lists = name in ("train", "prepare")
+    keys = reference.help_text(reference.sections(schema.table(VERBS[name].table))) if lists else ""
+    return VERBS[name].help(name) + (f"{KEYS}\n{keys}\n" if lists else "")
 
 
 def check(name: str, words: Sequence[str]) -> None:
-    """Find mistakes in a command without importing its verb. Raises ConfigError."""
-    if name == "launch":
-        launch_arguments(words)
-    elif name == "import":
-        parser(name).read_known(words)
-    elif VERBS[name].options:
-        parser(name).read(words)
+    """Find mistakes in a command and in the configuration that it names, without importing the verb. Raises
+    ConfigError, which has a line for each."""
+    verb = VERBS[name]
+    if verb.names is None:
+        if verb.options:
+            parser(name).read(words)
+        return
+    named = verb.names(words)
+    if named is None:
+        return
+    tree, locator = toml.read(*named)
+    try:
+        toml.check(schema.table(verb.table), tree, locator)
+    except ConfigError as e:
+        if name != "prepare" and (theirs := sorted(TORCHTITAN & {str(error.key) for error in e.errors})):
+            raise ConfigError(
+                f"{locator.path} is a file of torchtitan's (it has {theirs[0]}); make it titanlite's first: "
+                f"titanlite migrate {locator.path} -o NEW.toml"
+            ) from None
+        raise

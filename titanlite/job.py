@@ -22,6 +22,8 @@ from titanlite.checkpoint.section import Checkpoint
 from titanlite.commands import ALLOW_IMPORTS
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.config.overrides import listed, plain
+from titanlite.config.places import Locator
 from titanlite.data.loader import Data
 from titanlite.data.tokenizer import Tiktoken, Tokenizer
 from titanlite.evaluate import Validation
@@ -245,11 +247,11 @@ def load_recorded_job(checkpoint: Path, allow_imports: bool) -> Job:
     return load_job(checkpoint / "job.toml", world_size=None, allow_imports=allow_imports)
 
 
-def import_components(modules: Any, key: str, locator: toml.Locator, allowed: bool) -> None:
+def import_components(modules: Any, key: str, locator: Locator, allowed: bool) -> None:
     """Import the modules a configuration lists under `key`, before it is read: they register components.
     Modules in the current directory are found, as by `python -m`. Raises ConfigError if there are some and
     they are not `allowed`."""
-    modules = toml.listed(toml.plain(modules))
+    modules = listed(plain(modules))
     if not modules or not isinstance(modules, list):
         return
     names = ", ".join(map(str, modules))

@@ -18,8 +18,9 @@ import torch
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.checkpoint.weights import Exchange
-from titanlite.config import reference, toml
+from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.config.overrides import split_arguments
 from titanlite.cost import peak_bf16_flops
 from titanlite.data.batch import Batch
 from titanlite.data.loader import MicroBatches, Rows, SequenceLoader
@@ -286,11 +287,7 @@ def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: Signals
 
 def main(argv: Sequence[str]) -> int:
     """`titanlite train`: a TOML file and overrides."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print("usage: titanlite train CONFIG.toml [--section.key=value ...]\n")
-        print(reference.help_text(Job))
-        return 0
-    path, overrides = toml.split_arguments(argv)
+    path, overrides = split_arguments(argv)
     job = load_job(path, overrides, world_size(), allow_imports=True)
     try:
         return train(job)

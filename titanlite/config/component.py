@@ -7,7 +7,7 @@ makes the thing. Declaring the class is registering it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
@@ -17,35 +17,40 @@ class ConfigError(ValueError):
     right.
 
     `key` is the dotted TOML path at fault, where there is one; loading a file turns it into file and line.
+    `errors`: the single errors of a report of several, whose message has a line for each.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str, key: str | None = None):
+    def __init__(self, message: str, key: str | None = None, errors: Sequence[ConfigError] = ()):
         super().__init__(message, key)  # both: errors travel between ranks
-        self.key = key
+        self.key, self.errors = key, errors or (self,)
 
     def __str__(self) -> str:
         return self.args[0]
 
 
-def suggest(word: str, known: Iterable[object]) -> str:
-    """`'; did you mean 'x'? (known: x, y)'` for an unknown word: the nearest valid one and the valid set."""
+def suggest(word: str, known: Iterable[object], elsewhere: Sequence[str] = ()) -> str:
+    """`'; did you mean 'x'? (known: x, y)'` for an unknown word: the nearest valid one and the valid set.
+    `elsewhere`: what it may mean if none is near."""
     names = sorted(str(k) for k in known)
-    close = get_close_matches(word, names, n=1)
-    return (f"; did you mean {close[0]!r}?" if close else "") + f" (known: {', '.join(names)})"
+    close = get_close_matches(word, names, n=1) or (elsewhere if len(elsewhere) <= 3 else ())
+    meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return f"{meant} (known: {', '.join(names)})"
 
 
 class Component:
-    """Base of every kind. Subclass without `name` to open a kind, with `name` to add a choice to it."""
+    """Base of every kind. Subclass without `name` to open a kind, with `name` to add a choice to it. `kind`:
+    what messages call a kind, if not by its class's name."""
 
     choices: ClassVar[dict[str, type[Component]]]
+    kind: ClassVar[str]
     name: ClassVar[str]
 
-    def __init_subclass__(cls, *, name: str | None = None, **kwargs: Any):
+    def __init_subclass__(cls, *, name: str | None = None, kind: str | None = None, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         if name is None:
-            cls.choices = {}
+            cls.choices, cls.kind = {}, kind or cls.__name__.lower()
         elif name in cls.choices and not _same_class(cls, cls.choices[name]):
             raise TypeError(f"{name!r} already names {cls.choices[name]}")
         else:
@@ -61,7 +66,7 @@ class Component:
         """The choice called `name`, or a ConfigError that lists them."""
         if isinstance(name, str) and name in cls.choices:
             return cls.choices[name]
-        raise ConfigError(f"unknown {cls.__name__} {name!r}{suggest(str(name), cls.choices)}", f"{key}.name")
+        raise ConfigError(f"unknown {cls.kind} {name!r}{suggest(str(name), cls.choices)}", f"{key}.name")
 
 
 def _same_class(a: type, b: type) -> bool:

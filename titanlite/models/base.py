@@ -110,7 +110,7 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFamily(Component):
+class ModelFamily(Component, kind="model"):
     """Kind: `[model] name = ...`."""
 
     flavor: str

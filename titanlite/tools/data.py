@@ -17,6 +17,7 @@ from typing import Literal
 from titanlite.commands import ALLOW_IMPORTS, take_flag
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.overrides import split_overrides
 from titanlite.data.packing import PACKINGS, PackedRows
 from titanlite.data.shards import TokenShards
 from titanlite.data.tokenizer import TextCodec, Tiktoken, Tokenizer
@@ -83,7 +84,7 @@ def _show(argv: Sequence[str]) -> int:
 def _own_options(overrides: Sequence[str]) -> tuple[dict[str, int], list[str]]:
     """--row and --rows, and the rest."""
     own, others = dict[str, int](), list[str]()
-    for key, value in toml.split_overrides(overrides):
+    for key, value in split_overrides(overrides):
         if key not in ("row", "rows"):
             others.append(f"--{key}={value}")
         elif not value.isdecimal():

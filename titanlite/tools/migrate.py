@@ -21,6 +21,7 @@ import tomli_w
 from titanlite.commands import parser
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.places import Locator
 from titanlite.job import Job
 from titanlite.tools.torchtitan import DEFAULTS, ERAS, FLAVORS, MASKING, Made, text_source, tokenizer
 
@@ -217,9 +218,10 @@ def drop_refused(lines: list[Line], made: Made) -> None:
     needs."""
     for _ in range(len(made)):
         try:
-            toml.build(Job, nested(made), toml.Locator("", ""))
+            toml.build(Job, nested(made), Locator("", ""))
             return
-        except ConfigError as e:
+        except ConfigError as refused:
+            e = refused.errors[0]
             at = e.key or ""
             key = next((k for k in made if at == k or at.startswith(f"{k}.")), None)
             if key is None or key.startswith("model."):
@@ -232,7 +234,7 @@ def drop_refused(lines: list[Line], made: Made) -> None:
 
 def cross_checks(made: Made) -> list[str]:
     """What titanlite would say to the whole of it when it is started on as few ranks as it is for."""
-    job = toml.build(Job, nested(made), toml.Locator("", ""))
+    job = toml.build(Job, nested(made), Locator("", ""))
     p = job.parallelism
     ranks = math.prod(
         (

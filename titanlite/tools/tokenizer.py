@@ -20,6 +20,7 @@ from pathlib import Path
 from titanlite.commands import ALLOW_IMPORTS, Options, take_flag
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.overrides import split_words
 from titanlite.data.corpus import documents, find_files
 from titanlite.data.sources import stdlib_files
 from titanlite.data.tokenizer import LLAMA3_PATTERN, Tiktoken, Tokenizer
@@ -64,7 +65,7 @@ class Show:
 
 def _show(argv: Sequence[str]) -> int:
     allow, argv = take_flag(argv, ALLOW_IMPORTS)
-    words, overrides = toml.split_words(argv)
+    words, overrides = split_words(argv)
     config = words.pop(0) if words and words[0].endswith(".toml") else None
     if config:
         tokenizer = load_job(config, overrides, None, allow).tokenizer

@@ -98,10 +98,10 @@ def test_choose(shape):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sqare", "unknown Shape 'sqare'; did you mean 'square'? (known: circle, square)"),
-        ("xyz", "unknown Shape 'xyz' (known: circle, square)"),
-        (3, "unknown Shape 3 (known: circle, square)"),
-        (None, "unknown Shape None (known: circle, square)"),
+        ("sqare", "unknown shape 'sqare'; did you mean 'square'? (known: circle, square)"),
+        ("xyz", "unknown shape 'xyz' (known: circle, square)"),
+        (3, "unknown shape 3 (known: circle, square)"),
+        (None, "unknown shape None (known: circle, square)"),
     ],
 )
 def test_choosing_what_is_not_there(shape, name, message):

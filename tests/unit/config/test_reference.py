@@ -10,7 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from titanlite.config import reference, toml
-from titanlite.config.component import Component
+from titanlite.config.component import Component, ConfigError
+from titanlite.config.schema import describe, field_docs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +89,13 @@ class Shed:
     roof: Roof = field(default_factory=Roof)
 
 
+def help_text(schema: type) -> str:
+    return reference.help_text(reference.sections(describe(schema, docs=True)))
+
+
 @pytest.fixture
 def sections() -> dict[tuple[str, str], reference.Section]:
-    return {(s.path, s.choice): s for s in reference.sections(Vehicle)}
+    return {(s.path, s.choice): s for s in reference.sections(describe(Vehicle, docs=True))}
 
 
 def test_sections_come_in_the_order_of_the_fields(sections):
@@ -131,11 +136,11 @@ def test_a_required_key_has_no_default(sections):
 
 
 def test_field_docs_of_a_subclass_include_its_base():
-    assert reference.field_docs(Steam) == {"power": "Power in kW.", "fuel": "What is burnt\nin it."}
+    assert field_docs(Steam) == {"power": "Power in kW.", "fuel": "What is burnt\nin it."}
 
 
 def test_help_text_can_be_typed_as_it_stands():
-    text = reference.help_text(Vehicle)
+    text = help_text(Vehicle)
     assert '[engine]  (name = "steam")  Steam engine.' in text.splitlines()
     assert '  --engine.fuel="coal"   <"coal" | "wood">' in text.splitlines()
     assert "      What is burnt in it." in text.splitlines()
@@ -144,13 +149,21 @@ def test_help_text_can_be_typed_as_it_stands():
 
 
 def test_a_key_that_may_be_left_out_is_not_called_required():
-    line = next(line for line in reference.help_text(Shed).splitlines() if "--roof.height" in line)
+    line = next(line for line in help_text(Shed).splitlines() if "--roof.height" in line)
     assert "required" not in line
     assert line.endswith("<int | None>")
 
 
+def test_one_section_with_its_choices_and_what_is_inside():
+    vehicle = describe(Vehicle, docs=True)
+    chosen = [[(s.path, s.choice) for s in reference.section(vehicle, name)] for name in ("body", "helpers")]
+    assert chosen == [[("body", ""), ("body.wheel", "")], [("[helpers]", "diesel"), ("[helpers]", "steam")]]
+    with pytest.raises(ConfigError, match=r"no section 'bdoy'; did you mean 'body'\? \(known: body, body.wh"):
+        reference.section(vehicle, "bdoy")
+
+
 def test_markdown_escapes_bars_and_keeps_a_row_on_a_line():
-    lines = reference.markdown(Vehicle).splitlines()
+    lines = reference.markdown(describe(Vehicle, docs=True)).splitlines()
     assert '## `[engine]` name = "steam"' in lines
     assert "## `[[wheels]]`" in lines
     assert '| `label` | str | `"a \\| b"` | Painted on the side. |' in lines
@@ -160,7 +173,9 @@ def test_markdown_escapes_bars_and_keeps_a_row_on_a_line():
 
 
 def test_every_row_of_a_markdown_table_has_four_cells():
-    rows = [line for line in reference.markdown(Vehicle).splitlines() if line.startswith("|")]
+    rows = [
+        line for line in reference.markdown(describe(Vehicle, docs=True)).splitlines() if line.startswith("|")
+    ]
     assert len(rows) > 10
     assert {row.replace("\\|", "").count("|") for row in rows} == {5}
 
@@ -168,7 +183,7 @@ def test_every_row_of_a_markdown_table_has_four_cells():
 def test_every_key_of_the_trainer_is_documented():
     from titanlite.job import Job
 
-    sections = list(reference.sections(Job))
+    sections = list(reference.sections(describe(Job, docs=True)))
     bare = [f"{s.path}.{key.name}" for s in sections for key in s.keys if not key.doc]
     assert not bare, "these keys have no docstring under them"
     assert not [s.path for s in sections if not s.doc], "these sections have no docstring"
@@ -181,7 +196,7 @@ def test_the_help_of_the_trainer_names_every_key_of_a_resolved_job():
         None,
         ["--model.name=llama3", "--model.flavor=debug", "--data.sources=[{ name = 'python_stdlib' }]"],
     )
-    text = reference.help_text(type(job))
+    text = help_text(type(job))
     for section, table in toml.as_tree(job).items():
         for key in table if section != "data" else [k for k in table if not k.endswith("sources")]:
             assert key == "name" or f"--{section}.{key}=" in text, f"{section}.{key}"

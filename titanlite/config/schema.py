@@ -1,0 +1,251 @@
+"""What a configuration may say, as plain data: the type, the default and the docstring of every key.
+
+`describe` makes it from the classes. schema.json, beside this file, holds what it makes of titanlite's own,
+so that keys are explained and mistakes are found before torch is imported; a test keeps that file current.
+`convert` checks a tree against either, and is the only place that does.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Union
+
+import tomli_w
+
+from titanlite.config.component import Component, ConfigError, suggest
+from titanlite.config.overrides import Bare, Word, listed, plain
+
+FILE = Path(__file__).with_name("schema.json")
+IMPORTS = ("job", "imports")  # where a configuration names modules that add choices; `prepare` has no [job]
+SCALARS = {int: "int", float: "float", str: "str", bool: "bool", Any: "any"}
+EXPECTED = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
+
+
+class Node(TypedDict, total=False):
+    """What one value may be. `type` is one of int, float, str, bool, any, literal, list, tuple, dict, table
+    (of fixed keys) and choice (a table whose `name` picks one of several)."""
+
+    type: str
+    doc: str
+    required: bool
+    default: str  # as TOML; of a choice: the name that a table without one has
+    optional: bool  # may be unset, which TOML cannot say
+    values: list[Any]  # of a literal
+    items: Node  # of a list, tuple or dict
+    keys: dict[str, Node]  # of a table
+    kind: str  # of a choice: what is chosen, for messages
+    choices: dict[str, Node]
+
+
+def table(name: str) -> Node:
+    """titanlite's own table: `job`, or `prepare`."""
+    return _tables()[name]
+
+
+@cache
+def _tables() -> dict[str, Node]:
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+# ---- from classes
+
+
+def describe(cls: type, docs: bool = False) -> Node:
+    """The table of a dataclass, with the choices registered now; `docs`: with the docstrings, for which
+    sources are read."""
+    hints, found = typing.get_type_hints(cls), field_docs(cls) if docs else {}
+    keys: dict[str, Node] = {}
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        node = _node(hints[field.name], docs)
+        if docs and node["type"] not in ("table", "choice"):
+            node["doc"] = found.get(field.name, "")
+        if field.default is field.default_factory is dataclasses.MISSING:
+            node["required"] = True
+        elif (default := _default(field)) is not None and node["type"] != "table":
+            node["default"] = default
+        keys[field.name] = node
+    return {"type": "table", "doc": inspect.getdoc(cls) or "" if docs else "", "keys": keys}
+
+
+def _node(hint: Any, docs: bool) -> Node:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):  # Optional[X] only
+        (inner,) = [a for a in args if a is not type(None)]
+        return {**_node(inner, docs), "optional": True}
+    if isinstance(hint, type) and issubclass(hint, Component) and hint.is_kind():
+        choices = {name: describe(choice, docs) for name, choice in sorted(hint.choices.items())}
+        return {"type": "choice", "kind": hint.kind, "choices": choices}
+    if dataclasses.is_dataclass(hint):
+        return describe(typing.cast(type, hint), docs)
+    if origin is Literal:
+        return {"type": "literal", "values": list(args)}
+    if origin in (list, tuple, dict):
+        return {"type": origin.__name__, "items": _node(args[1] if origin is dict else args[0], docs)}
+    return {"type": SCALARS[hint]}
+
+
+def _default(field: dataclasses.Field) -> str | None:
+    """The default as TOML, or as the name of a choice; None for one that is unset."""
+    factory = field.default_factory
+    value = field.default if factory is dataclasses.MISSING else factory()
+    if value is None:
+        return None
+    if isinstance(value, Component):
+        return value.name
+    if value in ({}, []):
+        return str(value)
+    return "" if dataclasses.is_dataclass(value) else tomli_w.dumps({"v": value}).partition("=")[2].strip()
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass, bases included."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:]):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                docs[field.target.id] = inspect.cleandoc(str(text.value.value))
+    return docs
+
+
+# ---- checking
+
+
+def convert(node: Node, tree: Any, choices_follow: bool = False) -> tuple[Any, list[ConfigError]]:
+    """A tree with its values as the table's types, and every mistake in it.
+
+    `choices_follow`: modules yet to be imported may add choices; an unknown one is left for later.
+    """
+    conversion = _Conversion(node, choices_follow)
+    return conversion.value(node, tree, ""), conversion.errors
+
+
+def names_imports(tree: dict[str, Any]) -> bool:
+    """Whether a tree names modules that may add choices."""
+    section, key = IMPORTS
+    inside = tree.get(section)
+    return bool(tree.get(key) or (isinstance(inside, dict) and inside.get(key)))
+
+
+class _Conversion:
+    def __init__(self, root: Node, choices_follow: bool):
+        self.errors: list[ConfigError] = []
+        self._root, self._choices_follow = root, choices_follow
+
+    def value(self, node: Node, value: Any, key: str) -> Any:
+        """The value that a node takes; after a mistake, anything."""
+        kind = node["type"]
+        if kind in ("table", "choice"):
+            return self._table(node, plain(value) if isinstance(value, Word) else value, key)
+        if isinstance(value, Bare) and kind not in ("bool", "any"):
+            return self._complain(f"needs a value: {EXPECTED.get(kind, _example(node))}", key)
+        word = isinstance(value, Word)
+        value = str(value) if word and kind == "str" else plain(value)
+        if kind == "any":
+            return value
+        if kind == "literal":
+            allowed = node["values"]
+            if value not in allowed or type(value) not in {type(a) for a in allowed}:
+                self._complain(f"{value!r} is not allowed{suggest(str(value), allowed)}", key)
+            return value
+        if kind in ("list", "tuple"):
+            return self._list(node, listed(value), word, key)
+        if kind == "dict":
+            if not isinstance(value, dict):
+                return self._complain(f"expected a table, got {value!r}", key)
+            return {k: self.value(node["items"], v, f"{key}.{k}") for k, v in value.items()}
+        if kind == "float" and type(value) is int:
+            return float(value)
+        if SCALARS.get(type(value)) != kind:  # bool is not int, "8" is not 8
+            self._complain(f"expected {EXPECTED[kind]}, got {value!r}{_hint(kind, value)}", key)
+        return value
+
+    def _list(self, node: Node, value: Any, word: bool, key: str) -> Any:
+        if isinstance(value, list):
+            return [self.value(node["items"], v, f"{key}.{i}") for i, v in enumerate(value)]
+        if node["items"]["type"] in ("table", "choice"):
+            how = f"[[{key}]] in a file, --{key}.0.KEY=... on the command line"
+            return self._complain(f"expected a list of tables: {how}", key)
+        example = _example(node, value if isinstance(value, str) else None)
+        how = f"--{key}='{example}'" if word else example
+        return self._complain(f"expected a list, got {value!r}; write {how}", key)
+
+    def _table(self, node: Node, tree: Any, key: str) -> Any:
+        if not isinstance(tree, dict):
+            how = f"; write [{key}], with one bracket" if isinstance(tree, list) and tree else ""
+            return self._complain(f"expected a table, got {tree!r}{how}", key)
+        table, made = node, dict[str, Any]()
+        if node["type"] == "choice":
+            name = tree.get("name", node.get("default"))
+            name = str(name) if isinstance(name, Word) else name
+            if name is None:
+                return self._complain(f"missing `name` (known: {', '.join(node['choices'])})", key)
+            if not isinstance(name, str) or name not in node["choices"]:
+                if not self._choices_follow:
+                    known = suggest(str(name), node["choices"])
+                    self._complain(f"unknown {node['kind']} {name!r}{known}", f"{key}.name")
+                return tree
+            table, made = node["choices"][name], {"name": name}
+            tree = {k: v for k, v in tree.items() if k != "name"}
+        keys = table["keys"]
+        for k, v in tree.items():
+            where = f"{key}.{k}" if key else k
+            if k in keys:
+                made[k] = self.value(keys[k], v, where)
+            else:
+                hint = suggest(k, keys, elsewhere=sorted(set(_paths(self._root, k))))
+                self._complain(f"unknown key {k!r}{hint}", where)
+        for k, inner in keys.items():
+            if k not in tree and inner.get("required"):
+                self._complain(f"missing required key {k!r}", key)
+        return made
+
+    def _complain(self, message: str, key: str) -> None:
+        self.errors.append(ConfigError(message, key))
+
+
+def _paths(node: Node, leaf: str, path: str = "") -> Iterator[str]:
+    """The dotted keys that end in `leaf`, but those in lists."""
+    for table in (node, *node.get("choices", {}).values()):
+        for key, inner in table.get("keys", {}).items():
+            where = f"{path}.{key}" if path else key
+            if key == leaf:
+                yield where
+            yield from _paths(inner, leaf, where)
+
+
+def _example(node: Node, text: str | None = None) -> str:
+    """How a list with the elements of `text`, or any, is written."""
+    words = [word.strip() for word in (text or "x").strip("[]").split(",")]
+    item = node.get("items", {"type": "any"})["type"]
+    return f"[{', '.join(words if item in ('int', 'float', 'bool') else map(json.dumps, words))}]"
+
+
+def _hint(kind: str, value: Any) -> str:
+    """What to write instead of a value of another type, where that is plain."""
+    if kind == "int" and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    if kind == "str" and not isinstance(value, (dict, list)):
+        return f'; write "{value}"'
+    if isinstance(value, str) and kind in ("int", "float"):
+        number = re.sub(r"^([+-]?)\.", r"\g<1>0.", value)
+        if SCALARS.get(type(plain(Word(number)))) in {kind, "int"}:
+            return f"; write {number}"
+    return ""
