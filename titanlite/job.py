@@ -105,7 +105,7 @@ class Job:
         self._check_pipeline_parallel(world_size)
         if self.validation.enable and not (self.data.holdout_rows or self.data.validation_sources):
             raise ConfigError(
-                "validation.enable needs rows to validate on: set data.holdout_rows, for example to 256, or "
+                "there are no sequences to validate on: set data.holdout_rows, for example to 256, or "
                 "give [[data.validation_sources]]",
                 "validation.enable",
             )

@@ -36,11 +36,8 @@ class Locator:
         """The same error, with the place of its key in front."""
         if error.key is None:
             return error
-        message = str(error)
-        if error.key and not message.startswith(f"{error.key} "):
-            message = f"{error.key}: {message}"
-        place, _ = self._place(error.key)
-        return ConfigError(f"{place}{message}", error.key)
+        key, place = error.key, self._place(error.key)[0]
+        return ConfigError(f"{place}{key}: {error}" if key else f"{place}{error}", key)
 
     def all_located(self, errors: Sequence[ConfigError]) -> ConfigError:
         """Several errors as one, with a line for each, in the order of their places."""

@@ -101,7 +101,8 @@ def help_text(chosen: Iterable[Section]) -> str:
     for section in chosen:
         choice = f'  (name = "{section.choice}")' if section.choice else ""
         title = f"[{section.path}]{choice}  " if section.path else ""
-        lines.append(f"\n{title}{' '.join(section.doc.partition('\n\n')[0].split())}")
+        summary = " ".join(section.doc.partition("\n\n")[0].split())
+        lines.append(f"\n{title}{summary}")
         dotted = section.path.replace("[", "").replace("]", ".0") + "." if section.path else ""
         for key in section.keys:
             lines.append(f"  --{dotted}{key.name}={key.default or '(required)'}   <{key.type}>")

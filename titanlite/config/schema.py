@@ -183,7 +183,7 @@ class _Conversion:
         if node["items"]["type"] in ("table", "choice"):
             how = f"[[{key}]] in a file, --{key}.0.KEY=... on the command line"
             return self._complain(f"expected a list of tables: {how}", key)
-        example = _example(node, value if isinstance(value, str) else None)
+        example = _example(node, None if isinstance(value, dict) else str(value))
         how = f"--{key}='{example}'" if word else example
         return self._complain(f"expected a list, got {value!r}; write {how}", key)
 

@@ -187,7 +187,7 @@ def test_what_torchtitan_would_take_for_what_is_missing(tmp_path: Path) -> None:
         ({"fault_tolerance.enable": True}, "no counterpart", "not supported"),
         ({"checkpoint.load_step": 0}, "no counterpart", "refused: 0 is neither -1 nor a step"),
         ({"training.steps": "many"}, "no counterpart", "refused: expected an integer, got 'many'"),
-        ({"optimizer.name": "Adam"}, "no counterpart", "refused: unknown Optimizer 'Adam'"),
+        ({"optimizer.name": "Adam"}, "no counterpart", "refused: unknown optimizer 'Adam'"),
         ({"model.converters": 3}, "no counterpart", "3 is no value for it"),
         ({"checkpoint.keep_latest_k": 1}, "replaced", "two at least"),
         ({"checkpoint.async_mode": "async_with_pinned_mem"}, "replaced", "pinned buffers"),
