@@ -85,8 +85,8 @@ def open_meta(path: Path, family: ModelFamily) -> Weights:
             raise ConfigError(f"{file} and {files[0].name} do not both have {min(odd)}")
     number = _number_of_files(parts[0], family)
     if number > len(files):
-        missing = ", ".join(f"consolidated.{i:02}.pth" for i in range(len(files), number))
-        raise ConfigError(f"{path} has {len(files)} of the model's {number} files; {missing} is missing")
+        rest = ", ".join(f"consolidated.{i:02}.pth" for i in range(len(files), number))
+        raise ConfigError(f"{path} has {len(files)} of the model's {number} files; {rest} is missing")
     tensors = {name: _joined(name, parts, files) for name in parts[0]}
     return Weights(path, "Meta", _ours(tensors, family, path), _params(path, family))
 
