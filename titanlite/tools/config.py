@@ -15,7 +15,7 @@ from titanlite.commands import ALLOW_IMPORTS, take_flag
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
-from titanlite.job import load_job
+from titanlite.job import Job, load_job
 from titanlite.parallel.float8 import divide_layers
 from titanlite.parallel.recompute import apply_recompute
 
@@ -25,13 +25,18 @@ def main(argv: Sequence[str]) -> int:
     allow, argv = take_flag(argv, ALLOW_IMPORTS)
     path, overrides = split_arguments(argv)
     job = load_job(path, overrides, world_size=None, allow_imports=allow)
-    with torch.device("meta"):
-        net = job.model.build()
-    try:  # what names parts of the model
-        if job.float8.enable:
-            divide_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
-        apply_recompute(net, job.activation_checkpoint)
+    try:
+        check_names(job)
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None
     print(toml.dump(job), end="")
     return 0
+
+
+def check_names(job: Job) -> None:
+    """Raises ConfigError for a key that names parts of the model which it does not have."""
+    with torch.device("meta"):
+        net = job.model.build()
+    if job.float8.enable:
+        divide_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
+    apply_recompute(net, job.activation_checkpoint)
