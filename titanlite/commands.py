@@ -122,6 +122,20 @@ def take_flag(argv: Sequence[str], flag: str) -> tuple[bool, list[str]]:
     return flag in argv, [word for word in argv if word != flag]
 
 
+def take_numbers(overrides: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+    """A verb's own options of these names, which take whole numbers from 0, and the overrides without them.
+    Raises ConfigError."""
+    own, others = dict[str, int](), list[str]()
+    for key, value in split_overrides(overrides):
+        if key not in names:
+            others.append(f"--{key}={value}")
+        elif not value.isdecimal():
+            raise ConfigError(f"command line, --{key}: {value!r} is not a number from 0")
+        else:
+            own[key] = int(value)
+    return own, others
+
+
 # ---- options
 
 
@@ -226,15 +240,15 @@ def _of_import(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 
 def _of_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    return split_arguments(take_flag(argv, ALLOW_IMPORTS)[1])
+    path, overrides = split_arguments(take_flag(argv, ALLOW_IMPORTS)[1])
+    return path, take_numbers(overrides, ["ranks"])[1]
 
 
 def _of_data(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
     path, overrides = split_arguments(take_flag(argv[1:], ALLOW_IMPORTS)[1])
     if argv[0] != "show" or path is None or not path.endswith(".toml"):
         return None
-    others = [f"--{key}={value}" for key, value in split_overrides(overrides) if key not in ("row", "rows")]
-    return path, others
+    return path, take_numbers(overrides, ["row", "rows"])[1]
 
 
 def _of_tokenizer(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:

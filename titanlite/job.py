@@ -131,7 +131,11 @@ class Job:
                 "float8.enable_fsdp_float8_all_gather = false",
                 "training.enable_cpu_offload",
             )
+        self.model.check_length(self.training.seq_len)
         self.lr_scheduler.check(self.training.steps)
+
+    def check_folders(self) -> None:
+        """Raises ConfigError unless the folders that a run writes into can be made; makes nothing."""
         check_writable(self.folder, "job.dump_folder")
         check_writable(Path(self.data.cache_dir), "data.cache_dir")
 
@@ -217,6 +221,13 @@ def check_writable(folder: Path, key: str) -> None:
         raise ConfigError(f"{folder} cannot be written: {there} is no writable directory", key)
 
 
+def check_new(path: Path, key: str) -> None:
+    """Raises ConfigError unless `path`, which is about to be worked for, is free and can be made."""
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"{path} exists; choose another, or delete it", key)
+    check_writable(path.parent, key)
+
+
 def load_job(
     path: str | Path | None,
     overrides: Sequence[str] = (),
@@ -236,6 +247,7 @@ def load_job(
     try:
         if world_size is not None:
             job.check(world_size)
+            job.check_folders()
     except ConfigError as e:
         raise locator.located(e) from None
     return job

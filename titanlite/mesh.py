@@ -141,6 +141,11 @@ class Parallelism:
         begins = list(itertools.accumulate(sizes, initial=0))
         return [list(blocks[a:b]) for a, b in itertools.pairwise(begins)]
 
+    @property
+    def fewest_ranks(self) -> int:
+        """The smallest number of ranks that the degrees allow."""
+        return math.prod(max(getattr(self, key), 1) for key in KEYS)
+
     def degrees(self, world_size: int) -> Degrees:
         """The degrees for a number of ranks. Raises ConfigError if they do not multiply to it."""
         asked = Degrees(*(getattr(self, key) for key in KEYS))

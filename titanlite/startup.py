@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,10 +63,29 @@ def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> N
     logger.info(f"the global batch changes from {before} to {rows} rows")
 
 
-def describe(job: Job, rt: Runtime, size: int, rows: Rows, kernel: str) -> None:
-    """Say what is about to run."""
+def resolved(job: Job, size: int, num_ids: int | None) -> list[str]:
+    """What follows from the configuration and is not written in it: the shape of the model, which has `size`
+    parameters, and the schedule. `num_ids`: of the tokenizer, where it is known."""
+    changed = " with overrides" if job.model.overrides else ""
+    ids = "" if num_ids is None else f"; the tokenizer has {num_ids} ids"
+    total = job.lr_scheduler.total_steps or job.training.steps
+    return [
+        f"{job.model.name} {job.model.flavor}{changed}: {size:,} parameters",
+        f"{job.model.shape()}{ids}",
+        f"a schedule of {total:,} steps, {job.lr_scheduler.warmup(job.training.steps):,} of them warmup",
+    ]
+
+
+def annotated(job: Job, lines: Sequence[str]) -> str:
+    """The job as TOML, with `lines` as comments at its top."""
+    return "".join(f"# {line}\n" for line in lines) + "\n" + toml.dump(job)
+
+
+def describe(job: Job, rt: Runtime, about: Sequence[str], rows: Rows, kernel: str) -> None:
+    """Say what is about to run. `about`: what `resolved` returns."""
     plan, offload = rt.plan, ", weights on the host" if job.training.enable_cpu_offload else ""
-    logger.info(f"{job.model.name} {job.model.flavor}: {size:,} parameters")
+    for line in about:
+        logger.info(line)
     logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}{offload}, {rt.param_dtype}")
     logger.info(
         f"{sum(rows.sizes):,} rows of {rows.seq_len} tokens to train on, {rows.num_held_out:,} held out"
@@ -85,7 +105,7 @@ def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Ch
     if rt.rank == 0:
         job.folder.mkdir(parents=True, exist_ok=True)
         files = {
-            "job.toml": toml.dump(job),
+            "job.toml": checkpoints.job_toml,
             "env.json": json.dumps(environment(rt), indent=1) + "\n",
             "recipe.json": json.dumps(checkpoints.recipe, indent=1) + "\n",
         }

@@ -41,7 +41,15 @@ from titanlite.parallel.sharded import ShardedModel
 from titanlite.profile import Profiler
 from titanlite.runtime import Runtime, device_name, runtime, world_size
 from titanlite.signals import Signals, Stopped, signals
-from titanlite.startup import check_global_batch, describe, flops_of, memory_settings, record
+from titanlite.startup import (
+    annotated,
+    check_global_batch,
+    describe,
+    flops_of,
+    memory_settings,
+    record,
+    resolved,
+)
 
 
 def train(job: Job) -> int:
@@ -117,6 +125,7 @@ def build(job: Job, rt: Runtime) -> Run:
     with torch.device("meta"):
         net = job.model.build()
     cost, size = flops_of(job, net), sum(p.numel() for p in net.parameters())
+    about = resolved(job, size, codec.vocab_size)
     model = parallelize(
         net,
         job.loss,
@@ -136,10 +145,11 @@ def build(job: Job, rt: Runtime) -> Run:
     recipe = job.recipe(rows.recipe)
     rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))
     # Opening the checkpoints refuses a folder that holds another recipe's run, before it is written to.
-    checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, toml.dump(job), Exchange(job.model, codec))
+    text, exchange = annotated(job, about), Exchange(job.model, codec)
+    checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, text, exchange)
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)
 
-    describe(job, rt, size, rows, kernel)
+    describe(job, rt, about, rows, kernel)
     with building(size, rt.mesh.shards):
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(model.net.named_parameters())

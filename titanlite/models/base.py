@@ -142,6 +142,26 @@ class ModelFamily(Component, kind="model"):
         """The flavor's config with the overrides applied."""
         return dataclasses.replace(self.flavors[self.flavor], **self.overrides)
 
+    def shape(self) -> str:
+        """The resolved shape, for people: the fields that every family has, and the overridden ones."""
+        names = [f.name for f in dataclasses.fields(DecoderConfig)]
+        names += [name for name in self.overrides if name not in names]
+        return " ".join(f"{name}={getattr(self.config, name)}" for name in names)
+
+    @property
+    def max_position(self) -> int | None:
+        """The longest sequence that the model is made for, in tokens; None: any length."""
+        return getattr(self.config, "max_position", None)
+
+    def check_length(self, seq_len: int) -> None:
+        """Raises ConfigError if sequences are longer than the model is made for."""
+        if self.max_position is not None and seq_len > self.max_position:
+            raise ConfigError(
+                f"{seq_len} tokens are more than the {self.max_position} that {self.name} {self.flavor} is "
+                f"made for; for a new model, --model.overrides.max_position={seq_len} allows them",
+                "training.seq_len",
+            )
+
     def build(self) -> Decoder:
         """The module, on the current default device (meta, when training)."""
         raise NotImplementedError

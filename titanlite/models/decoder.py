@@ -23,8 +23,8 @@ from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, SwiGLU, 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig(DecoderConfig):
-    """The shape of one flavor. max_position: the longest row that the model is meant for, in tokens; training
-    does not look at it."""
+    """The shape of one flavor. max_position: the longest sequence that the model is made for, in tokens; a
+    longer training.seq_len is refused."""
 
     norm_eps: float
     rope_theta: float

@@ -11,32 +11,38 @@ from collections.abc import Sequence
 
 import torch
 
-from titanlite.commands import ALLOW_IMPORTS, take_flag
+from titanlite.commands import ALLOW_IMPORTS, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
 from titanlite.job import Job, load_job
+from titanlite.models.base import Decoder
 from titanlite.parallel.float8 import divide_layers
 from titanlite.parallel.recompute import apply_recompute
+from titanlite.startup import annotated, resolved
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the resolved job."""
     allow, argv = take_flag(argv, ALLOW_IMPORTS)
     path, overrides = split_arguments(argv)
-    job = load_job(path, overrides, world_size=None, allow_imports=allow)
+    own, overrides = take_numbers(overrides, ["ranks"])
+    job = load_job(path, overrides, None, allow)
     try:
-        check_names(job)
+        job.check(own.get("ranks", job.parallelism.fewest_ranks))
+        net = build_on_meta(job)
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None
-    print(toml.dump(job), end="")
+    size = sum(p.numel() for p in net.parameters())
+    print(annotated(job, resolved(job, size, None)), end="")
     return 0
 
 
-def check_names(job: Job) -> None:
-    """Raises ConfigError for a key that names parts of the model which it does not have."""
+def build_on_meta(job: Job) -> Decoder:
+    """The model without memory. Raises ConfigError for what names parts that it does not have."""
     with torch.device("meta"):
         net = job.model.build()
     if job.float8.enable:
         divide_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
     apply_recompute(net, job.activation_checkpoint)
+    return net

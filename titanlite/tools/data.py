@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from titanlite.commands import ALLOW_IMPORTS, take_flag
+from titanlite.commands import ALLOW_IMPORTS, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
-from titanlite.config.overrides import split_overrides
 from titanlite.data.packing import PACKINGS, PackedRows
 from titanlite.data.shards import TokenShards
 from titanlite.data.tokenizer import TextCodec, Tiktoken, Tokenizer
@@ -61,7 +60,7 @@ def _show(argv: Sequence[str]) -> int:
     if not argv or argv[0].startswith("--"):
         raise ConfigError("name a dataset directory or a configuration to show rows of")
     path, overrides = argv[0], argv[1:]
-    own, others = _own_options(overrides)
+    own, others = take_numbers(overrides, ["row", "rows"])
     first, count = own.get("row", 0), own.get("rows", 1)
     if path.endswith(".toml"):
         job = load_job(path, others, None, allow)
@@ -79,19 +78,6 @@ def _show(argv: Sequence[str]) -> int:
         print(f"==== row {row:,} of {len(packed):,}")
         _print_row(packed, row, codec)
     return 0
-
-
-def _own_options(overrides: Sequence[str]) -> tuple[dict[str, int], list[str]]:
-    """--row and --rows, and the rest."""
-    own, others = dict[str, int](), list[str]()
-    for key, value in split_overrides(overrides):
-        if key not in ("row", "rows"):
-            others.append(f"--{key}={value}")
-        elif not value.isdecimal():
-            raise ConfigError(f"command line, --{key}: {value!r} is not a number from 0")
-        else:
-            own[key] = int(value)
-    return own, others
 
 
 def _open(path: str, overrides: Sequence[str]) -> tuple[PackedRows, TextCodec]:

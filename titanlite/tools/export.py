@@ -14,7 +14,7 @@ from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.checkpoint.weights import Exchange, check_tokenizer
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
-from titanlite.job import check_writable, load_recorded_job
+from titanlite.job import check_new, load_recorded_job
 from titanlite.log import set_up_logging
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser("export").read(argv)
     size_limit = parse_size(options.max_shard_size)
     set_up_logging(rank=0, verbose=False)
-    check_writable(options.target.parent, "DIR")
+    check_new(options.target, "DIR")
     path = find_checkpoint(options.path)
     check_whole(path)
     job = load_recorded_job(path, options.allow_imports)

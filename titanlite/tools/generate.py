@@ -136,8 +136,7 @@ def open_source(path: Path, device: torch.device, allow_imports: bool) -> Source
     def encode(prompt: str) -> list[int]:
         return [codec.bos, *codec.encode(prompt)]  # as the documents it has learned from
 
-    limit = getattr(job.model.config, "max_position", None)
-    return Source(net, codec, encode, codec.stop_ids, limit, device)
+    return Source(net, codec, encode, codec.stop_ids, job.model.max_position, device)
 
 
 def _open_hugging_face(path: Path, device: torch.device) -> Source:

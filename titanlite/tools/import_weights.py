@@ -15,7 +15,7 @@ from titanlite.checkpoint.huggingface import tell_generation
 from titanlite.checkpoint.initial import TO_CHANGE_IT, open_weights
 from titanlite.checkpoint.weights import Exchange, check_tokenizer
 from titanlite.commands import parser
-from titanlite.job import check_writable, load_job
+from titanlite.job import check_new, load_job
 from titanlite.log import set_up_logging
 from titanlite.tools.export import parse_size
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = parser("import").read_known(argv)
     size_limit = parse_size(options.max_shard_size)
     set_up_logging(rank=0, verbose=False)
-    check_writable(options.target.parent, "DIR")
+    check_new(options.target, "DIR")
     job = load_job(options.config, overrides, None, options.allow_imports)
     weights = open_weights(options.source, job.model)
     if weights.kind == "titanlite":

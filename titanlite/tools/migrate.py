@@ -9,7 +9,6 @@ titanlite refuses is left out, and told.
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -22,7 +21,7 @@ from titanlite.commands import parser
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.places import Locator
-from titanlite.job import Job
+from titanlite.job import Job, check_new
 from titanlite.tools.torchtitan import DEFAULTS, ERAS, FLAVORS, MASKING, Made, text_source, tokenizer
 
 KINDS = ("carried over", "renamed", "replaced", "default", "no counterpart", "unknown")
@@ -40,13 +39,14 @@ class Line(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Write the configuration, and the report: beside a file to standard output, else to standard error."""
     options = parser("migrate").read(argv)
-    if options.output is not None and options.output.exists():
-        raise ConfigError(f"{options.output} is there already; it is not written over")
+    if options.output is not None:
+        check_new(options.output, "--output")
     text, report = migrate(options.source)
     if options.output is None:
         print(text, end="")
     else:
         try:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
             with open(options.output, "x", encoding="utf-8") as file:
                 file.write(text)
         except OSError as e:
@@ -72,6 +72,7 @@ def migrate(source: Path) -> tuple[str, str]:
         made |= found
     todo = add_defaults(lines, made)
     drop_refused(lines, made)
+    lengthen(lines, made)
     todo += cross_checks(made)
     head = [
         f"# From {source.name} of torchtitan {era(theirs)}, by titanlite migrate.",
@@ -232,16 +233,20 @@ def drop_refused(lines: list[Line], made: Made) -> None:
             del made[key]
 
 
+def lengthen(lines: list[Line], made: Made) -> None:
+    """Let the model take the file's sequences where its flavor is made for shorter ones: torchtitan does."""
+    job = toml.build(Job, nested(made), Locator("", ""))
+    limit, seq_len = job.model.max_position, job.training.seq_len
+    if limit is not None and seq_len > limit:
+        made["model.overrides"]["max_position"] = seq_len
+        note = f"the flavor is made for {limit} tokens"
+        lines.append(Line("model.overrides.max_position", "default", note=note))
+
+
 def cross_checks(made: Made) -> list[str]:
     """What titanlite would say to the whole of it when it is started on as few ranks as it is for."""
     job = toml.build(Job, nested(made), Locator("", ""))
-    p = job.parallelism
-    ranks = math.prod(
-        (
-            p.data_parallel_replicate_degree, max(p.data_parallel_shard_degree, 1), p.tensor_parallel_degree,
-            p.context_parallel_degree, p.pipeline_parallel_degree,
-        )
-    )  # fmt: skip
+    ranks = job.parallelism.fewest_ranks
     try:
         job.check(ranks)
     except ConfigError as e:

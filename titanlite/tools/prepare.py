@@ -81,9 +81,9 @@ def main(argv: Sequence[str]) -> int:
     job = toml.build(Prepare, tree, locator)
     output = Path(job.output)
     try:
+        _check(job, output)
         codec = job.tokenizer.build()
         recipe = Recipe(field=job.field, seed=job.seed, bad_lines=job.bad_lines, filters=job.filters)
-        _check(job, output)
         files = find_files(job.input, "input")
         made_of = origin(recipe, codec, files)
         complete = job.share[1] > 1 and output.exists() and TokenShards(output).prepared == made_of

@@ -25,6 +25,7 @@ from titanlite.data.corpus import documents, find_files
 from titanlite.data.sources import stdlib_files
 from titanlite.data.tokenizer import LLAMA3_PATTERN, Tiktoken, Tokenizer
 from titanlite.data.tokenizer_json import byte_alphabet
+from titanlite.files import write_atomically
 from titanlite.job import check_writable, load_job
 
 
@@ -47,13 +48,25 @@ def _train(argv: Sequence[str]) -> int:
     options = parser.read(argv)
     if options.vocab_size < 256:
         raise ConfigError("--vocab-size is below 256, the number of bytes")
-    check_writable(options.output.parent, "--output")
+    _make_place(options.output)
     files = find_files(options.input, "input") if options.input else stdlib_files()
     tokens = train_bpe((d.text for d in documents(files, options.field)), options.vocab_size)
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
-    options.output.write_bytes(b"".join(lines))
+    write_atomically(options.output, b"".join(lines))
     print(f"{options.output}: {len(tokens)} ranks from {len(files)} files")
     return 0
+
+
+def _make_place(output: Path) -> None:
+    """Make the folder of `output` before the work begins. Raises ConfigError if the file cannot be
+    written."""
+    if output.is_dir():
+        raise ConfigError(f"{output} is a folder; name the file to write", "--output")
+    check_writable(output.parent, "--output")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"{output} cannot be written: {e.strerror}", "--output") from None
 
 
 @dataclass(frozen=True, kw_only=True)

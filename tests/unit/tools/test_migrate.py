@@ -280,10 +280,20 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["migrate", str(source)]) == 0
     assert capsys.readouterr() == (written, out)
     assert cli.run(["migrate", str(source), "-o", str(output)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "out.toml exists; choose another" in capsys.readouterr().err
     assert cli.run(["migrate", str(tmp_path / "none.toml"), "-o", str(tmp_path / "x.toml")]) == 2
-    assert cli.run(["migrate", str(source), "-o", str(tmp_path / "no" / "x.toml")]) == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.toml", "torchtitan.toml"]
+    assert cli.run(["migrate", str(source), "-o", str(tmp_path / "new" / "x.toml")]) == 0
+    assert (tmp_path / "new" / "x.toml").read_text() == written
+
+
+def test_a_longer_sequence_than_the_flavor_is_made_for_is_carried_over(tmp_path: Path) -> None:
+    keys = FILES["0.2 debug"] | {"training.seq_len": 4096}
+    job, _, kinds = result(tmp_path, keys)
+    assert (job.training.seq_len, job.model.config.max_position) == (4096, 4096)
+    assert "model.overrides.max_position" in kinds["default"]
+    job, _, kinds = result(tmp_path, FILES["0.2 8B"])
+    assert "max_position" not in job.model.overrides
 
 
 def test_every_key_of_torchtitan_is_known() -> None:

@@ -1,0 +1,70 @@
+"""The start of a run says what follows from its configuration and is not written there: the model's resolved
+shape, its size, the tokenizer's ids, the warmup. So do `titanlite config` and the recorded job.toml.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import make_job
+from titanlite import cli
+from titanlite.job import load_job
+from titanlite.train import train
+
+AUTO = "--lr_scheduler.warmup_steps=-1"
+SHAPE = "vocab_size=8192 dim=32 n_layers=2 n_heads=4 n_kv_heads=2 head_dim=8 hidden_dim=64"
+
+
+def test_the_resolved_shape_and_warmup_are_logged_and_recorded(tmp_path: Path, corpus: Path, capfd) -> None:
+    job = make_job(
+        tmp_path, corpus, "--model.overrides.vocab_size=8192", "--model.overrides.rope_theta=1e4",
+        "--training.steps=1", AUTO, "--lr_scheduler.total_steps=30",
+    )  # fmt: skip
+    assert train(job) == 0
+    lines = [
+        "llama3 debug with overrides: 280,736 parameters",
+        f"{SHAPE} rope_theta=10000.0; the tokenizer has 258 ids",
+        "a schedule of 30 steps, 3 of them warmup",
+    ]
+    log = capfd.readouterr().err
+    recorded = [job.folder / "job.toml", job.folder / "checkpoint/step-1/job.toml"]
+    for line in lines:
+        assert f" {line}\n" in log
+    for file in recorded:
+        assert file.read_text().splitlines()[:3] == [f"# {line}" for line in lines]
+        again = load_job(file)
+        assert again == job, "comments do not change the job"
+        assert again.lr_scheduler.warmup_steps == -1
+
+
+def test_config_shows_the_resolved_shape(tmp_path: Path, corpus: Path, capsys) -> None:
+    make_job(tmp_path, corpus)
+    arguments = [
+        "config",
+        str(tmp_path / "job.toml"),
+        "--model.overrides.dim=36",
+        "--lr_scheduler.warmup_steps=-1",
+    ]
+    assert cli.run(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("# llama3 debug with overrides: ")
+    shape = SHAPE.replace("8192", "258").replace("dim=32", "dim=36", 1)
+    assert f"\n# {shape}\n" in out  # n_heads x head_dim is not dim: legal, and there to be seen
+    assert "\n# a schedule of 16 steps, 1 of them warmup\n" in out
+    (tmp_path / "again.toml").write_text(out)
+    assert load_job(tmp_path / "again.toml").model.config.dim == 36
+
+
+@pytest.mark.parametrize("verb", ["train", "config"])
+def test_a_longer_sequence_than_the_model_is_made_for_names_the_override(verb, tmp_path, capsys) -> None:
+    argv = [verb, "debug", f"--job.dump_folder={tmp_path}", "--training.seq_len=4096"]
+    assert cli.run(argv) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(
+        "command line, --training.seq_len: 4096 tokens are more than the 2048 that llama3 debug is made for; "
+        "for a new model, --model.overrides.max_position=4096 allows them\n"
+    )
+    job = load_job("debug", ["--training.seq_len=4096", "--model.overrides.max_position=4096"])
+    assert job.training.seq_len == 4096

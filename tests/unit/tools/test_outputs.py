@@ -1,0 +1,66 @@
+"""Every verb that works for long first finds out whether it can write its result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titanlite import cli
+from titanlite.tools import export, import_weights, migrate, prepare, tokenizer
+
+
+def fail(*args: object, **kwargs: object) -> None:
+    raise AssertionError("the work has begun")
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Starts in tmp_path, where there is a text, and does not survive what takes long."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text\n")
+    for module, name in (
+        (export, "find_checkpoint"), (import_weights, "open_weights"), (migrate, "migrate"),
+        (prepare, "prepare"), (tokenizer, "train_bpe"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, fail)
+
+
+VERBS = {
+    "export": ["export", "run", "OUT"],
+    "import": ["import", "run", "OUT", "debug"],
+    "migrate": ["migrate", "torchtitan.toml", "-o", "OUT"],
+    "prepare": ["prepare", "text.txt", "--output=OUT"],
+    "tokenizer": ["tokenizer", "train", "text.txt", "--output", "OUT"],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_output_that_cannot_be_made_is_refused_before_the_work(
+    verb, no_work, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text\n")
+    (tmp_path / "file").write_text("")
+    assert cli.run([word.replace("OUT", "file/out") for word in VERBS[verb]]) == 2
+    assert "file is no writable directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_output_that_is_there_is_refused_before_the_work(verb, no_work, tmp_path, capsys):
+    (tmp_path / "there").mkdir()
+    assert cli.run([word.replace("OUT", "there") for word in VERBS[verb]]) == 2
+    said = capsys.readouterr().err
+    assert "there exists; choose another" in said or "there is a folder; name the file" in said
+
+
+def test_a_tokenizer_is_written_into_a_new_folder(tmp_path: Path, capsys) -> None:
+    text, output = tmp_path / "text.txt", tmp_path / "new" / "folder" / "mine.tiktoken"
+    text.write_text("a few words, and a few words again\n" * 9)
+    arguments = ["tokenizer", "train", str(text), "--vocab-size", "260", "--output", str(output)]
+    assert cli.run(arguments) == 0
+    assert len(output.read_text().splitlines()) == 260
+    before = output.read_bytes()
+    assert cli.run(arguments) == 0
+    assert output.read_bytes() == before
+    assert [p.name for p in output.parent.iterdir()] == ["mine.tiktoken"]
