@@ -37,9 +37,9 @@ Train from a TOML file, in this process; ./run_train.sh and `titanlite launch` s
 """
 # Keys of torchtitan's files that titanlite does not have; every such file has one of them.
 TORCHTITAN = {
-    "training.dataset", "training.dataset_path", "training.batch_size", "training.data_parallel_degree",
-    "training.compile", "model.tokenizer_path", "model.hf_assets_path", "model.converters",
-    "model.norm_type", "checkpoint.enable_checkpoint", "experimental", "quantize", "fault_tolerance",
+    "training.dataset", "training.dataset_path", "training.batch_size", "training.compile",
+    "model.tokenizer_path", "model.hf_assets_path", "model.converters", "model.norm_type",
+    "checkpoint.enable_checkpoint", "experimental", "quantize", "fault_tolerance",
 }  # fmt: skip
 
 

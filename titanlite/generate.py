@@ -42,6 +42,8 @@ class Generation:
     """Sample from the likeliest tokens only that together have this probability; 1: from all."""
 
     def __post_init__(self) -> None:
+        if self.freq < 0:
+            raise ConfigError(f"{self.freq} is below 0; 0: at the end only", "freq")
         if self.max_new_tokens < 1:
             raise ConfigError(f"{self.max_new_tokens} is below 1", "max_new_tokens")
         if not 0 <= self.temperature < math.inf:

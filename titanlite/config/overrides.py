@@ -72,11 +72,12 @@ def put(tree: dict[str, Any], key: str, value: Any) -> list[str]:
     try:
         for part in parents:
             node = _entry(node, part, make={})
-        old = _entry(node, leaf, make=None)
-        table = _table(value)
-        if table is not None and isinstance(old, dict):
+        old, table = _table(_entry(node, leaf, make=None)), _table(value)
+        index: Any = int(leaf) if isinstance(node, list) else leaf
+        if old is not None and table is not None:
+            node[index] = old
             return [found for k, v in table.items() for found in put(tree, f"{key}.{k}", v)]
-        node[int(leaf) if isinstance(node, list) else leaf] = value
+        node[index] = value
         return [key]
     except IndexError:
         raise ConfigError(

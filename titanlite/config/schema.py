@@ -155,7 +155,7 @@ class _Conversion:
         if kind in ("table", "choice"):
             return self._table(node, plain(value) if isinstance(value, Word) else value, key)
         if isinstance(value, Bare) and kind not in ("bool", "any"):
-            return self._complain(f"needs a value: {EXPECTED.get(kind, _example(node))}", key)
+            return self._complain(f"needs a value: {EXPECTED.get(kind) or _example(node)}", key)
         word = isinstance(value, Word)
         value = str(value) if word and kind == "str" else plain(value)
         if kind == "any":
@@ -232,7 +232,9 @@ def _paths(node: Node, leaf: str, path: str = "") -> Iterator[str]:
 
 
 def _example(node: Node, text: str | None = None) -> str:
-    """How a list with the elements of `text`, or any, is written."""
+    """How a list with the elements of `text`, or any, is written; of a literal, its values."""
+    if node["type"] == "literal":
+        return f"one of {', '.join(map(str, node['values']))}"
     words = [word.strip() for word in (text or "x").strip("[]").split(",")]
     item = node.get("items", {"type": "any"})["type"]
     return f"[{', '.join(words if item in ('int', 'float', 'bool') else map(json.dumps, words))}]"

@@ -156,11 +156,18 @@ class _TiktokenCodec(TextCodec):
 
 def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
     """Token to rank. (tiktoken's own loader keeps a cache on disk by path: an edited one would stay.)"""
-    lines = [line.split() for line in content.splitlines() if line.strip()]
-    try:
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    except ValueError as e:
-        raise ConfigError(f"{path} is not a tiktoken file: {e}", "tokenizer.path") from None
+    lines = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+    ranks = dict[bytes, int]()
+    for number, line in lines:
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            shown = line[:40].decode("utf-8", "backslashreplace")
+            raise ConfigError(
+                f"{path} is not a tiktoken file: line {number} is no token in base64 and its rank: {shown!r}",
+                "tokenizer.path",
+            ) from None
     whole = len(ranks) == len(lines) and sorted(ranks.values()) == list(range(len(lines)))
     if not whole or not all(bytes([b]) in ranks for b in range(256)):
         raise ConfigError(

@@ -223,6 +223,37 @@ def test_an_override_may_replace_a_whole_list_of_tables(load):
     assert load(text, '--herd=[{ name = "cat", color = "blue" }]').herd == [Cat(color="blue")]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--garden={size=2}"], Garden(size=2, label="front", plants=["a"])),
+        (["--garden={ label = 'x', plants = ['b'] }"], Garden(size=5, label="x", plants=["b"])),
+        (["--garden={size=2}", "--garden.size=3"], Garden(size=3, label="front", plants=["a"])),
+        (["--garden.size=3", "--garden={size=2}"], Garden(size=2, label="front", plants=["a"])),
+        (["--garden.notes={ x = { y = 1 } }", "--garden.notes={ x = { z = 2 } }"],
+         Garden(size=5, label="front", plants=["a"], notes={"x": {"y": 1, "z": 2}})),
+        (["--garden.label={size=2}"], Garden(size=5, label="{size=2}", plants=["a"])),
+    ],
+)  # fmt: skip
+def test_a_table_is_merged_into_the_section(load, arguments, expected):
+    text = "[garden]\nsize = 5\nlabel = 'front'\nplants = ['a']\n"
+    assert load(text + PET, *arguments).garden == expected
+
+
+def test_a_table_without_a_section_in_the_file_takes_further_keys(load):
+    assert load(PET, "--garden={size=2}", "--garden.slope=1").garden == Garden(size=2, slope=1.0)
+
+
+def test_a_mistake_in_a_merged_table_is_the_command_lines(complaint):
+    text = "[garden]\nsize = 5\n" + PET
+    assert complaint(text, "--garden={size='x'}").startswith(
+        "command line, --garden.size: expected an integer, got 'x'"
+    )
+    assert complaint(text + "[guard]\nlegs = 'x'\n", "--guard={loudness=1}").startswith(
+        "farm.toml:7: guard.legs:"
+    )
+
+
 def test_a_table_on_the_command_line_is_toml(load):
     assert load(PET, '--pet={ name = "cat", color = "blue" }').pet == Cat(color="blue")
 

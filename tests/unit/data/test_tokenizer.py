@@ -203,6 +203,16 @@ CORRUPT = {
 }
 
 
+def test_a_line_that_is_no_token_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "page.tiktoken"
+    path.write_bytes(lines(ALL_BYTES) + CORRUPT["a web page"])
+    with pytest.raises(ConfigError) as e:
+        Tiktoken(path=str(path)).build()
+    assert str(e.value) == (
+        f"{path} is not a tiktoken file: line 257 is no token in base64 and its rank: '<!DOCTYPE html>'"
+    )
+
+
 @pytest.mark.parametrize("case", CORRUPT)
 def test_a_file_that_is_no_tokenizer(tmp_path: Path, case: str) -> None:
     path = tmp_path / "a.tiktoken"

@@ -1,0 +1,205 @@
+"""Pins the table of keys: what is made of classes says the same as the classes; all mistakes of a tree are
+found in one pass; and what modules yet to be imported may add is left for later, but nothing else is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from titanlite.config import toml
+from titanlite.config.component import Component, ConfigError
+from titanlite.config.schema import Node, convert, describe
+from titanlite.tools.torchtitan import ERAS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool(Component):
+    """A kind."""
+
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saw(Tool, name="saw"):
+    """A choice with a required key."""
+
+    teeth: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """The section that names modules."""
+
+    imports: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A section."""
+
+    height: int = 90
+    wood: Literal["oak", "pine"] = "oak"
+    open: bool = True
+    limit: float | None = None
+    sizes: tuple[int, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.height < 0:
+            raise ConfigError(f"{self.height} is below 0", "height")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shop:
+    """The schema of these tests."""
+
+    job: Info = field(default_factory=Info)
+    bench: Bench = field(default_factory=Bench)
+    tool: Tool = field(default_factory=lambda: Saw(teeth=9))
+    spares: list[Tool] = field(default_factory=list)
+    shelf: Bench = field(default_factory=Bench)
+
+
+@pytest.fixture
+def table() -> Node:
+    """The schema as it comes from a file."""
+    return json.loads(json.dumps(describe(Shop, docs=True)))
+
+
+def complaints(table: Node, *overrides: str, **options: bool) -> list[tuple[str, str]]:
+    """Key and message of every mistake in what a command line says."""
+    _, errors = convert(table, toml.read(None, overrides)[0], **options)
+    return [(error.key, str(error)) for error in errors]
+
+
+def test_a_table_says_what_the_classes_say(table):
+    bench = table["keys"]["bench"]["keys"]
+    assert bench["height"] == {"type": "int", "default": "90", "doc": ""}
+    assert bench["wood"] == {"type": "literal", "values": ["oak", "pine"], "default": '"oak"', "doc": ""}
+    assert bench["limit"] == {"type": "float", "optional": True, "doc": ""}
+    assert table["keys"]["tool"]["default"] == "saw"
+    assert table["keys"]["tool"]["choices"]["saw"]["keys"]["teeth"]["required"]
+    without_docs = describe(Shop)
+    assert convert(without_docs, {}) == convert(table, {})
+
+
+def test_every_mistake_is_found_in_one_pass(table):
+    wrong = [
+        "--bench.heigth=1",
+        "--bench.wood=oka",
+        "--tool.name=swa",
+        "--spares=[{ name = 'saw' }]",
+        "--x=1",
+    ]
+    assert complaints(table, *wrong) == [
+        (
+            "bench.heigth",
+            "unknown key 'heigth'; did you mean 'height'? (known: height, limit, notes, open, sizes, wood)",
+        ),
+        ("bench.wood", "'oka' is not allowed; did you mean 'oak'? (known: oak, pine)"),
+        ("tool.name", "unknown tool 'swa'; did you mean 'saw'? (known: saw)"),
+        ("spares.0", "missing required key 'teeth'"),
+        ("x", "unknown key 'x' (known: bench, job, shelf, spares, tool)"),
+    ]
+
+
+def test_a_report_has_a_line_for_each_in_the_order_of_the_file_then_of_the_command_line(tmp_path):
+    path = tmp_path / "shop.toml"
+    path.write_text("[tool]\nname = 'saw'\nteeth = 1.5\n[bench]\nopen = 'no'\n")
+    with pytest.raises(ConfigError) as e:
+        toml.build(Shop, *toml.read(path, ["--bench.height=x"]))
+    assert str(e.value).splitlines() == [
+        f"{path}:3: tool.teeth: expected an integer, got 1.5",
+        f"{path}:5: bench.open: expected true or false, got 'no'",
+        "command line, --bench.height: expected an integer, got 'x'",
+    ]
+    assert [error.key for error in e.value.errors] == ["tool.teeth", "bench.open", "bench.height"]
+
+
+def test_what_classes_refuse_is_reported_together_too():
+    overrides = ["--bench.height=-1", "--shelf.height=-2"]
+    with pytest.raises(ConfigError) as e:
+        toml.build(Shop, *toml.read(None, overrides))
+    assert str(e.value).splitlines() == [
+        "command line, --bench.height: -1 is below 0",
+        "command line, --shelf.height: -2 is below 0",
+    ]
+
+
+def test_what_imports_may_add_is_left_for_later_and_nothing_else(table):
+    wrong = ["--tool.name=hammer", "--tool.length=x", "--spares.0.name=axe", "--bench.heigth=1"]
+    found = complaints(table, *wrong, choices_follow=True)
+    assert [key for key, _ in found] == ["bench.heigth"]
+    found = complaints(table, "--tool.name=saw", "--tool.length=1", "--tool.teeth=2", choices_follow=True)
+    assert [key for key, _ in found] == ["tool.length"], "a choice that is known"
+
+
+@pytest.mark.parametrize(("imports", "keys"), [(["m"], ["bench.x"]), ([], ["tool.name", "bench.x"])])
+def test_a_check_leaves_choices_to_a_tree_that_imports(table, imports, keys):
+    tree = {"job": {"imports": imports}, "tool": {"name": "hammer"}, "bench": {"x": 1}}
+    with pytest.raises(ConfigError) as e:
+        toml.check(table, tree, toml.read(None)[1])
+    assert [error.key for error in e.value.errors] == keys
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--bench.height", "needs a value: an integer"),
+        ("--bench.wood", "needs a value: one of oak, pine"),
+        ("--bench.height=1e3", "expected an integer, got 1000.0; write 1000"),
+        ("--bench.height='90'", "expected an integer, got '90'; write 90"),
+        ("--bench.limit=.001", "expected a number, got '.001'; write 0.001"),
+        ("--bench.sizes=3,4", "expected a list, got '3,4'; write --bench.sizes='[3, 4]'"),
+        ("--bench.sizes=3", "expected a list, got 3; write --bench.sizes='[3]'"),
+        ("--job.imports=[a,b]", "expected a list, got '[a,b]'; write --job.imports='[\"a\", \"b\"]'"),
+        (
+            "--spares.name=saw",
+            "expected a list of tables: [[spares]] in a file, --spares.0.KEY=... on the command line",
+        ),
+        (
+            "--teeth=3",
+            "unknown key 'teeth'; did you mean 'tool.teeth'? (known: bench, job, shelf, spares, tool)",
+        ),
+        ("--wood=oak", "unknown key 'wood'; did you mean 'bench.wood' or 'shelf.wood'? (known: bench, job, "),
+        ("--bench.teeth=3", "unknown key 'teeth'; did you mean 'tool.teeth'? (known: height, limit, "),
+    ],
+)
+def test_messages_say_what_to_write(table, override, message):
+    ((_, found),) = complaints(table, override)
+    assert found.startswith(message)
+
+
+def test_hints_for_a_file_are_in_its_syntax(table):
+    tree = {"bench": [{"height": 1}], "job": {"imports": "a"}, "tool": {"teeth": 3.0}}
+    assert [str(error) for error in convert(table, tree)[1]] == [
+        "expected a table, got [{'height': 1}]; write [bench], with one bracket",
+        "expected a list, got 'a'; write [\"a\"]",
+        "expected an integer, got 3.0; write 3",
+    ]
+
+
+def test_true_and_false_are_taken_as_people_write_them_on_the_command_line():
+    for text, value in (("True", True), ("False", False), ("true", True), ("false", False)):
+        shop = toml.build(Shop, *toml.read(None, [f"--bench.open={text}", f"--bench.notes.x={text}"]))
+        assert (shop.bench.open, shop.bench.notes) == (value, {"x": value})
+
+
+def test_the_keys_that_tell_a_torchtitan_file_are_such_keys():
+    from titanlite.commands import TORCHTITAN
+    from titanlite.job import Job
+
+    theirs = [key for era in ERAS.values() for part in vars(era).values() for key in part]
+    for key in TORCHTITAN:
+        assert any(known == key or known.startswith(f"{key}.") for known in theirs), key
+        tree: dict[str, Any] = {}
+        *parents, leaf = key.split(".")
+        node = tree
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[leaf] = {}
+        assert key in {error.key for error in convert(describe(Job), tree)[1]}, f"{key} is titanlite's, too"
