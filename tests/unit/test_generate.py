@@ -162,8 +162,8 @@ def test_temperature_0_takes_the_likeliest() -> None:
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        ({"freq": -1}, "freq"), ({"top_p": 0.0}, "top_p"), ({"top_p": 1.1}, "top_p"), ({"top_p": math.nan}, "top_p"),
-        ({"top_k": -1}, "top_k"), ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"), ({"top_p": 1.1}, "top_p"), ({"top_p": math.nan}, "top_p"),
+        ({"top_k": -1}, "top_k"), ({"temperature": -0.1}, "temperature"), ({"freq": -1}, "freq"),
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": math.inf}, "temperature"), ({"max_new_tokens": 0}, "max_new_tokens"),
     ],

@@ -94,7 +94,7 @@ def _hint(line: str) -> str:
         return f": write {key} = {value.lower()}"
     if number := re.fullmatch(r"([+-]?)(\d*)\.(\d*)", value):
         whole = f"{number[1]}{number[2] or 0}.{number[3] or 0}"
-        return f": a number needs digits before and after its point; write {key} = {whole}"
+        return f": a number needs digits on both sides of its point; write {key} = {whole}"
     if re.fullmatch(r"[A-Za-z_/~.][^\"'\[\]{},]*", value):
         return f": a string needs quotes; write {key} = {json.dumps(value)}"
     return ""

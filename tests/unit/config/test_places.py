@@ -15,8 +15,9 @@ from titanlite.config.component import ConfigError
     [
         ("[a]\nx = None", "2: not valid TOML: Invalid value: TOML has no None; leave the key out"),
         ("x = null  # later", "1: not valid TOML: Invalid value: TOML has no null; leave the key out"),
-        ("x = .001", "1: not valid TOML: Invalid value: a number needs digits before and after its point; write x = 0.001"),
-        ("x = -.5 # half", "1: not valid TOML: Invalid value: a number needs digits before and after its point; write x = -0.5"),
+        ("x = .001", "1: not valid TOML: Invalid value: a number needs digits on both sides of its point"),
+        ("x = .001", "its point; write x = 0.001"),
+        ("x = -.5 # half", "write x = -0.5"),
         ("x = 5.", "write x = 5.0"),
         ("x = True", "1: not valid TOML: Invalid value: write x = true"),
         ("x = FALSE", "1: not valid TOML: Invalid value: write x = false"),

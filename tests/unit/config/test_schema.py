@@ -196,7 +196,7 @@ def test_the_keys_that_tell_a_torchtitan_file_are_such_keys():
     theirs = [key for era in ERAS.values() for part in vars(era).values() for key in part]
     for key in TORCHTITAN:
         assert any(known == key or known.startswith(f"{key}.") for known in theirs), key
-        tree: dict[str, Any] = {}
+        tree: dict[str, Any] = {"model": {"name": "llama3"}}
         *parents, leaf = key.split(".")
         node = tree
         for part in parents:
