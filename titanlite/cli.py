@@ -22,7 +22,7 @@ from contextlib import nullcontext, suppress
 
 from titanlite import commands
 from titanlite.config.component import ConfigError
-from titanlite.log import printable
+from titanlite.log import printable, tell
 from titanlite.signals import Stopped, signals
 
 # Refusals of the operating system that a restart would meet again, and what helps. Others, such as an I/O
@@ -55,10 +55,10 @@ def run(argv: Sequence[str]) -> int:
         return _dispatch(argv)
     except Stopped as stopped:
         if _speaks():
-            _tell(stopped)
+            tell(stopped)
         return stopped.exit_code
     except KeyboardInterrupt:
-        _tell("interrupted")
+        tell("interrupted")
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and not _reader_is_there():
@@ -68,10 +68,10 @@ def run(argv: Sequence[str]) -> int:
             _print(traceback.format_exc())
         else:
             if _speaks():
-                _tell(_reason(error))
+                tell(_reason(error))
             else:  # most such errors are all ranks', and then this one is ended while it waits
                 time.sleep(2)
-                _tell(f"local rank {sys.modules['titanlite.runtime'].local_rank()}: {_reason(error)}")
+                tell(f"local rank {sys.modules['titanlite.runtime'].local_rank()}: {_reason(error)}")
         return code
 
 
@@ -102,7 +102,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         raise ConfigError(complaint)
     trains = name in ("train", "launch")
     if name == "launch" and sys.stderr.isatty():
-        _tell("starting (importing PyTorch takes some seconds)")
+        tell("starting (importing PyTorch takes some seconds)")
     with signals() if trains else nullcontext():  # a stop is heard from here on
         return importlib.import_module(verb.module).main(words)
 
@@ -123,11 +123,6 @@ def _reason(error: Exception) -> str:
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         return f"{where}{error.strerror}{REFUSALS[error.errno]}"
     return str(error)
-
-
-def _tell(what: object) -> None:
-    """A line for the user, or one for each line of a report."""
-    _print("".join(f"titanlite: {line}\n" for line in str(what).split("\n")))
 
 
 def _print(text: str) -> None:

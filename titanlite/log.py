@@ -9,6 +9,7 @@ import logging
 import re
 import sys
 import warnings
+from contextlib import suppress
 
 # Control characters but newline and tab, invisible changes of direction, and halves of characters.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -34,6 +35,14 @@ def printable(text: object) -> str:
     """The text with control characters as `\\x1b`: what comes from files, or from a model, must not steer the
     terminal. Newlines and tabs stay."""
     return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+def tell(what: object) -> None:
+    """Print a line for the user, or one for each line of a report, to standard error, whether or not anybody
+    is left to read it."""
+    lines = "".join(f"titanlite: {line}\n" for line in printable(what).split("\n"))
+    with suppress(OSError):
+        print(lines, end="", file=sys.stderr, flush=True)
 
 
 class _Formatter(logging.Formatter):

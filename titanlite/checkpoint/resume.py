@@ -8,6 +8,7 @@ import json
 import os
 import re
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,8 @@ class Candidate(NamedTuple):
     seal: str
 
 
+MAX_LISTED = 10  # runs in one message
+NO_RUN = re.compile(r"\.|(bad|abandoned|step)-")  # folders in which no run is looked for
 Fault = tuple[Path, str]  # a committed checkpoint and why it cannot be used
 
 
@@ -205,16 +208,39 @@ def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
             return [(commit.read_manifest(path)["step"], path)]
         except (ValueError, KeyError) as e:
             raise CheckpointError(f"{path} is damaged: its manifest cannot be trusted: {e}") from None
-    aside = re.compile(r"\.|(bad|abandoned|step)-")
-    for folder in (path, *sorted(p for p in path.rglob("*") if p.is_dir())):
-        if any(aside.match(part) for part in folder.relative_to(path).parts):
+    folders = list(_checkpoint_folders(path))
+    if not folders:
+        raise ConfigError(f"{path} holds no checkpoint: give a run folder, or one of its step-N folders")
+    if len(folders) > 1:
+        more = f", ... ({len(folders) - MAX_LISTED} more)" if len(folders) > MAX_LISTED else ""
+        listed = ", ".join(map(str, sorted(folders)[:MAX_LISTED])) + more
+        raise ConfigError(f"{path} holds the checkpoints of {len(folders)} runs; give one of them: {listed}")
+    if found := _saved(folders[0]):
+        return found
+    bad = commit.set_aside_before(folders[0])
+    raise CheckpointError(f"{folders[0]} holds only checkpoints that are quarantined: {bad[-1].name}, ...")
+
+
+def _checkpoint_folders(path: Path) -> Iterator[Path]:
+    """The folders at and below `path` with checkpoints of titanlite's, good or quarantined."""
+    if _saved(path) or commit.set_aside_before(path):
+        yield path
+    try:
+        below = sorted((e for e in os.scandir(path) if e.is_dir()), key=lambda e: e.name)
+    except OSError:  # not ours to read
+        return
+    for entry in below:
+        if NO_RUN.match(entry.name):
             continue
-        exports = {p for p in folder.glob("step-*") if (p / "config.json").exists()}  # Hugging Face's
-        if found := [(step, p) for step, p in commit.committed(folder) if p not in exports]:
-            return found
-        if bad := commit.set_aside_before(folder):
-            raise CheckpointError(f"{folder} holds only checkpoints that were set aside: {bad[-1].name}, ...")
-    raise ConfigError(f"{path} holds no checkpoint: give a run folder, or one of its step-N folders")
+        if not entry.is_symlink():
+            yield from _checkpoint_folders(Path(entry.path))
+        elif _saved(Path(entry.path)):  # a checkpoint folder on another disk; no other link is followed
+            yield Path(entry.path)
+
+
+def _saved(folder: Path) -> list[tuple[int, Path]]:
+    """The committed checkpoints in a folder; Hugging Face's exports have the same names."""
+    return [(step, path) for step, path in commit.committed(folder) if not (path / "config.json").exists()]
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -3,8 +3,9 @@ titanlite checkpoint verify DIR [DIR ...]     hash every file, look for values t
                                               code 3 if a checkpoint is bad
 titanlite checkpoint show DIR [--tensors]     what is in the newest: state, recipe, files, tensors
 
-DIR is a run folder, its checkpoint folder, or one step-N folder. To keep a checkpoint for good, put an empty
-file step-N.keep beside it; to go back to one, train with --checkpoint.load_step=N.
+DIR is a run folder, its checkpoint folder, or one step-N folder; a folder with several runs is refused. To
+keep a checkpoint for good, put an empty file step-N.keep beside it; to go back to one, train with
+--checkpoint.load_step=N.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def _list(paths: list[Path]) -> int:
     found = checkpoints_below(paths[0])
     faults = {path: commit.fault(path, step) for step, path in found}
     newest = next((path for _, path in reversed(found) if not faults[path]), None)  # what a run goes on from
+    print(found[0][1].parent)
     print(f"{'step':>10}  {'saved at':25}  {'size':>10}  {'ranks':>5}  ")
     for step, path in found:
         notes = ["kept by step-N.keep"] if commit.is_pinned(path) else []
@@ -62,11 +64,11 @@ def _list(paths: list[Path]) -> int:
             print(f"{path.name}: being written, or left by a killed run; the next start removes it")
         elif path.name.startswith("bad-"):
             print(
-                f"{path.name}: set aside at a start, because it was damaged; delete it when you have looked"
+                f"{path.name}: quarantined at a start, because it was damaged; delete it when you have looked"
             )
         elif path.name.startswith("abandoned-"):
             steps = ", ".join(str(step) for step, _ in commit.committed(path))
-            print(f"{path.name}: steps {steps}, left behind when the run went back with load_step")
+            print(f"{path.name}: steps {steps}, archived when the run went back with load_step, or restarted")
     return 0
 
 

@@ -15,7 +15,7 @@ from titanlite.checkpoint.weights import Exchange, check_tokenizer
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
 from titanlite.job import check_new, load_recorded_job
-from titanlite.log import set_up_logging
+from titanlite.log import set_up_logging, tell
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     check_tokenizer(weights, codec, why)
     exchange = Exchange(job.model, codec)
     dtype = DTYPES.get(options.dtype)
+    tell(f"using {path}")
     size = write_directory(weights, options.target, exchange, dtype, size_limit, options.keep_padding)
     print(f"{options.target}: {job.model.name} {job.model.flavor} from {path}, {gib(size)}")
     return 0

@@ -24,7 +24,7 @@ from titanlite.data.huggingface import HuggingFace
 from titanlite.data.tokenizer import TextCodec
 from titanlite.generate import CachedRows, Generation, before_any, next_tokens
 from titanlite.job import load_recorded_job
-from titanlite.log import set_up_logging
+from titanlite.log import set_up_logging, tell
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.hf_config import read_family
 from titanlite.runtime import pick_device
@@ -32,9 +32,10 @@ from titanlite.runtime import pick_device
 
 @dataclass(frozen=True)
 class Source:
-    """A model with what its text is made of. `encode`: the ids that a prompt is to the model; `ends`: ids
-    that end a text."""
+    """A model with what its text is made of. `path`: the directory it was read from. `encode`: the ids that a
+    prompt is to the model; `ends`: ids that end a text."""
 
+    path: Path
     net: Decoder
     codec: TextCodec
     encode: Callable[[str], list[int]]
@@ -92,6 +93,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--{str(e.key).replace('_', '-')}: {e}") from None
     set_up_logging(rank=0, verbose=False)
     source = open_source(options.path, pick_device(), options.allow_imports)
+    tell(f"using {source.path}")
     if len(prompts) == 1:
         made = source.continuations(prompts, config, options.seed)
         _write_as_it_comes(prompts[0], (source.text(ids) for (ids,) in made))
@@ -136,7 +138,7 @@ def open_source(path: Path, device: torch.device, allow_imports: bool) -> Source
     def encode(prompt: str) -> list[int]:
         return [codec.bos, *codec.encode(prompt)]  # as the documents it has learned from
 
-    return Source(net, codec, encode, codec.stop_ids, job.model.max_position, device)
+    return Source(path, net, codec, encode, codec.stop_ids, job.model.max_position, device)
 
 
 def _open_hugging_face(path: Path, device: torch.device) -> Source:
@@ -149,7 +151,7 @@ def _open_hugging_face(path: Path, device: torch.device) -> Source:
         )
     weights = open_hugging_face(path, family)
     net = _load(weights, family, device)
-    return Source(net, codec, codec.encode_framed, codec.stop_ids, family.config.max_position, device)
+    return Source(path, net, codec, codec.encode_framed, codec.stop_ids, family.config.max_position, device)
 
 
 def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decoder:

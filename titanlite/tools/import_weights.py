@@ -16,7 +16,7 @@ from titanlite.checkpoint.initial import TO_CHANGE_IT, open_weights
 from titanlite.checkpoint.weights import Exchange, check_tokenizer
 from titanlite.commands import parser
 from titanlite.job import check_new, load_job
-from titanlite.log import set_up_logging
+from titanlite.log import set_up_logging, tell
 from titanlite.tools.export import parse_size
 
 
@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     exchange = Exchange(job.model, job.tokenizer.build())
     check_tokenizer(weights, exchange.codec, TO_CHANGE_IT)
     tell_generation(weights, exchange.codec)
+    tell(f"using {weights.path}")
     size = write_directory(
         weights, options.target, exchange, DTYPES.get(options.dtype), size_limit, keep_padding=True
     )

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs import make_job
 from tests.unit.checkpoint.test_checkpointer import Parts, open_run, save_steps
 from titanlite import cli
 from titanlite.checkpoint import commit
 from titanlite.config.component import ConfigError
 from titanlite.tools import checkpoint
+from titanlite.train import train
 
 
 @pytest.fixture
@@ -47,7 +49,8 @@ def output(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> 
 def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoint/step-1.keep").touch()
     for path in (run, run / "checkpoint"):
-        header, *lines = output(capsys, "list", path)
+        where, header, *lines = output(capsys, "list", path)
+        assert where == str(run / "checkpoint")
         assert header.split() == ["step", "saved", "at", "size", "ranks"]
         pattern = r" +(\d+)  \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00 +0\.0 MiB +1(?:  )?(.*)"
         matches = [re.fullmatch(pattern, line) for line in lines]
@@ -56,7 +59,7 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
             ("2", ""),
             ("3", "newest"),
         ]
-    assert "newest" in output(capsys, "list", run / "checkpoint/step-2")[1]
+    assert "newest" in output(capsys, "list", run / "checkpoint/step-2")[2]
 
 
 def test_list_tells_what_else_is_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,10 +68,10 @@ def test_list_tells_what_else_is_there(run: Path, capsys: pytest.CaptureFixture[
     open_run(run).close()
     flip(folder / "step-2/manifest.json")
     (folder / ".partial-step-9").mkdir()
-    lines = output(capsys, "list", run)
+    lines = output(capsys, "list", run)[1:]
     assert lines[2].startswith("         2  BAD: its manifest cannot be trusted: ")
     assert lines[3] == ".partial-step-9: being written, or left by a killed run; the next start removes it"
-    assert lines[4].startswith("bad-step-3-0: set aside at a start, because it was damaged")
+    assert lines[4].startswith("bad-step-3-0: quarantined at a start, because it was damaged")
 
 
 def test_list_tells_of_a_run_that_went_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,9 +79,76 @@ def test_list_tells_of_a_run_that_went_back(run: Path, capsys: pytest.CaptureFix
     back = open_run(run, load_step=1)
     back.load(parts.net, parts.optimizer, parts.state)
     back.close()
-    assert output(capsys, "list", run)[2:] == [
-        "abandoned-0: steps 2, 3, left behind when the run went back with load_step"
+    assert output(capsys, "list", run)[3:] == [
+        "abandoned-0: steps 2, 3, archived when the run went back with load_step, or restarted"
     ]
+
+
+# ---- a folder with several runs
+
+
+@pytest.fixture
+def several(run: Path) -> Path:
+    """A folder with the runs `run`, `deep/other` and `only bad`, and what is no run."""
+    outputs = run.parent
+    save_steps(outputs / "deep/other", 1)[1].close()
+    (outputs / "only bad/checkpoint/bad-step-1-0").mkdir(parents=True)
+    shutil.copytree(run / "checkpoint/step-1", run / "checkpoint/abandoned-0/step-1")
+    (outputs / "run/hf/step-3").mkdir(parents=True)
+    (outputs / "run/hf/step-3/config.json").touch()
+    (outputs / "latest").symlink_to(run)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["checkpoint", "list", "DIR"],
+        ["checkpoint", "show", "DIR"],
+        ["checkpoint", "verify", "DIR/run", "DIR"],
+        ["generate", "DIR", "--prompt=a"],
+        ["export", "DIR", "DIR/hf"],
+    ],
+    ids=lambda argv: " ".join(argv[:2]),
+)
+def test_a_folder_with_several_runs_is_refused(
+    several: Path, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    assert cli.run([word.replace("DIR", str(several)) for word in argv]) == 2
+    out, err = capsys.readouterr()
+    runs = [several / name / "checkpoint" for name in ("deep/other", "only bad", "run")]
+    listed = ", ".join(map(str, runs))
+    assert err == (f"titanlite: {several} holds the checkpoints of 3 runs; give one of them: {listed}\n")
+    assert out == ""
+    assert not (several / "hf").exists()
+
+
+def test_initial_weights_from_a_folder_with_several_runs_are_refused(several: Path, corpus: Path) -> None:
+    job = make_job(several / "new", corpus, f"--checkpoint.initial_load_path={several}")
+    with pytest.raises(ConfigError, match="holds the checkpoints of 3 runs; give one of them: ") as error:
+        train(job)
+    assert error.value.key == "checkpoint.initial_load_path"
+    assert not job.folder.exists()
+
+
+def test_of_many_runs_the_first_are_listed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i in range(12):
+        shutil.copytree(run / "checkpoint/step-1", run.parent / f"many/{i:02}/checkpoint/step-1")
+    (line,) = output(capsys, "list", run.parent / "many", code=2)
+    assert line.endswith(f"{run.parent}/many/09/checkpoint, ... (2 more)")
+    assert "12 runs" in line
+
+
+def test_one_run_below_stands_for_itself(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, steps in (("run", [1, 2, 3]), ("deep", [1])):
+        header = output(capsys, "list", several / name)
+        assert [int(line.split()[0]) for line in header[2:] if line.startswith(" ")] == steps
+    assert output(capsys, "show", several / "latest")[0] == str(several / "latest/checkpoint/step-3")
+    shutil.move(several / "run/checkpoint", several / "disk")  # on another disk, and linked to
+    (several / "run/checkpoint").symlink_to(several / "disk")
+    assert output(capsys, "show", several / "run")[0] == str(several / "run/checkpoint/step-3")
+    (line,) = output(capsys, "show", several / "only bad", code=3)
+    assert "holds only checkpoints that are quarantined: bad-step-1-0" in line
 
 
 # ---- verify
@@ -152,7 +222,7 @@ def test_verify_tells_a_renamed_checkpoint(run: Path, capsys: pytest.CaptureFixt
 def test_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "\n".join(output(capsys, "show", run))
     path = run / "checkpoint/step-3"
-    assert text.startswith(f"{path}\n  step                 3\n  rows                 24\n")
+    assert text.startswith(f"{path}\n  step                 3\n  sequences            24\n")
     values = dict(re.findall(r"^  (\S+) +(.*)$", text, re.MULTILINE))
     assert (values["tokens"], values["global_batch_size"]) == ("240", "8")
     assert (values["ranks"], values["model.dim"]) == ("1", "4")

@@ -52,7 +52,9 @@ def test_any_step_is_exported_offline(run: Job, tmp_path: Path, capsys) -> None:
             cli.run(["export", str(source), str(target), "--dtype", "float32", "--max-shard-size", "20KB"])
             == 0
         )
-        assert f"{target}: llama3 debug from " in capsys.readouterr().out
+        said = capsys.readouterr()
+        assert f"{target}: llama3 debug from " in said.out
+        assert said.err.startswith(f"titanlite: using {run.folder}/checkpoint/step-{step}\n")
         ours, theirs = trained(run, step), tensors_in(target)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
