@@ -6,11 +6,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.recipe import differences, spell
 from titanlite.checkpoint.state import TrainState
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
@@ -60,7 +63,51 @@ def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> N
             f"this run takes {before} rows a step; global_batch_size = -1 would make it {rows} here: "
             f"set --training.global_batch_size={before} to keep it, or ={rows} to change it"
         )
-    logger.info(f"the global batch changes from {before} to {rows} rows")
+
+
+# Keys that change nothing that is trained or reported, and those that the recipe is compared for.
+LOCAL = (
+    "job.", "checkpoint.", "comm.", "metrics.", "profiling.", "generation.", "model.", "tokenizer.",
+    "data.sources.", "data.cache_dir", "data.num_workers", "data.verify", "training.gc_freq",
+)  # fmt: skip
+SCHEDULE = ("lr_scheduler.", "optimizer.lr", "training.steps")
+
+
+def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
+    """Log a line for each key that differs from the job of the checkpoint that the run goes on from."""
+    path, train = checkpoints.resumed_from, checkpoints.resumed
+    if path is None or train is None or rt.rank > 0:
+        return
+    saved, then = recorded_job(path / "job.toml")
+    now, step = toml.as_tree(job), train["step"]
+    saved.setdefault("training", {})["global_batch_size"] = train["global_batch_size"]
+    now["training"]["global_batch_size"] = rt.plan.rows  # of -1: the number that it stands for
+    changes = [("ranks", commit.read_manifest(path)["ranks"], rt.world_size)]
+    changes += [change for change in differences(saved, now) if not change[0].startswith(LOCAL)]
+    lr = (learning_rate(then, step), learning_rate(job, step)) if then else (None, None)
+    for key, before, after in changes:
+        if before == after:
+            continue
+        line = f"changed since step {step}: {key} {spell(before)} -> {spell(after)}"
+        if key.startswith(SCHEDULE) and lr[0] != lr[1]:
+            line += ", learning rate at this step {:.2e} -> {:.2e}".format(*lr)
+        logger.info(line)
+
+
+def recorded_job(path: Path) -> tuple[dict[str, Any], Job | None]:
+    """The resolved tree of a recorded job.toml, and the job itself unless a key or a component of it is not
+    known here. Imports nothing: a component from outside is known if this job imports it, too."""
+    tree, locator = toml.read(path)
+    try:
+        job = toml.build(Job, tree, locator)
+    except ConfigError:
+        return tree, None
+    return toml.as_tree(job), job
+
+
+def learning_rate(job: Job, step: int) -> float:
+    """The learning rate that a job has at a step."""
+    return job.optimizer.lr * job.lr_scheduler.factor(step, job.training.steps)
 
 
 def resolved(job: Job, size: int, num_ids: int | None) -> list[str]:
