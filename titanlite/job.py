@@ -205,13 +205,15 @@ class Job:
                 "activation_checkpoint.selective_ac_option",
             )
 
-    def recipe(self, data: dict[str, Any]) -> dict[str, Any]:
+    def recipe(self, data: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
         """What a run that continues this one must share, under the names of the keys that set it: the model's
-        shape, the loss, and `data`, Rows.recipe."""
+        shape, the loss, and `data`, Rows.recipe. `sources`: Rows.names, for what is said of a difference."""
         training = {key: data[key] for key in ("seed", "seq_len")}
         data = {key: value for key, value in data.items() if key not in training}
         model = {"name": self.model.name, **toml.as_tree(self.model.config)}
-        return {"model": model, "loss": self.loss.objective, "training": training, "data": data}
+        names = {"tokenizer": self.tokenizer.label, "sources": sources}
+        recipe = {"model": model, "loss": self.loss.objective, "training": training, "data": data}
+        return recipe | {"names": names}
 
 
 def check_writable(folder: Path, key: str) -> None:

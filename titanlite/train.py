@@ -46,6 +46,7 @@ from titanlite.startup import (
     check_global_batch,
     describe,
     flops_of,
+    log_changes,
     memory_settings,
     record,
     resolved,
@@ -142,7 +143,7 @@ def build(job: Job, rt: Runtime) -> Run:
 
     with rt.rank_zero_first():
         rows = job.data.build(codec, seq_len=job.training.seq_len, seed=job.training.seed)
-    recipe = job.recipe(rows.recipe)
+    recipe = job.recipe(rows.recipe, rows.names)
     rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))
     # Opening the checkpoints refuses a folder that holds another recipe's run, before it is written to.
     text, exchange = annotated(job, about), Exchange(job.model, codec)
@@ -164,6 +165,7 @@ def build(job: Job, rt: Runtime) -> Run:
     loader = SequenceLoader(rows, order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
     loader.load_state_dict({"sequences": state.sequences})
 
+    log_changes(job, rt, checkpoints)
     record(job, rt, rows, state, checkpoints)
     sinks = job.metrics.sinks(job.folder, state.step, job.training.steps) if rt.rank == 0 else []
     peak = peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None

@@ -9,18 +9,23 @@ losses within 1e-5.
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.jobs import make_job, metrics_of, write_corpus
+from titanlite import startup
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import TrainState, model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
+from titanlite.optim.base import Optimizer
 from titanlite.tools import generate
 from titanlite.train import train
 
@@ -253,30 +258,169 @@ def test_packed_and_masked_rows_resume_and_cross_layouts(
 
 BPE = Path(__file__).resolve().parents[2] / "assets" / "tokenizer" / "stdlib.tiktoken"
 CHANGES = {
-    "training.seq_len": ["--training.seq_len=16"],
-    "data.packing": ["--data.packing=best_fit"],
-    "data.mask_documents": ["--data.mask_documents=true"],
-    "data.holdout_rows": ["--data.holdout_rows=11"],
-    "training.seed": ["--training.seed=8"],
-    "data.sources": ["--data.sources.1.weight=2"],
-    "data.tokenizer": [
+    "training.seq_len was 32, is 16": ["--training.seq_len=16"],
+    'data.packing was "chunk", is "best_fit"': ["--data.packing=best_fit"],
+    "data.mask_documents was false, is true": ["--data.mask_documents=true"],
+    "data.holdout_rows was 10, is 11": ["--data.holdout_rows=11"],
+    "training.seed was 0, is 8": ["--training.seed=8"],
+    "text CORPUS/a.jsonl was 75% of the sequences, is 60%": ["--data.sources.1.weight=2"],
+    "text CORPUS/b.txt was 25% of the sequences, is no source now": [
+        "--data.sources.1.path=['CORPUS/a.jsonl', 'CORPUS/b.txt']"
+    ],
+    f"the tokenizer was bytes, is tiktoken {BPE}": [
         f"--tokenizer={{name = 'tiktoken', path = '{BPE}'}}",
         "--model.overrides.vocab_size=8192",
     ],
 }
+ALLOWED = "data.mask_documents was false, is true"  # changes no sequence's number
+NUMBERING = ["training.seed", "training.seq_len", "data"]
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_other_data_is_refused_by_name(whole: Job, corpus: Path, name: str) -> None:
+@pytest.mark.parametrize("said", CHANGES)
+def test_other_data_is_refused_in_words(whole: Job, corpus: Path, said: str) -> None:
+    """Also if allow_changed lists it: sequences of the epoch would be trained on again, and others not."""
     before = {p: p.stat().st_mtime_ns for p in whole.folder.rglob("*")}
-    with pytest.raises(ConfigError, match=f"another recipe: .*{name}"):
-        train(make_job(whole.folder.parent, corpus, *CHANGES[name], name="whole"))
+    overrides = [override.replace("CORPUS", str(corpus)) for override in CHANGES[said]]
+    said_here = said.replace("CORPUS", str(corpus))
+    with pytest.raises(ConfigError) as error:
+        train(make_job(whole.folder.parent, corpus, *overrides, name="whole"))
+    assert f"{whole.folder}/checkpoint holds a run that differs: " in str(error.value)
+    assert said_here in str(error.value)
+    assert not re.search(r"[0-9a-f]{16}", str(error.value).replace(str(corpus), "")), "a hash says nothing"
+    if said != ALLOWED:
+        allow = f"--checkpoint.allow_changed={NUMBERING}"
+        with pytest.raises(ConfigError) as error:
+            train(make_job(whole.folder.parent, corpus, *overrides, allow, name="whole"))
+        assert said_here in str(error.value)
+        assert ": after 96 sequences this run would train on some of them again" in str(error.value)
+        assert f"with --checkpoint.initial_load_path={whole.folder}/checkpoint (changing data" in str(
+            error.value
+        )
+        assert error.value.key == "checkpoint.allow_changed"
     assert {p: p.stat().st_mtime_ns for p in whole.folder.rglob("*")} == before
+
+
+def test_control_a_change_that_renumbers_nothing_may_be_allowed(
+    whole: Job, tmp_path: Path, corpus: Path
+) -> None:
+    shutil.copytree(whole.folder, tmp_path / "run")
+    allow = "--checkpoint.allow_changed=['data.mask_documents']"
+    job = make_job(tmp_path, corpus, *CHANGES[ALLOWED], allow, "--training.steps=13")
+    train(job)
+    assert history(job)[:12] == history(whole)
+    longer = run_in_hops(tmp_path, corpus, [13], name="longer")
+    assert metrics_of(job)[12]["data/batch_sha"] == metrics_of(longer)[12]["data/batch_sha"]
 
 
 def test_an_edited_source_is_refused_by_name(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
     train(make_job(tmp_path, corpus, "--training.steps=1"))
     (corpus / "b.txt").write_text((corpus / "b.txt").read_text() + "!")
-    with pytest.raises(ConfigError, match=r"another recipe: .*data\.sources"):
+    with pytest.raises(
+        ConfigError, match=rf"differs: the content of text {corpus}/b\.txt has changed\. Set it"
+    ):
         train(make_job(tmp_path, corpus, "--training.steps=2"))
+
+
+# ---- other changes are logged
+
+
+def changes_on_rank(folder: Path, corpus: Path, overrides: list[str], size: int = 1) -> list[str]:
+    """Train, and what this rank logs of changes since the checkpoint."""
+    lines: list[str] = []
+
+    def listen(message: str, *args: object) -> None:
+        lines.append(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(startup.logger, "info", listen)
+        train(make_job(folder, corpus, *overrides, world_size=size))
+    return [line for line in lines if "changed since" in line]
+
+
+def test_what_changed_since_the_checkpoint_is_logged(tmp_path: Path, corpus: Path, run_on) -> None:
+    first = ["--training.steps=4", "--lr_scheduler.total_steps=0"]
+    assert changes_on_rank(tmp_path, corpus, first) == []
+    same = [
+        *first,
+        "--metrics.log_freq=2",
+        "--checkpoint.interval=2",
+        "--data.num_workers=1",
+        "--job.description=x",
+    ]
+    assert changes_on_rank(tmp_path, corpus, same) == []
+    rate = ", learning rate at this step 1.50e-03 -> 4.17e-03"
+    now = [
+        "--training.steps=8", "--lr_scheduler.total_steps=0", "--optimizer.lr=5e-3", "--optimizer.beta2=0.99",
+        "--training.global_batch_size=16", "--activation_checkpoint.mode=full",
+    ]  # fmt: skip
+    one, other = run_on(2, changes_on_rank, tmp_path, corpus, now, 2)
+    assert one == [
+        f"changed since step 4: {line}"
+        for line in (
+            "ranks 1 -> 2",
+            "training.global_batch_size 8 -> 16",
+            f"training.steps 4 -> 8{rate}",
+            f"optimizer.lr 0.003 -> 0.005{rate}",
+            "optimizer.beta2 0.95 -> 0.99",
+            'activation_checkpoint.mode "none" -> "full"',
+        )
+    ]
+    assert other == []
+
+
+def test_a_recorded_job_is_read_without_its_imports(
+    tmp_path: Path, whole: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "hostile.py").write_text("raise SystemExit(7)\n")
+    file = tmp_path / "job.toml"
+    text = (whole.folder / "checkpoint/step-12/job.toml").read_text()
+    assert text.count("imports = []") == 1
+    file.write_text(text.replace("imports = []", 'imports = ["hostile"]'))
+    tree, job = startup.recorded_job(file)
+    assert tree["job"]["imports"] == ["hostile"]
+    assert job is not None
+    assert startup.learning_rate(job, 1) == startup.learning_rate(whole, 1)
+    file.write_text(text.replace('name = "adamw"', 'name = "of the hostile module"'))
+    tree, job = startup.recorded_job(file)  # compared as it stands
+    assert (tree["optimizer"]["name"], job) == ("of the hostile module", None)
+
+
+def test_another_optimizer_is_told_in_words(
+    whole: Job, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Optimizer, "choices", dict(Optimizer.choices))
+
+    @dataclass(frozen=True, kw_only=True)
+    class Momentum(Optimizer, name="momentum"):
+        """SGD, with momentum or without."""
+
+        momentum: float = 0.9
+        """Decay of the mean."""
+
+        def build(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+            groups = [{"params": [p for _, p in parameters], "peak_lr": self.lr}]
+            return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum)
+
+    def complaint(folder: Path, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            train(make_job(folder, corpus, "--training.steps=13", *overrides, name="whole"))
+        assert error.value.key == "optimizer.name"
+        return str(error.value)
+
+    folder, other = whole.folder.parent, whole.folder.parent / "other"
+    step = whole.folder / "checkpoint/step-12"
+    ways = (
+        "Set it back, or start a new run from the weights, in another --job.dump_folder, with "
+        "--checkpoint.initial_load_path="
+    )
+    mine = ["--optimizer={name = 'momentum'}"]
+    assert complaint(folder, *mine) == (
+        f"{step} was saved with optimizer adamw, this job has momentum. {ways}{step}"
+    )
+    train(make_job(other, corpus, *mine, "--training.steps=1", name="whole"))
+    step = other / "whole/checkpoint/step-1"
+    assert complaint(other, "--optimizer={name = 'momentum', momentum = 0.0}") == (
+        f"{step} was saved with other optimizer state: optimizer.momentum was 0.9, is 0.0. {ways}{step}"
+    )

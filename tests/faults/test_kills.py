@@ -36,7 +36,7 @@ KEYS = (
     "progress/total_tokens",
     "train/learning_rate",
 )
-FILES = {"LOCK", "job.toml", "env.json", "recipe.json", "metrics.jsonl", "checkpoint"}
+FILES = {"LOCK", "last_commit.json", "job.toml", "env.json", "recipe.json", "metrics.jsonl", "checkpoint"}
 
 
 @dataclass

@@ -25,13 +25,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from titanlite import __version__
 from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.commit_record import CommitRecord
 from titanlite.checkpoint.digest import FileDigest, gib
 from titanlite.checkpoint.exporter import Exporter
 from titanlite.checkpoint.initial import check_initial, load_initial
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.reader import cause, load_tensors
-from titanlite.checkpoint.recipe import check_recipe, read_recipe
+from titanlite.checkpoint.reader import MisfitError, cause, load_tensors
+from titanlite.checkpoint.recipe import check_optimizer, check_recipe, read_recipe
 from titanlite.checkpoint.resume import Candidate, Fault, newest_healthy
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
@@ -72,6 +73,7 @@ class Checkpointer:
         self.config, self.folder = config, dump_folder / config.folder
         self.recipe, self.job_toml = recipe, job_toml
         self._recipe_file = dump_folder / "recipe.json"
+        self._record = CommitRecord(dump_folder, config)
         self._ranks = Ranks(self.folder)
         self._lock: FolderLock | None = None
         self._pending: Future[None] | None = None
@@ -97,6 +99,11 @@ class Checkpointer:
         """The train.json that the run goes on from; None for a new run."""
         return self._from.train if self._from else None
 
+    @property
+    def resumed_from(self) -> Path | None:
+        """The checkpoint that the run goes on from; None for a new run."""
+        return self._from.path if self._from else None
+
     def load(self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> None:
         """Restore all three in place from the chosen checkpoint, or from the one before if that turns out to
         be damaged; a run without one starts fresh, or from initial_load_path."""
@@ -104,6 +111,7 @@ class Checkpointer:
         if self._from is None:
             if initial and self._exchange is not None:
                 load_initial(Path(initial), self._exchange.family, net, self._ranks)
+            self._ranks.agree(self._restart)
             return
         if initial:
             logger.info(f"initial_load_path is not used: the run goes on from {self._from.path}")
@@ -301,6 +309,7 @@ class Checkpointer:
         texts = {"train.json": small, "job.toml": self.job_toml}
         with _disk_errors(step):
             path = commit.commit(partial, step, texts, written, about)
+        self._record.committed(step)
         logger.info(f"saved {path} ({gib(size)}, {time.perf_counter() - began:.1f} s)")
         return path
 
@@ -327,7 +336,7 @@ class Checkpointer:
         if self.config.enable:
             self._ranks.agree(lambda: commit.clean(self.folder))  # first: what a kill left may fill the disk
             resume.probe(self.folder, self._ranks)
-            self._ranks.agree(lambda: self._tidy(faults))
+        self._ranks.agree(lambda: self._tidy(candidate, faults))
         return candidate
 
     def _load(self, candidate: Candidate, tensors: Tensors) -> str | None:
@@ -343,6 +352,8 @@ class Checkpointer:
             verification = verification or resume.Verification(candidate, self._ranks)
         reason = verification.result() if verification else None
         if error is not None and reason is None:
+            if isinstance(error, MisfitError):
+                check_optimizer(candidate.path, self.job_toml)
             raise error
         if reason is None and (names := sorted(set().union(*self._ranks.gather(non_finite(tensors))))):
             reason = f"{listed(names)} are not finite"
@@ -352,15 +363,16 @@ class Checkpointer:
         """On rank 0: set the damaged checkpoint aside; the one before it."""
         faults = [(damaged.path, reason)]
         found = self._candidate(faults)
-        resume.set_all_aside(faults)
         assert found is not None, "_candidate() raises if there is none left"
+        self._tidy(found, faults)
         return found
 
     def _check_exchange(self) -> None:
         """On rank 0, before anything is written: what is to come in, which a run that resumes may have lost,
         and that an export will be possible."""
         initial, exchange = self.config.initial_load_path, self._exchange
-        if initial and exchange is not None and not commit.committed(self.folder):
+        is_new = self._record.restarts() or not commit.committed(self.folder)
+        if initial and exchange is not None and is_new:
             check_initial(Path(initial), exchange)
         if self.config.export_hf and exchange is not None:
             exchange.family.hf_config(), exchange.codec.hugging_face_files()
@@ -373,47 +385,49 @@ class Checkpointer:
 
     def _candidate(self, faults: list[Fault]) -> Candidate | None:
         """On rank 0; nothing in the folder is touched before it is known to be this run's."""
-        verify, load_step = self.config.verify, self.config.load_step
-        found = resume.newest(self.folder, -1, faults, verify)
-        on_branch = found is not None and found.train.get("branch") == load_step and found.step > load_step
-        if found is not None and load_step != -1 and on_branch:
-            logger.info(f"load_step = {load_step} was carried out before; going on from step {found.step}")
-        if load_step != -1 and not on_branch:
-            found = resume.newest(self.folder, load_step, faults, verify)
-            if found is None:
-                there = ", ".join(str(step) for step, _ in commit.committed(self.folder)) or "none"
-                why = next((f": {why}" for path, why in faults if path.name == f"step-{load_step}"), "")
-                aside = [p.parent for p in self.folder.glob(f"abandoned-*/step-{load_step}")]
-                why = why or (f"; to have it back, move it there from {aside[-1]}" if aside else "")
-                raise CheckpointError(
-                    f"--checkpoint.load_step={load_step}: no usable checkpoint of that step in {self.folder}"
-                    f"{why} (there: {there})"
-                )
+        if self._record.restarts():
+            return None
+        found = resume.choose(self.folder, self.config.load_step, faults, self.config.verify)
         allowed = self.config.allow_changed
         if found is not None:
-            check_recipe(found.train["recipe"], self.recipe, allowed, self.folder)
-        elif self._recipe_file.exists():
-            check_recipe(read_recipe(self._recipe_file), self.recipe, allowed, self._recipe_file.parent)
+            check_recipe(found.train["recipe"], self.recipe, allowed, self.folder, found.train["sequences"])
         if not self.config.enable and (found or faults):
             raise ConfigError(
                 f"{self.folder} holds a run; choose another --job.dump_folder to go without",
                 "checkpoint.enable",
             )
-        if found is None and (error := resume.unusable(self.folder, faults)):
-            raise error
+        if found is None:
+            if error := resume.unusable(self.folder, faults):
+                raise error
+            self._record.check_nothing_was_saved()
+            if self._recipe_file.exists() and not self.config.restart:
+                check_recipe(read_recipe(self._recipe_file), self.recipe, allowed, self._recipe_file.parent)
+                here = self._recipe_file.parent
+                logger.info(f"the run before in {here} saved no checkpoint: starting again at step 1")
         return found
 
-    def _tidy(self, faults: list[Fault]) -> None:
+    def _tidy(self, candidate: Candidate | None, faults: list[Fault]) -> None:
         assert self._lock is not None
         self._lock.sign()
         resume.set_all_aside(faults)
+        if not self._record.restarts():  # else _restart() does, when the remains are archived
+            self._record.start(candidate.step if candidate else None)
 
     def _leave_branch(self, step: int) -> None:
         """Having gone back to load_step: what was saved after it is no longer this run's."""
         if step == self.config.load_step:
-            for folder in (self._recipe_file.parent / EXPORTS, self.folder):
-                for path in commit.abandon(folder, after=step):
-                    logger.warning(f"saved after step {step}, and moved aside: {path}")
+            self._archive(after=step)
+
+    def _restart(self) -> None:
+        """Having begun a new run: the remains of the one before are no longer this run's."""
+        if self._record.restarts():
+            self._archive(after=0)
+            self._record.start(None)
+
+    def _archive(self, after: int) -> None:
+        for folder in (self._recipe_file.parent / EXPORTS, self.folder):
+            for path in commit.abandon(folder, after):
+                logger.warning(f"saved after step {after}, and archived: {path}")
 
     def _branch(self) -> int | None:
         """The load_step that this start, or the starts before with the same one, went back to."""

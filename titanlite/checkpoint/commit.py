@@ -160,8 +160,11 @@ def set_aside_before(folder: Path) -> list[Path]:
 
 def abandon(folder: Path, after: int) -> list[Path]:
     """Move the checkpoints after step `after` into `abandoned-<n>/`, the newest first, so that a kill between
-    two moves leaves none that has a gap before it. Returns their new paths."""
+    two moves leaves none that has a gap before it; after step 0 also the quarantined ones. Returns their new
+    paths."""
     later = [path for step, path in committed(folder) if step > after]
+    if after == 0:
+        later = set_aside_before(folder) + later
     if later:
         branch = next(p for i in range(1 << 20) if not (p := folder / f"abandoned-{i}").exists())
         branch.mkdir()

@@ -130,14 +130,18 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
 
+class MisfitError(CheckpointError):
+    """A checkpoint has other tensors than the job."""
+
+
 def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> None:
-    """Load `{"model": {name: tensor}, ...}` in place, strictly; by `ranks` together. Raises CheckpointError
-    if anything is missing, unexpected or of another shape or dtype."""
+    """Load `{"model": {name: tensor}, ...}` in place, strictly; by `ranks` together. Raises MisfitError if
+    anything is missing, unexpected or of another shape or dtype, CheckpointError if it cannot be read."""
     try:
         saved = ranks.agree(lambda: read_metadata(path)) if ranks else read_metadata(path)
         if found := misfits(tensors, saved, ranks):
             more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
-            raise CheckpointError(f"{path} does not fit this job: {'; '.join(found[:3])}{more}")
+            raise MisfitError(f"{path} does not fit this job: {'; '.join(found[:3])}{more}")
         group, alone = (ranks.group, not ranks.distributed) if ranks else (None, True)
         load(tensors, storage_reader=SafeReader(path, saved), process_group=group, no_dist=alone)
     except CheckpointException as e:  # a BaseException, and DCP puts others into it

@@ -1,14 +1,25 @@
-"""The recipe: what a run must share with the one it resumes, by dotted name."""
+"""The recipe: what a run must share with the one it resumes, by dotted name.
+
+Its `names` are not compared. They are what messages call the tokenizer and, by fingerprint, the sources.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
+
+NUMBERING = ("training.", "data.")  # what decides which sequence has which number ...
+NOT_NUMBERING = "data.mask_documents"  # ... but for this, which only hides documents from each other
+TOKENIZER, SOURCES = "data.tokenizer", "data.sources."
+REPACKING = (TOKENIZER, "data.packing", "training.seq_len")
+SHOWN = 3  # differences in one message
+ABSENT = object()
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -22,33 +33,132 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def check_recipe(
-    theirs: dict[str, Any], ours: dict[str, Any], allow_changed: Sequence[str], where: Path
+    theirs: dict[str, Any],
+    ours: dict[str, Any],
+    allow_changed: Sequence[str],
+    where: Path,
+    num_sequences: int = 0,
 ) -> None:
-    """Raises ConfigError naming what differs, unless it is allowed to, itself or a part it belongs to."""
-    before, now = flatten(theirs), flatten(ours)
-    # What is one value first: a changed tokenizer changes each source's fingerprint, too.
-    keys = sorted(before.keys() | now.keys(), key=lambda key: (key.count("."), key))
-    changed: list[str] = []
-    allowed: list[str] = []
-    for key in keys:
-        if before.get(key) != now.get(key):
-            is_allowed = any(key == a or key.startswith(a + ".") for a in allow_changed)
-            said = f"{key} was {before.get(key, 'absent')!r}, is {now.get(key, 'absent')!r}"
-            (allowed if is_allowed else changed).append(said)
-    if changed:
-        more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
+    """Raises ConfigError naming what differs, unless it is allowed to, itself or a table it belongs to. What
+    numbers the sequences may not change once `num_sequences` have been trained on: some would be trained on
+    again and others left out."""
+    changes = dict(_changes(theirs, ours))
+    named = {key for key in changes if any(key == a or key.startswith(f"{a}.") for a in allow_changed)}
+    fixed = {key for key in changes if num_sequences and key.startswith(NUMBERING) and key != NOT_NUMBERING}
+    weights = f"with --checkpoint.initial_load_path={where}"
+    if named & fixed:
         raise ConfigError(
-            f"{where} holds a run of another recipe: {'; '.join(changed[:3])}{more}. Choose another "
-            "--job.dump_folder, delete that one, set it back, or name it in --checkpoint.allow_changed",
+            f"{_first(changes, named & fixed)}: after {num_sequences:,} sequences this run would train on "
+            "some of them again and leave others out. Set it back, or start a new run in another "
+            f"--job.dump_folder, {weights} (changing data within a run needs stages, which titanlite does "
+            "not have yet)",
+            "checkpoint.allow_changed",
+        )
+    if refused := changes.keys() - named:
+        start = f", {weights}" if num_sequences else ""
+        allow = "" if refused & fixed else "; to change it in this run, name it in --checkpoint.allow_changed"
+        raise ConfigError(
+            f"{where} holds a run that differs: {_first(changes, refused)}. Set it back, start a new run in "
+            f"another --job.dump_folder{start}, or begin anew in this one with --checkpoint.restart=true"
+            f"{allow}",
             "job.dump_folder",
         )
-    for said in allowed:
+    for said in changes.values():
         logger.warning(f"changed, as checkpoint.allow_changed says: {said}")
 
 
+def check_optimizer(checkpoint: Path, job_toml: str) -> None:
+    """Raises ConfigError if the job of the checkpoint has another [optimizer]: the reason why its tensors are
+    not those of this job."""
+    saved = toml.read(checkpoint / "job.toml")[0].get("optimizer", {})
+    ours = toml.parse(job_toml).get("optimizer", {})
+    name, changes = saved.get("name"), list(differences(saved, ours))
+    if name != ours.get("name"):
+        what = f"with optimizer {name}, this job has {ours.get('name')}"
+    else:
+        said = ", ".join(f"optimizer.{key} was {spell(a)}, is {spell(b)}" for key, a, b in changes)
+        what = f"with other optimizer state: {said}"
+    if changes:
+        raise ConfigError(
+            f"{checkpoint} was saved {what}. Set it back, or start a new run from the weights, in another "
+            f"--job.dump_folder, with --checkpoint.initial_load_path={checkpoint}",
+            "optimizer.name",
+        )
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) where two trees differ; ABSENT for a key that one lacks."""
+    old, new = flatten(before), flatten(now)
+    for key in [*new, *(key for key in old if key not in new)]:
+        a, b = old.get(key, ABSENT), new.get(key, ABSENT)
+        if a is ABSENT or b is ABSENT or a != b:
+            yield key, a, b
+
+
+def spell(value: Any) -> str:
+    """A value for messages, as TOML has it."""
+    return "absent" if value is ABSENT else json.dumps(value, ensure_ascii=False, default=str)
+
+
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys."""
+    """Nested tables, also in lists, as dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            value = {str(i): item for i, item in enumerate(value)}
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
+
+
+def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(dotted key, sentence) of each difference; the sources come last."""
+    old_names, new_names = theirs.get("names", {}), ours.get("names", {})
+    before, now = ({k: v for k, v in recipe.items() if k != "names"} for recipe in (theirs, ours))
+    shares: dict[str, tuple[Any, Any]] = {}
+    for key, a, b in differences(before, now):
+        if key.startswith(SOURCES):
+            shares[key.removeprefix(SOURCES)] = a, b
+        elif key == TOKENIZER and (old := old_names.get("tokenizer")) and (new := new_names.get("tokenizer")):
+            changed = (
+                f"the tokenizer {new} has changed" if old == new else f"the tokenizer was {old}, is {new}"
+            )
+            yield key, changed
+        else:
+            yield key, f"{key} was {spell(a)}, is {spell(b)}"
+    # The fingerprints of all sources change with the tokenizer, and with how tokens become sequences.
+    is_explained = any(_at(before, key) != _at(now, key) for key in REPACKING)
+    yield from _source_changes(
+        shares, old_names.get("sources", {}), new_names.get("sources", {}), is_explained
+    )
+
+
+def _source_changes(
+    shares: dict[str, tuple[Any, Any]],
+    old_names: dict[str, str],
+    new_names: dict[str, str],
+    is_explained: bool,
+) -> Iterator[tuple[str, str]]:
+    """The same for the sources: their shares, in thousandths, before and now, by fingerprint."""
+    gone = {old_names.get(uid, uid): uid for uid, (_, b) in shares.items() if b is ABSENT}
+    for uid, (a, b) in shares.items():
+        name, key = (old_names if b is ABSENT else new_names).get(uid, uid), f"{SOURCES}{uid}"
+        if a is not ABSENT and b is not ABSENT:
+            yield key, f"{name} was {a / 10:g}% of the sequences, is {b / 10:g}%"
+        elif a is not ABSENT:
+            if name in gone:
+                yield key, f"{name} was {a / 10:g}% of the sequences, is no source now"
+        elif gone.pop(name, None) is None:
+            yield key, f"{name} is a new source, {b / 10:g}% of the sequences"
+        elif not is_explained:
+            yield key, f"the content of {name} has changed"
+
+
+def _at(tree: dict[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    return tree.get(section, {}).get(name)
+
+
+def _first(changes: dict[str, str], keys: Collection[str]) -> str:
+    """The first of the changes with these keys, on one line."""
+    said = [text for key, text in changes.items() if key in keys]
+    return "; ".join(said[:SHOWN]) + (f" (and {len(said) - SHOWN} more)" if len(said) > SHOWN else "")

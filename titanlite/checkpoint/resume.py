@@ -68,6 +68,29 @@ def _train_json(path: Path) -> dict[str, Any]:
     return json.loads((path / "train.json").read_text(encoding="utf-8"))
 
 
+def choose(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Candidate | None:
+    """On rank 0: the checkpoint that a run goes on from, None if there is none: the newest, or that of
+    `load_step` unless the newest was saved after the run had gone back to it. Raises CheckpointError if that
+    of `load_step` cannot be used."""
+    found = newest(folder, -1, faults, verify)
+    if load_step == -1:
+        return found
+    if found is not None and found.train.get("branch") == load_step and found.step > load_step:
+        logger.info(f"load_step = {load_step} was carried out before; going on from step {found.step}")
+        return found
+    found = newest(folder, load_step, faults, verify)
+    if found is None:
+        there = ", ".join(str(step) for step, _ in commit.committed(folder)) or "none"
+        why = next((f": {why}" for path, why in faults if path.name == f"step-{load_step}"), "")
+        aside = [p.parent for p in folder.glob(f"abandoned-*/step-{load_step}")]
+        why = why or (f"; to have it back, move it there from {aside[-1]}" if aside else "")
+        raise CheckpointError(
+            f"--checkpoint.load_step={load_step}: no usable checkpoint of that step in {folder}{why} "
+            f"(there: {there})"
+        )
+    return found
+
+
 def small_files(path: Path) -> dict[str, FileDigest]:
     """All files but the shards."""
     files = commit.digests(commit.read_manifest(path))
@@ -189,14 +212,14 @@ def unusable(folder: Path, faults: list[Fault]) -> CheckpointError | None:
     if not remains:
         return None
     return CheckpointError(
-        f"no usable checkpoint in {folder}: {'; '.join(remains)}; to start afresh, choose another "
-        "--job.dump_folder"
+        f"no usable checkpoint in {folder}: {'; '.join(remains)}; to start afresh, archive them with "
+        "--checkpoint.restart=true, or choose another --job.dump_folder"
     )
 
 
 def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
-    """(step, path) of the checkpoints that a step folder, a checkpoint folder or a run folder stands for,
-    oldest first. Raises ConfigError if there is none."""
+    """(step, path) of the checkpoints that a step folder, a checkpoint folder, or a folder with one run
+    stands for, oldest first. Raises ConfigError if there is none, or more than one run."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
     if exported := [p for p in (path, *path.glob("step-*")) if (p / "config.json").exists()]:

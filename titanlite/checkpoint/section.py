@@ -32,6 +32,10 @@ class Checkpoint:
     load_step: int = -1
     """-1: the newest. Else go back to this step: later checkpoints, and exports, are moved to
     `abandoned-<n>/`, once; a restart with the same value goes on from the newest one saved since."""
+    restart: bool = False
+    """Begin a new run at step 1 in a folder that holds another: its checkpoints and exports are moved to
+    `abandoned-<n>/`, its metrics to `*.superseded.*`, once; a start with the same arguments goes on from the
+    newest checkpoint saved since."""
     verify: Literal["full", "sizes", "off"] = "full"
     """What is checked of a checkpoint that is loaded: `full`: SHA-256 of all files; `sizes`: of the small
     files, and that the shards are there with their sizes; `off`: of the small files. A load that fails is
@@ -53,8 +57,8 @@ class Checkpoint:
     export_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """The dtype of exported weights."""
     allow_changed: list[str] = field(default_factory=list)
-    """Parts of the recipe that may differ on resume, for example `["training.seed"]`; anything else that
-    differs is refused."""
+    """Keys of the recipe that may differ on resume, for example `["model.rope_theta"]`; any other difference
+    is refused, and so is one that would train on sequences of the epoch again or leave some out."""
 
     def __post_init__(self) -> None:
         folder = Path(self.folder)
@@ -82,7 +86,11 @@ class Checkpoint:
             raise ConfigError("exports are made from checkpoints, and enable = false saves none", "export_hf")
         if self.load_step < 1 and self.load_step != -1:
             raise ConfigError(
-                f"{self.load_step} is neither -1 nor a step; a run from the start needs another "
-                "--job.dump_folder",
+                f"{self.load_step} is neither -1 nor a step; to begin again at step 1, set restart = true or "
+                "choose another --job.dump_folder",
                 "load_step",
             )
+        if self.restart and self.load_step != -1:
+            raise ConfigError(f"load_step = {self.load_step} goes back to a checkpoint: unset one", "restart")
+        if self.restart and not self.enable:
+            raise ConfigError("enable = false saves nothing to go on from: choose another folder", "restart")

@@ -56,6 +56,11 @@ class Component:
         else:
             cls.choices[name], cls.name = cls, name
 
+    @property
+    def label(self) -> str:
+        """The component for messages: its name, and the path that it reads if it reads one."""
+        return label(self.name, getattr(self, "path", ""))
+
     @classmethod
     def is_kind(cls) -> bool:
         """True for a kind (chosen from by `name`), False for a choice."""
@@ -67,6 +72,12 @@ class Component:
         if isinstance(name, str) and name in cls.choices:
             return cls.choices[name]
         raise ConfigError(f"unknown {cls.kind} {name!r}{suggest(str(name), cls.choices)}", f"{key}.name")
+
+
+def label(name: str, path: str | Sequence[str]) -> str:
+    """`text data/a.jsonl, data/b.jsonl`: a component's name and what it reads, for messages."""
+    paths = [path] if isinstance(path, str) else [*path[:3], *["..."] * (len(path) > 3)]
+    return f"{name} {', '.join(paths)}".strip()
 
 
 def _same_class(a: type, b: type) -> bool:

@@ -42,7 +42,7 @@ def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[s
             hint = "; save it as UTF-8" if isinstance(e, UnicodeDecodeError) else ""
             raise ConfigError(f"{path}: cannot read the configuration: {e}{hint}") from None
     try:
-        tree: dict[str, Any] = tomllib.loads(text)
+        tree = parse(text)
     except tomllib.TOMLDecodeError as e:
         raise syntax_error(path, text, str(e)) from None
     locator = Locator("command line" if path is None else str(path), text)
@@ -57,6 +57,11 @@ def check(table: Node, tree: dict[str, Any], locator: Locator) -> None:
     _, errors = convert(table, tree, choices_follow=names_imports(tree))
     if errors:
         raise locator.all_located(errors)
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The raw tree of TOML text, such as dump() makes."""
+    return tomllib.loads(text)
 
 
 def build(schema: type[T], tree: dict[str, Any], locator: Locator) -> T:

@@ -129,6 +129,11 @@ class Rows(Dataset):
         self.recipe = recipe | {"seed": seed, "sources": dict(zip(uids, shares))}
 
     @property
+    def names(self) -> dict[str, str]:
+        """What the sources are called in messages, by the fingerprints that the recipe has of them."""
+        return {rows.uid: source.label for rows, source in zip(self._packed, self._sources)}
+
+    @property
     def seq_len(self) -> int:
         """Targets a row."""
         return self._packed[0].seq_len

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.config.component import Component, ConfigError
+from titanlite.config.component import Component, ConfigError, label
 from titanlite.data.corpus import content_sha256, find_files, format_of
 from titanlite.data.pipeline import prepare
 from titanlite.data.shards import TokenShards
@@ -54,9 +54,11 @@ class Tokens(Source, name="tokens"):
     def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
         shards = TokenShards(self.path)
         if shards.tokenizer != codec.fingerprint:
+            made, ours = shards.prepared.get("tokenizer"), codec.config.label if codec.config else ""
+            theirs = label(str(made["name"]), str(made.get("path", ""))) if made else ""
             raise ConfigError(
-                f"{self.path} was made with tokenizer {shards.tokenizer}, this job's is {codec.fingerprint}: "
-                "use the same [tokenizer], or prepare the data again"
+                f"{self.path} was made with tokenizer {theirs} ({shards.tokenizer}), this job's is {ours} "
+                f"({codec.fingerprint}): use the same [tokenizer], or prepare the data again"
             )
         return shards
 

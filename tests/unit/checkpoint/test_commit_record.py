@@ -1,0 +1,275 @@
+"""A run never starts again over the remains of another: last_commit.json tells a run whose checkpoints are
+gone from one that has saved none, and checkpoint.restart begins anew on purpose, once, deleting nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import make_job, metrics_of
+from tests.unit.checkpoint.test_checkpointer import RECIPE, Parts, names, open_run
+from tests.unit.checkpoint.test_resume_choice import abandoned, flip_a_shard, go
+from titanlite.checkpoint import commit, commit_record
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.section import Checkpoint
+from titanlite.config.component import ConfigError
+from titanlite.log import set_up_logging
+from titanlite.train import train
+
+RECORD = "last_commit.json"
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / RECORD).read_text())
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """What has been logged since the last call."""
+    set_up_logging(rank=0, verbose=True)
+    return lambda: capsys.readouterr().err
+
+
+def test_each_commit_is_recorded_outside_the_checkpoint_folder(tmp_path: Path) -> None:
+    run, parts = open_run(tmp_path), Parts()
+    assert recorded(tmp_path) == {"step": None, "folder": "checkpoint", "restarted": False}
+    for step in (1, 2):
+        parts.step()
+        run.save(parts.net, parts.optimizer, parts.state, {})
+        run.settle()
+        assert recorded(tmp_path) == {"step": step, "folder": "checkpoint", "restarted": False}
+    run.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["LOCK", "checkpoint", RECORD]
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_a_run_whose_checkpoints_are_gone_is_not_started_over(tmp_path: Path, enable: bool) -> None:
+    go(tmp_path, 3)
+    (tmp_path / "checkpoint").rename(tmp_path.parent / "unmounted")
+    before = sorted(tmp_path.iterdir())
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as error:
+            open_run(tmp_path, enable=enable)
+        assert error.value.exit_code == 3
+        error.match(
+            rf"^this run has saved {tmp_path}/checkpoint/step-3, and no checkpoint is there now: bring it "
+            r"back \(is a disk not mounted\?\), start again at step 1 with --checkpoint\.restart=true, or "
+            r"choose another --job\.dump_folder$"
+        )
+    assert sorted(tmp_path.iterdir()) == before
+    (tmp_path.parent / "unmounted").rename(tmp_path / "checkpoint")
+    assert go(tmp_path, 4) == 3
+
+
+def test_another_checkpoint_folder_is_told_where_the_checkpoints_are(tmp_path: Path) -> None:
+    go(tmp_path, 3)
+    other = Checkpoint(folder="other")
+    with pytest.raises(CheckpointError) as error:
+        Checkpointer(other, tmp_path, RECIPE, "[job]\n")
+    error.match(
+        rf"^this run's newest checkpoint is {tmp_path}/checkpoint/step-3, and {tmp_path}/other has none: set "
+        r"--checkpoint\.folder=checkpoint to go on from it, start again "
+    )
+    assert not (tmp_path / "other").exists()
+    (tmp_path / "checkpoint").rename(tmp_path / "other")  # renamed by a person: that is where they are
+    run = Checkpointer(other, tmp_path, RECIPE, "[job]\n")
+    assert run.resumed is not None
+    run.close()
+    assert recorded(tmp_path) == {"step": 3, "folder": "other", "restarted": False}
+
+
+@pytest.mark.parametrize("enable", ["true", "false"])
+def test_a_run_that_saved_nothing_starts_again_and_says_so(
+    tmp_path: Path, corpus: Path, said: Callable[[], str], enable: str
+) -> None:
+    """The first start ends without a checkpoint, as one that is killed before its first save."""
+    job = make_job(tmp_path, corpus, "--training.steps=1", "--checkpoint.enable=false")
+    train(job)
+    assert "starting again" not in said()
+    job = make_job(tmp_path, corpus, "--training.steps=2", f"--checkpoint.enable={enable}")
+    train(job)
+    line = f"the run before in {job.folder} saved no checkpoint: starting again at step 1"
+    assert said().count(line) == 1
+    assert [row["step"] for row in metrics_of(job)] == [1, 2]
+
+
+def test_retention_rewinds_and_quarantine_keep_the_record_true(tmp_path: Path) -> None:
+    go(tmp_path, 6, keep_latest_k=2)
+    assert go(tmp_path, 5, load_step=5) == 5  # step 6 is archived, and the run ends before its next save
+    assert recorded(tmp_path)["step"] == 5
+    assert go(tmp_path, 7) == 5
+    flip_a_shard(tmp_path / "checkpoint/step-7")
+    assert go(tmp_path, 6) == 6
+    assert recorded(tmp_path)["step"] == 6
+    flip_a_shard(tmp_path / "checkpoint/step-6")
+    flip_a_shard(tmp_path / "checkpoint/step-5")
+    with pytest.raises(
+        CheckpointError, match=r"no usable checkpoint in .* archive them with --checkpoint\.restart"
+    ):
+        go(tmp_path, 6)
+    shutil.rmtree(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match=r"this run has saved \S+/step-5, and"):
+        go(tmp_path, 6)
+
+
+# ---- restart
+
+
+def test_restart_archives_what_was_there_once(tmp_path: Path) -> None:
+    go(tmp_path, 4)
+    flip_a_shard(tmp_path / "checkpoint/step-4")
+    assert go(tmp_path, 3) == 3  # step 4 is quarantined
+    (tmp_path / "checkpoint/step-2.keep").touch()
+    (tmp_path / "hf/step-2").mkdir(parents=True)
+    other = {**RECIPE, "model": {"dim": 8}}  # a new run may have another recipe
+    run, parts = open_run(tmp_path, other, restart=True), Parts()
+    run.load(parts.net, parts.optimizer, parts.state)
+    assert parts.state.step == 0
+    run.close()
+    assert names(tmp_path) == ["abandoned-0"]
+    kept = sorted(p.name for p in (tmp_path / "checkpoint/abandoned-0").iterdir())
+    assert kept == ["bad-step-4-0", "step-1", "step-2", "step-2.keep", "step-3"]
+    assert [p.name for p in (tmp_path / "hf").glob("*/*")] == ["step-2"]
+    assert go(tmp_path, 2, restart=True) is None  # it ended before its first save
+    assert go(tmp_path, 3, restart=True) == 2  # as Slurm starts it again: it goes on
+    assert abandoned(tmp_path) == [[1, 2, 3]]
+    assert go(tmp_path, 3) == 3
+    assert go(tmp_path, 1, restart=True) is None  # asked for anew
+    assert abandoned(tmp_path) == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_restart_where_the_checkpoints_are_gone(tmp_path: Path) -> None:
+    go(tmp_path, 2)
+    shutil.rmtree(tmp_path / "checkpoint")
+    assert go(tmp_path, 3, restart=True) is None
+    assert go(tmp_path, 3, restart=True) == 3
+    shutil.rmtree(tmp_path / "checkpoint")  # again, and the flag is still there: nobody asked a second time
+    with pytest.raises(CheckpointError, match=rf"or delete {tmp_path}/{RECORD} to restart once more$"):
+        go(tmp_path, 3, restart=True)
+    (tmp_path / RECORD).unlink()
+    assert go(tmp_path, 1, restart=True) is None
+
+
+def test_a_kill_between_two_moves_of_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go(tmp_path, 4)
+    rename = os.rename
+
+    def killed(a: Any, b: Any) -> None:
+        if os.path.basename(a) == "step-2":
+            raise KeyboardInterrupt
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, 4, restart=True)
+    monkeypatch.undo()
+    assert recorded(tmp_path)["restarted"] is False
+    shutil.copytree(tmp_path, tmp_path.parent / "copy")
+    assert go(tmp_path, 1, restart=True) is None
+    assert abandoned(tmp_path) == [[3, 4], [1, 2]]
+    assert go(tmp_path.parent / "copy", 2) == 2  # who drops restart now goes on from what is there
+
+
+def test_a_whole_run_restarts(tmp_path: Path, corpus: Path) -> None:
+    job = make_job(tmp_path, corpus, "--training.steps=8")
+    train(job)
+    first = (job.folder / "metrics.jsonl").read_text()
+    for steps in (4, 6):  # the second start goes on, as it is
+        job = make_job(
+            tmp_path, corpus, f"--training.steps={steps}", "--training.seed=1", "--checkpoint.restart=true"
+        )
+        train(job)
+    assert [row["step"] for row in metrics_of(job)] == list(range(1, 7))
+    assert (job.folder / "metrics.superseded.jsonl").read_text() == first
+    assert abandoned(job.folder) == [[4, 8]]
+    assert [step for step, _ in commit.committed(job.folder / "checkpoint")] == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"load_step": 4}, "load_step = 4 goes back to a checkpoint"),
+        ({"enable": False}, "enable = false saves nothing"),
+    ],
+)
+def test_restart_with_what_contradicts_it(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Checkpoint(restart=True, **config)
+
+
+# ---- other folders and files
+
+
+def test_a_run_of_an_older_titanlite_without_the_record(tmp_path: Path) -> None:
+    go(tmp_path, 2)
+    (tmp_path / RECORD).unlink()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
+    assert go(tmp_path, 3) == 2  # its checkpoints are there: it goes on, with a record from now on
+    assert recorded(tmp_path)["step"] == 3
+    (tmp_path / RECORD).unlink()
+    shutil.rmtree(tmp_path / "checkpoint")
+    with pytest.raises(
+        CheckpointError, match=r"metrics of a run but no checkpoint in 'checkpoint', and no last_"
+    ):
+        go(tmp_path, 3)
+    assert go(tmp_path, 1, restart=True) is None
+
+
+def as_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_text('{"step": 2'),
+        lambda file: file.write_text("[]"),
+        lambda file: file.write_text('{"step": "2"}'),
+        lambda file: file.write_text('{"step": 2, "more": 0}'),
+        lambda file: file.write_bytes(b"\xff"),
+        lambda file: (file.unlink(), os.mkfifo(file)),
+        as_directory,
+    ],
+    ids=["torn", "list", "text", "unknown key", "not UTF-8", "pipe", "directory"],
+)
+def test_a_damaged_record(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """It matters only where there is no checkpoint."""
+    go(tmp_path, 2)
+    damage(tmp_path / RECORD)
+    (tmp_path / "checkpoint").rename(tmp_path / "gone")
+    with pytest.raises(
+        CheckpointError, match=rf"^{tmp_path}/{RECORD} cannot be read \(.*\): if this run has saved no"
+    ):
+        go(tmp_path, 3)
+
+
+def test_a_damaged_record_beside_good_checkpoints_is_replaced(tmp_path: Path) -> None:
+    go(tmp_path, 2)
+    (tmp_path / RECORD).write_text("")
+    assert go(tmp_path, 2) == 2
+    assert recorded(tmp_path)["step"] == 2
+
+
+def test_a_record_that_cannot_be_written_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[[], str]
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run, parts = open_run(tmp_path), Parts()
+    parts.step()
+    monkeypatch.setattr(commit_record, "write_atomically", full)
+    run.save(parts.net, parts.optimizer, parts.state, {})
+    run.close()
+    monkeypatch.undo()
+    assert f"{RECORD} could not be written: [Errno 28]" in said()
+    assert go(tmp_path, 2) == 1
+    assert recorded(tmp_path)["step"] == 2
