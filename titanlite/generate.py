@@ -29,7 +29,7 @@ class Generation:
     """Samples taken while training, written to <dump_folder>/samples.txt."""
 
     prompts: list[str] = field(default_factory=list)
-    """One sample for each; empty: none."""
+    """One sample for each; empty: none. Prompt i = 0, 1, ... is sampled with the seed training.seed + i."""
     freq: int = 0
     """Steps between samples; 0: only at the end."""
     max_new_tokens: int = 64

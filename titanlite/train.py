@@ -248,8 +248,8 @@ class Run:
         """Log a sample for each prompt and append it to samples.txt."""
         c = self.job.generation
         with self.meter.apart("time/generation_s"):
-            for prompt in c.prompts:
-                seed, device = self.job.training.seed, self.rt.device
+            for i, prompt in enumerate(c.prompts):
+                seed, device = self.job.training.seed + i, self.rt.device
                 try:
                     text = generate(self.model.logits, self.codec, prompt, c, seed, device)
                 except Diverged as e:  # the guard decides whether the run goes on

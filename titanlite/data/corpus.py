@@ -3,12 +3,14 @@
 Files may be .jsonl (a document a line, under a field; .ndjson and .json are read alike), .parquet (a document
 a row, under a column), or anything else (one document); all but parquet may be compressed (.gz, .zst). The
 cut depends on the files alone, never on who works on it, so whatever is made of the units in their order is
-the same on any number of processes. Text must be UTF-8. Nothing is guessed or patched: bad input is an error
-with its place, or, where it is one line or row, handed to `bad`.
+the same on any number of processes. Text must be UTF-8; a byte order mark at the start of a file is no text.
+Nothing is guessed or patched: bad input is an error with its place, or, where it is one line or row, handed
+to `bad`. Memory has a bound: a document has one (`Limits`), and files are read and decompressed in pieces.
 """
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import json
@@ -16,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from titanlite.config.component import ConfigError
 from titanlite.data.shards import file_sha256
@@ -28,7 +30,48 @@ RATIO = 4  # typical of compressed text; only balances the work
 BLOCK_LINES = 64  # lines that a part of a compressed file takes in turn
 LINES, COMPRESSIONS = (".jsonl", ".ndjson", ".json"), (".gz", ".zst")
 IN_FOLDERS = (".txt", *LINES, ".parquet")  # read where a directory is named; also compressed
+FEED_BYTES = 1 << 10  # of a compressed file, decompressed at once: zstd can make 32 MiB of 1 KiB
+RATIO_GRACE = 256 << 20  # bytes of content from which on the ratio of compression has a limit
+PARQUET_BYTES = 256 << 20  # of text that rows of parquet may take in memory at once, if they share one value
 ABOUT = ("dataset_info.json", "dataset_infos.json")  # files that Hugging Face puts beside a dataset's text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of memory and work for a corpus that others made."""
+
+    max_document_mib: int = 64
+    """Largest document in MiB: a line of .jsonl, a row of .parquet, or any other file, uncompressed. A larger
+    one is bad input. Reading one takes several times its size in memory."""
+    max_compression_ratio: int = 100
+    """Stop at a .gz or .zst file with more than 256 MiB of content that is over this many times as large as
+    the file. Text compresses to between a third and a thirtieth of its size."""
+
+    def __post_init__(self) -> None:
+        for key in ("max_document_mib", "max_compression_ratio"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{getattr(self, key)} is below 1", key)
+
+    @property
+    def document_bytes(self) -> int:
+        """`max_document_mib` in bytes."""
+        return self.max_document_mib << 20
+
+    def check_document(self, num_bytes: int) -> None:
+        """Raises ValueError for more than a document may have."""
+        if num_bytes > self.document_bytes:
+            raise ValueError(
+                f"a document of more than {self.max_document_mib} MiB; raise max_document_mib if it is meant"
+            )
+
+    def check_ratio(self, file: Path, num_bytes: int, size: int) -> None:
+        """Raises ConfigError if `num_bytes` of content or more are too many for a compressed file of `size`
+        bytes."""
+        if num_bytes > max(RATIO_GRACE, self.max_compression_ratio * size):
+            raise ConfigError(
+                f"{file}: its {size:,} bytes decompress to more than {num_bytes - 1:,}; raise "
+                f"max_compression_ratio = {self.max_compression_ratio} if that is no mistake"
+            )
 
 
 @dataclass(frozen=True)
@@ -54,6 +97,7 @@ class Document:
     place: int
 
 
+DEFAULT_LIMITS = Limits()
 Bad = Callable[[Path, int, str], None]  # file, place, reason
 
 
@@ -156,12 +200,11 @@ def plan_units(files: Sequence[Path], field: str) -> list[Unit]:
 
 
 def _parquet_units(file: Path, field: str) -> list[Unit]:
-    metadata = _open_parquet(file, field).metadata
-    columns = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    parquet = _open_parquet(file, field)
     units, begin, size = list[Unit](), 0, 0
-    for group in range(metadata.num_row_groups):
-        size += metadata.row_group(group).column(columns.index(field)).total_uncompressed_size
-        if size >= UNIT_BYTES or group == metadata.num_row_groups - 1:
+    for group in range(parquet.metadata.num_row_groups):
+        size += _column(parquet, group, field).total_uncompressed_size
+        if size >= UNIT_BYTES or group == parquet.metadata.num_row_groups - 1:
             units.append(Unit((file,), begin, group + 1, size))
             begin, size = group + 1, 0
     return units
@@ -170,13 +213,15 @@ def _parquet_units(file: Path, field: str) -> list[Unit]:
 # ---- documents
 
 
-def documents(files: Sequence[Path], field: str, bad: Bad = stop) -> Iterator[Document]:
+def documents(
+    files: Sequence[Path], field: str, bad: Bad = stop, limits: Limits = DEFAULT_LIMITS
+) -> Iterator[Document]:
     """All documents of the files, in order; empty ones are left out."""
     for unit in plan_units(files, field):
-        yield from read_unit(unit, field, bad)
+        yield from read_unit(unit, field, bad, limits)
 
 
-def read_unit(unit: Unit, field: str, bad: Bad = stop) -> Iterator[Document]:
+def read_unit(unit: Unit, field: str, bad: Bad = stop, limits: Limits = DEFAULT_LIMITS) -> Iterator[Document]:
     """A unit's documents in order; empty ones are left out, and what `bad` was told of.
 
     Raises ConfigError for a file that cannot be read, is cut off or damaged, or lacks the column.
@@ -184,12 +229,13 @@ def read_unit(unit: Unit, field: str, bad: Bad = stop) -> Iterator[Document]:
     file = unit.files[0]
     kind, compression = format_of(file)
     if kind == "text":
-        yield from _whole_files(unit.files, bad)
+        yield from _whole_files(unit.files, bad, limits)
     elif kind == "parquet":
-        yield from _rows(unit, field, bad)
+        yield from _rows(unit, field, bad, limits)
     else:
-        for place, line in _part_of_lines(unit) if compression else _range_of_lines(unit):
+        for place, line in _part_of_lines(unit, limits) if compression else _range_of_lines(unit, limits):
             try:
+                limits.check_document(len(line) - line.endswith(b"\n"))
                 text = _text_of(line, field)
             except ValueError as e:
                 bad(file, place, str(e))
@@ -198,11 +244,16 @@ def read_unit(unit: Unit, field: str, bad: Bad = stop) -> Iterator[Document]:
                     yield Document(text, file, place)
 
 
-def _whole_files(files: Iterable[Path], bad: Bad) -> Iterator[Document]:
+def _whole_files(files: Iterable[Path], bad: Bad, limits: Limits) -> Iterator[Document]:
     for file in files:
-        data = b"".join(_decompressed(file)) if format_of(file)[1] else _read(file)
+        data = bytearray()
+        for piece in _decompressed(file, limits) if format_of(file)[1] else _pieces(file):
+            data += piece
+            if len(data) > limits.document_bytes:
+                break
         try:
-            text = _decode(data)
+            limits.check_document(len(data))
+            text = _decode(data.removeprefix(codecs.BOM_UTF8))
         except ValueError as e:
             bad(file, 0, str(e))
         else:
@@ -210,17 +261,20 @@ def _whole_files(files: Iterable[Path], bad: Bad) -> Iterator[Document]:
                 yield Document(text, file, 0)
 
 
-def _rows(unit: Unit, field: str, bad: Bad) -> Iterator[Document]:
+def _rows(unit: Unit, field: str, bad: Bad, limits: Limits) -> Iterator[Document]:
     import pyarrow  # _open_parquet says how to get it
 
     (file,) = unit.files
     parquet = _open_parquet(file, field)
     row = 1 + sum(parquet.metadata.row_group(g).num_rows for g in range(unit.begin))
     groups = list(range(unit.begin, unit.end))
+    size = max(_column(parquet, group, field).total_uncompressed_size for group in groups)
+    rows = min(max(PARQUET_BYTES // max(size, 1), 1), 256)  # one value, stored once, may be that of all rows
     try:
-        for batch in parquet.iter_batches(batch_size=256, row_groups=groups, columns=[field]):
+        for batch in parquet.iter_batches(batch_size=rows, row_groups=groups, columns=[field]):
             for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                 try:
+                    limits.check_document(len(data or b""))
                     text = _decode(data) if data is not None else None
                 except ValueError as e:
                     bad(file, row, str(e))
@@ -249,59 +303,89 @@ def _open_parquet(file: Path, field: str) -> Any:
     schema = opened.schema_arrow
     if field not in schema.names:
         raise ConfigError(f"{file}: no column {field!r} (columns: {', '.join(schema.names)})")
+    if schema.names.count(field) > 1:
+        raise ConfigError(
+            f"{file}: {schema.names.count(field)} columns are called {field!r}; rename all but one"
+        )
     kind = schema.field(field).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise ConfigError(f"{file}: column {field!r} holds {kind}, not strings")
     return opened
 
 
-def _range_of_lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
-    """Lines that start in [begin, end), each with its offset."""
+def _column(parquet: Any, group: int, field: str) -> Any:
+    """The metadata of the column in a row group."""
+    schema = parquet.metadata.schema
+    index = next(i for i in range(len(schema)) if schema.column(i).path == field)
+    return parquet.metadata.row_group(group).column(index)
+
+
+def _range_of_lines(unit: Unit, limits: Limits) -> Iterator[tuple[int, bytes]]:
+    """Lines that start in [begin, end), each with its offset; of one that is too long, little more than may
+    be."""
     try:
         with open(unit.files[0], "rb") as f:
             at = unit.begin
             if at:
                 f.seek(at - 1)
-                at += len(f.readline()) - 1
-            while at < unit.end and (line := f.readline()):
+                at += _skip_line(f) - 1
+            while at < unit.end and (line := f.readline(limits.document_bytes + 1)):
                 if not line.isspace():
-                    yield at, line
-                at += len(line)
+                    yield at, line if at else line.removeprefix(codecs.BOM_UTF8)
+                at += len(line) if line.endswith(b"\n") else len(line) + _skip_line(f)
     except OSError as e:
         raise ConfigError(f"{unit.files[0]}: {e.strerror}") from None
 
 
-def _part_of_lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
-    """Every `end`-th block of lines of a compressed file, from block `begin` on; each line with its
-    number."""
-    number, rest = 0, b""
-
-    def wanted(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-        nonlocal number
-        for line in lines:
-            if number // BLOCK_LINES % unit.end == unit.begin and line and not line.isspace():
-                yield number + 1, line
-            number += 1
-
-    for chunk in _decompressed(unit.files[0]):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from wanted(lines)
-    yield from wanted([rest])
+def _skip_line(f: IO[bytes]) -> int:
+    """Read to the end of the line, in pieces: how many bytes that are."""
+    skipped = 0
+    while piece := f.readline(1 << 20):
+        skipped += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return skipped
 
 
-def _decompressed(file: Path) -> Iterator[bytes]:
+def _part_of_lines(unit: Unit, limits: Limits) -> Iterator[tuple[int, bytes]]:
+    """Every `end`-th block of lines of a compressed file, from block `begin` on; each line with its number;
+    of one that is too long, little more than may be."""
+    number, rest, is_too_long, most = 0, bytearray(), False, limits.document_bytes + 1
+
+    def is_wanted(line: bytes | bytearray) -> bool:
+        return number // BLOCK_LINES % unit.end == unit.begin and bool(line) and not line.isspace()
+
+    for chunk in _decompressed(unit.files[0], limits):
+        *ended, tail = chunk.split(b"\n")
+        for line in ended:
+            rest += b"" if is_too_long else line[: most - len(rest)]
+            if is_wanted(rest):
+                yield number + 1, bytes(rest if number else rest.removeprefix(codecs.BOM_UTF8))
+            rest, is_too_long, number = bytearray(), False, number + 1
+        rest += b"" if is_too_long else tail[: most - len(rest)]
+        if len(rest) == most:  # told of at once, and not at its end, which may be far
+            if is_wanted(rest):
+                yield number + 1, bytes(rest)
+            rest, is_too_long = bytearray(), True
+    if is_wanted(rest):
+        yield number + 1, bytes(rest)
+
+
+def _decompressed(file: Path, limits: Limits) -> Iterator[bytes]:
     """The content of a .gz or .zst file of any number of members. Neither library's own file object tells of
     every truncated file (zstandard's ends as if it were whole), so the end is checked here."""
     open_member = _decompressor(file)
     member, produced = open_member(), 0
+    size = _size(file)
     try:
         with open(file, "rb") as f:
-            while data := f.read(1 << 20):
+            while data := f.read(FEED_BYTES):
                 while data and not (member.eof and not data.strip(b"\0")):  # gzip members may be padded
                     if member.eof:
                         member = open_member()
                     chunk = member.decompress(data)
                     produced += len(chunk)
+                    limits.check_ratio(file, produced, size)
                     yield chunk
                     data = member.unused_data if member.eof else b""
     except OSError as e:
@@ -342,16 +426,18 @@ def _text_of(line: bytes, field: str) -> str:
     return text
 
 
-def _decode(data: bytes) -> str:
+def _decode(data: bytes | bytearray) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as e:
         raise ValueError(f"not UTF-8 at byte {e.start}: convert it first, nothing is guessed") from None
 
 
-def _read(file: Path) -> bytes:
+def _pieces(file: Path) -> Iterator[bytes]:
     try:
-        return file.read_bytes()
+        with open(file, "rb") as f:
+            while data := f.read(1 << 20):
+                yield data
     except OSError as e:
         raise ConfigError(f"{file}: {e.strerror}") from None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config.component import Component, ConfigError, label
-from titanlite.data.corpus import content_sha256, find_files, format_of
+from titanlite.data.corpus import Limits, content_sha256, find_files, format_of
 from titanlite.data.pipeline import prepare
 from titanlite.data.shards import TokenShards
 from titanlite.data.stages import VERSION, Recipe
@@ -64,7 +64,7 @@ class Tokens(Source, name="tokens"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text(Source, name="text"):
+class Text(Limits, Source, name="text"):
     """Text files, tokenised on first use: .jsonl, .ndjson and .json have one document per line, .parquet one
     per row, any other file is one document. For more than a few gigabytes run `titanlite prepare` first."""
 
@@ -74,9 +74,18 @@ class Text(Source, name="text"):
     field: str = "text"
     """The field of a JSON line, or the column of a .parquet file, that holds the text."""
 
+    def __post_init__(self) -> None:
+        Source.__post_init__(self)
+        Limits.__post_init__(self)
+
     def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
         files = find_files(self.path, "data.sources.path")
-        return _cached(files, "text", codec, cache_dir, self.field)
+        recipe = Recipe(
+            field=self.field,
+            max_document_mib=self.max_document_mib,
+            max_compression_ratio=self.max_compression_ratio,
+        )
+        return _cached(files, "text", codec, cache_dir, recipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +94,7 @@ class PythonStdlib(Source, name="python_stdlib"):
     that runs titanlite, about 3 million tokens. Which text depends on the Python version."""
 
     def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
-        return _cached(stdlib_files(), "python_stdlib", codec, cache_dir, "")
+        return _cached(stdlib_files(), "python_stdlib", codec, cache_dir, Recipe(field=""))
 
 
 def stdlib_files() -> list[Path]:
@@ -111,14 +120,16 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def _cached(files: Sequence[Path], kind: str, codec: TextCodec, cache_dir: Path, field: str) -> TokenShards:
+def _cached(
+    files: Sequence[Path], kind: str, codec: TextCodec, cache_dir: Path, recipe: Recipe
+) -> TokenShards:
     # the same bytes read another way are other documents
     ways = "".join("".join(format_of(f)) + " " for f in files)
-    content = f"{VERSION} {kind} {field} {ways}{content_sha256(files)} {codec.fingerprint}"
+    content = f"{VERSION} {kind} {recipe.field} {ways}{content_sha256(files)} {codec.fingerprint}"
     path = cache_dir / f"{kind}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     if path.exists():
         return TokenShards(path)
     # After bad input the text has to change, and with it the name: nothing is kept for another try.
-    shards = prepare(files, path, codec, Recipe(field=field), keep=False)
+    shards = prepare(files, path, codec, recipe, keep=False)
     assert shards is not None  # there is one part
     return shards

@@ -13,10 +13,9 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ import numpy as np
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.data.corpus import Document, Unit, plan_units, read_unit, stop, where
+from titanlite.data.corpus import Document, Limits, Unit, plan_units, read_unit, stop, where
 from titanlite.data.dedup import first_of_each
 from titanlite.data.filters import Bands, Filter
 from titanlite.data.order import key_of, permute
@@ -32,13 +31,13 @@ from titanlite.data.report import Place, Report, merge
 from titanlite.data.shards import sync, token_dtype, write_shard
 from titanlite.data.tokenizer import TextCodec
 
-VERSION = 1  # of these functions: raise it when the same input gives other bytes
+VERSION = 2  # of these functions: raise it when the same input gives other bytes
 SHARD_BYTES = 256 << 20  # of text: 128 MiB of uint16 tokens from 32 units
-BATCH = 64  # documents handed to the tokenizer at once
+BATCH, BATCH_CHARACTERS = 64, 8 << 20  # documents handed to the tokenizer at once, at most
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Limits):
     """What decides a dataset besides its files and tokenizer."""
 
     field: str = "text"
@@ -60,7 +59,8 @@ class Work:
         filters = toml.as_tree(list(recipe.filters))
         self.identities = identities = [_identity(u) for u in self.units]
         self.scan_keys = [
-            _key(VERSION, identity, recipe.field, recipe.bad_lines, filters) for identity in identities
+            _key(VERSION, identity, recipe.field, recipe.bad_lines, recipe.max_document_mib, filters)
+            for identity in identities
         ]
         self.filters = [f.build() for f in recipe.filters]
         self.compares = any(isinstance(f, Bands) for f in self.filters)
@@ -177,7 +177,7 @@ class Work:
         dtype, vocab_size = token_dtype(self.codec.vocab_size), self.codec.vocab_size
         documents, lengths = self._remaining(u, report), list[int]()
         with self._written(f"unit-{u:06}.bin") as path, open(path, "wb") as f:
-            while batch := list(islice(documents, BATCH)):
+            for batch in _batches(documents):
                 for document, ids in zip(batch, self.codec.encode_documents([d.text for d in batch])):
                     if len(ids) and ids.max() >= vocab_size:
                         place = where(document.file, document.place)
@@ -217,7 +217,8 @@ class Work:
     # ---- documents
 
     def _read(self, unit: Unit, report: Report) -> Iterator[Document]:
-        return read_unit(unit, self.recipe.field, stop if self.recipe.bad_lines == "stop" else report.bad)
+        bad = stop if self.recipe.bad_lines == "stop" else report.bad
+        return read_unit(unit, self.recipe.field, bad, self.recipe)
 
     def _remaining(self, u: int, report: Report) -> Iterator[Document]:
         """The documents that no filter removes."""
@@ -279,6 +280,18 @@ class Work:
         unit = int(np.searchsorted(offsets, kept, side="right")) - 1
         file, place = self._scanned(unit)["places"][kept - offsets[unit]]
         return "duplicate of", (self.units[unit].files[file], int(place))
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, size = list[Document](), 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if len(batch) == BATCH or size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _grouped(units: Sequence[Unit], seed: int) -> list[list[int]]:

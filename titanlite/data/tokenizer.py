@@ -69,7 +69,8 @@ class TextCodec:
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Each text framed as BOS ids EOS: uint32 [n]. BOS == EOS is written once, in front."""
         end = [] if self.bos == self.eos else [self.eos]
-        return [np.concatenate([[self.bos], ids, end]).astype(np.uint32) for ids in self._encode_batch(texts)]
+        encoded = self._encode_batch(texts)
+        return [np.concatenate([[self.bos], ids, end], dtype=np.uint32, casting="unsafe") for ids in encoded]
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """The files, by name, that `AutoTokenizer.from_pretrained` makes this tokenizer from. Raises
@@ -210,6 +211,9 @@ class _BytesCodec(TextCodec):
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")

@@ -20,7 +20,7 @@ from typing import Literal
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_words
-from titanlite.data.corpus import find_files
+from titanlite.data.corpus import Limits, find_files
 from titanlite.data.filters import Filter
 from titanlite.data.pipeline import origin, prepare, work_folder
 from titanlite.data.report import table
@@ -31,7 +31,7 @@ from titanlite.job import check_writable, import_components
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepare:
+class Prepare(Limits):
     """A preparation. Every key may be in the TOML file or on the command line."""
 
     input: list[str] = dataclasses.field(default_factory=list)
@@ -44,7 +44,8 @@ class Prepare:
     seed: int = 0
     """Of the order of the documents."""
     bad_lines: Literal["stop", "skip"] = "stop"
-    """Lines that are not JSON, lack the field or are not UTF-8: stop at the first, or skip and count them."""
+    """Lines that are not JSON, lack the field, are not UTF-8 or exceed max_document_mib: stop at the first,
+    or skip and count them."""
     num_processes: int = 0
     """Processes to tokenise with; 0: one a core. Does not change the result."""
     part: str = "0/1"
@@ -57,6 +58,7 @@ class Prepare:
     filters: list[Filter] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_processes < 0:
             raise ConfigError(f"{self.num_processes} is below 0", "num_processes")
         self.share  # noqa: B018 -- checks it
@@ -81,10 +83,17 @@ def main(argv: Sequence[str]) -> int:
     job = toml.build(Prepare, tree, locator)
     output = Path(job.output)
     try:
+        recipe = Recipe(
+            field=job.field,
+            seed=job.seed,
+            bad_lines=job.bad_lines,
+            filters=job.filters,
+            max_document_mib=job.max_document_mib,
+            max_compression_ratio=job.max_compression_ratio,
+        )
         _check(job, output)
-        codec = job.tokenizer.build()
-        recipe = Recipe(field=job.field, seed=job.seed, bad_lines=job.bad_lines, filters=job.filters)
         files = find_files(job.input, "input")
+        codec = job.tokenizer.build()
         made_of = origin(recipe, codec, files)
         complete = job.share[1] > 1 and output.exists() and TokenShards(output).prepared == made_of
         if output.exists() and not complete:  # where parts are more than shards, others may have done it all

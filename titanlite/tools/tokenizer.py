@@ -1,12 +1,12 @@
-"""titanlite tokenizer train [FILE ...] --output FILE [--vocab-size N] [--field NAME]
+"""titanlite tokenizer train [FILE ...] --output FILE [--vocab-size N] [--field NAME] [--max-document-mib N]
 titanlite tokenizer show [CONFIG.toml] [TEXT] [--tokenizer.name=... --tokenizer.path=...] [--allow-imports]
 
 `train` learns byte-level BPE in tiktoken's file format, with Hugging Face's `tokenizers`, from files or, by
 default, the standard library's source; the same text gives the same file. --vocab-size counts the tokens
-without the special ones (8190); --field names the field of a .jsonl line that holds the text. The tokenizer
-in assets/ is `titanlite tokenizer train --vocab-size 8190 --output assets/tokenizer/stdlib.tiktoken` under
-the CPython named in assets/tokenizer/README.md. `show` prints what a text (or standard input) becomes, token
-by token.
+without the special ones (8190); --field names the field of a .jsonl line that holds the text;
+--max-document-mib is the size of the largest document to read (64). The tokenizer in assets/ is
+`titanlite tokenizer train --vocab-size 8190 --output assets/tokenizer/stdlib.tiktoken` under the CPython
+named in assets/tokenizer/README.md. `show` prints what a text (or standard input) becomes, token by token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titanlite.commands import ALLOW_IMPORTS, Options, take_flag
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.overrides import split_words
-from titanlite.data.corpus import documents, find_files
+from titanlite.data.corpus import Limits, documents, find_files
 from titanlite.data.sources import stdlib_files
 from titanlite.data.tokenizer import LLAMA3_PATTERN, Tiktoken, Tokenizer
 from titanlite.data.tokenizer_json import byte_alphabet
@@ -44,13 +44,16 @@ def _train(argv: Sequence[str]) -> int:
     parser.add("input", nargs="*")
     parser.add("--field", default="text")
     parser.add("--vocab-size", type=int, default=8190)
+    parser.add("--max-document-mib", type=int, default=Limits.max_document_mib)
     parser.add("--output", type=Path, required=True)
     options = parser.read(argv)
     if options.vocab_size < 256:
         raise ConfigError("--vocab-size is below 256, the number of bytes")
     _make_place(options.output)
     files = find_files(options.input, "input") if options.input else stdlib_files()
-    tokens = train_bpe((d.text for d in documents(files, options.field)), options.vocab_size)
+    limits = Limits(max_document_mib=options.max_document_mib)
+    texts = (document.text for document in documents(files, options.field, limits=limits))
+    tokens = train_bpe(texts, options.vocab_size)
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
     write_atomically(options.output, b"".join(lines))
     print(f"{options.output}: {len(tokens)} ranks from {len(files)} files")

@@ -63,7 +63,7 @@ def test_any_file_is_one_document_and_a_jsonl_line_is_one(tmp_path: Path, read: 
 
 
 def test_text_is_kept_to_the_byte(tmp_path: Path, read: Reader) -> None:
-    text = "\ufeffcr\r\nlf\n\ttab \u2028 \u4f60\u597d \U0001f600\x00 end  "
+    text = "cr\ufeff\r\nlf\n\ttab \u2028 \u4f60\u597d \U0001f600\x00 end  "
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.jsonl").write_bytes(json.dumps({"text": text}, ensure_ascii=False).encode())
     assert texts(read(tmp_path, str(tmp_path))) == [text, text]

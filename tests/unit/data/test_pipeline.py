@@ -272,7 +272,7 @@ class Killed(Bytes, name="killed"):
 
 def suicidal() -> Any:
     codec = Bytes().build()
-    codec.encode = lambda text: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    codec.encode_documents = lambda texts: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     return codec
 
 

@@ -151,11 +151,13 @@ def test_a_special_token_in_a_prompt_is_one(qwen3: Path) -> None:
 
 
 def test_a_run_is_continued_as_its_samples_are(run: Run, tmp_path: Path, corpus: Path) -> None:
-    """With a cache as without one, from the same seed."""
+    """With a cache as without one, from the same seed, which is another one for each prompt."""
     job = make_job(
-        tmp_path, corpus, "--training.steps=2", "--generation.prompts=['ab']", "--generation.top_k=9"
+        tmp_path, corpus, "--training.steps=2", "--generation.prompts=['ab', 'ab']", "--generation.top_k=9"
     )
     train(job)
+    _, one, other = (job.folder / "samples.txt").read_text().split("--- step 2\n")
+    assert one != other
     code, out, err = run(job.folder, "--prompt=ab", f"--seed={job.training.seed}", "--top-k=9")
     assert code == 0, err
     assert err == f"titanlite: using {job.folder}/checkpoint/step-2\n"
