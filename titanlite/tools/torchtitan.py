@@ -70,18 +70,11 @@ def float8_converter(value: Any) -> Made:
 
 
 def layers(value: Any) -> Made:
-    """Names of layers; those that float8 leaves alone anyway are dropped."""
-    found = [word for word in listed(value) if word not in ("output", "auto_filter_small_kn")]
-    for theirs, ours in LAYERS.items():
-        found = [word.replace(theirs, ours) for word in found]
-    return {"float8.filter_fqns": found}
+    """Parts of the names of torchtitan's layers; migrate_rules makes titanlite's of them."""
+    return {"float8.filter_fqns": listed(value)}
 
 
 DATASETS = {"c4_test": "tests/assets/c4_test", "c4": "data/c4", "c4_validation": "data/c4_validation"}
-LAYERS = {
-    "attention.wq": "q_proj", "attention.wk": "k_proj", "attention.wv": "v_proj", "attention.wo": "o_proj",
-    "feed_forward.w1": "gate_proj", "feed_forward.w2": "down_proj", "feed_forward.w3": "up_proj",
-}  # fmt: skip
 _TINY_LLAMA = {
     "dim": 256, "n_layers": 6, "n_heads": 16, "n_kv_heads": 16, "head_dim": 16, "hidden_dim": 768,
     "vocab_size": 2048, "tie_word_embeddings": False, "rope_factor": 8.0,
@@ -99,15 +92,50 @@ FLAVORS: dict[str, dict[str, tuple[str, Made]]] = {  # theirs: ours, and what di
 }
 MASKING = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")  # endings of flavors that mask documents
 
-# Their values where a file has none and ours are others, by our keys.
-DEFAULTS: Made = {
-    "optimizer.lr": 8e-4,
-    "lr_scheduler.warmup_steps": 200,
-    "activation_checkpoint.mode": "selective",
-    "activation_checkpoint.selective_ac_option": "2",
-    "checkpoint.enable": False,
-    "metrics.enable_tensorboard": False,
+# The tokenizer of a file that names none, by release, and torchtitan's own for tests.
+DEFAULT_TOKENIZER = {
+    "0.1": "./torchtitan/datasets/tokenizer/tokenizer.model",
+    "0.2": "./tests/assets/tokenizer",
 }
+TEST_TOKENIZER, TEST_TIKTOKEN = "tests/assets/tokenizer", "test_tiktoken.model"
+
+# torchtitan's values where a file has none, by our keys; the same in 0.1.0 and 0.2.0 to 0.2.2.
+DEFAULTS: Made = {
+    "profiling.enable_profiling": False, "profiling.profile_freq": 10, "profiling.profiler_active": 1,
+    "profiling.profiler_warmup": 3, "profiling.enable_memory_snapshot": False, "metrics.log_freq": 10,
+    "metrics.enable_tensorboard": False, "optimizer.name": "adamw", "optimizer.lr": 8e-4,
+    "optimizer.beta1": 0.9, "optimizer.beta2": 0.95, "optimizer.eps": 1e-8, "optimizer.weight_decay": 0.1,
+    "lr_scheduler.warmup_steps": 200, "lr_scheduler.total_steps": 0, "lr_scheduler.decay_ratio": -1.0,
+    "lr_scheduler.decay_type": "linear", "lr_scheduler.min_lr_factor": 0.0, "training.local_batch_size": 8,
+    "training.global_batch_size": -1, "training.seq_len": 2048, "training.max_norm": 1.0,
+    "training.steps": 10000, "training.enable_cpu_offload": False,
+    "training.mixed_precision_param": "bfloat16", "training.mixed_precision_reduce": "float32",
+    "training.gc_freq": 50, "training.deterministic": False, "data.num_workers": 0,
+    "parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": -1,
+    "parallelism.fsdp_reshard_after_forward": "default", "parallelism.tensor_parallel_degree": 1,
+    "parallelism.pipeline_parallel_degree": 1, "parallelism.pipeline_parallel_first_stage_less_layers": 1,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+    "parallelism.pipeline_parallel_schedule": "1F1B", "parallelism.context_parallel_degree": 1,
+    "checkpoint.enable": False, "checkpoint.folder": "checkpoint", "checkpoint.interval": 500,
+    "checkpoint.export_hf": False, "checkpoint.export_dtype": "float32", "checkpoint.async_mode": "disabled",
+    "checkpoint.keep_latest_k": 10, "checkpoint.load_step": -1, "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "2", "activation_checkpoint.memory_budget": 0.5,
+    "compile.enable": False, "float8.recipe": "tensorwise", "float8.enable_fsdp_float8_all_gather": False,
+    "float8.emulate": False, "comm.init_timeout_seconds": 300, "comm.train_timeout_seconds": 100,
+    "validation.enable": False, "validation.freq": 10, "validation.steps": -1,
+}  # fmt: skip
+
+# What differs under the same key, and what differs whatever the file says.
+NOTES_ON_KEYS = {
+    "profiling.enable_profiling": "rank 0, once; profiling.ranks and profiling.profile_cycles take more",
+    "comm.init_timeout_seconds": (
+        "here also the time to tokenise text at the first start: raise it, or run `titanlite prepare` first"
+    ),
+}
+NOTES = (
+    "optimizer.weight_decay: titanlite does not decay norms, torchtitan does",
+    "initial weights and the order of the data are titanlite's own: losses are not torchtitan's step by step",
+)
 
 
 # ---- keys
@@ -115,7 +143,8 @@ DEFAULTS: Made = {
 BOTH = Keys(
     carried=words(
         """
-        job.dump_folder job.description profiling.enable_profiling profiling.profile_freq
+        training.local_batch_size training.global_batch_size job.dump_folder job.description
+        profiling.enable_profiling profiling.profile_freq
         profiling.enable_memory_snapshot metrics.log_freq metrics.enable_tensorboard optimizer.lr
         optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay lr_scheduler.warmup_steps
         lr_scheduler.decay_ratio lr_scheduler.decay_type training.seq_len training.max_norm training.steps
@@ -149,7 +178,6 @@ BOTH = Keys(
     },
     gone={
         "job.config_file": "the file is the first argument",
-        "job.custom_config_module": "job.imports registers components, which have keys of their own",
         "experimental.custom_import": "job.imports registers components; torchtitan's own do not fit",
         "experimental.custom_args_module": "job.imports registers components, which have keys of their own",
         "profiling.save_traces_folder": "traces are in <dump_folder>/profile",
@@ -166,12 +194,11 @@ BOTH = Keys(
         "parallelism.enable_compiled_autograd": "not supported",
         "parallelism.pipeline_parallel_layers_per_stage": "pipeline_parallel_split_points names the stages",
         "parallelism.pipeline_parallel_schedule_csv": "pipeline_parallel_schedule names one of five",
-        "parallelism.pipeline_parallel_microbatch_size": (
-            "a pipeline's micro-batches are of local_batch_size rows; global_batch_size says how many"
-        ),
+        "parallelism.pipeline_parallel_microbatch_size": "local_batch_size is a pipeline's micro-batch",
         "parallelism.context_parallel_rotate_method": "keys and values are gathered",
         "checkpoint.create_seed_checkpoint": "every layout starts from the same weights by itself",
         "checkpoint.exclude_from_loading": "initial_load_path takes weights alone; a resume takes everything",
+        "training.gc_debug": "not supported",
         "memory_estimation.*": "not supported",
         "fault_tolerance.*": "not supported; a run goes on from its checkpoint on any number of ranks",
         "comm.trace_buf_size": "torch's flight recorder is set by its environment variables",
@@ -182,6 +209,7 @@ V01 = Keys(
     carried=frozenset({"parallelism.pipeline_parallel_split_points"}),
     renamed={
         "training.batch_size": "training.local_batch_size",
+        "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
         "training.warmup_steps": "lr_scheduler.warmup_steps",
         "training.compile": "compile.enable",
         "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
@@ -210,7 +238,8 @@ V01 = Keys(
         },
     },
     replaced={
-        "float8.filter_fqns": (layers, "titanlite's names of the layers; the head is left out anyway"),
+        "float8.filter_fqns": (layers, ""),
+        "training.fp8_linear": (lambda value: {"float8.enable": bool(value)}, ""),
         "model.attn_mask_type": (
             chosen("data.mask_documents", {"block_causal": True, "causal": False}),
             "",
@@ -236,9 +265,11 @@ V01 = Keys(
         "experimental.enable_async_tensor_parallel": "not supported",
         "experimental.enable_compiled_autograd": "not supported",
         "experimental.context_parallel_rotate_method": "keys and values are gathered",
-        "experimental.pipeline_parallel_microbatches": "global_batch_size / local_batch_size says how many",
+        "experimental.pipeline_parallel_microbatches": "local_batch_size is a pipeline's micro-batch",
         "checkpoint.interval_type": "checkpoint.interval is in steps",
         "checkpoint.model_weights_only": "`titanlite export`, or checkpoint.export_hf, writes the weights",
+        "checkpoint.last_save_model_weights_only": "`titanlite export` writes the weights alone",
+        "checkpoint.initial_load_model_weights_only": "initial_load_path takes weights alone",
         "float8.precompute_float8_dynamic_scale_for_fsdp": "always, where weights are gathered in float8",
         "float8.force_recompute_fp8_weight_in_bwd": "activation_checkpoint decides what is recomputed",
         "mx.*": "not supported",
@@ -250,7 +281,7 @@ V02 = Keys(
     carried=words(
         """
         profiling.profiler_active profiling.profiler_warmup lr_scheduler.total_steps
-        lr_scheduler.min_lr_factor training.local_batch_size training.global_batch_size
+        lr_scheduler.min_lr_factor
         parallelism.pipeline_parallel_first_stage_less_layers
         parallelism.pipeline_parallel_last_stage_less_layers checkpoint.enable
         activation_checkpoint.memory_budget compile.enable validation.enable validation.freq
@@ -271,15 +302,15 @@ V02 = Keys(
             tokenizer,
             "its weights are not looked at: checkpoint.initial_load_path names some",
         ),
-        "quantize.linear.float8.filter_fqns": (layers, "titanlite's names; the head is left out anyway"),
+        "quantize.linear.float8.filter_fqns": (layers, ""),
         "validation.dataset": (text_source("data.validation_sources"), "files of text"),
         "validation.dataset_path": (text_path("data.validation_sources"), "files of text"),
     },
     gone={
+        "job.custom_config_module": "job.imports registers components, which have keys of their own",
         "job.print_config": "`titanlite config FILE` prints what is resolved",
         "job.save_config_file": "<dump_folder>/job.toml, always",
         "training.dtype": "weights and optimizer state are in float32",
-        "training.gc_debug": "not supported",
         "training.dataloader.persistent_workers": "the loader's own: workers stay, memory is pinned for GPUs",
         "training.dataloader.pin_memory": "the loader's own: workers stay, memory is pinned for GPUs",
         "training.dataloader.prefetch_factor": "the loader's own: workers stay, memory is pinned for GPUs",
@@ -317,6 +348,20 @@ V02 = Keys(
         "comm.mode": "not supported",
         "debug.deterministic_warn_only": "training.deterministic raises an error",
         "debug.moe_force_load_balance": "there are no experts",
+        "training.debug_moe_force_load_balance": "there are no experts",
     },
 )
+SINCE_0_2_1 = words(
+    """
+    activation_checkpoint.debug activation_checkpoint.determinism_check
+    activation_checkpoint.preserve_rng_state comm.mode debug.deterministic debug.deterministic_warn_only
+    debug.moe_force_load_balance debug.seed job.save_config_file lr_scheduler.total_steps
+    parallelism.context_parallel_load_balancer parallelism.expert_parallel_comm_backend
+    parallelism.pipeline_parallel_expert_parallel_overlap training.dataloader.num_workers
+    training.dataloader.persistent_workers training.dataloader.pin_memory
+    training.dataloader.prefetch_factor validation.dataloader.num_workers
+    validation.dataloader.persistent_workers validation.dataloader.pin_memory
+    validation.dataloader.prefetch_factor
+    """
+)  # keys that 0.2.0 does not have
 ERAS = {"0.1 or 0.2": BOTH, "0.1": V01, "0.2": V02}

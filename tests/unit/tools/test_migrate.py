@@ -4,17 +4,23 @@ result is a job with its values."""
 from __future__ import annotations
 
 import itertools
+import json
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from titanlite import cli
+from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.data.tokenizer import Tiktoken
 from titanlite.job import Job, load_job
-from titanlite.tools.migrate import KINDS, became, flatten, migrate
-from titanlite.tools.torchtitan import ERAS, FLAVORS
+from titanlite.runtime import StepPlan
+from titanlite.tools.migrate import KINDS, became, era, migrate
+from titanlite.tools.migrate_rules import flatten
+from titanlite.tools.torchtitan import ERAS, FLAVORS, SINCE_0_2_1
 
 # Keys and values as torchtitan's Llama 3 files had them, in 0.1 and in 0.2; then those in which sizes differ.
 OLD: dict[str, Any] = {
@@ -45,6 +51,12 @@ NEW: dict[str, Any] = {
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True,
     "quantize.linear.float8.filter_fqns": ["output"],
 }  # fmt: skip
+RELEASE = {  # as in the files of the release 0.1.0: names of 0.2 are among its keys
+    **{k: v for k, v in OLD.items() if k not in ("model.norm_type", "checkpoint.model_weights_only")},
+    "job.print_args": False, "checkpoint.last_save_model_weights_only": False,
+    "model.tokenizer_path": "./assets/tokenizer/tokenizer.model", "parallelism.context_parallel_degree": 1,
+    "parallelism.fsdp_reshard_after_forward": "default", "lr_scheduler.decay_ratio": 0.8,
+}  # fmt: skip
 ROOT = Path(__file__).resolve().parents[3]
 FULL = {"activation_checkpoint.mode": "full"}
 SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
@@ -63,6 +75,23 @@ FILES = {
     "0.1 405B": {
         **OLD, **FULL, **TP, "model.flavor": "405B", "optimizer.lr": 8e-5, "training.batch_size": 2,
         "model.converters": "float8", "training.compile": True,
+    },
+    "0.1 debug, release": {
+        **RELEASE, **SELECTIVE, "model.flavor": "debugmodel", "optimizer.lr": 8e-4,
+        "training.local_batch_size": 8, "training.seq_len": 2048, "training.steps": 10,
+        "lr_scheduler.warmup_steps": 2, "training.dataset": "c4_test",
+        "model.tokenizer_path": "./tests/assets/test_tiktoken.model",
+    },
+    "0.1 8B, release": {
+        **RELEASE, **SELECTIVE, "model.flavor": "8B", "optimizer.lr": 3e-4, "training.local_batch_size": 1,
+    },
+    "0.1 70B, release": {
+        **RELEASE, **FULL, **TP, "model.flavor": "70B", "optimizer.lr": 1.5e-4,
+        "training.local_batch_size": 8,
+    },
+    "0.1 405B, release": {
+        **RELEASE, **FULL, **TP, "model.flavor": "405B", "optimizer.lr": 8e-5,
+        "training.local_batch_size": 2, "model.converters": ["float8"], "training.compile": True,
     },
     "0.2 debug": {
         **NEW, **SELECTIVE, "model.flavor": "debugmodel", "optimizer.lr": 8e-4,
@@ -112,22 +141,22 @@ def result(folder: Path, keys: dict[str, Any]) -> tuple[Job, str, dict[str, list
 @pytest.mark.parametrize("file", FILES)
 def test_torchtitans_files(file: str, tmp_path: Path) -> None:
     keys = FILES[file]
-    job, _, kinds = result(tmp_path, keys)
+    job, text, kinds = result(tmp_path, keys)
+    assert "titanlite refuses this" not in text, "`titanlite config` would fail"
     reported = [key for kind in kinds if kind != "default" for key in kinds[kind]]
     assert sorted(reported) == sorted(keys), "each once"
     assert "unknown" not in kinds
     c = job.model.config
     assert (c.dim, c.n_layers) == {
         "debug": (256, 6), "8B": (4096, 32), "70B": (8192, 80), "405B": (16384, 126)
-    }[file.split()[1]]  # fmt: skip
+    }[file.split()[1].strip(",")]  # fmt: skip
     assert c.rope_factor == (1.0 if file.startswith("0.1") else 8.0)
     assert job.optimizer.lr == keys["optimizer.lr"]
     assert job.training.steps == keys["training.steps"]
     assert job.training.seq_len == keys["training.seq_len"]
     old = file.startswith("0.1")
-    assert (
-        job.training.local_batch_size == keys["training.batch_size" if old else "training.local_batch_size"]
-    )
+    theirs = "training.batch_size" if "training.batch_size" in keys else "training.local_batch_size"
+    assert job.training.local_batch_size == keys[theirs]
     assert job.lr_scheduler.warmup_steps == keys["lr_scheduler.warmup_steps"]
     assert job.activation_checkpoint.mode == keys["activation_checkpoint.mode"]
     assert job.parallelism.tensor_parallel_degree == keys.get("parallelism.tensor_parallel_degree", 1)
@@ -227,7 +256,7 @@ def test_values_that_are_replaced(tmp_path: Path) -> None:
     assert job.data.sources[0].path == ["/data/mine"]
     assert job.data.num_workers == 3
     assert job.checkpoint.keep_latest_k == 2
-    assert job.float8.filter_fqns == ["k_proj", "down_proj"]
+    assert job.float8.filter_fqns == ["self_attn.k_proj", "mlp.down_proj"]
     assert (job.float8.enable, job.float8.recipe, job.float8.enable_fsdp_float8_all_gather) == (
         True,
         "rowwise",
@@ -236,21 +265,24 @@ def test_values_that_are_replaced(tmp_path: Path) -> None:
 
 
 def test_what_only_fails_as_a_whole_is_told(tmp_path: Path) -> None:
-    by_operation = {
-        "activation_checkpoint.mode": "selective",
-        "activation_checkpoint.selective_ac_option": "op",
-    }
-    text, report = migrate(write(tmp_path, FILES["0.2 405B"] | by_operation))
+    text, report = migrate(write(tmp_path, FILES["0.2 8B"] | {"parallelism.context_parallel_degree": 3}))
     assert (
-        "TO DO: activation_checkpoint.selective_ac_option: on 8 ranks titanlite refuses this: 'op', parts of"
+        "TO DO: parallelism.context_parallel_degree: on 3 ranks titanlite refuses this: training.seq_len = "
         in report
     )
-    assert "# TO DO: activation_checkpoint.selective_ac_option" in text
+    assert "# TO DO: parallelism.context_parallel_degree" in text
+
+
+def test_activation_checkpointing_that_the_layout_does_not_allow_is_replaced(tmp_path: Path) -> None:
+    job, text, kinds = result(tmp_path, FILES["0.2 405B"] | SELECTIVE)
+    assert job.activation_checkpoint.mode == "full"
+    assert "activation_checkpoint.mode" in kinds["replaced"]
+    assert "titanlite refuses" not in text
 
 
 def test_the_eras_are_told_apart(tmp_path: Path) -> None:
     for name, keys in FILES.items():
-        assert migrate(write(tmp_path, keys))[1].splitlines()[0].endswith(f": torchtitan {name[:3]}")
+        assert era(keys) == name[:3]
     mixed = {"checkpoint.enable_checkpoint": True, "model.hf_assets_path": "x"}
     assert "between 0.1 and 0.2" in migrate(write(tmp_path, mixed))[1]
 
@@ -296,11 +328,170 @@ def test_a_longer_sequence_than_the_flavor_is_made_for_is_carried_over(tmp_path:
     assert "max_position" not in job.model.overrides
 
 
-def test_every_key_of_torchtitan_is_known() -> None:
-    """All that 0.2.2 had."""
-    keys = (ROOT / "tests/golden/torchtitan_0_2_2_keys.txt").read_text().split()
-    assert len(keys) == 149
-    assert [key for key in keys if became(key, None)[0].kind == "unknown"] == ["model.flavor", "model.name"]
+KEYS = json.loads((ROOT / "tests/golden/torchtitan_keys.json").read_text())  # with their defaults, by release
+
+
+@pytest.mark.parametrize("release", KEYS)
+def test_every_key_of_a_release_is_known(release: str) -> None:
+    assert [key for key in KEYS[release] if became(key, None)[0].kind == "unknown"] == [
+        "model.name",
+        "model.flavor",
+    ]
+    assert era(dict.fromkeys(KEYS[release])) == release[:3]
+
+
+def test_a_key_marks_the_releases_that_have_it() -> None:
+    """A key of one release's table is in no other release, and one of the common table is in both; of
+    sections that a pattern takes as a whole, none is a mark."""
+    old, new = KEYS["0.1.0"].keys(), KEYS["0.2.0"].keys() | KEYS["0.2.1"].keys() | KEYS["0.2.2"].keys()
+    patterns = [pattern for pattern in ERAS["0.1 or 0.2"].gone if "*" in pattern]
+    for key in old | new:
+        if any(fnmatchcase(key, pattern) for pattern in patterns):
+            continue
+        assert era({key: None}) == ("0.1 or 0.2" if key in old & new else "0.1" if key in old else "0.2"), key
+    assert (KEYS["0.2.1"].keys() | KEYS["0.2.2"].keys()) - KEYS["0.2.0"].keys() == SINCE_0_2_1
+
+
+@pytest.mark.parametrize("release", KEYS)
+def test_a_default_that_is_left_out_is_as_if_it_were_written(release: str, tmp_path: Path) -> None:
+    """For every key of the release at once, with float8 and validation on, where it has them."""
+    written = {key: value for key, value in KEYS[release].items() if value is not None}
+    switches: dict[str, Any] = {
+        "0.1.0": {"model.converters": ["float8"], "training.compile": True},
+    }.get(
+        release,
+        {"model.converters": ["quantize.linear.float8"], "compile.enable": True, "validation.enable": True},
+    )
+    full, _, _ = result(tmp_path, written | switches)
+    bare, _, kinds = result(tmp_path, switches)
+    assert full.float8.enable
+    trees = [toml.as_tree(job) for job in (full, bare)]
+    for tree in trees:
+        tree["job"] = {}  # the run folder's name and a description
+    assert trees[0] == trees[1]
+    assert {
+        "checkpoint.async_mode", "checkpoint.export_dtype", "comm.init_timeout_seconds",
+        "comm.train_timeout_seconds", "data.num_workers", "profiling.profiler_warmup",
+        "training.mixed_precision_param",
+    } <= set(kinds["default"])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor", "undecided"),
+    [
+        ({"checkpoint.enable_checkpoint": False}, 1.0, False),  # 0.1
+        ({"training.compile": False, "training.local_batch_size": 8}, 1.0, False),
+        ({"checkpoint.enable_checkpoint": False, "model.hf_assets_path": "x"}, 1.0, True),  # between
+        ({"model.hf_assets_path": "x"}, 8.0, True),  # 0.2.0, or a checkout of the summer before it
+        ({"training.local_batch_size": 8}, 8.0, True),
+        ({"debug.seed": 1}, 8.0, False),  # 0.2.1 or later
+    ],
+)
+def test_rope_is_scaled_as_the_release_scaled_it(
+    tmp_path: Path, keys: dict[str, Any], factor: float, undecided: bool
+) -> None:
+    job, text, _ = result(tmp_path, keys)
+    assert job.model.config.rope_factor == factor
+    assert ("TO DO: model.overrides.rope_factor" in text) == undecided
+
+
+def test_the_vocabulary_of_0_1_is_the_tokenizers(tmp_path: Path) -> None:
+    old = {"checkpoint.enable_checkpoint": False}
+    job, text, _ = result(tmp_path, {**old, "model.tokenizer_path": "./tests/assets/test_tiktoken.model"})
+    assert job.model.config.vocab_size == 2256
+    assert "vocab_size:" not in text
+    job, text, _ = result(tmp_path, {**old, "model.tokenizer_path": str(tmp_path / "none.model")})
+    assert job.model.config.vocab_size == 128256
+    assert "# TO DO: model.overrides.vocab_size: torchtitan 0.1 takes it from the tokenizer, but" in text
+    ranks = tmp_path / "mine.model"
+    ranks.write_bytes((ROOT / "assets/tokenizer/stdlib.tiktoken").read_bytes())
+    job, text, _ = result(tmp_path, {**old, "model.tokenizer_path": str(ranks)})
+    assert job.model.config.vocab_size == Tiktoken(path=str(ranks), num_special_tokens=256).build().vocab_size
+    assert "vocab_size:" not in text
+
+
+def test_torchtitans_test_tokenizer_is_told(tmp_path: Path) -> None:
+    for keys in ({}, {"model.hf_assets_path": "tests/assets/tokenizer"}):
+        _, text, _ = result(tmp_path, keys)
+        assert "torchtitan's test tokenizer, which titanlite refuses: BPE over characters" in text
+    assert "test tokenizer" not in result(tmp_path, {"model.hf_assets_path": "./assets/hf/Llama-3.1-8B"})[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "local", "whole", "undecided"),
+    [
+        ({"training.local_batch_size": 8}, 1, 8, True),
+        ({"training.local_batch_size": 8, "parallelism.data_parallel_shard_degree": 2}, 1, 16, False),
+        ({"training.local_batch_size": 16, "parallelism.pipeline_parallel_microbatch_size": 2}, 2, 16, True),
+        ({"training.local_batch_size": 8, "training.global_batch_size": 64}, 1, 64, False),
+        ({"training.local_batch_size": 8, "training.global_batch_size": -1}, 1, 8, True),
+        ({}, 1, 8, True),
+    ],
+)
+def test_a_pipelines_micro_batches_are_carried_over(
+    tmp_path: Path, keys: dict[str, Any], local: int, whole: int, undecided: bool
+) -> None:
+    pipeline = {
+        "model.flavor": "8B", "training.steps": 1000, "parallelism.pipeline_parallel_degree": 4,
+        "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+    }  # fmt: skip
+    job, text, _ = result(tmp_path, pipeline | keys)
+    assert (job.training.local_batch_size, job.training.global_batch_size) == (local, whole)
+    assert ("TO DO: training.global_batch_size" in text) == undecided
+    assert "titanlite refuses" not in text.replace("which titanlite refuses: BPE", "")
+    plan = StepPlan.of(job.training, max(job.parallelism.data_parallel_shard_degree, 1))
+    assert plan.micro_batches % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (["layers.0.feed_forward.w2"], ["layers.0.mlp.down_proj"]),
+        (["feed_forward", "attention.wq"], ["mlp", "self_attn.q_proj"]),
+        (["attention", "w1"], ["self_attn", "gate_proj"]),
+        (["output"], []),
+        (["layers.1.attention.w"], [f"model.layers.1.self_attn.{x}_proj" for x in "koqv"]),
+    ],
+    ids=str,
+)
+def test_float8_leaves_the_same_layers_alone(
+    tmp_path: Path, theirs: list[str], ours: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"quantize.linear.float8.filter_fqns": theirs, "model.converters": ["quantize.linear.float8"]}
+    job, _, _ = result(tmp_path, {**keys, "compile.enable": True})
+    assert job.float8.filter_fqns == ours
+    assert cli.run(["config", str(tmp_path / "titanlite.toml")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_filter_without_counterpart_is_told(tmp_path: Path) -> None:
+    keys = {
+        "quantize.linear.float8.filter_fqns": ["auto_filter_small_kn", "output"], "compile.enable": True,
+        "model.converters": ["quantize.linear.float8"],
+    }  # fmt: skip
+    text, report = migrate(write(tmp_path, keys))
+    assert "auto_filter_small_kn has no counterpart, float8.min_elements is the nearest" in report
+    assert "# TO DO: float8.min_elements: torchtitan's auto_filter_small_kn leaves" in text
+
+
+def test_a_warmup_as_long_as_the_run_is_all_of_it(tmp_path: Path) -> None:
+    """As torchtitan shortens it."""
+    job, _, kinds = result(tmp_path, {"training.steps": 10, "lr_scheduler.warmup_steps": 200})
+    factors = [job.lr_scheduler.factor(step, job.training.steps) for step in range(1, 11)]
+    assert factors == pytest.approx([step / 10 for step in range(1, 11)])
+    assert "lr_scheduler.warmup_steps" in kinds["replaced"]
+    assert result(tmp_path, {"training.steps": 10})[0].lr_scheduler == job.lr_scheduler
+
+
+def test_what_differs_whatever_the_file_says_is_told(tmp_path: Path) -> None:
+    report = migrate(write(tmp_path, {"training.steps": 10}))[1]
+    assert "NOTE: optimizer.weight_decay: titanlite does not decay norms, torchtitan does" in report
+
+
+def test_an_expert_models_name_suggests_no_dense_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as e:
+        migrate(write(tmp_path, {"model.name": "qwen3", "model.flavor": "debugmodel_moe"}))
+    assert "did you mean" not in str(e.value)
 
 
 def test_keys_are_flattened() -> None:
