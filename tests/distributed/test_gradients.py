@@ -45,7 +45,7 @@ def build(
     """A small model on the given layout."""
     torch._dynamo.reset()  # a process trains one model; after several, sizes are symbols to the compiler
     shape = {**SHAPE, "tie_word_embeddings": tied, "n_layers": options.get("layers", SHAPE["n_layers"])}
-    family = ModelFamily.choose(options.get("family", "llama3"), "model")
+    family = ModelFamily.choices[options.get("family", "llama3")]
     with torch.device("meta"):
         net = family(flavor="debug", overrides=shape | options.get("shape", {})).build()
     reduce = options.get("reduce", "step")

@@ -66,13 +66,6 @@ class Component:
         """True for a kind (chosen from by `name`), False for a choice."""
         return "choices" in cls.__dict__
 
-    @classmethod
-    def choose(cls, name: object, key: str) -> type[Component]:
-        """The choice called `name`, or a ConfigError that lists them."""
-        if isinstance(name, str) and name in cls.choices:
-            return cls.choices[name]
-        raise ConfigError(f"unknown {cls.kind} {name!r}{suggest(str(name), cls.choices)}", f"{key}.name")
-
 
 def label(name: str, path: str | Sequence[str]) -> str:
     """`text data/a.jsonl, data/b.jsonl`: a component's name and what it reads, for messages."""

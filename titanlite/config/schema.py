@@ -156,10 +156,11 @@ class _Conversion:
             return self._table(node, plain(value) if isinstance(value, Word) else value, key)
         if isinstance(value, Bare) and kind not in ("bool", "any"):
             return self._complain(f"needs a value: {EXPECTED.get(kind) or _example(node)}", key)
-        word = isinstance(value, Word)
-        value = str(value) if word and kind == "str" else plain(value)
         if kind == "any":
-            return value
+            return plain(value)
+        word = isinstance(value, Word)
+        if word:
+            value = str(value) if kind == "str" else plain(value)
         if kind == "literal":
             allowed = node["values"]
             if value not in allowed or type(value) not in {type(a) for a in allowed}:

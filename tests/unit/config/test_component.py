@@ -91,23 +91,11 @@ def test_declaring_the_same_class_again_replaces_it(shape):
     assert shape.choices["oval"] is second
 
 
-def test_choose(shape):
-    assert shape.choose("circle", "drawing") is shape.choices["circle"]
+def test_a_kind_is_called_by_its_class_or_as_it_says(shape):
+    class Outline(Component, kind="line"):
+        pass
 
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("sqare", "unknown shape 'sqare'; did you mean 'square'? (known: circle, square)"),
-        ("xyz", "unknown shape 'xyz' (known: circle, square)"),
-        (3, "unknown shape 3 (known: circle, square)"),
-        (None, "unknown shape None (known: circle, square)"),
-    ],
-)
-def test_choosing_what_is_not_there(shape, name, message):
-    with pytest.raises(ConfigError) as e:
-        shape.choose(name, "drawing")
-    assert (str(e.value), e.value.key) == (message, "drawing.name")
+    assert (shape.kind, shape.choices["square"].kind, Outline.kind) == ("shape", "shape", "line")
 
 
 def test_a_config_error_is_the_users_mistake():

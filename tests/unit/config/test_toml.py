@@ -172,6 +172,7 @@ def test_a_kind_without_default_needs_a_name(complaint):
         (["--garden.limit=9"], "limit", 9),
         (['--garden.plants=["a", "b"]'], "plants", ["a", "b"]),
         (["--garden.plants=[]"], "plants", []),
+        (["--garden.plants.0=7", "--garden.plants.1=true"], "plants", ["7", "true"]),
         (["--garden.corners=[3, 4]"], "corners", (3, 4)),
         (["--garden.notes={ x = 1 }"], "notes", {"x": 1}),
         (["--garden.notes.x.y=1"], "notes", {"x": {"y": 1}}),

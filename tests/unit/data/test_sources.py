@@ -144,7 +144,7 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["tokens", "text", "python_stdlib"])
 def test_a_weight_that_is_no_share_is_refused(kind: str, weight: float) -> None:
     options: dict[str, Any] = {"tokens": {"path": "d"}, "text": {"path": ["a"]}, "python_stdlib": {}}[kind]
-    choice = Source.choose(kind, "data.sources")
+    choice = Source.choices[kind]
     choice(**options, weight=1e-3)
     with pytest.raises(ConfigError, match=r"above 0|finite") as e:
         choice(**options, weight=weight)
