@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from tests.jobs import make_job, metrics_of, write_corpus
-from titanlite import startup
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import TrainState, model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
+from titanlite.log import logger
 from titanlite.optim.base import Optimizer
 from titanlite.tools import generate
 from titanlite.train import train
@@ -293,9 +293,8 @@ def test_other_data_is_refused_in_words(whole: Job, corpus: Path, said: str) -> 
             train(make_job(whole.folder.parent, corpus, *overrides, allow, name="whole"))
         assert said_here in str(error.value)
         assert ": after 96 sequences this run would train on some of them again" in str(error.value)
-        assert f"with --checkpoint.initial_load_path={whole.folder}/checkpoint (changing data" in str(
-            error.value
-        )
+        weights = f", with --checkpoint.initial_load_path={whole.folder}/checkpoint (changing data"
+        assert (weights in str(error.value)) == ("tokenizer" not in said), "its weights would not fit"
         assert error.value.key == "checkpoint.allow_changed"
     assert {p: p.stat().st_mtime_ns for p in whole.folder.rglob("*")} == before
 
@@ -333,7 +332,7 @@ def changes_on_rank(folder: Path, corpus: Path, overrides: list[str], size: int 
         lines.append(message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup.logger, "info", listen)
+        patch.setattr(logger, "info", listen)
         train(make_job(folder, corpus, *overrides, world_size=size))
     return [line for line in lines if "changed since" in line]
 
@@ -372,18 +371,20 @@ def test_what_changed_since_the_checkpoint_is_logged(tmp_path: Path, corpus: Pat
 def test_a_recorded_job_is_read_without_its_imports(
     tmp_path: Path, whole: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from titanlite.startup import learning_rate, recorded_job
+
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "hostile.py").write_text("raise SystemExit(7)\n")
     file = tmp_path / "job.toml"
     text = (whole.folder / "checkpoint/step-12/job.toml").read_text()
     assert text.count("imports = []") == 1
     file.write_text(text.replace("imports = []", 'imports = ["hostile"]'))
-    tree, job = startup.recorded_job(file)
+    tree, job = recorded_job(file)
     assert tree["job"]["imports"] == ["hostile"]
     assert job is not None
-    assert startup.learning_rate(job, 1) == startup.learning_rate(whole, 1)
+    assert learning_rate(job, 1) == learning_rate(whole, 1)
     file.write_text(text.replace('name = "adamw"', 'name = "of the hostile module"'))
-    tree, job = startup.recorded_job(file)  # compared as it stands
+    tree, job = recorded_job(file)  # compared as it stands
     assert (tree["optimizer"]["name"], job) == ("of the hostile module", None)
 
 

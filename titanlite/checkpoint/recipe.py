@@ -45,21 +45,21 @@ def check_recipe(
     changes = dict(_changes(theirs, ours))
     named = {key for key in changes if any(key == a or key.startswith(f"{a}.") for a in allow_changed)}
     fixed = {key for key in changes if num_sequences and key.startswith(NUMBERING) and key != NOT_NUMBERING}
-    weights = f"with --checkpoint.initial_load_path={where}"
+    fits = not any(key == TOKENIZER or key.startswith("model.") for key in changes)
+    weights = f", with --checkpoint.initial_load_path={where}" if num_sequences and fits else ""
     if named & fixed:
         raise ConfigError(
             f"{_first(changes, named & fixed)}: after {num_sequences:,} sequences this run would train on "
             "some of them again and leave others out. Set it back, or start a new run in another "
-            f"--job.dump_folder, {weights} (changing data within a run needs stages, which titanlite does "
+            f"--job.dump_folder{weights} (changing data within a run needs stages, which titanlite does "
             "not have yet)",
             "checkpoint.allow_changed",
         )
     if refused := changes.keys() - named:
-        start = f", {weights}" if num_sequences else ""
         allow = "" if refused & fixed else "; to change it in this run, name it in --checkpoint.allow_changed"
         raise ConfigError(
             f"{where} holds a run that differs: {_first(changes, refused)}. Set it back, start a new run in "
-            f"another --job.dump_folder{start}, or begin anew in this one with --checkpoint.restart=true"
+            f"another --job.dump_folder{weights}, or begin anew in this one with --checkpoint.restart=true"
             f"{allow}",
             "job.dump_folder",
         )

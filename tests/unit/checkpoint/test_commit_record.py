@@ -15,7 +15,7 @@ import pytest
 from tests.jobs import make_job, metrics_of
 from tests.unit.checkpoint.test_checkpointer import RECIPE, Parts, names, open_run
 from tests.unit.checkpoint.test_resume_choice import abandoned, flip_a_shard, go
-from titanlite.checkpoint import commit, commit_record
+from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.section import Checkpoint
@@ -266,7 +266,7 @@ def test_a_record_that_cannot_be_written_does_not_fail_the_save(
 
     run, parts = open_run(tmp_path), Parts()
     parts.step()
-    monkeypatch.setattr(commit_record, "write_atomically", full)
+    monkeypatch.setattr("titanlite.checkpoint.commit_record.write_atomically", full)
     run.save(parts.net, parts.optimizer, parts.state, {})
     run.close()
     monkeypatch.undo()

@@ -240,7 +240,7 @@ def test_everything_is_on_disk_before_it_has_its_name(
         rename(a, b)
 
     def plain(event: str) -> str:
-        return re.sub(r"(partial-step-1)-\w{8}", r"\1", event)
+        return re.sub(r"(partial-(step-1|last_commit\.json))-\w{8}", r"\1", event)
 
     monkeypatch.setattr(os, "fsync", noting_fsync)
     monkeypatch.setattr(os, "rename", noting_rename)
@@ -259,4 +259,6 @@ def test_everything_is_on_disk_before_it_has_its_name(
         "sync .partial-step-1",
         ".partial-step-1 -> step-1",
         "sync checkpoint",
+        "sync .partial-last_commit.json",
+        f"sync {tmp_path.name}",
     ]
