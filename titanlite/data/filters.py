@@ -125,12 +125,13 @@ class Alphabetic(Filter, name="alphabetic"):
 
 @dataclass(frozen=True, kw_only=True)
 class Symbols(Filter, name="symbols"):
-    """Removes documents with too many symbols such as hash signs and ellipses for their words."""
+    """Removes documents in which a symbol, such as the hash sign or the ellipsis, is too frequent. Each
+    symbol is counted by itself, as in Gopher's rules."""
 
-    symbols: list[str] = field(default_factory=lambda: ["#", "...", "\u2026"])
-    """What counts as a symbol."""
+    symbols: list[str] = field(default_factory=lambda: ["#", "..."])
+    """Symbols to count. The one character \u2026 counts as three dots."""
     max_share: float = 0.1
-    """Symbols a word; more is too much."""
+    """Occurrences of one symbol per word of the document. More is too much."""
 
     def __post_init__(self) -> None:
         _check_shares(self, "max_share")
@@ -138,9 +139,14 @@ class Symbols(Filter, name="symbols"):
             raise ConfigError("give at least one symbol, and none empty", "symbols")
 
     def build(self) -> Judge:
+        symbols = [symbol.replace("\u2026", "...") for symbol in self.symbols]
+
         def judge(text: str) -> str | None:
-            share = sum(map(text.count, self.symbols)) / max(len(text.split()), 1)
-            return _above(share, self.max_share, "symbols a word", percent=False)
+            num_words, text = max(len(text.split()), 1), text.replace("\u2026", "...")
+            counts = {symbol: text.count(symbol) for symbol in symbols}
+            most = max(counts, key=counts.__getitem__)
+            what = f"{most!r} per word"
+            return _above(counts[most] / num_words, self.max_share, what, percent=False)
 
         return judge
 

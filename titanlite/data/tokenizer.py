@@ -19,7 +19,7 @@ import numpy as np
 
 from titanlite.config.component import Component, ConfigError
 from titanlite.config.shipped import find_file
-from titanlite.data.tokenizer_json import byte_level_files
+from titanlite.data.tokenizer_json import LONGEST_RUN, byte_level_files
 
 # Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation,
 # blank runs.
@@ -27,7 +27,6 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LONGEST_RUN = 25_000  # characters; where Llama 3's reference code cuts runs, too
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 

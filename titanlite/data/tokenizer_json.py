@@ -2,7 +2,8 @@
 
 tiktoken joins any two neighbours whose bytes together are a token, the lowest rank first; `tokenizers` wants
 a list of the pairs that may be joined, in order. So each token is written as all the pairs that make it, in
-the order of the ranks. Bytes are spelled as GPT-2's printable stand-ins.
+the order of the ranks. Bytes are spelled as GPT-2's printable stand-ins. Runs of LONGEST_RUN characters are
+cut before anything else, as `Tiktoken` cuts them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from typing import Any
 
 from titanlite.config.json_file import as_json
 
+LONGEST_RUN = 25_000  # characters; where Llama 3's reference code cuts runs of blanks or non-blanks, too
+BLANK, NO_BLANK = (
+    r"[\s\x1c-\x1f]",
+    r"[^\s\x1c-\x1f]",
+)  # Python's \s, as the library's regular expressions spell it
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "model_input_names": ["input_ids", "attention_mask"],
@@ -28,7 +34,10 @@ def byte_level_files(
     spelled = {token: _spell(token) for token in ranks}
     splits: list[dict[str, Any]] = []
     if pattern is not None:
-        splits = [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}]
+        splits = [
+            {"type": "Split", "pattern": {"Regex": regex}, "behavior": behavior, "invert": False}
+            for regex, behavior in ((_long_runs(), "MergedWithPrevious"), (pattern, "Isolated"))
+        ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     first = {"SpecialToken": {"id": bos, "type_id": 0}}
     text, pair = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
@@ -67,6 +76,12 @@ def byte_level_files(
     }  # fmt: skip
     config = {**TOKENIZER_CONFIG, "bos_token": bos, "eos_token": eos}
     return {"tokenizer.json": as_json(tree), "tokenizer_config.json": as_json(config)}
+
+
+def _long_runs() -> str:
+    """A regular expression that matches LONGEST_RUN characters of a longer run. A match begins where the run
+    does, or where the match before ended (\\G), so that no text is scanned twice."""
+    return "|".join(rf"(?:(?<!{kind})|\G){kind}{{{LONGEST_RUN}}}(?={kind})" for kind in (NO_BLANK, BLANK))
 
 
 def byte_alphabet() -> dict[str, int]:

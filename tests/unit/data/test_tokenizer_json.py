@@ -12,7 +12,7 @@ import pytest
 
 from titanlite.config.component import ConfigError
 from titanlite.data.huggingface import HuggingFace
-from titanlite.data.tokenizer import BOS, EOS, Bytes, TextCodec, Tiktoken, Tokenizer
+from titanlite.data.tokenizer import BOS, EOS, LONGEST_RUN, Bytes, TextCodec, Tiktoken, Tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -79,6 +79,28 @@ def test_ids_are_equal_on_varied_text(tmp_path: Path, kind: str) -> None:
         assert theirs.decode(ids) == codec.decode(ids), text
         assert theirs(text).input_ids == [codec.bos, *ids]  # as a document begins
     assert (theirs.bos_token_id, theirs.eos_token_id) == (codec.bos, codec.eos)
+
+
+@pytest.mark.parametrize("kind", ["tiktoken", "another split"])
+def test_ids_are_equal_on_runs_that_are_cut(tmp_path: Path, kind: str) -> None:
+    """Of more than 25,000 blanks or others; on both sides of the limit, in a row, and within other text."""
+    codec = KINDS[kind].build()
+    theirs = opened(codec, tmp_path / "it")
+    ours = HuggingFace(path=str(tmp_path / "it")).build()
+    n = LONGEST_RUN
+    texts = [character * (n + more) for character in "0 \u00e9\u3000\x1c\x85\u200b" for more in (0, 1)]
+    texts += [
+        "ab" * 30_000,
+        "x " + "z" * (3 * n + 1) + "\n" + " " * (2 * n + 1) + "end",
+        "b" * n + " " * n + "c" * 2 * n,
+    ]
+    texts += ["a\n" * 20_000, "1" * (n - 1) + " " + "2" * (n + 2), "q" * (n - 1) + "\x1f" + "q" * (n + 1)]
+    for text in texts:
+        ids = codec.encode(text)
+        assert theirs.encode(text, add_special_tokens=False) == ids == ours.encode(text), (
+            text[:9],
+            len(text),
+        )
 
 
 def test_special_tokens_in_text_are_read_as_such() -> None:
