@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import io
 import os
 import stat
 import uuid
@@ -28,7 +29,7 @@ class FileFault(ValueError):
     """A file is of the wrong kind or too large: "it is a named pipe, not a file". Callers add its name."""
 
 
-def open_regular(path: str | Path) -> IO[bytes]:
+def open_regular(path: str | Path) -> io.BufferedReader:
     """Open a regular file, or a link to one, for reading. Raises FileFault for anything else, at once."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -38,7 +39,7 @@ def open_regular(path: str | Path) -> IO[bytes]:
         if e.errno == errno.ENXIO:
             raise FileFault("it is a socket or a device, not a file") from None
         raise
-    return os.fdopen(_regular(fd), "rb")
+    return io.BufferedReader(io.FileIO(_regular(fd)))
 
 
 def read_regular(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:

@@ -4,7 +4,6 @@ continues."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.cost import flops_per_token
 from titanlite.data.loader import Rows
+from titanlite.files import write_atomically
 from titanlite.job import Job
 from titanlite.log import logger
 from titanlite.losses import ChunkedCrossEntropy
@@ -157,9 +157,7 @@ def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Ch
             "recipe.json": json.dumps(checkpoints.recipe, indent=1) + "\n",
         }
         for name, text in files.items():
-            aside = job.folder / f".{name}"  # a kill leaves the old one or the new one
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, job.folder / name)
+            write_atomically(job.folder / name, text)
     if state.step < job.training.steps:
         compiling = " (the first one compiles)" if job.compile.enable else ""
         logger.info(f"steps {state.step + 1} to {job.training.steps}{compiling}")

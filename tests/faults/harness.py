@@ -323,7 +323,7 @@ def _halves(
         for path in sorted(Path(args[0]).iterdir())[::2]:
             path.unlink()
     else:
-        assert name == "write_text", f"half of {target} is not known"
+        assert name == "write_new", f"half of {target} is not known"
         original(args[0], args[1][: len(args[1]) // 2], **kwargs)
     act()
     return original(*args, **kwargs)

@@ -83,7 +83,7 @@ ERRORS = {
     if name not in ("P1 begun", "P7 written")
 }
 RESOLVE = "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.resolve_tensor"
-WRITE_TEXT = "pathlib:Path.write_text"
+WRITE_NEW = "titanlite.files:write_new"
 RESUME = {
     "lock taken": Point("lock:FolderLock.__init__", "after"),
     "half of the small files": Point("digest:digest_file", "before", 2),
@@ -104,9 +104,9 @@ RESUME = {
     "read": Point("reader:SafeReader.read_data", "after", shared=True),
     "verified": Point("resume:Verification.result", "after", shared=True),
     "restored": Point("checkpointer:Checkpointer.load", "after", shared=True),
-    "half of job.toml": Point(WRITE_TEXT, "half", 1, "job.toml"),
-    "half of env.json": Point(WRITE_TEXT, "half", 1, "env.json"),
-    "half of recipe.json": Point(WRITE_TEXT, "half", 1, "recipe.json"),
+    "half of job.toml": Point(WRITE_NEW, "half", 1, "job.toml"),
+    "half of env.json": Point(WRITE_NEW, "half", 1, "env.json"),
+    "half of recipe.json": Point(WRITE_NEW, "half", 1, "recipe.json"),
     "recipe.json aside": Point("os:replace", "before", 1, "recipe.json"),
     "before metrics are cut": Point("os:replace", "before", 1, "metrics"),
     "metrics cut": Point("os:replace", "after", 1, "metrics"),

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.test_resume import history
 from tests.jobs import make_job, metrics_of
 from tests.pool import Pool
-from tests.unit.checkpoint.test_checkpointer import Parts, names, open_run
+from tests.unit.checkpoint.test_checkpointer import EXTRA, Parts, names, open_run
 from titanlite import cli
 from titanlite.checkpoint import commit, digest, writer
 from titanlite.checkpoint.commit import CheckpointError
@@ -45,7 +45,7 @@ def save_two(folder: Path, ranks: int = 1, file_bytes: int = FILE_BYTES) -> None
         run, parts = open_run(folder), parts_on(ranks)
         for _ in range(2):
             parts.step()
-            run.save(parts.net, parts.optimizer, parts.state, {"global_batch_size": 8})
+            run.save(parts.net, parts.optimizer, parts.state, EXTRA)
         run.close()
 
 

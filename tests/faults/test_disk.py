@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.distributed.test_resume import history
 from tests.jobs import make_job, metrics_of
-from tests.unit.checkpoint.test_checkpointer import Parts, names, open_run, save_steps
+from tests.unit.checkpoint.test_checkpointer import EXTRA, Parts, names, open_run, save_steps
 from titanlite import cli
 from titanlite.checkpoint import commit, writer
 from titanlite.checkpoint.checkpointer import Checkpointer
@@ -86,7 +86,7 @@ class Many(Parts):
 def save(run: Checkpointer, parts: Parts) -> None:
     """One more step, saved and waited for."""
     parts.step()
-    run.save(parts.net, parts.optimizer, parts.state, {})
+    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     run.settle()
 
 
@@ -368,7 +368,7 @@ def save_on_rank(folder: Path, broken: int) -> list[str]:
             with pytest.MonkeyPatch.context() as fault:
                 if rank == broken and step == 2:
                     break_at("EIO at write", fault, times=1)
-                run.save(parts.net, parts.optimizer, parts.state, {})
+                run.save(parts.net, parts.optimizer, parts.state, EXTRA)
                 try:
                     run._pending.result()  # type: ignore[union-attr]
                     seen.append("")
@@ -399,7 +399,7 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for _ in range(4):
             parts.step()
             began = time.perf_counter()
-            run.save(parts.net, parts.optimizer, parts.state, {})
+            run.save(parts.net, parts.optimizer, parts.state, EXTRA)
             stalls.append(time.perf_counter() - began)
         run.close()
 

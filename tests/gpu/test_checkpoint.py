@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.jobs import make_job, metrics_of, write_toml
+from tests.unit.checkpoint.test_checkpointer import EXTRA
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import load_tensors
@@ -40,7 +41,7 @@ def test_a_save_is_of_its_moment(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         state.step = step
         net.weight.data.fill_(step)
-        run.save(net, optimizer, state, {})
+        run.save(net, optimizer, state, EXTRA)
         run.wait_until_staged()
         net.weight.data.fill_(-1.0)  # the next update, at once
     run.close()

@@ -37,6 +37,7 @@ from titanlite.checkpoint.resume import Candidate, Fault, newest_healthy
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
 from titanlite.checkpoint.state import (
+    TRAIN,
     Tensors,
     TrainState,
     listed,
@@ -306,7 +307,7 @@ class Checkpointer:
             "ranks": self._ranks.size,
             "resumed_from": self._from.step if self._from else None,
         }
-        texts = {"train.json": small, "job.toml": self.job_toml}
+        texts = {TRAIN: small, "job.toml": self.job_toml}
         with _disk_errors(step):
             path = commit.commit(partial, step, texts, written, about)
         self._record.committed(step)

@@ -8,6 +8,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.digest import FileDigest, gib, write_file
+from titanlite.config.json_file import expect, load_object
 
 
 class CheckpointError(RuntimeError):
@@ -97,22 +99,24 @@ def commit(
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint. Raises ValueError if it is not as it was written, CheckpointError if it
     is of another format: that is not damage."""
-    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    if not isinstance(manifest, dict) or "format" not in manifest:
+    manifest = load_object(path / MANIFEST)
+    if "format" not in manifest:
         raise ValueError("it is no manifest")
     if manifest.pop("sha256", None) != _seal(manifest):  # first, and alike in all formats: it may be a flip
         raise ValueError("its own SHA-256 differs")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {manifest['format']}, this titanlite reads {FORMAT}")
+    expect(manifest, step=int, saved_at=str, ranks=int, files=dict)
+    for name, entry in manifest["files"].items():
+        if name != Path(name).name or name in ("", ".", ".."):
+            raise ValueError(f"{name!r} is no name of a file in it")
+        expect(entry, size=int, sha256=str)
     return manifest
 
 
 def digests(manifest: dict[str, Any]) -> dict[str, FileDigest]:
-    """The files that a manifest names. Raises ValueError for one outside the checkpoint's own directory."""
-    for name in manifest["files"]:
-        if name != Path(name).name or name in ("", ".", ".."):
-            raise ValueError(f"{name!r} is no name of a file in it")
-    return {name: FileDigest(**entry) for name, entry in manifest["files"].items()}
+    """The files that a manifest names."""
+    return {name: FileDigest(entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
 
 
 def fault(path: Path, step: int | None = None, sizes: bool = True) -> str | None:
@@ -134,10 +138,12 @@ def fault(path: Path, step: int | None = None, sizes: bool = True) -> str | None
             return f"{min(extra)} was not written with it"
     except FileNotFoundError as e:
         return f"{Path(e.filename).name} is missing"
+    except OSError as e:
+        if e.errno not in (errno.ELOOP, errno.ENAMETOOLONG):
+            raise
+        return f"{Path(e.filename).name[:60]} is no file: {e.strerror}"
     except ValueError as e:
         return f"its manifest cannot be trusted: {e}"
-    except (KeyError, TypeError, AttributeError) as e:
-        return f"its manifest cannot be trusted: {type(e).__name__}: {e}"
     return None
 
 

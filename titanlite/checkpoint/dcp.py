@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,8 +19,10 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import first_fault
 from titanlite.checkpoint.reader import read_metadata
 from titanlite.checkpoint.resume import find_checkpoint, small_files
+from titanlite.checkpoint.state import TRAIN, read_train
 from titanlite.checkpoint.weights import Chunk, Region, Stored, Weights
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import expect
 from titanlite.models.base import ModelFamily
 
 MODEL = "model."  # where a titanlite checkpoint has the weights
@@ -37,9 +38,14 @@ def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
     names = {
         name.removeprefix(MODEL): name for name in metadata.state_dict_metadata if name.startswith(MODEL)
     }
-    recipe = json.loads((path / "train.json").read_text(encoding="utf-8"))["recipe"]
+    try:
+        recipe = read_train(path)["recipe"]
+        expect(recipe, model=dict, data=dict)
+        expect(recipe["model"], name=str)
+        tokenizer = recipe["data"].get("tokenizer", "")
+    except ValueError as e:
+        raise CheckpointError(f"{path} is damaged: its {TRAIN} cannot be trusted: {e}") from None
     numbers = _recorded(recipe["model"], family, path) if family is not None else {}
-    tokenizer = recipe.get("data", {}).get("tokenizer", "")
     return Weights(path, "titanlite", stored_tensors(path, metadata, names), numbers, tokenizer)
 
 

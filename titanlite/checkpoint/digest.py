@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from titanlite.files import FileFault, open_regular
+
 READ_BYTES = 8 << 20
 THREADS = 8  # hashing and file I/O leave the interpreter's lock; one core hashes 1.5 to 2 GB/s
 
@@ -72,7 +74,7 @@ def write_file(path: Path, data: bytes) -> FileDigest:
 def digest_file(path: Path) -> FileDigest:
     """Read a file and hash it."""
     sha, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as f:
+    with open_regular(path) as f:
         view = memoryview(bytearray(min(READ_BYTES, os.fstat(f.fileno()).st_size + 1)))
         while count := f.readinto(view):
             sha.update(view[:count])
@@ -90,6 +92,8 @@ def first_fault(folder: Path, files: Mapping[str, FileDigest]) -> str | None:
             found = digest_file(folder / name)
         except FileNotFoundError:
             return f"{name} is missing"
+        except FileFault as e:
+            return f"{name} cannot be read: {e}"
         except OSError as e:
             if e.errno != errno.EIO:  # a file system that does not answer says nothing about the file
                 raise

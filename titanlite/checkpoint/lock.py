@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from titanlite.config.component import ConfigError
+from titanlite.files import FileFault, open_own
 from titanlite.log import logger
 
 WAIT_S = 120.0  # a restart may come before the last process of the run before is gone, or known to be
@@ -26,7 +27,10 @@ class FolderLock:
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "LOCK"
-        self._file: IO[str] | None = open(self._path, "a+")  # noqa: SIM115 -- held until close()
+        try:
+            self._file: IO[str] | None = open_own(self._path)
+        except FileFault as e:
+            raise ConfigError(f"{self._path}: {e}; delete it", "job.dump_folder") from None
         until, told = time.monotonic() + WAIT_S, False
         while not self._try():
             if time.monotonic() >= until:

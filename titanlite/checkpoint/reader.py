@@ -27,6 +27,7 @@ from torch.futures import Future
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import Tensors
+from titanlite.files import FileFault, check_regular, read_regular
 
 THREADS = 4  # each holds one tensor in host memory on its way to the device
 
@@ -69,7 +70,10 @@ def read_metadata(path: Path) -> Metadata:
     """DCP's `.metadata` of the checkpoint at `path`. Raises CheckpointError for a file that is not DCP's, or
     that names files elsewhere."""
     file = path / ".metadata"
-    data = file.read_bytes()
+    try:
+        data = read_regular(file)
+    except FileFault as e:
+        raise CheckpointError(f"{file} cannot be read: {e}") from None
     before = {cls: dict(vars(cls)) for cls in _classes()}
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
@@ -117,6 +121,8 @@ class SafeReader(FileSystemReader):
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name in by_file:
+            check_regular(Path(self.path) / name)
         read = super().read_data
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda items: read(replace(plan, items=items), planner), by_file.values()))

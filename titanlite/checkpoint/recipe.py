@@ -12,6 +12,7 @@ from typing import Any
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import read_object
 from titanlite.log import logger
 
 NUMBERING = ("training.", "data.")  # what decides which sequence has which number ...
@@ -25,11 +26,9 @@ ABSENT = object()
 def read_recipe(path: Path) -> dict[str, Any]:
     """recipe.json of a run folder. Raises ConfigError if it is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ConfigError(
-            f"{path} cannot be read: {e}; there is no checkpoint beside it: delete it"
-        ) from None
+        return read_object(path)
+    except ConfigError as e:
+        raise ConfigError(f"{e}; there is no checkpoint beside it: delete it") from None
 
 
 def check_recipe(

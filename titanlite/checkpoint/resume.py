@@ -4,7 +4,6 @@ it is known that the folder is this run's."""
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import uuid
@@ -18,7 +17,9 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import FileDigest, first_fault, write_file
 from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.state import TRAIN, read_train
 from titanlite.config.component import ConfigError
+from titanlite.files import read_regular
 from titanlite.log import logger
 
 
@@ -43,14 +44,15 @@ def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
         if load_step not in (-1, step) or path in dict(faults):
             continue
         reason = commit.fault(path, step, sizes=verify != "off") or first_fault(path, small_files(path))
-        if reason:
-            faults.append((path, reason))
-            continue
-        train = _train_json(path)
-        if not train["finite"]:
-            faults.append((path, "its weights or moments are not finite"))
-            continue
-        return Candidate(step, path, train, _seal(path))
+        if not reason:
+            try:
+                train = read_train(path)
+                if train["finite"]:
+                    return Candidate(step, path, train, _seal(path))
+                reason = "its weights or moments are not finite"
+            except (FileNotFoundError, ValueError) as e:  # as written, but by no run of titanlite's
+                reason = f"its {TRAIN} cannot be trusted: {e}"
+        faults.append((path, reason))
     return None
 
 
@@ -58,14 +60,10 @@ def newest_healthy(folder: Path) -> int | None:
     """The step of the newest checkpoint that was saved while no steps were being skipped; None without one.
     Looks at train.json alone."""
     for step, path in reversed(commit.committed(folder)):
-        with suppress(OSError, ValueError, KeyError):  # a damaged one is not it
-            if _train_json(path)["healthy"]:
+        with suppress(OSError, ValueError):  # a damaged one is not it
+            if read_train(path)["healthy"]:
                 return step
     return None
-
-
-def _train_json(path: Path) -> dict[str, Any]:
-    return json.loads((path / "train.json").read_text(encoding="utf-8"))
 
 
 def choose(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Candidate | None:
@@ -101,7 +99,7 @@ def check_shared(candidate: Candidate, ranks: Ranks) -> None:
     """Collective: raises ConfigError on all ranks if one of them sees another checkpoint than rank 0."""
     try:
         seen = _seal(candidate.path)
-    except OSError as e:
+    except (OSError, ValueError) as e:
         seen = f"{type(e).__name__}: {e}"
     for rank, seal in enumerate(ranks.gather(seen)):
         if seal != candidate.seal:
@@ -275,4 +273,4 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _seal(path: Path) -> str:
-    return hashlib.sha256((path / commit.MANIFEST).read_bytes()).hexdigest()
+    return hashlib.sha256(read_regular(path / commit.MANIFEST)).hexdigest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.checkpoint.ranks import Ranks
+from titanlite.config.json_file import expect, load_object
 
+TRAIN = "train.json"
+TRAIN_KEYS: dict[str, type] = {
+    "step": int, "sequences": int, "tokens": int, "global_batch_size": int, "guard": dict, "healthy": bool,
+    "finite": bool, "recipe": dict,
+}  # fmt: skip
 Tensors = dict[str, dict[str, torch.Tensor]]  # part of the state, name, tensor
 
 
@@ -44,6 +51,17 @@ class TrainState:
         """Take the numbers of a train.json."""
         self.step, self.sequences = values["step"], values["sequences"]
         self.tokens.fill_(values["tokens"])
+
+
+def read_train(path: Path) -> dict[str, Any]:
+    """The train.json of a checkpoint. Raises OSError, or ValueError for one that no run has written."""
+    train = load_object(path / TRAIN)
+    expect(train, **TRAIN_KEYS)
+    expect(train["guard"], streak=int, skipped_steps=int)
+    for key, value in {**train, **train["guard"]}.items():
+        if type(value) is int and not 0 <= value < 1 << 63:
+            raise ValueError(f"{key} is {value}")
+    return train
 
 
 def model_tensors(net: nn.Module) -> dict[str, torch.Tensor]:

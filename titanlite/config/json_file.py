@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from titanlite.config.component import ConfigError
 from titanlite.files import read_regular
 
 MAX_BYTES = 128 << 20
-NAMES = {int: "an integer", str: "a string", dict: "an object", list: "a list"}
+MAX_DEPTH = 100  # of objects and lists; what works on a tree may recurse into it
+NAMES = {int: "an integer", str: "a string", bool: "true or false", dict: "an object", list: "a list"}
 
 
 def parse(data: bytes | str) -> Any:
@@ -23,10 +25,15 @@ def parse(data: bytes | str) -> Any:
 
 def load_object(file: Path) -> dict[str, Any]:
     """The object in a file. Raises OSError for a file that cannot be opened, ValueError for one that is not
-    regular, is over MAX_BYTES, or holds no JSON object."""
+    regular, is over MAX_BYTES or MAX_DEPTH, or holds no JSON object."""
     tree = parse(read_regular(file, MAX_BYTES))
     if not isinstance(tree, dict):
         raise ValueError("it is no JSON object")
+    level: list[Any] = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [value for node in level for value in _inside(node)]
+    if level:
+        raise ValueError("it is nested too deep")
     return tree
 
 
@@ -52,6 +59,10 @@ def expect(tree: Any, **kinds: type) -> None:
 def as_json(tree: object) -> bytes:
     """The content of a file."""
     return (json.dumps(tree, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+def _inside(node: Any) -> Iterable[Any]:
+    return node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
 
 
 def _short(value: object) -> str:

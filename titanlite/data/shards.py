@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,12 +21,19 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import expect, load_object
 from titanlite.data.tokenizer import TextCodec
+from titanlite.files import check_regular, named, write_atomically
 
 FORMAT = 1
 MAX_MAPS = 256  # of files at a time: each map holds a file descriptor, of which a process has 1024
-DATASET_KEYS = {"format", "dtype", "tokenizer", "vocab_size", "tokens", "documents", "shards"}
-SHARD_KEYS = {"name", "tokens", "documents", "bin_sha256", "idx_sha256"}
+DATASET_KEYS: dict[str, type] = {
+    "format": int, "dtype": str, "tokenizer": str, "vocab_size": int, "tokens": int, "documents": int,
+    "shards": list,
+}  # fmt: skip
+SHARD_KEYS: dict[str, type] = {
+    "name": str, "tokens": int, "documents": int, "bin_sha256": str, "idx_sha256": str
+}  # fmt: skip
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -37,14 +45,15 @@ def write_shard(folder: Path, name: str, documents: Iterable[np.ndarray], dtype:
     """Write `name`.bin and `name`.idx, hashed on the way and synced; returns the shard's entry for
     dataset.json."""
     digest, offsets = hashlib.sha256(), [0]
-    with open(folder / f"{name}.bin", "wb") as f:
+    with named(folder / f"{name}.bin"), open(folder / f"{name}.bin", "wb") as f:
         for tokens in documents:
             data = tokens.astype(dtype, copy=False).tobytes()
             f.write(data)
             digest.update(data)
             offsets.append(offsets[-1] + len(tokens))
     index = np.asarray(offsets, dtype="<u8").tobytes()
-    (folder / f"{name}.idx").write_bytes(index)
+    with named(folder / f"{name}.idx"):
+        (folder / f"{name}.idx").write_bytes(index)
     sync(folder / f"{name}.bin")
     sync(folder / f"{name}.idx")
     return {
@@ -72,8 +81,7 @@ def write_description(
         "prepared": prepared,
         "shards": list(shards),
     }
-    (folder / "dataset.json").write_text(json.dumps(description, indent=1) + "\n")
-    sync(folder / "dataset.json")
+    write_atomically(folder / "dataset.json", json.dumps(description, indent=1) + "\n")
 
 
 class TokenShards:
@@ -173,9 +181,10 @@ class TokenShards:
 
     def _check_size(self, name: str, expected: int) -> None:
         try:
+            check_regular(self.path / name)
             size = (self.path / name).stat().st_size
-        except OSError as e:
-            raise ConfigError(f"{self.path / name}: {e.strerror}") from None
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"{self.path / name}: {getattr(e, 'strerror', e)}") from None
         if size != expected:
             raise ConfigError(
                 f"{self.path / name}: {size} bytes, dataset.json says {expected}; prepare it again"
@@ -188,24 +197,36 @@ class TokenShards:
 def _read_description(path: Path) -> dict[str, Any]:
     file = path / "dataset.json"
     try:
-        description = json.loads(file.read_text())
-        tables = [(description, DATASET_KEYS), *((shard, SHARD_KEYS) for shard in description["shards"])]
-        if missing := {key for table, keys in tables for key in keys - table.keys()}:
-            raise ConfigError(f"{file}: no {', '.join(sorted(missing))} in it")
-        if description["format"] != FORMAT:
-            raise ConfigError(f"{file}: format {description['format']}, this titanlite reads {FORMAT}")
-        if description["dtype"] not in ("uint16", "uint32"):
-            raise ConfigError(f"{file}: dtype {description['dtype']!r} is neither uint16 nor uint32")
-        for key in ("tokens", "documents"):
-            if sum(shard[key] for shard in description["shards"]) != description[key]:
-                raise ConfigError(f"{file}: the {key} of its shards do not add up to {description[key]}")
-        return description
+        description = load_object(file)
     except OSError as e:
         raise ConfigError(f"{file}: {e.strerror}; a directory made by `titanlite prepare` has one") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        if isinstance(e, ConfigError):
-            raise
-        raise ConfigError(f"{file}: not a dataset description: {e!r}") from None
+    except ValueError as e:
+        raise ConfigError(f"{file} is no description of a dataset: {e}") from None
+    try:
+        _check_description(description)
+    except ValueError as e:
+        raise ConfigError(f"{file}: {e}; prepare it again") from None
+    return description
+
+
+def _check_description(description: dict[str, Any]) -> None:
+    """Raises ValueError for what write_description() does not write."""
+    expect(description, **DATASET_KEYS)
+    if description["format"] != FORMAT:
+        raise ValueError(f"format {description['format']}, this titanlite reads {FORMAT}")
+    if description["dtype"] not in ("uint16", "uint32"):
+        raise ValueError(f"dtype {description['dtype']!r} is neither uint16 nor uint32")
+    if type(description.get("prepared", {})) is not dict:
+        raise ValueError("prepared is no object")
+    for shard in description["shards"]:
+        expect(shard, **SHARD_KEYS)
+        if not re.fullmatch(r"[0-9A-Za-z_-]{1,100}", shard["name"]):
+            raise ValueError(f"{shard['name']!r} is no name of a shard")
+        if min(shard["tokens"], shard["documents"]) < 0:
+            raise ValueError(f"shard {shard['name']} has a count below 0")
+    for key in ("tokens", "documents"):
+        if sum(shard[key] for shard in description["shards"]) != description[key]:
+            raise ValueError(f"the {key} of its shards do not add up to {description[key]}")
 
 
 def sync(path: Path) -> None:

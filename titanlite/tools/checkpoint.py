@@ -10,7 +10,6 @@ keep a checkpoint for good, put an empty file step-N.keep beside it; to go back 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,9 @@ from titanlite.checkpoint.digest import first_fault, gib
 from titanlite.checkpoint.reader import read_metadata
 from titanlite.checkpoint.recipe import flatten
 from titanlite.checkpoint.resume import checkpoints_below, find_checkpoint, small_files
+from titanlite.checkpoint.state import TRAIN, read_train
 from titanlite.config.component import ConfigError, suggest
+from titanlite.log import printable
 
 EXIT_BAD = commit.CheckpointError.exit_code
 
@@ -46,29 +47,27 @@ def _list(paths: list[Path]) -> int:
     found = checkpoints_below(paths[0])
     faults = {path: commit.fault(path, step) for step, path in found}
     newest = next((path for _, path in reversed(found) if not faults[path]), None)  # what a run goes on from
-    print(found[0][1].parent)
-    print(f"{'step':>10}  {'saved at':25}  {'size':>10}  {'ranks':>5}  ")
+    _say(found[0][1].parent)
+    _say(f"{'step':>10}  {'saved at':25}  {'size':>10}  {'ranks':>5}  ")
     for step, path in found:
         notes = ["kept by step-N.keep"] if commit.is_pinned(path) else []
         if reason := faults[path]:
-            print(f"{step:>10}  BAD: {reason}")
+            _say(f"{step:>10}  BAD: {reason}")
             continue
         notes += ["newest"] if path == newest else []
         m = commit.read_manifest(path)
         size = sum(digest.size for digest in commit.digests(m).values())
-        print(
-            f"{step:>10}  {m['saved_at']:25}  {gib(size):>10}  {m['ranks']:>5}  {', '.join(notes)}".rstrip()
-        )
+        _say(f"{step:>10}  {m['saved_at']:25}  {gib(size):>10}  {m['ranks']:>5}  {', '.join(notes)}".rstrip())
     for path in sorted(found[0][1].parent.iterdir()):
         if path.name.startswith(".partial-"):
-            print(f"{path.name}: being written, or left by a killed run; the next start removes it")
+            _say(f"{path.name}: being written, or left by a killed run; the next start removes it")
         elif path.name.startswith("bad-"):
-            print(
+            _say(
                 f"{path.name}: quarantined at a start, because it was damaged; delete it when you have looked"
             )
         elif path.name.startswith("abandoned-"):
             steps = ", ".join(str(step) for step, _ in commit.committed(path))
-            print(f"{path.name}: steps {steps}, archived when the run went back with load_step, or restarted")
+            _say(f"{path.name}: steps {steps}, archived when the run went back with load_step, or restarted")
     return 0
 
 
@@ -81,7 +80,7 @@ def _verify(paths: list[Path]) -> int:
         if reason is None and (names := non_finite_in(path)):
             reason = f"not finite: {', '.join(names)}"
         size = gib(sum(digest.size for digest in files.values()))
-        print(f"{path}: {f'BAD: {reason}' if reason else f'good, {len(files)} files, {size}'}", flush=True)
+        _say(f"{path}: {f'BAD: {reason}' if reason else f'good, {len(files)} files, {size}'}")
         bad += reason is not None
     return EXIT_BAD if bad else 0
 
@@ -91,23 +90,31 @@ def _show(paths: list[Path], list_tensors: bool = False) -> int:
     manifest = commit.read_manifest(path)
     if reason := first_fault(path, small_files(path)):
         raise commit.CheckpointError(f"{path} is damaged: {reason}")
-    train = json.loads((path / "train.json").read_text(encoding="utf-8"))
+    try:
+        train = read_train(path)
+    except ValueError as e:
+        raise commit.CheckpointError(f"{path} is damaged: its {TRAIN} cannot be trusted: {e}") from None
     recipe = flatten(train.pop("recipe"))
     saved = read_metadata(path).state_dict_metadata
     tensors = {name: t for name, t in saved.items() if isinstance(t, TensorStorageMetadata)}
-    print(path)
+    _say(path)
     for key, value in {**train, **{k: v for k, v in manifest.items() if k not in ("files", "step")}}.items():
         if value is not None:
-            print(f"  {key:20} {value:,}" if type(value) is int else f"  {key:20} {value}")
+            _say(f"  {key:20} {value:,}" if type(value) is int else f"  {key:20} {value}")
     for title, values in (("recipe", recipe), ("files", commit.digests(manifest))):
-        print(f"{title}:")
+        _say(f"{title}:")
         for key, value in values.items():
-            print(f"  {key:40} {value if title == 'recipe' else f'{value.size:>15,}  sha256 {value.sha256}'}")
+            _say(f"  {key:40} {value if title == 'recipe' else f'{value.size:>15,}  sha256 {value.sha256}'}")
     for part in sorted({name.partition(".")[0] for name in tensors}):
         inside = {name: t for name, t in tensors.items() if name.startswith(f"{part}.")}
         total = sum(t.size.numel() for t in inside.values())
-        print(f"{part}: {len(inside)} tensors, {total:,} elements")
+        _say(f"{part}: {len(inside)} tensors, {total:,} elements")
         for name, t in inside.items() if list_tensors else ():
             dtype = str(t.properties.dtype).removeprefix("torch.")
-            print(f"  {name:60} {dtype:10} {tuple(t.size)}")
+            _say(f"  {name:60} {dtype:10} {tuple(t.size)}")
     return 0
+
+
+def _say(line: object) -> None:
+    """Print a line in which something recorded may stand."""
+    print(printable(line), flush=True)

@@ -29,6 +29,7 @@ from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.state import TrainState, model_tensors
 from titanlite.config.component import ConfigError
 
+EXTRA = {"global_batch_size": 8, "guard": {"streak": 0, "skipped_steps": 0}, "healthy": True}
 RECIPE = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {"abc": 1000}}}
 
 
@@ -62,7 +63,7 @@ def save_steps(folder: Path, steps: int, **config: object) -> tuple[Parts, Check
     run, parts = open_run(folder, **config), Parts()
     for _ in range(steps):
         parts.step()
-        run.save(parts.net, parts.optimizer, parts.state, {"global_batch_size": 8})
+        run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     run.settle()
     return parts, run
 
@@ -91,7 +92,7 @@ def test_training_may_go_on_at_once_after_an_asynchronous_save(tmp_path: Path) -
     run, parts = open_run(tmp_path), Parts()
     parts.step()
     saved = parts.values()
-    run.save(parts.net, parts.optimizer, parts.state, {})
+    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     for _ in range(3):
         parts.step()
     run.close()
@@ -208,7 +209,7 @@ def test_a_failed_save_is_an_error_soon_after(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(commit, "commit", full)
-    run.save(parts.net, parts.optimizer, parts.state, {})
+    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     wait([run._pending])
     assert run.failed  # what the loop asks after each step
     with pytest.raises(CheckpointError, match="No space left"):
@@ -219,7 +220,7 @@ def test_a_failed_save_is_an_error_soon_after(tmp_path: Path, monkeypatch: pytes
 def test_a_save_in_flight_becomes_whole_after_an_error_elsewhere(tmp_path: Path) -> None:
     run, parts = open_run(tmp_path), Parts()
     parts.step()
-    run.save(parts.net, parts.optimizer, parts.state, {})
+    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     run.close_after_error()
     assert [step for step, _ in commit.committed(tmp_path / "checkpoint")] == [1]
 

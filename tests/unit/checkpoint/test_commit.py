@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.unit.checkpoint.test_checkpointer import Parts, names, open_run, save_steps
+from tests.unit.checkpoint.test_checkpointer import EXTRA, Parts, names, open_run, save_steps
 from titanlite.checkpoint import checkpointer, commit, digest, resume
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
@@ -32,7 +32,9 @@ def make(folder: Path, step: int, data: bytes = b"shard") -> Path:
     """A committed checkpoint of one shard."""
     partial = commit.begin(folder, step)
     files = {"__0_0.distcp": write_file(partial / "__0_0.distcp", data)}
-    return commit.commit(partial, step, {"train.json": f'{{"step": {step}}}'}, files, {"ranks": 1})
+    return commit.commit(
+        partial, step, {"train.json": f'{{"step": {step}}}'}, files, {"ranks": 1, "saved_at": "now"}
+    )
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -128,7 +130,7 @@ def test_a_committed_step_is_never_replaced(tmp_path: Path) -> None:
     run, parts = save_steps(tmp_path / "run", 1)[1], Parts()
     parts.state.step = 1  # the same step once more, by a loop gone wrong
     before = content(tmp_path / "run/checkpoint")
-    run.save(parts.net, parts.optimizer, parts.state, {})
+    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     with pytest.raises(CheckpointError, match="exists already"):
         run.close()
     assert content(tmp_path / "run/checkpoint") == before
@@ -330,7 +332,7 @@ class History:
         self.branch[step] = self.on_branch
         self.fails_at, self.changes_left = fails_at, kill
         try:
-            self.run.save(self.parts.net, self.parts.optimizer, self.parts.state, {})
+            self.run.save(self.parts.net, self.parts.optimizer, self.parts.state, EXTRA)
         except Killed:
             there = set(steps(self.folder))
             assert self.retained(self.expected | {step}) - {step} <= there <= self.expected | {step}

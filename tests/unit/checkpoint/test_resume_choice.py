@@ -16,7 +16,8 @@ import torch
 
 from tests.distributed.test_resume import history
 from tests.jobs import make_job, metrics_of
-from tests.unit.checkpoint.test_checkpointer import Parts, names, open_run
+from tests.unit.checkpoint.test_checkpointer import EXTRA, Parts, names, open_run
+from titanlite import files
 from titanlite.checkpoint import commit, digest
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.job import Job
@@ -33,7 +34,7 @@ def go(folder: Path, to_step: int, **config: Any) -> int | None:
         assert start == (run.resumed["step"] if run.resumed else None)
         while parts.state.step < to_step:
             parts.step()
-            run.save(parts.net, parts.optimizer, parts.state, {"global_batch_size": 8})
+            run.save(parts.net, parts.optimizer, parts.state, EXTRA)
         run.close()
     finally:
         run.close_after_error()
@@ -136,15 +137,14 @@ def test_a_start_killed_while_it_wrote_the_recipe_is_not_the_end_of_the_run(
 ) -> None:
     """Each start writes recipe.json beside the metrics; the checkpoints have their own."""
     train(make_job(tmp_path, corpus, "--training.steps=2"))
-    write_text = Path.write_text
+    write_new = files.write_new
 
-    def killed(path: Path, text: str, **kwargs: Any) -> int:
+    def killed(path: Path, data: bytes) -> None:
+        write_new(path, data[:torn] if "recipe" in path.name else data)
         if "recipe" in path.name:
-            write_text(path, text[:torn], **kwargs)
             raise KeyboardInterrupt
-        return write_text(path, text, **kwargs)
 
-    monkeypatch.setattr(Path, "write_text", killed)
+    monkeypatch.setattr(files, "write_new", killed)
     with pytest.raises(KeyboardInterrupt):
         train(make_job(tmp_path, corpus, "--training.steps=3"))
     monkeypatch.undo()

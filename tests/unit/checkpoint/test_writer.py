@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.unit.checkpoint.test_checkpointer import Parts, names, open_run, save_steps
+from tests.unit.checkpoint.test_checkpointer import EXTRA, Parts, names, open_run, save_steps
 from titanlite.checkpoint import commit, writer
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import HashingFile
@@ -103,7 +103,7 @@ def test_every_way_of_saving_gives_the_same_bytes(tmp_path: Path, monkeypatch: p
         run, parts = open_run(tmp_path / mode, async_mode=mode.split()[0]), Parts(width=40)
         for _ in range(2):  # the second save reuses the staging buffers
             parts.step()
-            run.save(parts.net, parts.optimizer, parts.state, {"global_batch_size": 8})
+            run.save(parts.net, parts.optimizer, parts.state, EXTRA)
         run.close()
     for step in ("step-1", "step-2"):
         first, *others = (
@@ -125,7 +125,7 @@ def save_on_rank(folder: Path, mode: str) -> None:
         run = open_run(folder, async_mode=mode)
         for _ in range(2):
             parts.step()
-            run.save(parts.net, parts.optimizer, parts.state, {"global_batch_size": 8})
+            run.save(parts.net, parts.optimizer, parts.state, EXTRA)
         run.close()
 
 
@@ -187,7 +187,7 @@ def test_a_planned_tensor_that_is_not_written_is_noticed(
     with pytest.raises(
         CheckpointError, match=r"step 1 could not be saved.*not written, (model|optimizer)\.\w+"
     ):
-        run.save(parts.net, parts.optimizer, parts.state, {})
+        run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     assert names(tmp_path) == []
 
 
@@ -247,7 +247,7 @@ def test_everything_is_on_disk_before_it_has_its_name(
     run, parts = open_run(tmp_path, async_mode="disabled"), Parts()
     parts.step()
     events.clear()
-    run.save(parts.net, parts.optimizer, parts.state, {})
+    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     assert [plain(event) for event in events] == [
         "sync __0_0.distcp",
         "sync .partial-step-1",  # this rank's files; DCP renames .metadata later

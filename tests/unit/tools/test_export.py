@@ -377,7 +377,7 @@ print((kib("VmHWM") - before) * 1024)
 def test_export_holds_less_than_its_largest_file(tmp_path: Path) -> None:
     """A model in the proportions of 8B, with 1/256 of its parameters in as many layers, in files of 1/256 of
     5 GB; from a checkpoint in fp32 that one rank wrote, so that its chunks are whole tensors."""
-    from tests.unit.checkpoint.test_checkpointer import open_run
+    from tests.unit.checkpoint.test_checkpointer import EXTRA, open_run
     from titanlite.checkpoint.state import TrainState
 
     shape = {
@@ -390,7 +390,7 @@ def test_export_holds_less_than_its_largest_file(tmp_path: Path) -> None:
         recipe = {"model": {"name": "llama3", **vars(family(**of).config)}}
         run = open_run(tmp_path / name, recipe, async_mode="disabled")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        run.save(net, optimizer, TrainState(1, 0, torch.zeros((), dtype=torch.int64)), {})
+        run.save(net, optimizer, TrainState(1, 0, torch.zeros((), dtype=torch.int64)), EXTRA)
         run.close()
         del net, optimizer
     limit = 5 * 10**9 // 256
