@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("titanlite", deadline=None)  # no test is a measurement: the machine may be loaded
+settings.load_profile("titanlite")
 
 if TYPE_CHECKING:
     from tests.pool import Pool

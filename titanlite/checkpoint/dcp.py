@@ -40,9 +40,11 @@ def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
     }
     try:
         recipe = read_train(path)["recipe"]
-        expect(recipe, model=dict, data=dict)
+        expect(recipe, model=dict)
         expect(recipe["model"], name=str)
-        tokenizer = recipe["data"].get("tokenizer", "")
+        data = recipe.get("data", {})
+        expect(data)
+        tokenizer = data.get("tokenizer", "")
     except ValueError as e:
         raise CheckpointError(f"{path} is damaged: its {TRAIN} cannot be trusted: {e}") from None
     numbers = _recorded(recipe["model"], family, path) if family is not None else {}

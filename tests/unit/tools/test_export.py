@@ -387,6 +387,8 @@ def test_export_holds_less_than_its_largest_file(tmp_path: Path) -> None:
     tiny = {**shape, "dim": 64, "n_layers": 1, "vocab_size": 320, "hidden_dim": 64}
     for name, of in (("large", shape), ("tiny", tiny)):
         net = family(**of).build()
+        for p in net.parameters():
+            p.data.zero_()
         recipe = {"model": {"name": "llama3", **vars(family(**of).config)}}
         run = open_run(tmp_path / name, recipe, async_mode="disabled")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
