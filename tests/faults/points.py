@@ -108,8 +108,8 @@ RESUME = {
     "half of env.json": Point(WRITE_NEW, "half", 1, "env.json"),
     "half of recipe.json": Point(WRITE_NEW, "half", 1, "recipe.json"),
     "recipe.json aside": Point("os:replace", "before", 1, "recipe.json"),
-    "before metrics are cut": Point("os:replace", "before", 1, "metrics"),
-    "metrics cut": Point("os:replace", "after", 1, "metrics"),
+    "before metrics are cut": Point("os:truncate", "before", 1, "metrics"),
+    "metrics cut": Point("os:truncate", "after", 1, "metrics"),
     "first step": Point("titanlite.train:grad_norm", shared=True),
 }
 REWIND = {

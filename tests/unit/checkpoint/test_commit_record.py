@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.jobs import make_job, metrics_of
-from tests.unit.checkpoint.test_checkpointer import RECIPE, Parts, names, open_run
+from tests.unit.checkpoint.test_checkpointer import EXTRA, RECIPE, Parts, names, open_run
 from tests.unit.checkpoint.test_resume_choice import abandoned, flip_a_shard, go
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
@@ -42,7 +42,7 @@ def test_each_commit_is_recorded_outside_the_checkpoint_folder(tmp_path: Path) -
     assert recorded(tmp_path) == {"step": None, "folder": "checkpoint", "restarted": False}
     for step in (1, 2):
         parts.step()
-        run.save(parts.net, parts.optimizer, parts.state, {})
+        run.save(parts.net, parts.optimizer, parts.state, EXTRA)
         run.settle()
         assert recorded(tmp_path) == {"step": step, "folder": "checkpoint", "restarted": False}
     run.close()
@@ -267,7 +267,7 @@ def test_a_record_that_cannot_be_written_does_not_fail_the_save(
     run, parts = open_run(tmp_path), Parts()
     parts.step()
     monkeypatch.setattr("titanlite.checkpoint.commit_record.write_atomically", full)
-    run.save(parts.net, parts.optimizer, parts.state, {})
+    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     run.close()
     monkeypatch.undo()
     assert f"{RECORD} could not be written: [Errno 28]" in said()
