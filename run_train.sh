@@ -6,8 +6,11 @@
 #
 # On several nodes, run it on each with NNODES, NODE_RANK and RDZV_ENDPOINT=host:port set (host: the first node).
 # MAX_RESTARTS=k restarts all processes up to k times after a crash; NNODES=MIN:MAX goes on with fewer nodes, too.
+# Several nodes open ports that anybody who reaches them controls: use a network that you trust, and the same random
+# RDZV_ID on all nodes. One node opens none to the network.
 # SIGTERM, SIGINT, SIGHUP, SIGUSR1: save, then exit with 75 (run it again to go on). SIGUSR2: save and go on.
-# The exit code is the trainer's own: 0 done, 1 crash, 2 wrong input, 3 no usable checkpoint, 75 stopped and saved.
+# The exit code is the trainer's own: 0 done, 1 crash, 2 wrong input, 3 no usable checkpoint,
+# 4 training diverged, 75 stopped and saved. Codes 2, 3, 4 and 75 are never restarted.
 set -eu
 
 if [ -z "${CONFIG_FILE:-}" ]; then
@@ -31,5 +34,6 @@ exec "${PYTHON:-python3}" -m titanlite.cli launch \
     --nnodes="${NNODES:-1}" \
     --node-rank="${NODE_RANK:-0}" \
     --rdzv-endpoint="${RDZV_ENDPOINT:-}" \
+    --rdzv-id="${RDZV_ID:-}" \
     --max-restarts="${MAX_RESTARTS:-0}" \
     "$CONFIG_FILE" "$@"

@@ -1,7 +1,8 @@
 """The `titanlite` command: finds the verb, turns its errors into one line and an exit code. Dispatch only.
 
 Exit codes: 0 done, 1 crash, 2 configuration or input error, 3 no usable checkpoint or one that could not be
-written, 75 stopped by a signal, with nothing lost, 130 interrupted, 128 + n ended by signal n.
+written, 4 the training diverged, 75 stopped by a signal, with nothing lost, 130 interrupted, 128 + n ended by
+signal n.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
-from titanlite import commands
+from titanlite import commands, environment
 from titanlite.config.component import ConfigError
 from titanlite.log import printable, tell
 from titanlite.signals import Stopped, signals
@@ -88,6 +89,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     if argv[0] == "--version":
         print(commands.version())
         return 0
+    environment.set_thread_defaults()
     name, words = argv[0], argv[1:]
     verb = commands.find(name)
     text = commands.text(name, words)

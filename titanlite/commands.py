@@ -146,6 +146,7 @@ def _launch(options: Options) -> None:
     add("--nnodes", default="1", help="nodes, or MIN:MAX: go on while MIN are there")
     add("--node-rank", default="0", help="which of them this is")
     add("--rdzv-endpoint", default="", help="host:port of the first node; needed for several nodes")
+    add("--rdzv-id", default="", help="a word that all nodes of this run share; others are not let in")
     add("--max-restarts", default="0", help="restarts of all processes after a failure")
 
 

@@ -24,7 +24,11 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.component import ConfigError
+<<<<<<< HEAD
 from titanlite.host_copy import HostCopy
+=======
+from titanlite.environment import LAUNCHER, NOTES, set_library_defaults, stay_on_this_node
+>>>>>>> 4b9df53 (wip)
 from titanlite.log import set_up_logging
 from titanlite.mesh import Mesh, Parallelism, build_mesh
 
@@ -268,7 +272,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     _set_determinism(training.deterministic)
     mesh = build_mesh(parallelism, device.type, rank, size, always=offload)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
-    with _collecting_only_when_due(training.gc_freq):
+    with _collecting_only_when_due(training.gc_freq), _note_for_the_launcher(rank):
         yield Runtime(
             device, rank, size, mesh, plan, param_dtype, reduce_dtype, comm, training.gc_freq, began
         )
@@ -315,30 +319,6 @@ def environment(rt: Runtime) -> dict[str, Any]:
     }
 
 
-LAUNCHER = "TITANLITE_LAUNCHER_PID"
-
-
-def set_library_defaults() -> None:
-    """Settings that libraries read from the environment, unless the user has made them; before CUDA is
-    used."""
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
-        # activations of many sizes leave gaps between segments that cannot grow
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # torchao's compiled extensions are for inference and for one version of torch: loading them fails, loudly
-    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
-
-
-def prepare_to_launch() -> None:
-    """For the launcher: let ranks know it, and give each restart a store of its own. torchrun's shared one
-    still has the addresses of the ranks that died, and a new gloo group may wait for them forever (seen with
-    torch 2.13)."""
-    set_library_defaults()
-    # what torch's C++ warns of is not the user's doing: gloo groups without options, files that time a trace
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ[LAUNCHER] = str(os.getpid())
-
-
 def leave(code: int) -> NoReturn:
     """End the process at once with `code`.
 
@@ -362,11 +342,46 @@ def _param_dtype(training: Training, device: torch.device) -> torch.dtype:
 def _init_process_group(device: torch.device, comm: Comm, rank: int, size: int) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
-    alone: dict[str, Any] = {}
-    if size == 1:
-        alone = {"store": torch._C._distributed_c10d.HashStore(), "rank": rank, "world_size": 1}
+    meeting: dict[str, Any] = {}
+    if size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):  # one node: no port is opened to the network
+        stay_on_this_node()
+        store = _store_on_this_node(size)
+        if store is not None:
+            store.set_timeout(timeout)
+            meeting = {"store": store, "rank": rank, "world_size": size}
     device_id = device if device.type == "cuda" else None
-    dist.init_process_group(backend, timeout=timeout, device_id=device_id, **alone)
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id, **meeting)
+
+
+def _store_on_this_node(size: int) -> Any:
+    """Where the ranks of one node meet: in memory if there is one, else in a file of the launcher's. None
+    under another launcher, which has a way of its own."""
+    if size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    if folder := os.environ.get(NOTES):
+        return dist.FileStore(os.path.join(folder, "store"), size)  # type: ignore[attr-defined]
+    return None
+
+
+@contextmanager
+def _note_for_the_launcher(rank: int) -> Iterator[None]:
+    """The launcher has made a note for this rank. It is taken away when the body is done, so that the
+    launcher notices a rank that leaves before; an error in the body is written into it. Raises RuntimeError
+    in place of SystemExit: a component that ends the process would end it as if all were well."""
+    folder = os.environ.get(NOTES)
+    note = os.path.join(folder, f"rank-{rank}") if folder else os.devnull
+    try:
+        try:
+            yield
+        except SystemExit as error:
+            raise RuntimeError(f"something in training called sys.exit({error.code!r})") from error
+    except Exception as error:
+        with suppress(OSError), open(note, "w", encoding="utf-8", errors="backslashreplace") as f:
+            f.write(f"{type(error).__name__}: {error}")
+        raise
+    if folder:
+        with suppress(OSError):
+            os.unlink(note)
 
 
 def _die_with_the_launcher() -> None:

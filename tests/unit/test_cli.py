@@ -580,7 +580,7 @@ sys.exit(cli.run(sys.argv[2:]))
 
 
 @pytest.mark.parametrize(("verb", "number"), [("train", signal.SIGHUP), ("launch", signal.SIGTERM)])
-def test_a_stop_while_torch_is_imported_is_75(verb: str, number: int) -> None:
+def test_a_stop_while_torch_is_imported_is_75(hangups: None, verb: str, number: int) -> None:
     command = [sys.executable, "-c", IMPORT, str(int(number)), verb, DEBUG]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     name = signal.Signals(number).name

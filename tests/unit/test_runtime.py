@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.jobs import make_job
+from titanlite.environment import NOTES
 from titanlite.metrics.meter import Meter
+from titanlite.runtime import _note_for_the_launcher
+from titanlite.signals import Stopped
 from titanlite.train import train
 
 
@@ -33,3 +37,39 @@ def test_garbage_may_be_left_to_python(tmp_path: Path, corpus: Path, monkeypatch
 
     monkeypatch.setattr(gc, "collect", unwanted)
     train(make_job(tmp_path, corpus, "--training.gc_freq=0", "--training.steps=2"))
+
+
+# ---- what the launcher is told
+
+
+@pytest.fixture
+def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The note of rank 0, as the launcher makes it."""
+    monkeypatch.setenv(NOTES, str(tmp_path))
+    (tmp_path / "rank-0").touch()
+    return tmp_path / "rank-0"
+
+
+def test_a_rank_that_is_done_takes_its_note_away(note: Path, corpus: Path) -> None:
+    train(make_job(note.parent, corpus, "--training.steps=1", "--checkpoint.enable=false"))
+    assert not note.exists()
+
+
+def test_an_error_is_left_for_the_launcher(note: Path) -> None:
+    with pytest.raises(ValueError, match="bad"), _note_for_the_launcher(0):
+        raise ValueError("bad \ud800")
+    assert note.read_text() == "ValueError: bad \\ud800"
+
+
+@pytest.mark.parametrize("code", [0, None, 3])
+def test_a_component_that_leaves_is_a_crash(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
+) -> None:
+    monkeypatch.setattr(Meter, "step_done", lambda self: sys.exit(code))
+    with pytest.raises(RuntimeError, match=rf"^something in training called sys.exit\({code}\)$"):
+        train(make_job(tmp_path, corpus))
+
+
+def test_only_an_exception_is_a_crash() -> None:
+    with pytest.raises(Stopped), _note_for_the_launcher(0):
+        raise Stopped

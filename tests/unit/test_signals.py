@@ -15,6 +15,7 @@ import pytest
 from titanlite import signals as module
 from titanlite.signals import AGAIN_S, END, LOOK_S, STOP, Signals, Stopped, signals
 
+pytestmark = pytest.mark.usefixtures("hangups")
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 

@@ -1,0 +1,42 @@
+"""Which TCP ports processes listen on, from /proc."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+LISTEN = "0A"
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    """`address:port` of every socket on which one of the processes listens now."""
+    inodes = set()
+    for pid in pids:
+        try:
+            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:  # it has ended
+            continue
+        inodes |= {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and fields[9] in inodes:
+                found.add(_readable(fields[1]))
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches it."""
+    host = ipaddress.ip_address(address.rpartition(":")[0])
+    return (getattr(host, "ipv4_mapped", None) or host).is_loopback
+
+
+def _readable(text: str) -> str:
+    """From the kernel's form: words of the machine's byte order, in hexadecimal; x86 and ARM."""
+    host, _, port = text.partition(":")
+    words = bytes.fromhex(host)
+    swapped = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+    return f"{ipaddress.ip_address(swapped)}:{int(port, 16)}"

@@ -1,0 +1,108 @@
+"""How launchers find each other: what is said while they wait, and what ends the wait."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from titanlite.config.component import ConfigError
+from titanlite.tools import rendezvous
+from titanlite.tools.rendezvous import NotReached, OneNode, SeveralNodes
+
+
+@pytest.fixture(autouse=True)
+def said_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "SAY_AFTER_S", 0.1)
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """The port of a program that takes connections and does not answer."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        yield s.getsockname()[1]
+
+
+def parameters(endpoint: str, **config: Any) -> RendezvousParameters:
+    return RendezvousParameters("c10d", endpoint, "test", 2, 2, **config)
+
+
+def node(path: Path, **config: Any) -> SeveralNodes:
+    """One of two nodes that meet in a file."""
+    values = parameters(str(path), store_type="file", **config)
+    backend, store = create_backend(values)
+    return SeveralNodes.at("first:29500", create_handler(store, backend, values))
+
+
+def test_a_node_says_how_many_have_come_until_all_have(tmp_path: Path, capfd: Any) -> None:
+    met: list[Any] = []
+    nodes = [node(tmp_path / "store"), node(tmp_path / "store")]
+    threads = [threading.Thread(target=lambda n=n: met.append(n.next_rendezvous().world_size)) for n in nodes]
+    said = ""
+    threads[0].start()
+    until = time.monotonic() + 120
+    while "1 of 2" not in said:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+        said += capfd.readouterr().err
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert met == [2, 2]
+    assert "titanlite: waiting for nodes at first:29500: 1 of 2 have come\n" in said
+    for n in nodes:
+        n.shutdown()
+
+
+def test_the_wait_for_nodes_ends(tmp_path: Path) -> None:
+    with pytest.raises(NotReached, match=r"^gave up after 1 s: not all of 2 nodes came to first:29500$"):
+        node(tmp_path / "store", join_timeout=1).next_rendezvous()
+
+
+def test_a_first_node_that_is_not_there(capfd: Any) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))  # and does not listen: no other program takes the port
+        port = s.getsockname()[1]
+        with pytest.raises(NotReached, match=f"^no launcher answers at 127.0.0.1:{port} "):
+            rendezvous._create(1, parameters(f"127.0.0.1:{port}", join_timeout=1))
+    assert capfd.readouterr().err == f"titanlite: waiting for the first node's launcher at 127.0.0.1:{port}\n"
+
+
+def test_another_program_at_the_first_nodes_port(listener: int, capfd: Any) -> None:
+    with pytest.raises(NotReached, match=r"does not answer as the first node's launcher; name another port$"):
+        rendezvous._create(1, parameters(f"127.0.0.1:{listener}", join_timeout=1))
+    assert f"waiting for the first node's launcher at 127.0.0.1:{listener}\n" in capfd.readouterr().err
+
+
+def test_the_first_node_whose_port_is_taken_says_so_at_once(listener: int) -> None:
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{listener}: this node cannot open port {listener}: "):
+        rendezvous._create(0, parameters(f"127.0.0.1:{listener}"))
+
+
+def test_the_port_of_another_machine_is_not_this_ones_to_open(listener: int) -> None:
+    rendezvous.check_port("192.0.2.1", listener)  # of no machine: reserved for documentation
+
+
+@pytest.mark.parametrize("endpoint", ["host.invalid:1234", "host:port", "127.0.0.1:99999"])
+def test_an_endpoint_that_cannot_be_used(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=f"^RDZV_ENDPOINT={re.escape(endpoint)}: .*; expected host:port of"):
+        rendezvous._create(1, parameters(endpoint))
+
+
+def test_one_node_waits_for_nobody_and_opens_no_port() -> None:
+    handler = rendezvous._create(0, RendezvousParameters("titanlite", "localhost:0", "id", 1, 1))
+    assert isinstance(handler, OneNode)
+    info = handler.next_rendezvous()
+    assert (info.rank, info.world_size, type(info.store).__name__) == (0, 1, "HashStore")
+    assert (handler.get_run_id(), handler.use_agent_store, handler.num_nodes_waiting()) == ("id", False, 0)

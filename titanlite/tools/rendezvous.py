@@ -1,0 +1,213 @@
+"""How the launchers of all nodes find each other. One node has nobody to find and opens no port; several meet
+at the first node's address, through torch's c10d rendezvous, and say what they wait for."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout  # not the built-in one before Python 3.11
+from contextlib import contextmanager
+from functools import partial
+from threading import Event, Thread
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from titanlite.config.component import ConfigError
+
+BACKEND = "titanlite"
+DEFAULT_PORT = 29400  # torchrun's
+SAY_AFTER_S = 5.0  # of waiting; again when there is something new to say
+JOIN_TIMEOUT_S = 600  # torchrun's: how long nodes wait for each other
+
+
+class NotReached(RuntimeError):
+    """The nodes did not find each other."""
+
+
+class OneNode(RendezvousHandler):
+    """The rendezvous of one node: nobody to wait for, no port. The store is in the launcher's memory; the
+    ranks have one of their own."""
+
+    use_agent_store = False
+
+    def __init__(self, run_id: str):
+        self._run_id = run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """At once."""
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("localhost", 0))
+
+    def get_backend(self) -> str:
+        """The name under which it is registered."""
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        """What torchrun was given."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """Never."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to close."""
+
+    def num_nodes_waiting(self) -> int:
+        """No other node exists."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Nothing to close."""
+        return True
+
+
+class SeveralNodes(DynamicRendezvousHandler):
+    """torch's rendezvous of several nodes, which says what it waits for."""
+
+    _endpoint = ""
+
+    @classmethod
+    def at(cls, endpoint: str, handler: DynamicRendezvousHandler) -> SeveralNodes:
+        """The same handler, which meets at `endpoint`."""
+        handler.__class__ = cls
+        assert isinstance(handler, cls)
+        handler._endpoint = endpoint
+        return handler
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Raises NotReached."""
+        wanted = self.settings.min_nodes
+
+        def waiting() -> str:  # how many have come is told to nobody: it is read from torch's state
+            come = len(self._state_holder.state.participants)
+            return f"waiting for nodes at {self._endpoint}: {come} of {wanted} have come"
+
+        with said_when_long(waiting):
+            try:
+                return super().next_rendezvous()
+            except RendezvousTimeoutError as error:
+                waited = f"{self.settings.timeout.join.total_seconds():.0f} s"
+                text = f"gave up after {waited}: not all of {wanted} nodes came to {self._endpoint}"
+                raise NotReached(text) from error
+
+
+def register(node_rank: int) -> None:
+    """Make `--rdzv-backend=titanlite` known to torchrun."""
+    rendezvous_handler_registry.register(BACKEND, partial(_create, node_rank))
+
+
+def _create(node_rank: int, parameters: RendezvousParameters) -> RendezvousHandler:
+    """Raises ConfigError for an endpoint that cannot be used, NotReached if the first node is silent."""
+    if parameters.max_nodes == 1:
+        return OneNode(parameters.run_id)
+    endpoint, timeout_s = parameters.endpoint, _timeout_s(parameters)
+    text = f"waiting for the first node's launcher at {endpoint}"
+    with said_when_long(lambda: text):
+        host, port = _read_endpoint(endpoint)
+        if node_rank == 0:
+            check_port(host, port)
+        else:
+            _wait_for(host, port, timeout_s)
+        # In a thread, because neither a signal nor a timeout ends torch's wait for another program's answer.
+        made: Future[tuple[Any, Any]] = Future()
+        Thread(target=lambda: _fulfil(made, partial(create_backend, parameters)), daemon=True).start()
+        try:
+            backend, store = made.result(timeout_s)
+        except FutureTimeout:
+            raise NotReached(
+                f"what listens at {endpoint} does not answer as the first node's launcher; name another port"
+            ) from None
+    return SeveralNodes.at(endpoint, create_handler(store, backend, parameters))
+
+
+def _timeout_s(parameters: RendezvousParameters) -> int:
+    return parameters.get_as_int("join_timeout") or JOIN_TIMEOUT_S
+
+
+def _fulfil(future: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _read_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port. Raises ConfigError if there are none, or the host is not known."""
+    try:
+        host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"RDZV_ENDPOINT={endpoint}: {error}; expected host:port of the first node"
+        ) from error
+    return host, port
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError if `host` is this machine, and its port is taken."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:  # of another number: the address is not this machine's
+                if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                    raise ConfigError(
+                        f"RDZV_ENDPOINT={host}:{port}: this node cannot open port {port}: {error.strerror}; "
+                        "name another port, on all nodes; on another node than the first, set NODE_RANK"
+                    ) from error
+
+
+def _wait_for(host: str, port: int, timeout_s: float) -> None:
+    """Until something listens; torch's own wait prints pages and hears no signal. Raises NotReached."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+        except OSError as error:
+            if time.monotonic() > until:
+                raise NotReached(
+                    f"no launcher answers at {host}:{port} ({error}): does the first node's run?"
+                ) from error
+            time.sleep(0.2)
+        else:
+            return
+
+
+@contextmanager
+def said_when_long(text: Callable[[], str], after_s: float | None = None) -> Iterator[None]:
+    """Print `text()` if the body takes longer than `after_s`, and again when it changes."""
+    interval, done = SAY_AFTER_S if after_s is None else after_s, Event()
+
+    def say() -> None:
+        last = ""
+        while not done.wait(interval):
+            now = text()
+            if now != last:
+                print(f"titanlite: {now}", file=sys.stderr, flush=True)
+            last = now
+
+    thread = Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
