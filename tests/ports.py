@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 LISTEN = "0A"
@@ -14,11 +15,12 @@ def listening(pids: Iterable[int]) -> set[str]:
     """`address:port` of every socket on which one of the processes listens now."""
     inodes = set()
     for pid in pids:
-        try:
-            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-        except OSError:  # it has ended
-            continue
-        inodes |= {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+        with suppress(OSError):  # it has ended
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):  # it is closed
+                    link = os.readlink(f"/proc/{pid}/fd/{fd}")
+                    if link.startswith("socket:["):
+                        inodes.add(link[len("socket:[") : -1])
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

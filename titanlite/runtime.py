@@ -24,11 +24,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.component import ConfigError
-<<<<<<< HEAD
-from titanlite.host_copy import HostCopy
-=======
 from titanlite.environment import LAUNCHER, NOTES, set_library_defaults, stay_on_this_node
->>>>>>> 4b9df53 (wip)
+from titanlite.host_copy import HostCopy
 from titanlite.log import set_up_logging
 from titanlite.mesh import Mesh, Parallelism, build_mesh
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from titanlite.environment import set_notes_folder
-from titanlite.log import printable
+from titanlite.log import printable, tell
 from titanlite.signals import AGAIN_S, END, SAVE, STOP, Stopped
 
 FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # a restart would only meet them again
@@ -203,8 +202,7 @@ class Agent(LocalElasticAgent):
         if self._remaining_restarts > 0:
             total = worker_group.spec.max_restarts
             text += f"; starting all ranks again ({total - self._remaining_restarts + 1} of {total})"
-        with suppress(OSError):  # nobody may be left to read it
-            print(f"titanlite: {text}", file=sys.stderr, flush=True)
+        tell(text)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         now, name = time.monotonic(), signal.Signals(number)

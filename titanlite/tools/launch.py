@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import logging
 import secrets
-import sys
 import tempfile
 from collections.abc import Sequence
 
@@ -23,6 +22,7 @@ from titanlite import train
 from titanlite.commands import launch_arguments
 from titanlite.environment import prepare_to_launch
 from titanlite.job import load_job
+from titanlite.log import tell
 from titanlite.tools import rendezvous
 from titanlite.tools.agent import Agent, RanksFailed
 
@@ -61,15 +61,12 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
         except RanksFailed as failed:
             return failed.exit_code
         except rendezvous.NotReached as error:
-            print(f"titanlite: {error}", file=sys.stderr)
+            tell(error)
             return 1
         except RendezvousConnectionError:
-            where = options.rdzv_endpoint
-            print(
-                f"titanlite: no connection to {where}: does the first node's launcher run?", file=sys.stderr
-            )
+            tell(f"no connection to {options.rdzv_endpoint}: does the first node's launcher run?")
             return 1
         except SignalException as error:
-            print(f"titanlite: ended by {error.sigval.name}, without saving", file=sys.stderr)
+            tell(f"ended by {error.sigval.name}, without saving")
             return 128 + error.sigval
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -29,6 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from titanlite.config.component import ConfigError
+from titanlite.log import tell
 
 BACKEND = "titanlite"
 DEFAULT_PORT = 29400  # torchrun's
@@ -201,7 +201,7 @@ def said_when_long(text: Callable[[], str], after_s: float | None = None) -> Ite
         while not done.wait(interval):
             now = text()
             if now != last:
-                print(f"titanlite: {now}", file=sys.stderr, flush=True)
+                tell(now)
             last = now
 
     thread = Thread(target=say, daemon=True)
