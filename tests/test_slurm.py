@@ -23,7 +23,7 @@ SLURM_NODEID=1 "$@"
 """
 TRAINER = """#!/usr/bin/env bash
 echo "run_train $NNODES $NODE_RANK $RDZV_ENDPOINT $NGPU $*" >> calls
-for i in $(seq 100); do [ -e go ] && break; sleep 0.1; done
+for i in $(seq 3000); do [ -e go ] && break; sleep 0.1; done
 exit $(cat code)
 """
 
@@ -52,7 +52,7 @@ def submit(tmp_path: Path):
 @pytest.mark.parametrize("code", [0, 1, 3, 75])
 def test_requeues_on_75_alone(submit, tmp_path: Path, code: int) -> None:
     (tmp_path / "go").touch()
-    assert submit(code).wait(30) == code
+    assert submit(code).wait(300) == code
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[0] == "run_train 2 1 node7:20042 8 debug --training.steps=5"
     assert calls[1:] == (["scontrol requeue 42"] if code == 75 else [])
@@ -60,7 +60,7 @@ def test_requeues_on_75_alone(submit, tmp_path: Path, code: int) -> None:
 
 def test_a_cancelled_job_stays_cancelled(submit, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
-    assert submit(75, state="COMPLETING").wait(30) == 75
+    assert submit(75, state="COMPLETING").wait(300) == 75
     assert "requeue" not in (tmp_path / "calls").read_text()
 
 
@@ -81,5 +81,5 @@ def test_outlives_the_signals_that_stop_the_trainer(submit, tmp_path: Path) -> N
         job.send_signal(number)
         time.sleep(0.2)
     (tmp_path / "go").touch()
-    assert job.wait(30) == 75
+    assert job.wait(300) == 75
     assert "scontrol requeue 42" in (tmp_path / "calls").read_text()

@@ -3,7 +3,7 @@ what is restarted, what is not, what is left behind, and that a run which was re
 not.
 
 A run is a dozen seconds, most of it the import of torch in the launcher and in each rank. torchrun's
-patience is cut from half a minute to seconds by PET_RDZV_CONF, which is where it reads its options from.
+patience is cut by PET_RDZV_CONF, which is where it reads its options from.
 Some run only with TITANLITE_FAULTS=full in the environment.
 """
 
@@ -37,7 +37,7 @@ in_full = pytest.mark.skipif(not FULL, reason="takes long: set TITANLITE_FAULTS=
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 KEYS = ("step", "train/loss", "train/grad_norm", "data/batch_sha", "progress/total_tokens")
-SOON = "keep_alive_interval=1,keep_alive_max_attempt=3"  # a node is dead after 3 s; torchrun says 15
+SOON = "keep_alive_interval=1,keep_alive_max_attempt=10"  # a node is dead after 10 s; torchrun says 15
 PLUGIN = """
 import os, signal, sys, time
 from dataclasses import dataclass
@@ -246,7 +246,7 @@ def test_sigterm_while_waiting_for_the_other_nodes_is_75(start: Any) -> None:
     node = start(NNODES="2", RDZV_ENDPOINT=f"localhost:{port}")
     node.until(lambda: f"waiting for nodes at localhost:{port}: 1 of 2 have come\n" in node.log)
     node.launcher.terminate()
-    assert node.end(timeout_s=60) == 75, node.log
+    assert node.end(timeout_s=300) == 75, node.log
 
 
 @in_full
@@ -303,7 +303,7 @@ def test_a_killed_launcher_leaves_nothing_behind(start: Any) -> None:
     node.until(lambda: node.step >= 1)
     assert len(node.processes()) == 3, "a launcher, a rank, and its worker"
     node.launcher.kill()
-    node.until(lambda: not node.processes(), timeout_s=60)
+    node.until(lambda: not node.processes(), timeout_s=300)
     assert node.step < STEPS
 
 
@@ -312,7 +312,7 @@ def test_a_launcher_killed_while_the_ranks_are_starting_leaves_nothing_behind(st
     node = start(MAX_RESTARTS="1", IMPORT_S="1")
     node.until(lambda: node.starts)
     node.launcher.kill()
-    node.until(lambda: not node.processes(), timeout_s=60)
+    node.until(lambda: not node.processes(), timeout_s=300)
     assert node.step == 0, "the rank trained on without its launcher"
 
 
@@ -327,13 +327,13 @@ def free_port() -> int:
 
 def two_nodes(start: Any, nnodes: str) -> tuple[Node, Callable[[], Node]]:
     """The first node, whose agent has the store, after the second one was killed behind a commit; and what
-    starts the second one again. Nodes that come within 6 s of each other begin together."""
+    starts the second one again. Nodes that come within 20 s of each other begin together."""
     common = {
         "NNODES": nnodes, "RDZV_ENDPOINT": f"localhost:{free_port()}", "MAX_RESTARTS": "3", "STEP_S": "0.4",
     }  # fmt: skip
 
     def node(number: int) -> Node:
-        conf = f"{SOON},last_call_timeout=6,is_host={number == 0}"
+        conf = f"{SOON},last_call_timeout=20,is_host={number == 0}"
         return start(NODE_RANK=str(number), PET_RDZV_CONF=conf, **common)
 
     first, second = node(0), node(1)

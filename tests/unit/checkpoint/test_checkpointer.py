@@ -386,7 +386,7 @@ def test_a_second_run_is_refused_while_the_first_lives(
 def test_a_second_run_goes_on_when_the_first_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Hold, kind: str, number: int
 ) -> None:
-    monkeypatch.setattr(lock, "WAIT_S", 20.0)
+    monkeypatch.setattr(lock, "WAIT_S", 200.0)
     save_steps(tmp_path, 1)[1].close()
     process, child = hold(tmp_path, kind)
     threading.Timer(0.5, os.kill, (process.pid, number)).start()
