@@ -91,6 +91,10 @@ class SeveralNodes(DynamicRendezvousHandler):
         handler._endpoint = endpoint
         return handler
 
+    def get_backend(self) -> str:
+        """The name under which it is registered."""
+        return BACKEND
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Raises NotReached."""
         wanted = self.settings.min_nodes

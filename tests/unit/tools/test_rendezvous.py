@@ -7,11 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousHandlerRegistry
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
@@ -32,6 +34,13 @@ def listener() -> Iterator[int]:
         s.bind(("127.0.0.1", 0))
         s.listen()
         yield s.getsockname()[1]
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def parameters(endpoint: str, **config: Any) -> RendezvousParameters:
@@ -88,6 +97,26 @@ def test_another_program_at_the_first_nodes_port(listener: int, capfd: Any) -> N
 def test_the_first_node_whose_port_is_taken_says_so_at_once(listener: int) -> None:
     with pytest.raises(ConfigError, match=f"127.0.0.1:{listener}: this node cannot open port {listener}: "):
         rendezvous._create(0, parameters(f"127.0.0.1:{listener}"))
+
+
+def test_the_first_node_opens_the_port_and_the_second_finds_it(free_port: int) -> None:
+    """As torchrun asks for them."""
+    met: list[int] = []
+    made = []
+    for number in range(2):
+        registry = RendezvousHandlerRegistry()
+        registry.register("titanlite", partial(rendezvous._create, number))
+        host = {"is_host": number == 0}
+        values = RendezvousParameters("titanlite", f"127.0.0.1:{free_port}", "test", 2, 2, **host)
+        made.append(registry.create_handler(values))
+    threads = [threading.Thread(target=lambda n=n: met.append(n.next_rendezvous().rank)) for n in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(met) == [0, 1]
+    for handler in made:
+        handler.shutdown()
 
 
 def test_the_port_of_another_machine_is_not_this_ones_to_open(listener: int) -> None:
