@@ -106,7 +106,16 @@ def _dispatch(argv: Sequence[str]) -> int:
     if name == "launch" and sys.stderr.isatty():
         tell("starting (importing PyTorch takes some seconds)")
     with signals() if trains else nullcontext():  # a stop is heard from here on
-        return importlib.import_module(verb.module).main(words)
+        return _main_of(verb.module, words)
+
+
+def _main_of(module: str, words: Sequence[str]) -> int:
+    """No verb ends by sys.exit; a component that does must not end a run as if it were done."""
+    try:
+        return importlib.import_module(module).main(words)
+    except SystemExit as error:
+        text = f"a component or an imported module called sys.exit({error.code!r})"
+        raise RuntimeError(text) from error
 
 
 def _reader_is_there() -> bool:

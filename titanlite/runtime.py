@@ -363,16 +363,12 @@ def _store_on_this_node(size: int) -> Any:
 @contextmanager
 def _note_for_the_launcher(rank: int) -> Iterator[None]:
     """The launcher has made a note for this rank. It is taken away when the body is done, so that the
-    launcher notices a rank that leaves before; an error in the body is written into it. Raises RuntimeError
-    in place of SystemExit: a component that ends the process would end it as if all were well."""
+    launcher notices a rank that leaves before; an error in the body is written into it."""
     folder = os.environ.get(NOTES)
     note = os.path.join(folder, f"rank-{rank}") if folder else os.devnull
     try:
-        try:
-            yield
-        except SystemExit as error:
-            raise RuntimeError(f"something in training called sys.exit({error.code!r})") from error
-    except Exception as error:
+        yield
+    except (Exception, SystemExit) as error:
         with suppress(OSError), open(note, "w", encoding="utf-8", errors="backslashreplace") as f:
             f.write(f"{type(error).__name__}: {error}")
         raise

@@ -311,6 +311,14 @@ def test_a_crash_shows_its_traceback_and_is_1(run, monkeypatch):
     assert err.endswith("ValueError: ours\n")
 
 
+@pytest.mark.parametrize("code", [0, None, 3])
+def test_a_component_that_leaves_is_a_crash(run, monkeypatch, code):
+    fake_verb(monkeypatch, raising(SystemExit(code)))
+    ended, _, err = run("fake")
+    assert ended == 1
+    assert err.endswith(f"RuntimeError: a component or an imported module called sys.exit({code!r})\n")
+
+
 def test_an_error_may_say_its_code(run, monkeypatch):
     error = RuntimeError("no usable checkpoint")
     error.exit_code = 3
