@@ -18,7 +18,7 @@ def set_thread_defaults() -> None:
     uses on Linux, otherwise compute in a loop for milliseconds, and take the cores from the threads that they
     wait for when other processes run, too (benchmarks/threads.py). Call this before torch is imported."""
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = "100"
+        os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def set_library_defaults() -> None:

@@ -23,7 +23,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_openmps_threads_soon_sleep(environ: dict[str, str]) -> None:
     environment.set_thread_defaults()
-    assert environ == {"GOMP_SPINCOUNT": "100"}
+    assert environ == {"GOMP_SPINCOUNT": "1000"}
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
@@ -47,7 +47,7 @@ def test_the_command_sets_it_before_torch_is_imported() -> None:
     )
     own = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     run = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=False)
-    assert (run.stdout, run.stderr) == ("100\n", "")
+    assert (run.stdout, run.stderr) == ("1000\n", "")
 
 
 def test_ranks_of_one_node_stay_on_the_loopback_interface(environ: dict[str, str]) -> None:

@@ -131,7 +131,9 @@ def _create(node_rank: int, parameters: RendezvousParameters) -> RendezvousHandl
             _wait_for(host, port, timeout_s)
         # In a thread, because neither a signal nor a timeout ends torch's wait for another program's answer.
         made: Future[tuple[Any, Any]] = Future()
-        Thread(target=lambda: _fulfil(made, partial(create_backend, parameters)), daemon=True).start()
+        Thread(
+            target=lambda: _fulfil(made, partial(create_backend, parameters)), name=BACKEND, daemon=True
+        ).start()
         try:
             backend, store = made.result(timeout_s)
         except FutureTimeout:

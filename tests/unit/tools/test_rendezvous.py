@@ -28,12 +28,12 @@ def said_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def listener() -> Iterator[int]:
-    """The port of a program that takes connections and does not answer."""
+def listener() -> Iterator[socket.socket]:
+    """A program that takes connections and does not answer."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
-        yield s.getsockname()[1]
+        yield s
 
 
 @pytest.fixture
@@ -88,15 +88,21 @@ def test_a_first_node_that_is_not_there(capfd: Any) -> None:
     assert capfd.readouterr().err == f"titanlite: waiting for the first node's launcher at 127.0.0.1:{port}\n"
 
 
-def test_another_program_at_the_first_nodes_port(listener: int, capfd: Any) -> None:
+def test_another_program_at_the_first_nodes_port(listener: socket.socket, capfd: Any) -> None:
+    endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(NotReached, match=r"does not answer as the first node's launcher; name another port$"):
-        rendezvous._create(1, parameters(f"127.0.0.1:{listener}", join_timeout=2))
-    assert f"waiting for the first node's launcher at 127.0.0.1:{listener}\n" in capfd.readouterr().err
+        rendezvous._create(1, parameters(endpoint, join_timeout=2, read_timeout=1))
+    listener.close()
+    for thread in threading.enumerate():  # torch's own wait prints pages when it ends
+        if thread.name == rendezvous.BACKEND:
+            thread.join()
+    assert f"waiting for the first node's launcher at {endpoint}\n" in capfd.readouterr().err
 
 
-def test_the_first_node_whose_port_is_taken_says_so_at_once(listener: int) -> None:
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{listener}: this node cannot open port {listener}: "):
-        rendezvous._create(0, parameters(f"127.0.0.1:{listener}"))
+def test_the_first_node_whose_port_is_taken_says_so_at_once(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: this node cannot open port {port}: "):
+        rendezvous._create(0, parameters(f"127.0.0.1:{port}"))
 
 
 def test_the_first_node_opens_the_port_and_the_second_finds_it(free_port: int) -> None:
@@ -119,8 +125,8 @@ def test_the_first_node_opens_the_port_and_the_second_finds_it(free_port: int) -
         handler.shutdown()
 
 
-def test_the_port_of_another_machine_is_not_this_ones_to_open(listener: int) -> None:
-    rendezvous.check_port("192.0.2.1", listener)  # of no machine: reserved for documentation
+def test_the_port_of_another_machine_is_not_this_ones_to_open(listener: socket.socket) -> None:
+    rendezvous.check_port("192.0.2.1", listener.getsockname()[1])  # of no machine: reserved for documentation
 
 
 @pytest.mark.parametrize("endpoint", ["host.invalid:1234", "host:port", "127.0.0.1:99999"])
