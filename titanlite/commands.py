@@ -19,7 +19,7 @@ from typing import Any
 from titanlite import __version__
 from titanlite.config import reference, schema, toml
 from titanlite.config.component import ConfigError, suggest
-from titanlite.config.overrides import split_arguments, split_overrides, split_words
+from titanlite.config.overrides import Bare, split_arguments, split_overrides, split_words
 
 ALLOW_IMPORTS = "--allow-imports"  # the option of verbs that do not run a file's imports by themselves
 DTYPES = ("float32", "bfloat16", "float16")  # of exported weights; as in checkpoint/export.py
@@ -119,7 +119,8 @@ def parser(name: str) -> Options:
 
 def take_flag(argv: Sequence[str], flag: str) -> tuple[bool, list[str]]:
     """Whether a command line has `flag`, and the command line without it."""
-    return flag in argv, [word for word in argv if word != flag]
+    rest = [word for word in argv if word.replace("_", "-") != flag]
+    return len(rest) < len(argv), rest
 
 
 def take_numbers(overrides: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
@@ -128,7 +129,7 @@ def take_numbers(overrides: Sequence[str], names: Sequence[str]) -> tuple[dict[s
     own, others = dict[str, int](), list[str]()
     for key, value in split_overrides(overrides):
         if key not in names:
-            others.append(f"--{key}={value}")
+            others.append(f"--{key}" if isinstance(value, Bare) else f"--{key}={value}")
         elif not value.isdecimal():
             raise ConfigError(f"command line, --{key}: {value!r} is not a number from 0")
         else:

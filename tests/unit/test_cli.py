@@ -137,6 +137,17 @@ def test_options_are_spelled_with_dashes_or_underscores():
     assert options.prompt == ["a_b-c"]
 
 
+def test_the_other_verbs_take_both_spellings_too(run):
+    message = complaint_of(run("config", DEBUG, '--job.imports=["nowhere_to_be_found"]', "--allow_imports"))
+    assert "cannot import 'nowhere_to_be_found'" in message, "the flag was seen"
+
+
+@pytest.mark.parametrize("verb", [["train"], ["config"], ["data", "show"], ["launch"]])
+def test_an_option_without_a_value(run, verb):
+    message = complaint_of(run(*verb, DEBUG, "--training.steps", "--validation.enable"))
+    assert message == "command line, --training.steps: needs a value: an integer"
+
+
 def test_the_dtypes_of_the_options_are_those_of_an_export():
     assert tuple(export.DTYPES) == DTYPES
 
