@@ -14,6 +14,7 @@ PACKAGE = ROOT / "titanlite"
 LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"environment", "files"},
     {"config", "log", "errors", "host_copy"},
+    {"progress"},
     {"commands", "models", "optim", "data", "losses", "cost", "mesh"},
     {"parallel", "checkpoint", "metrics", "runtime", "signals", "profile"},
     {"evaluate", "generate"},

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import Rows
 from titanlite.parallel.sharded import ShardedModel
+from titanlite.progress import Progress
 from titanlite.runtime import Runtime
 
 
@@ -46,7 +46,7 @@ def validate(model: ShardedModel, rows: Rows, num_rows: int, rt: Runtime) -> dic
     size, ranks = rt.plan.micro_batch_rows, rt.mesh.dp_size
     loss_sum, num_targets = 0.0, 0
     begins = range(rt.mesh.dp_rank * size, -(-num_rows // (size * ranks)) * size * ranks, size * ranks)
-    for begin in tqdm(begins, desc="validating", unit="batch", delay=2, leave=False, disable=rt.rank > 0):
+    for begin in Progress(begins, desc="validating", unit="batch", delay=2, leave=False, disable=rt.rank > 0):
         numbers = np.arange(begin, max(min(begin + size, num_rows), begin))
         batch = rows.batch(numbers.tolist(), rows.held_out(numbers), num_rows=size)
         loss_sum += model.loss_sum(batch.to(rt.device)).item()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import time
 import warnings
 from contextlib import suppress
 
@@ -20,7 +21,7 @@ logger = logging.getLogger("titanlite")
 def set_up_logging(rank: int, verbose: bool) -> None:
     """Log to standard error with the rank in front; quiet ranks report only warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter(f"[rank{rank}] %(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_Formatter(f"[rank{rank}] %(asctime)s %(message)s"))
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
@@ -46,5 +47,14 @@ def tell(what: object) -> None:
 
 
 class _Formatter(logging.Formatter):
+    """The time of each line; the date, too, of the first line and of the first one of a new day."""
+
+    _day = ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        day, now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created)).split()
+        before, self._day = self._day, day
+        return now if day == before else f"{day} {now}"
+
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tqdm import tqdm
-
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.processes import num_cores, worker_pool
@@ -38,6 +36,7 @@ from titanlite.data.shards import TokenShards, sync, write_description
 from titanlite.data.stages import Recipe, Work
 from titanlite.data.tokenizer import TextCodec
 from titanlite.log import logger
+from titanlite.progress import Progress
 
 
 def prepare(
@@ -152,7 +151,7 @@ def _encode(work: Work, pool: Executor, processes: int, part: tuple[int, int], n
                     todo.appendleft(Task("assemble", s))
 
 
-def _run(pool: Executor, processes: int, bar: tqdm, tasks: deque[Task]) -> Iterator[tuple[Task, Any]]:
+def _run(pool: Executor, processes: int, bar: Progress, tasks: deque[Task]) -> Iterator[tuple[Task, Any]]:
     """Each task with its result, as they finish. Tasks may be added meanwhile."""
     pending: dict[Future, Task] = {}
     while tasks or pending:
@@ -173,8 +172,8 @@ def _run(pool: Executor, processes: int, bar: tqdm, tasks: deque[Task]) -> Itera
         bar.refresh()  # the clock goes on while nothing finishes
 
 
-def _bar(total: int, done: int, what: str) -> tqdm:
-    return tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=what, mininterval=0.5)
+def _bar(total: int, done: int, what: str) -> Progress:
+    return Progress(total=total, initial=done, unit="B", unit_scale=True, desc=what, mininterval=0.5)
 
 
 # ---- processes

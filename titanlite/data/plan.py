@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, expect, load_object
 from titanlite.data.processes import num_cores, worker_pool
 from titanlite.data.shards import TokenShards, file_sha256, sync
 from titanlite.log import logger
+from titanlite.progress import Progress
 
 VERSION = 2  # raise it when the same dataset gives another plan, or the files have another format
 WINDOW = 1 << 16  # documents: enough that rows are full, few enough for one core in a fraction of a second
@@ -149,7 +149,7 @@ def _packed_windows(
     windows = list(_windows(shards))
     with (
         worker_pool(min(num_cores(), -(-len(windows) // 8)), _nothing, None) as pool,
-        tqdm(total=shards.num_documents, desc="packing", unit="doc", unit_scale=True, delay=1) as bar,
+        Progress(total=shards.num_documents, desc="packing", unit="doc", unit_scale=True, delay=1) as bar,
     ):
         for begin in range(0, len(windows), 64):  # a few at a time: results may be large
             batch = windows[begin : begin + 64]

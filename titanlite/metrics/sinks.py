@@ -23,6 +23,7 @@ from titanlite.log import logger
 from titanlite.metrics.records import Records, cut, move_aside
 
 Values = Mapping[str, Any]
+MOST_REMAINING = 1e10  # seconds, 300 years: a run that is stopped by hand has no end to expect
 
 
 class Sink:
@@ -59,15 +60,15 @@ def console_line(step: int, total_steps: int, values: Values) -> str:
         "train/learning_rate": "lr {:.2e}",
         "throughput/tokens_per_second": "{:,.0f} tok/s",
         "memory/peak_reserved_gib": "mem {:.1f} GiB",
-        "time/data_wait_pct": "data {:.1f}%",
+        "throughput/mfu": "mfu {:.1%}",
     }
     formats |= {"time/to_first_step_s": "started in {:.0f} s", "compile/seconds": "compiled in {:.0f} s"}
     parts += [text.format(values[key]) for key, text in formats.items() if key in values]
-    if "throughput/tokens_per_second" in values:
-        mfu = values.get("throughput/mfu")
-        parts.append("mfu n/a" if mfu is None else f"mfu {100 * mfu:.1f}%")
-    if "time/step_s" in values and "compile/seconds" not in values:  # which no later step takes
-        parts.append(f"eta {timedelta(seconds=round((total_steps - step) * values['time/step_s']))}")
+    if values.get("time/data_wait_pct", 0) >= 1:  # below, the loader costs nothing worth a column
+        parts.append(f"waiting for data {values['time/data_wait_pct']:.0f}%")
+    remaining = (total_steps - step) * values.get("time/step_s", math.inf)
+    if remaining < MOST_REMAINING and "compile/seconds" not in values:  # which no later step takes
+        parts.append(f"eta {timedelta(seconds=round(remaining))}")
     return "  ".join(parts)
 
 

@@ -17,14 +17,16 @@ from titanlite.metrics.sinks import JsonLines, Samples, Sink, TensorBoard
 
 
 @pytest.fixture(autouse=True)
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """The logger hands nothing on once a run has set it up."""
-    logger.addHandler(caplog.handler)
+def log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
+    """Each message once, whether or not a run has set up the logger before."""
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
     level = logger.level
     logger.setLevel(logging.INFO)
     yield caplog
     logger.setLevel(level)
-    logger.removeHandler(caplog.handler)
 
 
 def write(sink: Sink, *steps: int) -> None:

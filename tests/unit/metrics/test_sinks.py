@@ -1,6 +1,6 @@
 """Pins the sinks: after a resume metrics.jsonl and TensorBoard show no step twice, what is cut is kept
-aside, a line torn by a kill does no harm, every line is JSON whatever the numbers are, and the console says
-n/a where MFU is unknown.
+aside, a line torn by a kill does no harm, every line is JSON whatever the numbers are, and the console shows
+what is known and matters.
 """
 
 from __future__ import annotations
@@ -215,18 +215,33 @@ FULL = {
 
 def test_console_line():
     assert console_line(10, 200, FULL) == (
-        "step  10/200  loss 5.1235  grad_norm 0.988  lr 3.00e-04  12,346 tok/s  mem 70.2 GiB  data 0.1%"
+        "step  10/200  loss 5.1235  grad_norm 0.988  lr 3.00e-04  12,346 tok/s  mem 70.2 GiB"
         "  mfu 43.2%  eta 0:06:20"
     )
 
 
 def test_console_does_not_expect_every_step_to_compile():
-    assert console_line(1, 200, {**FULL, "compile/seconds": 40.0}).endswith("  compiled in 40 s  mfu 43.2%")
+    assert console_line(1, 200, {**FULL, "compile/seconds": 40.0}).endswith("  mfu 43.2%  compiled in 40 s")
 
 
-def test_console_says_that_mfu_is_unknown():
-    values = {key: value for key, value in FULL.items() if key != "throughput/mfu"}
-    assert "  mfu n/a  " in console_line(10, 200, values)
+def test_a_line_of_a_cpu_fits_into_100_columns():
+    values = {key: value for key, value in FULL.items() if key[:6] not in ("throug", "memory")}
+    line = console_line(100, 2000, {**values, "throughput/tokens_per_second": 4321.0})
+    assert "mfu" not in line
+    assert len("[rank0] 19:13:13 " + line) <= 100
+
+
+@pytest.mark.parametrize(
+    ("percent", "shown"), [(0.99, ""), (1.0, "  waiting for data 1%"), (23.4, "data 23%")]
+)
+def test_console_shows_the_wait_for_data_where_it_matters(percent, shown):
+    line = console_line(10, 200, {**FULL, "time/data_wait_pct": percent})
+    assert shown in line
+    assert ("data" in line) == bool(shown)
+
+
+def test_console_expects_no_end_in_ages():
+    assert "eta" not in console_line(1, 10**18, FULL)
 
 
 def test_console_leaves_out_what_is_not_there():

@@ -1,0 +1,39 @@
+"""Progress of work that takes minutes: a bar on a terminal, a line now and then in a file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+from titanlite.log import tell
+
+SECONDS_PER_LINE = 60.0
+LINE = "{desc}: {percentage:.0f}% of {total_fmt} [{elapsed}, {remaining} left, {rate_fmt}{postfix}]"
+
+
+class Progress(tqdm):
+    """tqdm's bar where standard error is a terminal. Otherwise a line each minute and, where tqdm would leave
+    the bar (`leave`, `delay`), one at the end: a bar would fill a file with carriage returns."""
+
+    def __init__(self, *args: Any, **options: Any):
+        self._lines, self._leaves = not sys.stderr.isatty(), options.get("leave", True)
+        self._began = self._last_line = time.monotonic()
+        if self._lines:
+            options |= {"bar_format": LINE, "leave": False}
+        super().__init__(*args, **options)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        if not self._lines:
+            return bool(super().display(msg, pos))
+        if time.monotonic() - self._last_line >= SECONDS_PER_LINE:
+            self._last_line = time.monotonic()
+            tell(self)
+        return False  # nothing is left on the screen to be cleared
+
+    def close(self) -> None:
+        if self._lines and self._leaves and not self.disable and time.monotonic() - self._began >= self.delay:
+            tell(self)
+        super().close()
