@@ -97,6 +97,8 @@ RESUME = {
     "probe written": Point("resume:write_file", "after", shared=True),
     "probe half removed": Point("os:unlink", "after", 1, PROBE),
     "before the lock is signed": Point("lock:FolderLock.sign"),
+    "before the commit is recorded": Point("os:replace", "before", 1, "last_commit"),
+    "the commit is recorded": Point("os:replace", "after", 1, "last_commit"),
     "before loading": Point("checkpointer:load_tensors", shared=True),
     "metadata read": Point("reader:read_metadata", "after"),
     "half verified": Point("digest:digest_file", "before", 2, SHARD, shared=True),

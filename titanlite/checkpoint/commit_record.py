@@ -85,7 +85,8 @@ class CommitRecord:
     def check_nothing_was_saved(self) -> None:
         """Raises CheckpointError if the run has committed a checkpoint, none being left to go on from."""
         last, here = self.read(), self._run_folder
-        ways = "start again at step 1 with --checkpoint.restart=true, or choose another --job.dump_folder"
+        restart = "start again at step 1 with --checkpoint.restart=true, " if self._config.enable else ""
+        ways = f"{restart}or choose another --job.dump_folder"
         if last is None:
             metrics = here / METRICS
             if metrics.is_file() and metrics.stat().st_size:

@@ -111,13 +111,13 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(dotted key, sentence) of each difference; the sources come last."""
-    old_names, new_names = theirs.get("names", {}), ours.get("names", {})
+    (old, old_names), (new, new_names) = _names(theirs), _names(ours)
     before, now = ({k: v for k, v in recipe.items() if k != "names"} for recipe in (theirs, ours))
     shares: dict[str, tuple[Any, Any]] = {}
     for key, a, b in differences(before, now):
         if key.startswith(SOURCES):
             shares[key.removeprefix(SOURCES)] = a, b
-        elif key == TOKENIZER and (old := old_names.get("tokenizer")) and (new := new_names.get("tokenizer")):
+        elif key == TOKENIZER and old and new:
             changed = (
                 f"the tokenizer {new} has changed" if old == new else f"the tokenizer was {old}, is {new}"
             )
@@ -126,9 +126,7 @@ def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str
             yield key, f"{key} was {spell(a)}, is {spell(b)}"
     # The fingerprints of all sources change with the tokenizer, and with how tokens become sequences.
     is_explained = any(_at(before, key) != _at(now, key) for key in REPACKING)
-    yield from _source_changes(
-        shares, old_names.get("sources", {}), new_names.get("sources", {}), is_explained
-    )
+    yield from _source_changes(shares, old_names, new_names, is_explained)
 
 
 def _source_changes(
@@ -150,6 +148,15 @@ def _source_changes(
             yield key, f"{name} is a new source, {b / 10:g}% of the sequences"
         elif not is_explained:
             yield key, f"the content of {name} has changed"
+
+
+def _names(recipe: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """What a recipe calls the tokenizer and the sources; nothing if it does not say, or not in this form."""
+    names = recipe.get("names")
+    sources = names.get("sources") if isinstance(names, dict) else None
+    if not isinstance(names, dict) or not isinstance(sources, dict):
+        return "", {}
+    return str(names.get("tokenizer", "")), {uid: str(name) for uid, name in sources.items()}
 
 
 def _at(tree: dict[str, Any], key: str) -> Any:

@@ -66,7 +66,7 @@ def _list(paths: list[Path]) -> int:
                 f"{path.name}: quarantined at a start, because it was damaged; delete it when you have looked"
             )
         elif path.name.startswith("abandoned-"):
-            steps = ", ".join(str(step) for step, _ in commit.committed(path))
+            steps = ", ".join(str(step) for step, _ in commit.committed(path)) or "that were damaged"
             _say(f"{path.name}: steps {steps}, archived when the run went back with load_step, or restarted")
     return 0
 
