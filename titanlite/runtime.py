@@ -261,7 +261,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
         _die_with_the_launcher()
     plan = StepPlan.of(training, parallelism.degrees(size).data_parallel)
     device = pick_device()
-    param_dtype = _param_dtype(training, device)
+    param_dtype = choose_param_dtype(training, device)
     offload = training.enable_cpu_offload  # by FSDP, also of one process
     ours = (size > 1 or offload) and not dist.is_initialized()
     if ours:
@@ -330,7 +330,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _param_dtype(training: Training, device: torch.device) -> torch.dtype:
+def choose_param_dtype(training: Training, device: torch.device) -> torch.dtype:
     if training.mixed_precision_param == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, training.mixed_precision_param)

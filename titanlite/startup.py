@@ -18,6 +18,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.cost import flops_per_token
 from titanlite.data.loader import Rows
+from titanlite.data.tokenizer import TextCodec
 from titanlite.files import write_atomically
 from titanlite.job import Job
 from titanlite.log import logger
@@ -50,6 +51,24 @@ def memory_settings(job: Job, rt: Runtime) -> MemorySettings:
         pipeline=rt.mesh.pipeline is not None,
         logits=job.loss.bytes_held(tokens, c.dim, c.vocab_size, rt.param_dtype.itemsize),
     )
+
+
+def check_device(job: Job, device: torch.device, param_dtype: torch.dtype, world_size: int) -> str:
+    """Raises ConfigError for what the job asks of a device that this one does not have. Returns the name of
+    the attention kernel."""
+    job.float8.check_device(device)
+    job.profiling.check(device, world_size)
+    c = job.model.config
+    shape = (job.training.seq_len, c.n_heads, c.n_kv_heads, c.head_dim)
+    gathered = job.parallelism.context_parallel_degree > 1
+    return job.attention.fix_kernel(device, param_dtype, job.data.mask_documents, shape, gathered)
+
+
+def open_tokenizer(job: Job) -> TextCodec:
+    """The tokenizer, whose ids are all in the model's vocabulary. Raises ConfigError."""
+    codec = job.tokenizer.build()
+    job.model.check_vocabulary(codec.vocab_size)
+    return codec
 
 
 def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> None:

@@ -43,11 +43,13 @@ from titanlite.runtime import Runtime, device_name, runtime, world_size
 from titanlite.signals import Signals, Stopped, signals
 from titanlite.startup import (
     annotated,
+    check_device,
     check_global_batch,
     describe,
     flops_of,
     log_changes,
     memory_settings,
+    open_tokenizer,
     record,
     resolved,
 )
@@ -115,14 +117,8 @@ def train(job: Job) -> int:
 def build(job: Job, rt: Runtime) -> Run:
     """All parts of the run: model, data, optimizer, and the state they continue from. First what may not fit
     together and costs nothing; nothing is written until all of it does."""
-    job.float8.check_device(rt.device)
-    job.profiling.check(rt.device, rt.world_size)
-    codec = job.tokenizer.build()
-    job.model.check_vocabulary(codec.vocab_size)
-    c = job.model.config
-    shape = (job.training.seq_len, c.n_heads, c.n_kv_heads, c.head_dim)
-    gathered = rt.mesh.degrees.context > 1
-    kernel = job.attention.fix_kernel(rt.device, rt.param_dtype, job.data.mask_documents, shape, gathered)
+    kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
+    codec = open_tokenizer(job)
     with torch.device("meta"):
         net = job.model.build()
     cost, size = flops_of(job, net), sum(p.numel() for p in net.parameters())

@@ -28,11 +28,12 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.commit_record import CommitRecord
 from titanlite.checkpoint.digest import FileDigest, gib
 from titanlite.checkpoint.exporter import Exporter
-from titanlite.checkpoint.initial import check_initial, load_initial
+from titanlite.checkpoint.initial import load_initial
 from titanlite.checkpoint.lock import FolderLock
+from titanlite.checkpoint.opening import Opening
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import MisfitError, cause, load_tensors
-from titanlite.checkpoint.recipe import check_optimizer, check_recipe, read_recipe
+from titanlite.checkpoint.recipe import check_optimizer
 from titanlite.checkpoint.resume import Candidate, Fault, newest_healthy
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
@@ -75,6 +76,7 @@ class Checkpointer:
         self.recipe, self.job_toml = recipe, job_toml
         self._recipe_file = dump_folder / "recipe.json"
         self._record = CommitRecord(dump_folder, config)
+        self._opening = Opening(config, dump_folder, recipe)
         self._ranks = Ranks(self.folder)
         self._lock: FolderLock | None = None
         self._pending: Future[None] | None = None
@@ -88,7 +90,8 @@ class Checkpointer:
             self._exporter = Exporter(config, self._ranks, dump_folder / EXPORTS, exchange)
         self._thread = ThreadPoolExecutor(1, "checkpoint", same_device())
         try:
-            self._ranks.agree(self._check_exchange)
+            if exchange is not None:
+                self._ranks.agree(lambda: self._opening.check_exchange(exchange))
             self._ranks.agree(lambda: self._take_lock(dump_folder))
             self._from = self._open()
         except BaseException:
@@ -331,7 +334,7 @@ class Checkpointer:
 
     def _open(self) -> Candidate | None:
         faults: list[Fault] = []  # known to rank 0
-        candidate = self._ranks.agree(lambda: self._candidate(faults))
+        candidate = self._ranks.agree(lambda: self._opening.candidate(faults))
         if candidate is not None:
             resume.check_shared(candidate, self._ranks)
         if self.config.enable:
@@ -363,49 +366,16 @@ class Checkpointer:
     def _fall_back(self, damaged: Candidate, reason: str) -> Candidate:
         """On rank 0: set the damaged checkpoint aside; the one before it."""
         faults = [(damaged.path, reason)]
-        found = self._candidate(faults)
-        assert found is not None, "_candidate() raises if there is none left"
+        found = self._opening.candidate(faults)
+        assert found is not None, "candidate() raises if there is none left"
         self._tidy(found, faults)
         return found
-
-    def _check_exchange(self) -> None:
-        """On rank 0, before anything is written: what is to come in, which a run that resumes may have lost,
-        and that an export will be possible."""
-        initial, exchange = self.config.initial_load_path, self._exchange
-        is_new = self._record.restarts() or not commit.committed(self.folder)
-        if initial and exchange is not None and is_new:
-            check_initial(Path(initial), exchange)
-        if self.config.export_hf and exchange is not None:
-            exchange.family.hf_config(), exchange.codec.hugging_face_files()
 
     def _take_lock(self, dump_folder: Path) -> None:
         try:
             self._lock = FolderLock(dump_folder)
         except OSError as e:
             raise ConfigError(f"{dump_folder} cannot be written to: {e}", "job.dump_folder") from None
-
-    def _candidate(self, faults: list[Fault]) -> Candidate | None:
-        """On rank 0; nothing in the folder is touched before it is known to be this run's."""
-        if self._record.restarts():
-            return None
-        found = resume.choose(self.folder, self.config.load_step, faults, self.config.verify)
-        allowed = self.config.allow_changed
-        if found is not None:
-            check_recipe(found.train["recipe"], self.recipe, allowed, self.folder, found.train["sequences"])
-        if not self.config.enable and (found or faults):
-            raise ConfigError(
-                f"{self.folder} holds a run; choose another --job.dump_folder to go without",
-                "checkpoint.enable",
-            )
-        if found is None:
-            if error := resume.unusable(self.folder, faults):
-                raise error
-            self._record.check_nothing_was_saved()
-            if self._recipe_file.exists() and not self.config.restart:
-                check_recipe(read_recipe(self._recipe_file), self.recipe, allowed, self._recipe_file.parent)
-                here = self._recipe_file.parent
-                logger.info(f"the run before in {here} saved no checkpoint: starting again at step 1")
-        return found
 
     def _tidy(self, candidate: Candidate | None, faults: list[Fault]) -> None:
         assert self._lock is not None

@@ -78,6 +78,14 @@ class Data:
         by_uid = sorted(zip(packed, self.sources), key=lambda pair: pair[0].uid)  # not by place in the file
         return Rows(by_uid, validation, self.holdout_rows, seed, recipe)
 
+    def check(self, codec: TextCodec, *, seq_len: int, seed: int) -> Rows | None:
+        """Raises the ConfigErrors of `build` that can be found without tokenising, packing or hashing.
+        Returns the result of `build`, or None where that takes one of these."""
+        opens = [source.check(codec) for source in (*self.sources, *self.validation_sources)]
+        if not all(opens) or self.packing != "chunk":
+            return None
+        return replace(self, verify="sizes").build(codec, seq_len=seq_len, seed=seed)
+
     def _open(self, sources: Sequence[Source], codec: TextCodec, seq_len: int, key: str) -> list[PackedRows]:
         shards = [source.build(codec, Path(self.cache_dir)) for source in sources]
         for s in shards if self.verify == "full" else []:

@@ -43,6 +43,11 @@ class Source(Component):
         """The source's tokens. Raises ConfigError for missing, unreadable or empty input."""
         raise NotImplementedError
 
+    def check(self, codec: TextCodec) -> bool:
+        """Raises ConfigError for input that can be seen to be missing or wrong without reading all of it.
+        Returns whether `build` only opens files and tokenises nothing."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens(Source, name="tokens"):
@@ -50,6 +55,10 @@ class Tokens(Source, name="tokens"):
 
     path: str
     """The directory that holds dataset.json."""
+
+    def check(self, codec: TextCodec) -> bool:
+        self.build(codec, Path())
+        return True
 
     def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
         shards = TokenShards(self.path)
@@ -77,6 +86,10 @@ class Text(Limits, Source, name="text"):
     def __post_init__(self) -> None:
         Source.__post_init__(self)
         Limits.__post_init__(self)
+
+    def check(self, codec: TextCodec) -> bool:
+        find_files(self.path, "data.sources.path")
+        return False
 
     def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
         files = find_files(self.path, "data.sources.path")

@@ -74,6 +74,11 @@ class Float8:
             "float8.enable",
         )
 
+    def check_library(self) -> None:
+        """Raises ConfigError if float8 is on and torchao, which computes it, cannot be imported."""
+        if self.enable:
+            _torchao()
+
     @property
     def _needed(self) -> tuple[int, int]:
         return (8, 9) if self.recipe == "tensorwise" else (9, 0)

@@ -1,6 +1,9 @@
-"""`titanlite config CONFIG.toml [--section.key=value ...]`: check a job, but for what depends on the number
-of ranks, and print it resolved, as TOML.
+"""`titanlite config CONFIG.toml [--ranks N] [--section.key=value ...] [--allow-imports]`: check a job, and
+print it resolved, as TOML.
 
+With --ranks, everything is checked that a run on N ranks checks before its first step, its files included:
+tokenizer, data, initial weights, the run folder. Nothing is written or tokenised, and no training starts.
+Without it, all rules are checked for the fewest ranks that the degrees of [parallelism] allow, and no files.
 `titanlite config --reference` prints every key with its type, default and meaning as Markdown:
 docs/config.md.
 """
@@ -11,6 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from titanlite.checkpoint.opening import Opening
+from titanlite.checkpoint.weights import Exchange
 from titanlite.commands import ALLOW_IMPORTS, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
@@ -19,7 +24,8 @@ from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
 from titanlite.parallel.float8 import divide_layers
 from titanlite.parallel.recompute import apply_recompute
-from titanlite.startup import annotated, resolved
+from titanlite.runtime import StepPlan, choose_param_dtype, pick_device, set_library_defaults
+from titanlite.startup import annotated, check_device, check_global_batch, open_tokenizer, resolved
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,21 +34,68 @@ def main(argv: Sequence[str]) -> int:
     path, overrides = split_arguments(argv)
     own, overrides = take_numbers(overrides, ["ranks"])
     job = load_job(path, overrides, None, allow)
+    ranks, num_ids = own.get("ranks", job.parallelism.fewest_ranks), None
+    if ranks < 1:
+        raise ConfigError("command line, --ranks: 0 is below 1")
+    about = [f"checked with --ranks={ranks}: rules and files"]
     try:
-        job.check(own.get("ranks", job.parallelism.fewest_ranks))
+        job.check(ranks)
+        if "ranks" in own:
+            num_ids, unchecked = check_inputs(job, ranks)
+            about += [f"not checked: {what}" for what in unchecked]
+        else:
+            about = [f"checked: the rules for {ranks} rank(s), no files; --ranks=N checks both for N ranks"]
         net = build_on_meta(job)
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None
     size = sum(p.numel() for p in net.parameters())
-    print(annotated(job, resolved(job, size, None)), end="")
+    print(annotated(job, [*resolved(job, size, num_ids), *about]), end="")
     return 0
 
 
 def build_on_meta(job: Job) -> Decoder:
-    """The model without memory. Raises ConfigError for what names parts that it does not have."""
+    """The model without memory. Raises ConfigError for a key that names parts which it does not have."""
     with torch.device("meta"):
         net = job.model.build()
     if job.float8.enable:
         divide_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
     apply_recompute(net, job.activation_checkpoint)
     return net
+
+
+def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
+    """What a run on `ranks` finds out from its files and its device before it trains. Returns the number of
+    the tokenizer's ids, and what cannot be checked here. Raises ConfigError or CheckpointError."""
+    job.check_folders()
+    unchecked = check_this_device(job, ranks)
+    codec = open_tokenizer(job)
+    plan = StepPlan.of(job.training, job.parallelism.degrees(ranks).data_parallel)
+    rows = job.data.check(codec, seq_len=job.training.seq_len, seed=job.training.seed)
+    if rows is not None:
+        rows.describe(job.training.steps * plan.rows)
+    else:
+        unchecked.append("what depends on sources that a run tokenises or packs when it first starts")
+    recipe = None if rows is None else job.recipe(rows.recipe, rows.names)
+    opening = Opening(job.checkpoint, job.folder, recipe)
+    opening.check_exchange(Exchange(job.model, codec))
+    found = opening.candidate([])
+    check_global_batch(job, plan.rows, found.train if found else None)
+    return codec.vocab_size, unchecked
+
+
+def check_this_device(job: Job, ranks: int) -> list[str]:
+    """The same for this machine's device. Without a GPU, where a run on GPUs is often prepared, what the CPU
+    does not have is no error."""
+    set_library_defaults()
+    job.float8.check_library()
+    device = pick_device()
+    gpu = device.type == "cuda"
+    if not gpu:
+        job.profiling.check(torch.device("cuda"), ranks)  # the ranks alone
+    try:
+        check_device(job, device, choose_param_dtype(job.training, device), ranks)
+    except ConfigError as e:
+        if gpu:
+            raise
+        return [f"the GPU, which this machine lacks (here a run would end with {e.key}: {e})"]
+    return [] if gpu else ["the GPU, which this machine lacks"]

@@ -1,0 +1,146 @@
+"""`titanlite config` refuses what a run would refuse: by all rules, and with --ranks also by the files.
+What `titanlite train` says of the same job is the reference.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.datasets import write_dataset
+from tests.jobs import make_job, write_toml
+from titanlite import cli
+from titanlite.data.tokenizer import Bytes
+from titanlite.train import train
+
+Said = tuple[int, str]
+
+
+@pytest.fixture
+def said(capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """`said("config", "debug")`: the exit code and the last line of an error."""
+
+    def said(*argv: object) -> Said:
+        capfd.readouterr()
+        code = cli.run([str(word) for word in argv])
+        lines = capfd.readouterr().err.splitlines()
+        return code, next((line for line in reversed(lines) if line.startswith("titanlite: ")), "")
+
+    return said
+
+
+RULES = [
+    ["debug", "--activation_checkpoint.mode=memory_budget"],
+    ["debug", "--float8.enable"],
+    ["debug", "--training.global_batch_size=7"],
+    ["debug", "--lr_scheduler.total_steps=20"],
+    ["debug", "--training.steps=5", "--lr_scheduler.warmup_steps=10"],
+    ["debug", "--validation.enable", "--data.holdout_rows=0"],
+    ["debug", "--parallelism.pipeline_parallel_degree=2"],
+    ["debug", "--parallelism.tensor_parallel_degree=3", "--training.seq_len=129"],
+    ["debug", "--parallelism.tensor_parallel_degree=4"],
+    ["debug", "--training.seq_len=4096"],
+    ["llama3_8b", "--training.steps=1000", "--lr_scheduler.warmup_steps=2000"],
+]
+
+
+@pytest.mark.parametrize("job", RULES, ids=lambda job: " ".join(job))
+def test_rules_without_a_number_of_ranks(job, said, monkeypatch) -> None:
+    code, line = said("config", *job)
+    assert code == 2
+    ranks = [int(word.partition("degree=")[2] or 1) for word in job]
+    monkeypatch.setenv("WORLD_SIZE", str(max(ranks)))
+    assert said("train", *job) == (2, line)
+
+
+def test_files_are_not_looked_at_without_a_number_of_ranks(said) -> None:
+    assert said("config", "llama3_8b", "--job.dump_folder=/proc/no") == (0, "")
+
+
+def test_the_number_of_ranks_counts(said) -> None:
+    code, line = said("config", "llama3_8b", "--ranks=3")
+    assert code == 2
+    assert "training.global_batch_size: 512 rows are no multiple of local_batch_size 1 x 3 ranks" in line
+    assert said("config", "debug", "--ranks", "0") == (2, "titanlite: command line, --ranks: 0 is below 1")
+    assert said("config", "debug", "--ranks=two")[0] == 2
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A finished run, `run`, on a dataset of shards, `tokens`; a dataset of another tokenizer, `other`; the
+    run's job, `job.toml`."""
+    place = tmp_path_factory.mktemp("place")
+    codec = Bytes().build()
+    write_dataset(place / "tokens", [[256, *range(97, 117), 257]] * 40, codec)
+    write_dataset(place / "other", [[1, 2, 3] * 40])
+    assert train(make_job(place, corpus, *on_shards(place), "--training.steps=2")) == 0
+    return place
+
+
+def on_shards(place: Path) -> list[str]:
+    tokens = f"[{{name = 'tokens', path = '{place / 'tokens'}'}}]"
+    return [f"--data.sources={tokens}", f"--job.dump_folder={place / 'run'}"]
+
+
+# Placeholders: PLACE is the fixture's folder.
+FILES = {
+    "tokenizer": ["--tokenizer={name = 'tiktoken', path = 'PLACE/none.model'}"],
+    "vocabulary": ["--model.overrides.vocab_size=250"],
+    "text": ["--data.sources=[{name = 'text', path = ['PLACE/none/*.jsonl']}]"],
+    "no shards": ["--data.sources=[{name = 'tokens', path = 'PLACE/none'}]"],
+    "other tokenizer": ["--data.sources=[{name = 'tokens', path = 'PLACE/other'}]"],
+    "long sequences": ["--training.seq_len=1000", "--model.overrides.max_position=1000"],
+    "held out": ["--data.holdout_rows=1000"],
+    "epochs": ["--data.sources.0.max_epochs=0.001", "--training.steps=9"],
+    "validation": [
+        "--data.holdout_rows=0", "--data.validation_sources=[{name = 'tokens', path = 'PLACE/none'}]",
+    ],
+    "same validation": [
+        "--data.holdout_rows=0", "--data.validation_sources=[{name = 'tokens', path = 'PLACE/tokens'}]",
+    ],
+    "initial weights": [
+        "--checkpoint.initial_load_path=PLACE/none", "--job.dump_folder=PLACE/new",
+    ],
+    "other initial weights": [
+        "--checkpoint.initial_load_path=PLACE/run", "--model.overrides.n_layers=3",
+        "--job.dump_folder=PLACE/new",
+    ],
+    "run of another seed": ["--training.seed=7"],
+    "run of another model": ["--model.overrides.n_layers=3"],
+    "another batch": ["--training.global_batch_size=-1"],
+    "no such step": ["--checkpoint.load_step=77"],
+    "ranks to profile": ["--profiling.enable_profiling", "--profiling.ranks=[3]"],
+    "float8 layers": ["--float8.enable", "--float8.emulate", "--float8.filter_fqns=['nothing']"],
+    "blocks": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=9"],
+    "folder": ["--job.dump_folder=PLACE/job.toml/run"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_and_the_run_folder_with_a_number_of_ranks(case, place, said) -> None:
+    words = [word.replace("PLACE", str(place)) for word in FILES[case]]
+    job = [place / "job.toml", *on_shards(place), f"--data.cache_dir={place / 'cache'}", *words]
+    before = sorted(place.rglob("*"))
+    code, line = said("config", *job, "--ranks=1")
+    assert code in (2, 3)
+    assert sorted(place.rglob("*")) == before, "nothing is written"
+    if case == "held out":  # titanlite train says it in the words of the same function
+        assert "which has" in line
+    assert said("train", *job) == (code, line)
+    shutil.rmtree(place / "new", ignore_errors=True)
+
+
+def test_a_good_job_is_printed_with_what_was_checked(place, corpus, capsys) -> None:
+    job = [str(place / "job.toml"), *on_shards(place)]
+    assert cli.run(["config", *job, "--ranks=1", "--training.steps=3"]) == 0
+    about = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
+    assert about[1].endswith("; the tokenizer has 258 ids")
+    assert about[3] == "# checked with --ranks=1: rules and files"
+    text = write_toml(place, corpus)
+    before = sorted(place.rglob("*"))
+    assert cli.run(["config", str(text), "--ranks=2", f"--job.dump_folder={place / 'new'}"]) == 0
+    assert "\n# not checked: what depends on sources that a run tokenises" in capsys.readouterr().out
+    assert sorted(place.rglob("*")) == before

@@ -1,0 +1,66 @@
+"""What a run finds out about its folder before it writes anything: which checkpoint it goes on from, and
+whether it may. `titanlite config --ranks` asks the same without starting a run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from titanlite.checkpoint import commit, resume
+from titanlite.checkpoint.commit_record import CommitRecord
+from titanlite.checkpoint.initial import check_initial
+from titanlite.checkpoint.recipe import check_recipe, read_recipe
+from titanlite.checkpoint.resume import Candidate, Fault
+from titanlite.checkpoint.section import Checkpoint
+from titanlite.checkpoint.weights import Exchange
+from titanlite.config.component import ConfigError
+from titanlite.log import logger
+
+
+class Opening:
+    """The checks of one run folder. On one rank; they write nothing. `recipe`: None where it is not known,
+    and then it is not compared with the checkpoint's."""
+
+    def __init__(self, config: Checkpoint, dump_folder: Path, recipe: dict[str, Any] | None):
+        self._config, self._run_folder, self._recipe = config, dump_folder, recipe
+        self._folder, self._recipe_file = dump_folder / config.folder, dump_folder / "recipe.json"
+        self._record = CommitRecord(dump_folder, config)
+
+    def check_exchange(self, exchange: Exchange) -> None:
+        """Raises ConfigError unless initial_load_path, which only a new run needs, can be read, and unless an
+        export will be possible."""
+        initial = self._config.initial_load_path
+        if initial and (self._record.restarts() or not commit.committed(self._folder)):
+            check_initial(Path(initial), exchange)
+        if self._config.export_hf:
+            exchange.family.hf_config(), exchange.codec.hugging_face_files()
+
+    def candidate(self, faults: list[Fault]) -> Candidate | None:
+        """The checkpoint to go on from; None for a new run. Adds to `faults`, the checkpoints that cannot be
+        used. Raises ConfigError or CheckpointError if the folder is another run's, or holds a run that cannot
+        go on."""
+        if self._record.restarts():
+            return None
+        found = resume.choose(self._folder, self._config.load_step, faults, self._config.verify)
+        if found is not None:
+            self._compare(found.train["recipe"], self._folder, found.train["sequences"])
+        if not self._config.enable and (found or faults):
+            raise ConfigError(
+                f"{self._folder} holds a run; choose another --job.dump_folder to go without",
+                "checkpoint.enable",
+            )
+        if found is None:
+            if error := resume.unusable(self._folder, faults):
+                raise error
+            self._record.check_nothing_was_saved()
+            if self._recipe_file.exists() and not self._config.restart:
+                self._compare(read_recipe(self._recipe_file), self._run_folder)
+                logger.info(
+                    f"the run before in {self._run_folder} saved no checkpoint: starting again at step 1"
+                )
+        return found
+
+    def _compare(self, theirs: dict[str, Any], where: Path, num_sequences: int = 0) -> None:
+        if self._recipe is not None:
+            check_recipe(theirs, self._recipe, self._config.allow_changed, where, num_sequences)
