@@ -223,6 +223,9 @@ def test_what_torchtitan_would_take_for_what_is_missing(tmp_path: Path) -> None:
         ({"checkpoint.async_mode": "async"}, "carried over", ""),
         ({"validation.dataset": "c4_validation"}, "no counterpart", "validation is off"),
         ({"checkpoint.last_save_in_hf": False}, "renamed", "-> checkpoint.export_hf"),
+        ({"training.data_parallel_degree": 2}, "renamed", "-> parallelism.data_parallel_shard_degree"),
+        ({"training.fp8_linear": "dynamic"}, "replaced", "-> float8.enable"),
+        ({"checkpoint.last_save_model_weights_only": True}, "no counterpart", "writes the weights alone"),
         (
             {"experimental.pipeline_parallel_schedule": "1f1b"},
             "replaced",
