@@ -394,6 +394,7 @@ class Checkpointer:
         if self._record.restarts():
             self._archive(after=0)
             self._record.start(None)
+            logger.info("checkpoint.restart = true: a new run begins at step 1")
 
     def _archive(self, after: int) -> None:
         for folder in (self._recipe_file.parent / EXPORTS, self.folder):

@@ -123,7 +123,7 @@ def test_retention_rewinds_and_quarantine_keep_the_record_true(tmp_path: Path) -
 # ---- restart
 
 
-def test_restart_archives_what_was_there_once(tmp_path: Path) -> None:
+def test_restart_archives_what_was_there_once(tmp_path: Path, said: Callable[[], str]) -> None:
     go(tmp_path, 4)
     flip_a_shard(tmp_path / "checkpoint/step-4")
     assert go(tmp_path, 3) == 3  # step 4 is quarantined
@@ -138,9 +138,12 @@ def test_restart_archives_what_was_there_once(tmp_path: Path) -> None:
     kept = sorted(p.name for p in (tmp_path / "checkpoint/abandoned-0").iterdir())
     assert kept == ["bad-step-4-0", "step-1", "step-2", "step-2.keep", "step-3"]
     assert [p.name for p in (tmp_path / "hf").glob("*/*")] == ["step-2"]
+    begun = "checkpoint.restart = true: a new run begins at step 1\n"
+    assert said().count(begun) == 1
     assert go(tmp_path, 2, restart=True) is None  # it ended before its first save
     assert go(tmp_path, 3, restart=True) == 2  # as Slurm starts it again: it goes on
     assert abandoned(tmp_path) == [[1, 2, 3]]
+    assert begun not in said()
     assert go(tmp_path, 3) == 3
     assert go(tmp_path, 1, restart=True) is None  # asked for anew
     assert abandoned(tmp_path) == [[1, 2, 3], [1, 2, 3]]
