@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_package_and_what_ships_with_it(wheel):
     files = {p.relative_to(wheel).as_posix() for p in wheel.rglob("*") if p.is_file()}
     package = {p.relative_to(ROOT).as_posix() for p in (ROOT / "titanlite").rglob("*.py")}
-    assert package | {f"titanlite/{name}" for name in SHIPPED} <= files
+    assert package | {f"titanlite/{name}" for name in [*SHIPPED, "config/schema.json"]} <= files
     assert len(SHIPPED) > 10
     assert {name.split("/")[0] for name in files if ".dist-info/" not in name} == {"titanlite"}
 
