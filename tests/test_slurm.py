@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -23,6 +24,7 @@ SLURM_NODEID=1 "$@"
 """
 TRAINER = """#!/usr/bin/env bash
 echo "run_train $NNODES $NODE_RANK $RDZV_ENDPOINT $NGPU $*" >> calls
+echo "$RDZV_ID" >> ids
 for i in $(seq 3000); do [ -e go ] && break; sleep 0.1; done
 exit $(cat code)
 """
@@ -49,7 +51,7 @@ def submit(tmp_path: Path):
     return start
 
 
-@pytest.mark.parametrize("code", [0, 1, 3, 75])
+@pytest.mark.parametrize("code", [0, 1, 3, 4, 75])
 def test_requeues_on_75_alone(submit, tmp_path: Path, code: int) -> None:
     (tmp_path / "go").touch()
     assert submit(code).wait(300) == code
@@ -62,6 +64,15 @@ def test_a_cancelled_job_stays_cancelled(submit, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     assert submit(75, state="COMPLETING").wait(300) == 75
     assert "requeue" not in (tmp_path / "calls").read_text()
+
+
+def test_each_job_has_a_random_id_of_its_own(submit, tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    for _ in range(2):
+        assert submit(0).wait(300) == 0
+    one, other = (tmp_path / "ids").read_text().splitlines()
+    assert re.fullmatch("[0-9a-f]{32}", one)
+    assert one != other
 
 
 def test_is_for_sbatch() -> None:

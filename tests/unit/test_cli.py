@@ -325,7 +325,7 @@ def test_a_crash_shows_its_traceback_and_is_1(run, monkeypatch):
 @pytest.mark.parametrize("code", [0, None, 3])
 def test_a_component_that_leaves_is_a_crash(run, monkeypatch, code):
     fake_verb(monkeypatch, raising(SystemExit(code)))
-    ended, _, err = run("fake")
+    ended, _, err = run("fake", "word")
     assert ended == 1
     assert err.endswith(f"RuntimeError: a component or an imported module called sys.exit({code!r})\n")
 
@@ -421,13 +421,14 @@ def test_the_config_file_form(run_train, config):
 
 def test_several_processes_and_nodes(run_train):
     _, out, _ = run_train(
-        "debug", NGPU="8", NNODES="2", NODE_RANK="1", RDZV_ENDPOINT="h:29500", MAX_RESTARTS="3"
+        "debug", NGPU="8", NNODES="2", NODE_RANK="1", RDZV_ENDPOINT="h:29500", RDZV_ID="a1", MAX_RESTARTS="3"
     )
     assert out.splitlines()[3:-1] == [
         "--nproc-per-node=8",
         "--nnodes=2",
         "--node-rank=1",
         "--rdzv-endpoint=h:29500",
+        "--rdzv-id=a1",
         "--max-restarts=3",
     ]
 
