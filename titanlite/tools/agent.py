@@ -89,6 +89,12 @@ def _describe(ending: Ending) -> str:
     return f"was ended by {signal.Signals(-code).name}{cause}; what is above came after it"
 
 
+def heard_signals() -> list[signal.Signals]:
+    """What the launcher passes to the ranks: not SIGHUP under nohup, which has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in (*STOP, *SAVE) if number != signal.SIGHUP or not ignored]
+
+
 class Agent(LocalElasticAgent):
     """torchrun's agent, with differences: signals are passed to the ranks, which get the time they need to
     save; only a crash is restarted; one line says with which rank a failure began."""
@@ -117,12 +123,13 @@ class Agent(LocalElasticAgent):
         set_notes_folder(str(self._notes))
         for worker in worker_group.workers:  # which the rank takes away when its work is done
             (self._notes / f"rank-{worker.global_rank}").touch()
+        heard = heard_signals()
         # Ranks inherit the mask and lift it when they have handlers: a signal before that waits, and kills
         # none.
         signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP, *SAVE))
         try:
             pids = super()._start_workers(worker_group)
-            for number in (*STOP, *SAVE):  # after torchrun has set handlers of its own
+            for number in heard:  # after torchrun has set handlers of its own
                 signal.signal(number, self._forward)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP, *SAVE))

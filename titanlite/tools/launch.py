@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import secrets
+import signal
 import tempfile
 from collections.abc import Sequence
 
@@ -24,7 +25,7 @@ from titanlite.environment import prepare_to_launch
 from titanlite.job import load_job
 from titanlite.log import tell
 from titanlite.tools import rendezvous
-from titanlite.tools.agent import Agent, RanksFailed
+from titanlite.tools.agent import Agent, RanksFailed, heard_signals
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,6 +46,8 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
     rendezvous.register(options.node_rank)
     setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010 -- launch_agent() has no parameter for it
     run_id = secrets.token_hex(8) if options.max_nodes == 1 else options.rdzv_id or "titanlite"
+    # A handler of torch's for a signal that nohup has ignored would make the ranks hear it.
+    handled = [number.name for number in (*heard_signals(), signal.SIGQUIT)]
     with tempfile.TemporaryDirectory(prefix="titanlite-", ignore_cleanup_errors=True) as folder:  # mode 0700
         arguments = [
             f"--nproc-per-node={options.nproc_per_node}",
@@ -54,6 +57,7 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
             f"--rdzv-id={run_id}",
             f"--max-restarts={options.max_restarts}",
             f"--log-dir={folder}",
+            f"--signals-to-handle={','.join(handled)}",
             "-m", "titanlite.cli", "train", *trainer_args,
         ]  # fmt: skip
         try:

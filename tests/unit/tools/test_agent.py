@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from titanlite.environment import NOTES
 from titanlite.signals import SAVE, STOP
-from titanlite.tools.agent import Agent, Ending, RanksFailed, blame
+from titanlite.tools.agent import Agent, Ending, RanksFailed, blame, heard_signals
 from titanlite.tools.rendezvous import OneNode
 
 NOTE = '"$TITANLITE_NOTES/rank-$RANK"'
@@ -107,6 +107,21 @@ def test_a_rank_that_is_told_to_end_after_a_crash_does_not_stop_the_restart(laun
     assert code == 1
     assert starts() == 4
     assert said.splitlines()[-1].startswith("rank 1 was ended by SIGKILL")
+
+
+def test_nohup_is_heeded(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the launcher, and by the ranks, which it starts with the signals ignored that are ignored here."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    names = ",".join(number.name for number in heard_signals())
+    assert names == "SIGTERM,SIGINT,SIGUSR1,SIGUSR2"
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", names)  # as torchrun's option does
+    assert launch(f"kill -HUP $$; {DONE}") == (0, "")
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_without_nohup_a_hangup_is_passed_on(launch: Callable, hangups: None) -> None:
+    assert signal.SIGHUP in heard_signals()
+    assert launch(f"kill -HUP $$; {DONE}")[1].startswith("rank 0 was ended by SIGHUP")
 
 
 # ---- whom to blame
