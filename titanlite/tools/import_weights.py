@@ -32,11 +32,11 @@ def main(argv: Sequence[str]) -> int:
         check_whole(weights.path)
     exchange = Exchange(job.model, job.tokenizer.build())
     check_tokenizer(weights, exchange.codec, TO_CHANGE_IT)
-    tell_generation(weights, exchange.codec)
     tell(f"using {weights.path}")
     size = write_directory(
         weights, options.target, exchange, DTYPES.get(options.dtype), size_limit, keep_padding=True
     )
+    tell_generation(weights, exchange.codec)
     model = f"{job.model.name} {job.model.flavor}"
     print(f"{options.target}: {model} from {weights.path} ({weights.kind}), {gib(size)}")
     return 0
