@@ -19,7 +19,7 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"parallel", "checkpoint", "metrics", "runtime", "signals", "profile"},
     {"evaluate", "generate"},
     {"job"},
-    {"startup"},
+    {"startup", "waiting"},
     {"train", "cli", "tools"},
     {"__main__"},
 ]

@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
         if isinstance(error, BrokenPipeError) and not _reader_is_there():
             return 128 + signal.SIGPIPE  # `titanlite ... | head` has seen enough
         code = exit_code(error)
-        if code == 1:
+        if code == 1 and not hasattr(error, "exit_code"):
             _print(traceback.format_exc())
         else:
             if _speaks():

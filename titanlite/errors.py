@@ -8,3 +8,9 @@ class Diverged(RuntimeError):
     only repeat it."""
 
     exit_code = 4
+
+
+class LoaderError(RuntimeError):
+    """A loader worker died, or gives nothing any more. A restart goes on from the last checkpoint."""
+
+    exit_code = 1

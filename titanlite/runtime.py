@@ -83,7 +83,8 @@ class Comm:
     init_timeout_seconds: int = 1800
     """How long a rank waits for the others until the first step is done: tokenising, loading, compiling."""
     train_timeout_seconds: int = 600
-    """The same from then on; a hang ends the run after this time."""
+    """Timeout of collectives after the first step. A hang ends the run after this time; a batch that the
+    loader's workers do not give ends it after nine tenths, with the worker's name."""
 
     def __post_init__(self) -> None:
         for key in ("init_timeout_seconds", "train_timeout_seconds"):

@@ -25,7 +25,7 @@ from titanlite.cost import peak_bf16_flops
 from titanlite.data.batch import Batch
 from titanlite.data.loader import MicroBatches, Rows, SequenceLoader
 from titanlite.data.tokenizer import TextCodec
-from titanlite.errors import Diverged
+from titanlite.errors import Diverged, LoaderError
 from titanlite.evaluate import validate
 from titanlite.generate import generate
 from titanlite.job import Job, load_job
@@ -53,6 +53,7 @@ from titanlite.startup import (
     record,
     resolved,
 )
+from titanlite.waiting import DataWait
 
 
 def train(job: Job) -> int:
@@ -65,18 +66,21 @@ def train(job: Job) -> int:
         build(job, rt) as run,
         run.profiler() as profiler,
     ):
-        model, optimizer, state = run.model, run.optimizer, run.state
+        model, optimizer, state, loader = run.model, run.optimizer, run.state, run.loader
         meter, checkpoints, guard = run.meter, run.checkpoints, run.guard
-        loader = iter(run.loader)  # starts its workers
+        loader.while_waiting = DataWait(rt, requests, state)
         first_step, last_step = state.step + 1, job.training.steps
         stop, evaluation = False, dict[str, Any]()
         requests.begin(job.folder / "STOP" if rt.rank == 0 else None)
 
         while state.step < last_step and not stop:
+            try:
+                with meter.waiting_for_data():
+                    micro_batches = [next(loader).to(rt.device) for _ in range(rt.plan.micro_batches)]
+            except (Stopped, LoaderError) as e:
+                return run.ends_without_data(e, first_step, requests)
             state.step += 1
             lr = set_lr(optimizer, job.lr_scheduler.factor(state.step, last_step))
-            with meter.waiting_for_data():
-                micro_batches = [next(loader).to(rt.device) for _ in range(rt.plan.micro_batches)]
             tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
             vote = rt.vote(requests.stop, requests.take_save(), checkpoints.failed)
             loss = model.forward_backward(micro_batches, tokens)
@@ -193,6 +197,7 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
             self.checkpoints.close_after_error()
+        self.loader.close()
         self.meter.close()
         if isinstance(error, torch.OutOfMemoryError):
             peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -204,6 +209,17 @@ class Run:
         folder, steps = self.job.folder / "profile", self.job.training.steps
         apart = partial(self.meter.apart, "time/profiling_s")
         return Profiler(self.job.profiling, folder, self.rt.rank, self.state.step + 1, steps, apart)
+
+    def ends_without_data(self, error: Stopped | LoaderError, first_step: int, requests: Signals) -> int:
+        """No batch comes. One rank, which needs no other, saves the last finished step. Raises `error`, or
+        returns the exit code if the run was asked to stop and there was a step to save."""
+        state, finished = self.state, self.state.step - first_step + 1
+        can_save = self.rt.world_size == 1 and finished and self.job.checkpoint.enable
+        if can_save and not self.checkpoints.has(state.step):
+            self.checkpoints.save(self.model.net, self.optimizer, state, self.small_state())
+        if isinstance(error, LoaderError) or not finished:
+            raise error
+        return finish(self, {}, finished, requests)
 
     def first_step_done(self) -> None:
         """Everything is compiled and allocated: what waits for that."""

@@ -359,6 +359,11 @@ def _shift_row(planted: _Planted, args: tuple[Any, ...]) -> None:
     args[3].sequences += 1
 
 
+def _stop(planted: _Planted, args: tuple[Any, ...]) -> None:
+    time.sleep(0.2)  # a loader worker sends its earlier batches by a thread
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 _scribbled = threading.Event()
 
 
@@ -393,6 +398,9 @@ ACTIONS: dict[str, Callable[[_Planted, tuple[Any, ...]], Any]] = {
     "scribble": _scribble,
     "wait_for_scribble": lambda planted, args: _scribbled.wait(TIMEOUT_S),
     "nothing": lambda planted, args: None,
+    "stop": _stop,
+    "terminate": lambda planted, args: os.kill(os.getpid(), signal.SIGTERM),
+    "take_a_second": lambda planted, args: time.sleep(1.2),  # more than two of DataWait's looks
     "do_not_flush": lambda planted, args: args[0]._file.fileno(),
     "return_argument": lambda planted, args: args[1],
 }

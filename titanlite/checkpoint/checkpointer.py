@@ -195,6 +195,11 @@ class Checkpointer:
             f"example: --checkpoint.load_step={healthy} --optimizer.lr=<a lower one>"
         )
 
+    def has(self, step: int) -> bool:
+        """Whether the step is saved, after waiting for a save in flight."""
+        self.settle()
+        return any(step == saved for saved, _ in commit.committed(self.folder))
+
     def wait_until_staged(self) -> None:
         """Before the weights change: what the device does next waits until a save has its copy."""
         self._host.wait_on_device()

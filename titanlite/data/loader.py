@@ -7,22 +7,24 @@ resume, and a resume costs nothing, however far in it is.
 
 from __future__ import annotations
 
-import atexit
+import errno
 import gc
 import multiprocessing
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.component import ConfigError
+from titanlite.data.background import Background
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.order import BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, PackedRows, Row
@@ -176,21 +178,28 @@ class Rows(Dataset):
     def training(self, numbers: np.ndarray) -> list[Row]:
         """Training rows by global number."""
         places = [self._block(int(b))[:, p] for b, p in zip(*np.divmod(numbers, BLOCK))]
-        return [self._packed[k][r] for k, r in places]
+        return [self._read(self._packed[k], r, "", g) for g, (k, r) in zip(numbers, places)]
 
     def held_out(self, numbers: np.ndarray) -> list[Row]:
         """Held-out rows by number in [0, num_held_out)."""
         if not self._validation:
             sources = np.searchsorted(self._held, numbers, side="right") - 1
             rows = self._shuffled(sources, numbers - self._held[sources])
-            return [self._packed[k][r] for k, r in zip(sources.tolist(), rows.tolist())]
+            packed = [self._packed[k] for k in sources.tolist()]
+            return [self._read(p, r, "held-out ", v) for p, r, v in zip(packed, rows.tolist(), numbers)]
         key = key_of("validation", *(rows.uid for rows in self._validation))
         places = permute(np.asarray(numbers), self.num_held_out, key)
         sources = np.searchsorted(self._validation_ends, places, side="right") - 1
         return [
-            self._validation[k][p - self._validation_ends[k]]
-            for k, p in zip(sources.tolist(), places.tolist())
+            self._read(self._validation[k], p - self._validation_ends[k], "held-out ", v)
+            for k, p, v in zip(sources.tolist(), places.tolist(), numbers)
         ]
+
+    def _read(self, packed: PackedRows, row: int, kind: str, number: int) -> Row:
+        try:
+            return packed[row]
+        except ConfigError as e:
+            raise ConfigError(f"{kind}sequence {number}: {e}") from None
 
     def origin(self, number: int) -> tuple[PackedRows, int]:
         """The source that a training row comes from, and which of its rows it is."""
@@ -228,8 +237,11 @@ class Rows(Dataset):
             with_positions=self.recipe["mask_documents"],
         )
 
-    def __getitems__(self, numbers: list[int]) -> Batch:
-        return self.batch(numbers, self.training(np.asarray(numbers)))
+    def __getitems__(self, numbers: list[int]) -> Batch | ConfigError:
+        try:
+            return self.batch(numbers, self.training(np.asarray(numbers)))
+        except ConfigError as e:  # raised where the batch is taken: torch would add a traceback
+            return e
 
 
 @dataclass(frozen=True)
@@ -264,8 +276,10 @@ class SequenceLoader:
     def __init__(self, rows: Rows, order: MicroBatches, num_workers: int, pin_memory: bool):
         self._rows, self._order = rows, order
         self._num_workers, self._pin_memory = num_workers, pin_memory
-        self._batches: Iterator[Batch] | None = None
+        self._batches: Iterator[Batch] | Background[Batch] | None = None
         self._handed_out = 0
+        self.while_waiting: Callable[[float, str], None] | None = None
+        """Called twice a second while a worker gives no batch: see Background."""
 
     def state_dict(self) -> dict[str, int]:
         """The sequences of all micro-batches handed out so far. Each rank computes the same number, which
@@ -277,23 +291,44 @@ class SequenceLoader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on with sequence `state["sequences"]`, at the same cost for any. Workers that were started end;
         the next `iter` or `next` starts others."""
+        self.close()
         self._order = replace(self._order, from_row=state["sequences"])
-        self._batches, self._handed_out = None, 0
+        self._handed_out = 0
 
     def __iter__(self) -> SequenceLoader:
         """Starts the workers, unless they run. A second iterator goes on where the first one is."""
         if self._batches is None:
-            self._batches = iter(self._stateful_data_loader())
-            atexit.register(_end_workers)
+            self._batches = self._start()
         return self
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            iter(self)
-        assert self._batches is not None
+            self._batches = self._start()
         batch = next(self._batches)
+        if isinstance(batch, ConfigError):
+            raise batch
         self._handed_out += 1
         return batch
+
+    def close(self) -> None:
+        """End the workers."""
+        batches, self._batches = self._batches, None
+        if isinstance(batches, Background):
+            batches.close()
+
+    def _start(self) -> Iterator[Batch] | Background[Batch]:
+        loader = self._stateful_data_loader()
+        if not self._num_workers:
+            return iter(loader)
+        _check_shared_memory(self._num_workers)
+        device = torch.cuda.current_device() if self._pin_memory else None
+
+        def start() -> Iterator[Batch]:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has its own, and torch pins memory for this one
+            return iter(loader)
+
+        return Background(start, self.while_waiting)
 
     def _stateful_data_loader(self) -> StatefulDataLoader:
         with warnings.catch_warnings():
@@ -319,12 +354,21 @@ def _set_up_worker(worker: int) -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
-def _end_workers() -> None:
-    """Python ends the daemonic children it still has at exit by SIGTERM, which these ignore, and waits."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would report them as lost
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
+def _check_shared_memory(num_workers: int) -> None:
+    """Raises ConfigError unless there is room for the queues that the workers need. torch's error would name
+    no file."""
+    try:
+        queues: list[Any] = [multiprocessing.Queue() for _ in range(num_workers + 2)]
+        for queue in queues:
+            queue.close()
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        raise ConfigError(
+            f"/dev/shm has no room for the locks of {num_workers} loader workers: give it 1 MiB or more (for "
+            "a container: --shm-size=1g), or load in the training process: --data.num_workers=0",
+            "data.num_workers",
+        ) from None
 
 
 def _as_is(batch: Any) -> Any:

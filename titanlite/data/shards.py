@@ -107,12 +107,20 @@ class TokenShards:
             self._check_size(f"{shard['name']}.idx", (shard["documents"] + 1) * 8)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) of the concatenation, as int64 [count]."""
+        """Tokens [start, start + count) of the concatenation, as int64 [count]. Raises ConfigError for an id
+        that the tokenizer does not have: in an embedding on a GPU it would end the process without a word of
+        where it came from."""
         out, done = np.empty(count, dtype=np.int64), 0
         shard = bisect_right(self._starts, start) - 1
         while done < count:
             offset = start + done - self._starts[shard]
             part = self._map(shard, "bin")[offset : offset + count - done]
+            if len(part) and (largest := part.max()) >= self.vocab_size:
+                file, place = self.path / f"{self._shards[shard]['name']}.bin", offset + int(part.argmax())
+                raise ConfigError(
+                    f"{file}: token {place} is {largest}, the tokenizer has ids below {self.vocab_size}: the "
+                    f"file is damaged; `titanlite data verify {self.path}` checks all, then prepare it again"
+                )
             out[done : done + len(part)] = part
             done, shard = done + len(part), shard + 1
         return out

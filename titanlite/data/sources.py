@@ -69,6 +69,11 @@ class Tokens(Source, name="tokens"):
                 f"{self.path} was made with tokenizer {theirs} ({shards.tokenizer}), this job's is {ours} "
                 f"({codec.fingerprint}): use the same [tokenizer], or prepare the data again"
             )
+        if shards.vocab_size != codec.vocab_size:
+            raise ConfigError(
+                f"{self.path}/dataset.json says vocab_size {shards.vocab_size}, its tokenizer has "
+                f"{codec.vocab_size}: the file is damaged; prepare the data again"
+            )
         return shards
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -19,12 +20,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.datasets import Codec, write_dataset
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch, make_batch, row_hash
 from titanlite.data.loader import Data, MicroBatches, Rows, SequenceLoader
 from titanlite.data.order import BLOCK, quotas
 from titanlite.data.packing import Row
-from titanlite.data.sources import Text
+from titanlite.data.sources import Text, Tokens
 from titanlite.data.tokenizer import Bytes
 
 SEQ_LEN, SEED = 16, 7
@@ -357,7 +359,8 @@ def test_a_killed_worker_ends_the_run_and_is_named(folder: Path, kind: str) -> N
     command = [sys.executable, "-c", KILLED, str(folder / "a.txt"), str(folder / "cache"), kind]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == (0 if kind == "control" else 1)
-    assert ("DataLoader worker (pid" in run.stderr) == (kind == "killed"), run.stderr
+    named = re.search(r"loader worker \d \(pid \d+\) was ended by SIGKILL", run.stderr)
+    assert bool(named) == (kind == "killed"), run.stderr
 
 
 def test_random_number_generators_do_not_enter(folder: Path) -> None:
@@ -487,6 +490,50 @@ def test_full_verification_finds_a_changed_byte(folder: Path, tmp_path: Path) ->
     Data(sources=sources, verify="sizes", **options).build(Bytes().build(), **build)
     with pytest.raises(ConfigError, match=r"00000\.bin"):
         Data(sources=sources, verify="full", **options).build(Bytes().build(), **build)
+
+
+@pytest.mark.parametrize("packing", ["chunk", "best_fit"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_id_that_the_tokenizer_does_not_have_is_found_when_it_is_read(
+    tmp_path: Path, packing: str, num_workers: int
+) -> None:
+    """One line names shard, token and sequence; an embedding would end with an IndexError, or on a GPU with
+    an assertion of the device."""
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(2, 50, 40).tolist() for _ in range(30)]
+    documents[20][7] = 60
+    codec = Codec(vocab_size=50)
+    write_dataset(tmp_path / "d", documents, codec, shard_tokens=400)
+    data = Data(
+        sources=[Tokens(path=str(tmp_path / "d"))],
+        cache_dir=str(tmp_path / "cache"),
+        packing=packing,
+        holdout_rows=5,
+        verify="full",  # the hashes are right
+    )
+    rows = data.build(codec, seq_len=SEQ_LEN, seed=SEED)
+    said = {}
+    for number in range(rows.sizes[0] + 5):
+        kind = "held-out sequence" if number < 5 else "sequence"
+        try:
+            if number < 5:
+                rows.held_out(np.asarray([number]))
+            else:
+                take(rows, MicroBatches(number - 5, 1, 1, 0, 1), 1, num_workers)
+        except ConfigError as e:
+            said[f"{kind} {number - 5 if number >= 5 else number}"] = str(e)
+    assert len(said) in (1, 2)  # chunks may share a token
+    for sequence, text in said.items():
+        assert text == (
+            f"{sequence}: {tmp_path / 'd'}/00002.bin: token 7 is 60, the tokenizer has ids below 50: the "
+            f"file is damaged; `titanlite data verify {tmp_path / 'd'}` checks all, then prepare it again"
+        )
+
+
+def test_another_vocabulary_size_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "d", [list(range(100))], Codec(vocab_size=200))
+    with pytest.raises(ConfigError, match="vocab_size 200, its tokenizer has 100"):
+        Tokens(path=str(tmp_path / "d")).build(Codec(vocab_size=100), tmp_path)
 
 
 def test_the_recipe_changes_with_all_that_changes_rows(folder: Path, rows: Rows, tmp_path: Path) -> None:

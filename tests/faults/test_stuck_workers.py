@@ -1,0 +1,135 @@
+"""A loader worker that is stopped, as one is whose file system hangs: one rank that is told to stop saves
+its last finished step; of several ranks the stuck one says which worker it waits for and the run ends in
+time. The run that goes on equals one without a fault, to the bit; a worker that is only slow changes nothing.
+
+Ranks are forked from a server that has imported titanlite.train: tests/faults/harness.py.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.harness import Fault, Trainer
+from tests.jobs import make_job, metrics_of
+from titanlite.checkpoint.commit import committed, digests, read_manifest
+from titanlite.job import Job
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks workers")
+STEPS = 8
+OPTIONS = ["--data.num_workers=1", "--comm.train_timeout_seconds=5"]
+KEYS = ("step", "train/loss", "train/grad_norm", "data/batch_sha", "progress/total_tokens")
+WAIT = "titanlite.waiting:DataWait.__call__"
+READ = "titanlite.data.loader:Rows.__getitems__"  # in the worker
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """Started once: its imports take seconds."""
+    started = Trainer(tmp_path_factory.mktemp("trainer"))
+    yield started
+    started.close()
+
+
+class Runs:
+    """Runs of the tiny job in a folder, each on from the one before."""
+
+    def __init__(self, trainer: Trainer, folder: Path, corpus: Path, size: int):
+        self.job: Job = make_job(folder, corpus, *OPTIONS, world_size=size)
+        self._trainer, self._size = trainer, size
+        self._arguments = [f"--job.dump_folder={self.job.folder}", f"--data.cache_dir={corpus / 'cache'}"]
+        self._toml = folder / "job.toml"
+
+    def __call__(self, *faults: Fault) -> Any:
+        return self._trainer.run(self._toml, [*self._arguments, *OPTIONS], self._size, faults)
+
+    @property
+    def saved(self) -> list[int]:
+        return [step for step, _ in committed(self.job.folder / "checkpoint")]
+
+    def result(self) -> Any:
+        """Every step's numbers, and the bytes of the last state."""
+        files = digests(read_manifest(self.job.folder / f"checkpoint/step-{STEPS}"))
+        state = {name: digest.sha256 for name, digest in files.items() if name.endswith(".distcp")}
+        return [[row[key] for key in KEYS] for row in metrics_of(self.job)], state
+
+
+@pytest.fixture(scope="module")
+def whole(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[int, Any]:
+    """Results without a fault, by ranks."""
+    results = {}
+    for size in (1, 2):
+        runs = Runs(trainer, tmp_path_factory.mktemp(f"whole{size}"), corpus, size)
+        assert runs().exits == [0] * size
+        results[size] = runs.result()
+    return results
+
+
+def test_one_rank_that_is_told_to_stop_saves_its_last_finished_step(
+    trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any]
+) -> None:
+    """Two of four micro-batches of step 6 have come; they are given out again."""
+    runs = Runs(trainer, tmp_path, corpus, 1)
+    stuck = Fault(READ, call=5 * 4 + 3, during="start", action="stop")
+    told = Fault(WAIT, during="start", action="terminate")
+    outcome = runs(stuck, told)
+    assert outcome.exits == [75], outcome.logs[0]
+    assert runs.saved in ([4, 5], [4])  # the one before, if the worker was stopped before it had sent all
+    assert f"stopped after step {runs.saved[-1]}, which is saved" in outcome.logs[0]
+    assert runs().exits == [0]
+    assert runs.result() == whole[1]
+
+
+def test_one_rank_that_nobody_tells_saves_its_last_finished_step_and_ends(
+    trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any]
+) -> None:
+    runs = Runs(trainer, tmp_path, corpus, 1)
+    outcome = runs(Fault(READ, call=6 * 4 + 1, during="start", action="stop"))
+    assert outcome.exits == [1], outcome.logs[0]
+    assert runs.saved in ([4, 6], [4, 5])
+    assert re.search(r"rank 0: loader worker 0 \(pid \d+\) has given no batch for \d s", outcome.logs[0])
+    assert runs().exits == [0]
+    assert runs.result() == whole[1]
+
+
+def test_nothing_is_saved_before_the_first_step(trainer: Trainer, tmp_path: Path, corpus: Path) -> None:
+    runs = Runs(trainer, tmp_path, corpus, 1)
+    stuck = Fault(READ, during="start", action="stop")
+    outcome = runs(stuck, Fault(WAIT, during="start", action="terminate"))
+    assert outcome.exits == [75], outcome.logs[0]
+    assert "stopped while waiting for data; nothing is lost" in outcome.logs[0]
+    assert runs.saved == []
+
+
+def test_several_ranks_end_in_time_and_the_stuck_one_names_its_worker(
+    trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any]
+) -> None:
+    runs = Runs(trainer, tmp_path, corpus, 2)
+    outcome = runs(Fault(READ, call=5 * 2 + 1, during="start", rank=1, action="stop"))
+    assert outcome.exits == [1, 1], outcome.logs
+    assert re.search(r"rank 1: loader worker 0 \(pid \d+\) has given no batch for \d s", outcome.logs[1])
+    assert "given no batch" not in outcome.logs[0]
+    assert runs.saved == [4]
+    again = runs()
+    assert (again.exits, again.resumed) == ([0, 0], [4])
+    assert runs.result() == whole[2]
+
+
+def test_a_worker_that_is_slow_changes_nothing(
+    trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any]
+) -> None:
+    runs = Runs(trainer, tmp_path, corpus, 2)
+    slow = Fault(READ, call=5 * 2 + 1, during="start", rank=1, action="take_a_second")
+    waited = Fault(WAIT, call=0, during="start", rank=1, action="nothing")
+    began = time.monotonic()
+    outcome = runs(slow, waited)
+    assert outcome.exits == [0, 0], outcome.logs
+    assert time.monotonic() - began > 1
+    assert (1, WAIT) in outcome.fired
+    assert runs.result() == whole[2]

@@ -1,0 +1,185 @@
+"""Pins the wait for a batch: it can be ended wherever a worker is stuck, names the worker, leaves no process
+behind, and changes nothing if the batch comes in time; a worker that dies is named with its signal."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset
+
+from titanlite.config.component import ConfigError
+from titanlite.data import background, loader
+from titanlite.data.loader import MicroBatches, SequenceLoader
+from titanlite.errors import LoaderError
+
+LIMIT_S = 120
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "LOOK_S", 0.02)
+
+
+class Numbers(Dataset):
+    """Gives the numbers it is asked for, with `size` bytes; `act` is called for each micro-batch, in the
+    worker."""
+
+    def __init__(self, act: Callable[[int], Any] = lambda first: None, size: int = 1):
+        self.act, self.size, self.made = act, size, multiprocessing.Value("i", 0)
+
+    def __getitems__(self, numbers: list[int]) -> Any:
+        self.act(numbers[0])
+        self.made.value += 1  # one worker where it is read
+        return numbers, bytes(self.size)
+
+
+class GivenUp(Exception):
+    pass
+
+
+class Waiting:
+    """Notes who is waited for, and gives up once all of them are stopped."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, str]] = []
+
+    def __call__(self, waited_s: float, worker: str) -> None:
+        self.seen.append((waited_s, worker))
+        pids = re.findall(r"\d+", worker.partition("(pid ")[2])
+        if pids and all(state(int(pid)) == {"T"} for pid in pids):
+            raise GivenUp
+
+
+def made(dataset: Any, num_workers: int, waiting: Any = None) -> SequenceLoader:
+    """Micro-batches of two."""
+    made = SequenceLoader(dataset, MicroBatches(0, 2, 2, 0, 1), num_workers, pin_memory=False)
+    made.while_waiting = waiting
+    return made
+
+
+def until(condition: Callable[[], Any]) -> None:
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < LIMIT_S
+        time.sleep(0.01)
+
+
+def state(pid: int) -> set[str]:
+    """The states of a process's threads: S sleeps, T is stopped."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {task.read_text().rpartition(")")[2].split()[0] for task in tasks}
+
+
+def workers() -> list[Any]:
+    return multiprocessing.active_children()
+
+
+def test_a_stopped_worker_is_named_and_the_wait_can_end() -> None:
+    """It is the turn of the second of three workers when the fifth micro-batch does not come."""
+    waiting, others, taken = Waiting(), set(workers()), multiprocessing.Event()
+
+    def act(first: int) -> None:
+        if first == 8:  # its earlier micro-batch has been sent
+            taken.wait(LIMIT_S)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    stream = made(Numbers(act), 3, waiting)
+    assert [next(stream)[0] for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    taken.set()
+    started = set(workers()) - others
+    with pytest.raises(GivenUp):
+        next(stream)
+    assert waiting.seen[-1][1] in {f"loader worker 1 (pid {worker.pid})" for worker in started}
+    assert stream.state_dict() == {"sequences": 8}
+    until(lambda: not set(workers()) & started)
+
+
+def test_a_worker_that_is_stopped_in_the_middle_of_a_message() -> None:
+    """Reading the rest of it would wait for ever: the reason for a thread."""
+    dataset, waiting, others = Numbers(size=1 << 22), Waiting(), set(workers())
+    stream = made(dataset, 1, waiting)
+    next(stream)
+    (worker,) = set(workers()) - others
+    # all are made that may be: those taken, those read ahead, and four that wait behind a pipe of 64 KiB
+    until(lambda: dataset.made.value == 1 + background.AHEAD + 4 and state(worker.pid) == {"S"})
+    os.kill(worker.pid, signal.SIGSTOP)
+    until(lambda: state(worker.pid) == {"T"})
+    for _ in range(background.AHEAD):
+        next(stream)
+    with pytest.raises(GivenUp):
+        next(stream)
+    assert waiting.seen[-1][1] == f"loader worker 0 (pid {worker.pid})"
+    until(lambda: worker not in workers())
+
+
+def test_workers_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_set_up_worker", lambda worker: os.kill(os.getpid(), signal.SIGSTOP))
+    waiting, others = Waiting(), set(workers())
+    with pytest.raises(GivenUp):
+        iter(made(Numbers(), 2, waiting))
+    assert waiting.seen[-1][1].startswith("one of the starting loader workers (pid ")
+    until(lambda: set(workers()) <= others)
+
+
+def test_a_slow_worker_that_answers_in_time_changes_nothing() -> None:
+    waiting = Waiting()
+    slow = made(Numbers(lambda first: time.sleep(0.2 * (first == 8))), 2, waiting)
+    assert [next(slow)[0] for _ in range(9)] == [[n, n + 1] for n in range(0, 18, 2)]
+    assert waiting.seen
+    assert slow.state_dict() == {"sequences": 18}
+
+
+def test_a_killed_worker_is_named_with_its_signal() -> None:
+    stream = made(Numbers(lambda first: os.kill(os.getpid(), signal.SIGKILL) if first == 10 else None), 2)
+    with pytest.raises(LoaderError) as e:
+        list(islice(stream, 6))
+    assert str(e.value).startswith("loader worker 1 (pid ")
+    assert str(e.value).endswith(") was ended by SIGKILL, perhaps for want of memory")
+
+
+def test_a_mistake_that_a_worker_finds_is_one_line() -> None:
+    """Other errors have the worker's traceback."""
+
+    class Rows(loader.Rows):
+        def __init__(self, error: Exception):
+            self.error = error
+
+        def training(self, numbers: Any) -> Any:
+            raise self.error
+
+    for num_workers in (0, 1):
+        with pytest.raises(ConfigError) as e:
+            next(made(Rows(ConfigError("a token too large", "data.sources")), num_workers))
+        assert (str(e.value), e.value.key) == ("a token too large", "data.sources")
+    with pytest.raises(ZeroDivisionError, match=r"worker process 0(.|\n)*Traceback"):
+        next(made(Rows(ZeroDivisionError()), 1))
+
+
+def test_no_room_in_dev_shm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stream = made(Numbers(), 2)
+    monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", full)
+    with pytest.raises(ConfigError, match=r"/dev/shm has no room .* 2 loader workers.*num_workers=0") as e:
+        iter(stream)
+    assert e.value.key == "data.num_workers"
+
+
+def test_a_loader_that_is_dropped_ends_its_workers() -> None:
+    others = set(workers())
+    stream = made(Numbers(), 2)
+    next(stream)
+    assert len(set(workers()) - others) == 2
+    del stream
+    until(lambda: set(workers()) <= others)
