@@ -20,11 +20,12 @@ from titanlite.commands import ALLOW_IMPORTS, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
+from titanlite.environment import set_library_defaults
 from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
 from titanlite.parallel.float8 import divide_layers
 from titanlite.parallel.recompute import apply_recompute
-from titanlite.runtime import StepPlan, choose_param_dtype, pick_device, set_library_defaults
+from titanlite.runtime import StepPlan, choose_param_dtype, pick_device
 from titanlite.startup import annotated, check_device, check_global_batch, open_tokenizer, resolved
 
 
