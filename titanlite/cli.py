@@ -23,19 +23,19 @@ from contextlib import nullcontext, suppress
 
 from titanlite import commands, environment
 from titanlite.config.component import ConfigError
+from titanlite.files import REFUSALS
 from titanlite.log import printable, tell
 from titanlite.signals import Stopped, signals
 
-# Refusals of the operating system that a restart would meet again, and what helps. Others, such as an I/O
-# error or a stale mount, are crashes.
 ROOM = "; make room there (df -h, df -i), or name a folder on another disk"
 FILES = "; raise the limit of open files (ulimit -n)"
-SHORTER = "; choose a shorter name"
-REFUSALS = {
-    errno.EACCES: "", errno.EPERM: "", errno.EROFS: "", errno.ENOSPC: ROOM, errno.EDQUOT: ROOM,
-    errno.EFBIG: "", errno.EMFILE: FILES, errno.ENFILE: FILES, errno.ENAMETOOLONG: SHORTER,
-    errno.ELOOP: "", errno.ENOTDIR: "", errno.EISDIR: "",
-}  # fmt: skip
+REMEDIES = {
+    errno.ENOSPC: ROOM,
+    errno.EDQUOT: ROOM,
+    errno.EMFILE: FILES,
+    errno.ENFILE: FILES,
+    errno.ENAMETOOLONG: "; choose a shorter name",
+}
 TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)  # as in pyproject.toml
 
 
@@ -132,7 +132,8 @@ def _reason(error: Exception) -> str:
     """The error in one line; for a refusal of the operating system, the file, the reason and what helps."""
     if isinstance(error, OSError) and error.errno in REFUSALS:
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        return f"{where}{error.strerror}{REFUSALS[error.errno]}"
+        remedy = REMEDIES.get(error.errno or 0, "")
+        return f"{where}{error.strerror}{remedy}"
     return str(error)
 
 

@@ -19,6 +19,12 @@ from pathlib import Path
 from typing import IO
 
 MAX_BYTES = 1 << 30  # of a file that is read as a whole
+# Refusals of the operating system that a second try would meet again. Others, such as an I/O error or a stale
+# mount, may pass.
+REFUSALS = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE,
+    errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
+}  # fmt: skip
 KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFLNK: "a link",

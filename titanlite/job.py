@@ -18,6 +18,7 @@ from typing import Any
 import titanlite.data.huggingface
 import titanlite.models.llama3
 import titanlite.models.qwen3  # noqa: F401 -- these register their choices
+from titanlite.checkpoint.commit import MANIFEST
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.commands import ALLOW_IMPORTS
 from titanlite.config import toml
@@ -59,6 +60,7 @@ class JobInfo:
     def __post_init__(self) -> None:
         if not self.dump_folder:
             raise ConfigError("empty; name a folder for this run", "dump_folder")
+        check_name(self.dump_folder, "dump_folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,9 +218,22 @@ class Job:
         return recipe | {"names": names}
 
 
+def check_name(path: str, key: str) -> None:
+    """Raises ConfigError for a path that cannot be recorded or made."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{path!r} is not UTF-8, so no TOML file can record it", key) from None
+    if "\0" in path:
+        raise ConfigError(f"{path!r} has a NUL in it, which no path may have", key)
+
+
 def check_writable(folder: Path, key: str) -> None:
     """Raises ConfigError unless the folder can be made and written; makes nothing."""
-    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    try:
+        there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    except OSError as e:  # a name that is too long, say
+        raise ConfigError(f"{folder} cannot be made: {e.strerror}", key) from None
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{folder} cannot be written: {there} is no writable directory", key)
 
@@ -244,6 +259,9 @@ def load_job(
     tree, locator = toml.read(path, overrides)
     section = tree.get("job", {})
     imports = section.get("imports", []) if isinstance(section, dict) else []
+    here = run_folder(Path(path), tree) if path is not None else None
+    if here is not None and isinstance(section, dict) and "job.dump_folder" not in locator.overridden:
+        tree["job"] = {**section, "dump_folder": str(here)}
     import_components(imports, "job.imports", locator, allow_imports)
     job = toml.build(Job, tree, locator)
     try:
@@ -253,6 +271,21 @@ def load_job(
     except ConfigError as e:
         raise locator.located(e) from None
     return job
+
+
+def run_folder(path: Path, tree: dict[str, Any]) -> Path | None:
+    """The run folder that a job.toml recorded by titanlite lies in, itself or in a checkpoint; None for any
+    other file. A recorded job is of the run where it lies: that may have been moved, or be named from another
+    directory than the one that its relative dump_folder started at."""
+    here = path.absolute().parent
+    if path.name != "job.toml":
+        return None
+    if (here / "recipe.json").exists():
+        return here
+    section = tree.get("checkpoint", {})
+    parts = Path(str(section.get("folder", ""))).parts if isinstance(section, dict) else ()
+    inside = bool(parts) and (here / MANIFEST).exists() and here.parts[-len(parts) - 1 : -1] == parts
+    return here.parents[len(parts)] if inside else None
 
 
 def load_recorded_job(checkpoint: Path, allow_imports: bool) -> Job:

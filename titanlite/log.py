@@ -38,6 +38,11 @@ def printable(text: object) -> str:
     return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
+def for_terminal(text: str) -> str:
+    """The text as it is where standard output is a file or a pipe, printable where it is a terminal."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
 def tell(what: object) -> None:
     """Print a line for the user, or one for each line of a report, to standard error, whether or not anybody
     is left to read it."""

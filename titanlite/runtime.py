@@ -68,6 +68,12 @@ class Training:
         for key in ("seq_len", "local_batch_size", "steps"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{getattr(self, key)} is below 1", key)
+        if self.local_batch_size * self.seq_len >= 1 << 31:
+            raise ConfigError(
+                f"{self.local_batch_size} sequences of {self.seq_len} tokens are 2^31 tokens or more, too "
+                "many for one micro-batch; set global_batch_size to accumulate a larger batch",
+                "local_batch_size",
+            )
         if self.global_batch_size < 1 and self.global_batch_size != -1:
             raise ConfigError(f"{self.global_batch_size} is neither -1 nor at least 1", "global_batch_size")
         if not self.max_norm >= 0:
@@ -112,6 +118,12 @@ class StepPlan:
                 f"{rows} rows are no multiple of local_batch_size {training.local_batch_size} x {dp_size} "
                 f"ranks = {at_once}; the nearest: {' or '.join(str(n) for n in nearest)}",
                 "training.global_batch_size",
+            )
+        if rows * training.seq_len * training.steps >= 1 << 63:
+            raise ConfigError(
+                f"{training.steps} steps of {rows} x {training.seq_len} tokens are 2^63 tokens or more, "
+                "which cannot be counted",
+                "training.steps",
             )
         return cls(rows, training.local_batch_size, rows // at_once, rows * training.seq_len)
 
@@ -185,7 +197,9 @@ class Runtime:
         except BaseException as e:
             if isinstance(e, Exception):
                 error = [
-                    e if isinstance(e, ConfigError) else RuntimeError(f"rank 0: {type(e).__name__}: {e}")
+                    e
+                    if isinstance(e, (ConfigError, OSError))
+                    else RuntimeError(f"rank 0: {type(e).__name__}: {e}")
                 ]
             with suppress(RuntimeError):  # of peers that are gone: a stop was for them, too
                 self._tell(error)

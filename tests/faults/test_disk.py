@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tests.distributed.test_resume import history
-from tests.jobs import make_job, metrics_of
+from tests.jobs import make_job, metrics_of, write_toml
 from tests.unit.checkpoint.test_checkpointer import EXTRA, Parts, names, open_run, save_steps
 from titanlite import cli
 from titanlite.checkpoint import commit, writer
@@ -27,6 +27,7 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import HashingFile, first_fault
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
+from titanlite.data import plan, stages
 from titanlite.log import logger
 from titanlite.metrics.meter import Meter
 from titanlite.train import train
@@ -452,3 +453,87 @@ def test_a_read_only_checkpoint_folder(disk: Disk, tmp_path: Path) -> None:
     save(run, parts)
     run.close()
     assert_whole(tmp_path / "run", 1, 3)
+
+
+# ---- a full disk, before there is a run: one line, exit code 2, and the next start goes on
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """The one line of an error, without what was logged before it."""
+    capsys.readouterr()
+    assert cli.run([str(word) for word in argv]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err, err
+    (line,) = [line for line in err.splitlines() if line.startswith("titanlite: ")]
+    return line
+
+
+def fill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, disk: Disk) -> None:
+    """Fill the disk when a function is called."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        disk.fill(leave=0)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+@pytest.mark.parametrize("packing", ["chunk", "best_fit"])
+def test_a_full_disk_while_a_cache_is_made(
+    disk: Disk,
+    tmp_path: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    packing: str,
+) -> None:
+    where = [f"--job.dump_folder={tmp_path / 'run'}", f"--data.cache_dir={disk.path / 'cache'}"]
+    start = ["train", write_toml(tmp_path, corpus), *where, "--training.steps=1", f"--data.packing={packing}"]
+    if packing == "best_fit":
+        fill_at(monkeypatch, plan, "_packed_windows", disk)
+    else:
+        fill_at(monkeypatch, stages.Work, "encode", disk)
+    line = refused(capsys, *start)
+    assert f"{disk.path}/cache/" in line
+    assert "No space left on device; make room there" in line
+    monkeypatch.undo()
+    disk.free()
+    assert cli.run([str(word) for word in start]) == 0
+
+
+def test_prepare_onto_a_full_disk(
+    disk: Disk, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = disk.path / "out"
+    start = ["prepare", corpus / "a.jsonl", f"--output={output}", "--tokenizer.name=bytes"]
+    start += ["--num_processes=1", "--filters.0.name=exact_duplicates"]
+    for stage in ("scan", "resolve", "encode", "assemble"):
+        with monkeypatch.context() as patch:
+            fill_at(patch, stages.Work, stage, disk)
+            line = refused(capsys, *start)
+        assert f"{disk.path}/" in line, stage
+        assert "No space left on device" in line or "not all could be written" in line, stage
+        disk.free()
+    assert cli.run([str(word) for word in start]) == 0
+    assert cli.run(["data", "verify", str(output)]) == 0
+
+
+def test_few_inodes_are_one_line(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of which a run needs some for its folder, metrics and checkpoints."""
+    path = tmp_path / "small"
+    path.mkdir()
+    try:
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "nr_inodes=8", "tmpfs", str(path)], check=True, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError) as e:
+        pytest.skip(f"needs root and Linux: {e}")
+    try:
+        where = [f"--job.dump_folder={path / 'run'}", f"--data.cache_dir={corpus / 'cache'}"]
+        start = [write_toml(tmp_path, corpus), *where, "--training.steps=1", "--metrics.enable_tensorboard"]
+        capsys.readouterr()
+        assert cli.run(["train", *map(str, start)]) in (2, 3)
+        assert "Traceback" not in capsys.readouterr().err
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)

@@ -24,7 +24,7 @@ from titanlite import cli, train
 from titanlite.checkpoint import export
 from titanlite.commands import DTYPES, VERBS, Verb, parser
 from titanlite.config.component import ConfigError
-from titanlite.log import logger, set_up_logging
+from titanlite.log import for_terminal, logger, set_up_logging
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TRAIN = ROOT / "run_train.sh"
@@ -654,7 +654,7 @@ def test_a_refusal_of_the_system_is_one_line(run, monkeypatch, error, line):
 
 def test_a_name_that_is_too_long_is_one_line(run, config):
     said = complaint_of(run("train", str(config), f"--job.dump_folder={'x' * 256}"))
-    assert said.endswith("File name too long; choose a shorter name")
+    assert said.endswith("cannot be made: File name too long")
 
 
 def test_other_errors_of_the_system_are_crashes(run, monkeypatch):
@@ -677,3 +677,10 @@ def test_the_log_escapes_control_characters_and_keeps_lines(capsys):
     set_up_logging(0, verbose=True)
     logger.info("sample:\none\ttwo \u00e9\u3000\x1b[31m")
     assert capsys.readouterr().err.endswith("sample:\none\ttwo \u00e9\u3000\\x1b[31m\n")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_a_model_says_does_not_steer_a_terminal(monkeypatch, is_terminal):
+    """A pipe gets the bytes as they are."""
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: is_terminal))
+    assert for_terminal("a\x1b[2Jb\n") == ("a\\x1b[2Jb\n" if is_terminal else "a\x1b[2Jb\n")

@@ -5,51 +5,15 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.kinds import WRONG_KINDS
 from titanlite import files
 from titanlite.config import json_file
 from titanlite.config.component import ConfigError
 from titanlite.files import FileFault, named, open_own, read_regular, write_atomically
-
-
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def make_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def make_loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
-def make_endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def make_socket(path: Path) -> None:
-    server = socket.socket(socket.AF_UNIX)
-    here = Path.cwd()
-    os.chdir(path.parent)  # a socket's path has 107 bytes at most
-    try:
-        server.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
-WRONG_KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a named pipe": (make_pipe, "it is a named pipe, not a file"),
-    "a directory": (make_folder, "it is a directory, not a file"),
-    "a link to itself": (make_loop, "it is a link that leads to no file"),
-    "/dev/zero": (make_endless, "it is a device, not a file"),
-    "a socket": (make_socket, "it is a socket or a device, not a file"),
-}
 
 
 @pytest.mark.parametrize("kind", WRONG_KINDS)

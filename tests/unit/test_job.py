@@ -439,3 +439,23 @@ def test_imports_of_the_wrong_type_are_refused(complaint):
 def test_a_job_section_that_is_no_table_is_refused(path, complaint):
     path.write_text(f"job = 3\n{BASE}")
     assert complaint() == "job.toml:1: job: expected a table, got 3"
+
+
+# ---- numbers and names beyond any machine
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--training.steps=1000000000000000000", "2^63 tokens or more, which cannot be counted"),
+        ("--training.local_batch_size=1099511627776", "2^31 tokens or more, too many for one micro-batch"),
+        ("--job.dump_folder=a\udcffb", "is not UTF-8, so no TOML file can record it"),
+        ("--job.dump_folder=a\0b", "has a NUL in it, which no path may have"),
+        (f"--job.dump_folder={'x' * 256}", "cannot be made: File name too long"),
+        (f"--data.cache_dir={'x' * 256}", "cannot be made: File name too long"),
+    ],
+)
+def test_what_no_machine_takes_is_refused(complaint, override, message):
+    said = complaint(override)
+    assert message in said
+    assert "\n" not in said

@@ -23,6 +23,7 @@ from titanlite.checkpoint.reader import read_metadata
 from titanlite.checkpoint.weights import Chunk, Region, Stored, Weights
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
+from titanlite.files import check_regular
 from titanlite.models.base import ModelFamily
 
 ENDS = {
@@ -130,13 +131,16 @@ def _rotate_half(stored: Stored, head_dim: int) -> Stored:
 def _load(file: Path) -> dict[str, torch.Tensor]:
     """Mapped, not read. Nothing in it is executed."""
     try:
+        check_regular(file)
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:  # of damaged bytes torch.load raises nearly anything
         said = re.search(r"Unsupported [^\n]*", str(e)) or re.search(r"[^\n]+", str(e))
         what = f"{type(e).__name__}: {said[0] if said else ''}"
         raise ConfigError(f"{file} is no whole file of tensors and nothing else: {what}") from None
-    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
-        raise ConfigError(f"{file} is no table of tensors")
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(t, torch.Tensor) and t.ndim for name, t in found.items()
+    ):
+        raise ConfigError(f"{file} is no table of tensors that have names and dimensions")
     return found
 
 
@@ -145,7 +149,7 @@ def _joined(name: str, parts: list[dict[str, torch.Tensor]], files: list[Path]) 
     it (norms)."""
     pieces = [part[name] for part in parts]
     dim = DIVIDED.get(name.split(".")[-2] if "." in name else name)
-    if name == "tok_embeddings.weight":  # Llama 2 divided the other dim
+    if name == "tok_embeddings.weight" and pieces[0].ndim > 1:  # Llama 2 divided the other dim
         dim = 1 if pieces[0].shape[1] != parts[0].get("norm.weight", pieces[0][0]).shape[0] else 0
     if dim is None or pieces[0].ndim < 2 or len(pieces) == 1:
         pieces, dim = pieces[:1], 0

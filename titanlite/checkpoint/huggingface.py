@@ -18,6 +18,7 @@ from titanlite.checkpoint.weights import Chunk, Region, Stored, Weights
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
 from titanlite.data.tokenizer import TextCodec
+from titanlite.files import FileFault, check_regular
 from titanlite.log import logger
 from titanlite.models.base import ModelFamily
 from titanlite.models.hf_config import read_family
@@ -83,6 +84,7 @@ def _single(path: Path) -> str:
 
 def _tensors(file: Path) -> Iterator[tuple[str, Stored]]:
     try:
+        check_regular(file)
         opened = safe_open(file, framework="pt")
         for name in opened.keys():  # noqa: SIM118 -- it is no dict
             piece = opened.get_slice(name)
@@ -91,7 +93,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, Stored]]:
                 raise ConfigError(f"{file}: {name} is {dtype}, which is not read")
             load = functools.partial(_load, file, name, piece)
             yield name, Stored(shape, DTYPES[dtype], file, [Chunk((0,) * len(shape), shape, load)])
-    except (SafetensorError, OSError) as e:
+    except (SafetensorError, OSError, FileFault) as e:
         raise ConfigError(f"{file} is no whole safetensors file: {e}") from None
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.config.component import ConfigError
+from titanlite.files import REFUSALS
 
 TIMEOUT = timedelta(hours=1)  # a slow disk is not a hang
 T = TypeVar("T")
@@ -34,6 +35,8 @@ class Ranks:
                 box = [act()]
             except (CheckpointError, ConfigError) as e:
                 box = [e]
+            except OSError as e:
+                box = [e if e.errno in REFUSALS else RuntimeError(f"rank 0, {self.folder}: {e}")]
             except Exception as e:  # any error must reach the others, or they would wait for it
                 box = [RuntimeError(f"rank 0, {self.folder}: {type(e).__name__}: {e}")]
         if self.distributed:

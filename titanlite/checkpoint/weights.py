@@ -103,11 +103,26 @@ class Exchange(NamedTuple):
     codec: TextCodec
 
 
+def skeleton(weights: Weights, family: ModelFamily) -> Decoder:
+    """The family's model without memory, to compare `weights` with. Raises ConfigError if it cannot be built,
+    and for more blocks than `weights` have tensors: a damaged config.json may ask for a million."""
+    blocks, tensors = family.config.n_layers, len(weights.tensors)
+    if blocks > tensors:
+        raise ConfigError(
+            f"{weights.path} has {tensors} tensors, too few for the {blocks} layers that are asked for: its "
+            "config.json, or the job's [model], is of another model"
+        )
+    try:
+        with torch.device("meta"):
+            return family.build()
+    except (RuntimeError, TypeError, OverflowError) as e:  # sizes that overflow
+        raise ConfigError(f"{weights.path}: a model of its configuration cannot be built: {e}") from None
+
+
 def check(weights: Weights, family: ModelFamily) -> None:
     """Raises ConfigError unless these are the weights of the family's model: its names and shapes, in a
     floating-point dtype, for the same arithmetic. They may have fewer rows of the vocabulary."""
-    with torch.device("meta"):
-        net = family.build()
+    net = skeleton(weights, family)
     if contradictions(family.config.numbers(), weights.numbers):
         raise ConfigError(
             f"{weights.path} is of another model than the job's: {_differences(weights, net, family)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,17 +144,33 @@ class HuggingFaceCodec(TextCodec):
         """tokenizer.json as it is, and what lies beside it, with the tokens that frame documents here."""
         files = {"tokenizer.json": self._content}
         for name in ("chat_template.jinja", "chat_template.json"):
-            if (self._folder / name).exists():
-                files[name] = read_bytes(str(self._folder / name), "tokenizer.path")
+            if file := self._beside(name):
+                files[name] = read_bytes(str(file), "tokenizer.path")
         ends = {"bos_token": self._library.id_to_token(self.bos)} if self._has_bos else {}
         ends |= {"eos_token": self._library.id_to_token(self.eos)}
-        file = self._folder / "tokenizer_config.json"
-        config = read_object(file) if file.exists() else TOKENIZER_CONFIG
+        file = self._beside("tokenizer_config.json")
+        config = read_object(file) if file else TOKENIZER_CONFIG
         files["tokenizer_config.json"] = as_json({**config, **ends})
-        file = self._folder / "special_tokens_map.json"  # transformers may take it over the configuration
-        if file.exists():
+        # transformers may take this file over the configuration
+        if file := self._beside("special_tokens_map.json"):
             files[file.name] = as_json({**read_object(file), **ends})
         return files
+
+    def _beside(self, name: str) -> Path | None:
+        """A file beside tokenizer.json that an export copies; None if it is missing. Raises ConfigError for a
+        link out of the folder, but to the blobs of Hugging Face's cache: it might lead anywhere."""
+        file, folder = self._folder / name, self._folder.resolve()
+        if not os.path.lexists(file):
+            return None
+        blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+        target = Path(os.path.realpath(file))
+        if target.parent not in (folder, blobs):
+            raise ConfigError(
+                f"{file} is a link to {target}, outside its folder, which an export would copy: put the file "
+                "itself there, or delete the link",
+                "tokenizer.path",
+            )
+        return file
 
     def _set_mode(self) -> None:
         assert isinstance(self.config, HuggingFace)

@@ -35,6 +35,7 @@ from titanlite.data.report import located, merge, table
 from titanlite.data.shards import TokenShards, sync, write_description
 from titanlite.data.stages import Recipe, Work
 from titanlite.data.tokenizer import TextCodec
+from titanlite.files import write_atomically
 from titanlite.log import logger
 from titanlite.progress import Progress
 
@@ -238,7 +239,7 @@ def _check_plan(work: Work, part: tuple[int, int]) -> None:
                 f"{work.folder.name}: others prepare it just now from other files, or with other filters or "
                 "another tokenizer; wait for them, or give all the same"
             )
-        file.write_text(work.key)
+        write_atomically(file, work.key)
 
 
 def _lock(file: IO[str], holder: str) -> None:
@@ -271,8 +272,7 @@ def _complete(work: Work, output: Path) -> TokenShards | None:
                 lost = f"; the filters removed all of it:\n{table(report)}" if work.filters else ""
                 raise ConfigError(f"the corpus is empty: no text in its files{lost}")
             text = json.dumps(located(report), indent=1, ensure_ascii=False) + "\n"
-            (folder / "report.json").write_text(text, encoding="utf-8")
-            sync(folder / "report.json")
+            write_atomically(folder / "report.json", text)
             made_of = origin(work.recipe, work.codec, work.files)
             write_description(folder, work.codec, [m["entry"] for m in shards], made_of)
             work.mark("whole", work.key, {})  # from here on only files are deleted

@@ -23,6 +23,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, expect, load_object
 from titanlite.data.processes import num_cores, worker_pool
 from titanlite.data.shards import TokenShards, file_sha256, sync
+from titanlite.files import named
 from titanlite.log import logger
 from titanlite.progress import Progress
 
@@ -112,6 +113,7 @@ def _write_plan(shards: TokenShards, capacity: int, path: Path) -> None:
     digests, counts = {name: hashlib.sha256() for name in FILES}, dict.fromkeys(FILES, 0)
     try:
         with (
+            named(path),
             open(partial / "starts.bin", "wb") as starts,
             open(partial / "lengths.bin", "wb") as lengths,
             open(partial / "rows.bin", "wb") as rows,

@@ -241,7 +241,8 @@ def sync(path: Path) -> None:
     """Flush a file or directory to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with named(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import load_object
 from titanlite.data.corpus import Document, Limits, Unit, plan_units, read_unit, stop, where
 from titanlite.data.dedup import first_of_each
 from titanlite.data.filters import Bands, Filter
@@ -30,6 +31,7 @@ from titanlite.data.order import key_of, permute
 from titanlite.data.report import Place, Report, merge
 from titanlite.data.shards import sync, token_dtype, write_shard
 from titanlite.data.tokenizer import TextCodec
+from titanlite.files import named
 
 VERSION = 2  # of these functions: raise it when the same input gives other bytes
 SHARD_BYTES = 256 << 20  # of text: 128 MiB of uint16 tokens from 32 units
@@ -83,7 +85,7 @@ class Work:
     def marker(self, name: str, key: str) -> dict[str, Any] | None:
         """What the stage called `name` left if it is done for `key`, else None."""
         try:
-            left = json.loads((self.folder / f"{name}.json").read_text())
+            left = load_object(self.folder / f"{name}.json")
         except (OSError, ValueError):
             return None
         return left if left.get("key") == key else None
@@ -103,7 +105,8 @@ class Work:
         """A file under another name, until it is whole and on the disk."""
         path = self.folder / f".{name}-{uuid.uuid4().hex[:8]}"
         try:
-            yield path
+            with named(self.folder / name):
+                yield path
             sync(path)
             os.replace(path, self.folder / name)
         finally:

@@ -20,6 +20,7 @@ import numpy as np
 from titanlite.config.component import Component, ConfigError
 from titanlite.config.shipped import find_file
 from titanlite.data.tokenizer_json import LONGEST_RUN, byte_level_files
+from titanlite.files import read_regular
 
 # Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation,
 # blank runs.
@@ -225,7 +226,7 @@ class _BytesCodec(TextCodec):
 def read_bytes(path: str, key: str) -> bytes:
     """The file's bytes, or a ConfigError that says where it was looked for."""
     try:
-        return find_file(path).read_bytes()
-    except OSError as e:
+        return read_regular(find_file(path))
+    except (OSError, ValueError) as e:
         where = "" if Path(path).is_absolute() else f" (relative to {Path.cwd()})"
-        raise ConfigError(f"cannot read {path!r}{where}: {e.strerror}", key) from None
+        raise ConfigError(f"cannot read {path!r}{where}: {getattr(e, 'strerror', e)}", key) from None

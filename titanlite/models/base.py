@@ -102,6 +102,8 @@ class DecoderConfig:
             value = getattr(self, f.name)
             if type(value) in (int, float) and not 0 < value < math.inf:
                 raise ConfigError(f"{f.name} = {value} is not above 0")
+            if type(value) is int and value >= 1 << 31:
+                raise ConfigError(f"{f.name} = {value} is not below 2^31")
 
     def numbers(self) -> dict[str, Any]:
         """The fields that decide what a model computes from its weights. One that has the same takes the same

@@ -21,6 +21,7 @@ from titanlite.data.packing import PACKINGS, PackedRows
 from titanlite.data.shards import TokenShards
 from titanlite.data.tokenizer import TextCodec, Tiktoken, Tokenizer
 from titanlite.job import load_job
+from titanlite.log import for_terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,6 @@ def _print_row(packed: PackedRows, row: int, codec: TextCodec) -> None:
     for start, length in zip(starts.tolist(), lengths.tolist()):
         document, offset = packed.shards.locate(start)
         print(f"---- document {document:,}, its tokens {offset:,} to {offset + length - 1:,}")
-        print(codec.decode(packed.shards.read(start, length).tolist()))
+        print(for_terminal(codec.decode(packed.shards.read(start, length).tolist())))
     if padding := packed.seq_len + 1 - int(lengths.sum()):
         print(f"---- {padding:,} tokens of padding")

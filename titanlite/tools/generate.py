@@ -17,14 +17,14 @@ from titanlite.checkpoint.dcp import check_whole, open_titanlite
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.checkpoint.state import listed, model_tensors, non_finite
-from titanlite.checkpoint.weights import Weights, first_of, load_weights, misfits
+from titanlite.checkpoint.weights import Weights, first_of, load_weights, misfits, skeleton
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
 from titanlite.data.huggingface import HuggingFace
 from titanlite.data.tokenizer import TextCodec
 from titanlite.generate import CachedRows, Generation, before_any, next_tokens
 from titanlite.job import load_recorded_job
-from titanlite.log import set_up_logging, tell
+from titanlite.log import for_terminal, set_up_logging, tell
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.hf_config import read_family
 from titanlite.runtime import pick_device
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
         batch = prompts[begin : begin + options.batch_size]
         *_, rows = source.continuations(batch, config, options.seed + begin)
         for i, (prompt, ids) in enumerate(zip(batch, rows), begin + 1):
-            print(f"--- {i} of {len(prompts)}\n{prompt}{source.text(ids)}", flush=True)
+            print(f"--- {i} of {len(prompts)}\n{for_terminal(prompt + source.text(ids))}", flush=True)
     return 0
 
 
@@ -119,9 +119,9 @@ def _write_as_it_comes(prompt: str, texts: Iterator[str]) -> None:
     for made in texts:
         text = prompt + made
         whole = max(len(text.rstrip("\ufffd")), shown)
-        print(text[shown:whole], end="", flush=True)
+        print(for_terminal(text[shown:whole]), end="", flush=True)
         shown = whole
-    print(text[shown:])
+    print(for_terminal(text[shown:]))
 
 
 def open_source(path: Path, device: torch.device, allow_imports: bool) -> Source:
@@ -156,8 +156,7 @@ def _open_hugging_face(path: Path, device: torch.device) -> Source:
 
 def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decoder:
     """The family's model with these weights, all of them and no others."""
-    with torch.device("meta"):
-        net = family.build()
+    net = skeleton(weights, family)
     if found := misfits(weights, net, all_rows=True):
         raise CheckpointError(f"{weights.path} does not fit its own configuration: {first_of(found)}")
     net.to(torch.bfloat16 if device.type == "cuda" else torch.float32)

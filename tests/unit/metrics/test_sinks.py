@@ -272,3 +272,8 @@ def test_a_resume_cuts_the_samples_after_its_step(tmp_path: Path) -> None:
     Samples(path, 4).close()
     assert path.read_text() + superseded.read_text() == before
     assert superseded.read_text() == "--- step 6\none\n--- of 6\n--- step 6\ntwo\n--- of 6\n"
+
+
+def test_the_rest_of_a_run_may_be_longer_than_a_timedelta():
+    assert "eta" not in console_line(1, 10**18, {"time/step_s": 0.5})
+    assert "eta 0:00:05" in console_line(90, 100, {"time/step_s": 0.5})

@@ -1,0 +1,243 @@
+"""Models, tokenizers and datasets that somebody has crafted, or that are damaged: one line and exit code 2 or
+3, in a second; nothing hangs, and no file from elsewhere gets into an export."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.kinds import WRONG_KINDS
+from tests.models import family, random_net
+from titanlite import cli
+from titanlite.checkpoint.foreign import open_meta
+from titanlite.checkpoint.weights import check
+from titanlite.config.component import ConfigError
+from titanlite.data.huggingface import HuggingFace
+from titanlite.data.shards import TokenShards, write_description, write_shard
+from titanlite.data.tokenizer import Bytes
+from titanlite.tools.generate import open_source
+
+
+@pytest.fixture(autouse=True)
+def alarm() -> Iterator[None]:
+    """A hang ends the test."""
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A Hugging Face directory."""
+    folder, of = tmp_path / "model", family(tie_word_embeddings=False)
+    folder.mkdir()
+    save_file(random_net(of).state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    codec = Bytes().build()
+    files = {"config.json": json.dumps({**of.hf_config(), "eos_token_id": codec.eos}).encode()}
+    files["generation_config.json"] = json.dumps({"eos_token_id": [codec.eos, 65]}).encode()
+    for name, content in {**files, **codec.hugging_face_files()}.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def generate(folder: Path) -> int:
+    return cli.run(["generate", str(folder), "--prompt=a", "--max-new-tokens=1"])
+
+
+def assert_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """One line, in a second or two; the message."""
+    began = time.process_time()
+    assert generate(folder) in (2, 3)
+    assert time.process_time() - began < 10
+    err = capsys.readouterr().err
+    assert err.startswith("titanlite: "), err
+    assert err.count("\n") == 1, err
+    return err
+
+
+def test_control_the_directory_is_fine(directory: Path) -> None:
+    assert generate(directory) == 0
+
+
+@pytest.mark.parametrize("kind", ["a named pipe", "/dev/zero", "a link to itself"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors",
+    ],
+)
+def test_only_regular_files_are_read(
+    directory: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    make, message = WRONG_KINDS[kind]
+    (directory / name).unlink()
+    make(directory / name)
+    said = assert_refused(directory, capsys)
+    assert message in said or kind == "a link to itself", said
+
+
+def set_in(file: str, **values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tree = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**tree, **values}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(set_in("config.json", num_hidden_layers=10**n) for n in (2, 5, 9, 18, 30)),
+        *(set_in("config.json", hidden_size=n) for n in (1 << 31, 1 << 63, -1, "x", [])),
+        *(set_in("config.json", vocab_size=n) for n in (1 << 40, 1 << 63)),
+        set_in("config.json", num_attention_heads=1 << 30, head_dim=1 << 30, hidden_size=1 << 30),
+        set_in("generation_config.json", eos_token_id=[[1]]),
+        set_in("generation_config.json", eos_token_id={"a": 1}),
+        lambda folder: (folder / "config.json").write_text("[" * 100_000) and None,
+        lambda folder: (folder / "tokenizer.json").write_text("[" * 100_000) and None,
+    ],
+)
+def test_a_configuration_is_compared_before_a_model_is_built(
+    directory: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None]
+) -> None:
+    change(directory)
+    assert_refused(directory, capsys)
+
+
+def test_too_many_layers_are_named(directory: Path) -> None:
+    set_in("config.json", num_hidden_layers=10**6)(directory)
+    with pytest.raises(ConfigError, match=r"has 21 tensors, too few for the 1000000 layers"):
+        open_source(directory, torch.device("cpu"), False)
+
+
+# ---- what an export would copy
+
+
+def tokenizer(folder: Path) -> Path:
+    """A tokenizer's folder."""
+    folder.mkdir(parents=True)
+    for name, content in Bytes().build().hugging_face_files().items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_link_out_of_a_tokenizers_folder_is_not_copied(tmp_path: Path) -> None:
+    folder = tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "secret").write_text('{"password": "x"}')
+    codec = HuggingFace(path=str(folder)).build()
+    for name in ("chat_template.jinja", "special_tokens_map.json"):
+        (folder / name).symlink_to(tmp_path / "secret")
+        with pytest.raises(
+            ConfigError, match=f"{name} is a link to {tmp_path / 'secret'}, outside its folder"
+        ):
+            codec.hugging_face_files()
+        (folder / name).unlink()
+    (folder / "template").write_text("{{ x }}")
+    (folder / "chat_template.jinja").symlink_to("template")
+    assert codec.hugging_face_files()["chat_template.jinja"] == b"{{ x }}"
+
+
+def test_links_of_hugging_faces_cache_are_followed(tmp_path: Path) -> None:
+    folder = tokenizer(tmp_path / "models--x/snapshots/1234")
+    (tmp_path / "models--x/blobs").mkdir()
+    (tmp_path / "models--x/blobs/abcd").write_text("{{ x }}")
+    (folder / "chat_template.jinja").symlink_to("../../blobs/abcd")
+    codec = HuggingFace(path=str(folder)).build()
+    assert codec.hugging_face_files()["chat_template.jinja"] == b"{{ x }}"
+
+
+# ---- Meta's files
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"tok_embeddings.weight": torch.ones(())},
+        {"layers.0.attention.wq.weight": torch.ones(())},
+        {"tok_embeddings.weight": torch.ones(8)},
+        {3: torch.ones(2, 2)},
+        [torch.ones(2)],
+        {},
+    ],
+)
+def test_a_crafted_file_of_metas_is_refused(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "consolidated.00.pth")
+    with pytest.raises(ConfigError):
+        check(open_meta(tmp_path, family()), family())
+
+
+def test_a_pipe_in_place_of_metas_file_is_refused(tmp_path: Path) -> None:
+    WRONG_KINDS["a named pipe"][0](tmp_path / "consolidated.00.pth")
+    with pytest.raises(ConfigError, match="it is a named pipe, not a file"):
+        open_meta(tmp_path, family())
+
+
+# ---- datasets
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    entry = write_shard(folder, "00000", [np.arange(10)], np.dtype("<u2"))
+    write_description(folder, Bytes().build(), [entry], {})
+    TokenShards(folder)
+    return folder
+
+
+def shard(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda tree: tree["shards"][0].update(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (shard(name="a\0b"), r"'a\\x00b' is no name of a shard"),
+        (shard(name="../../etc/passwd"), "is no name of a shard"),
+        (shard(name=3), "name is 3, not a string"),
+        (shard(bin_sha256=5), "bin_sha256 is 5, not a string"),
+        (shard(tokens="x"), "tokens is 'x', not an integer"),
+        (shard(tokens=-10), "has a count below 0"),
+        (lambda tree: tree.update(shards="x"), "shards is 'x', not a list"),
+        (lambda tree: tree.update(shards=[3]), "3 is no object"),
+        (lambda tree: tree.update(prepared=3), "prepared is no object"),
+        (lambda tree: tree.update(dtype=[1]), "dtype is"),
+        (lambda tree: tree.pop("tokenizer"), "tokenizer is missing"),
+    ],
+)
+def test_a_crafted_dataset_is_refused(
+    dataset: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[dict[str, Any]], Any],
+    message: str,
+) -> None:
+    tree = json.loads((dataset / "dataset.json").read_text())
+    change(tree)
+    (dataset / "dataset.json").write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=f"dataset.json.*{message}"):
+        TokenShards(dataset)
+    assert cli.run(["data", "verify", str(dataset)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["dataset.json", "00000.bin", "00000.idx"])
+@pytest.mark.parametrize("kind", WRONG_KINDS)
+def test_a_dataset_of_other_kinds_of_files_is_refused(
+    dataset: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    (dataset / name).unlink()
+    WRONG_KINDS[kind][0](dataset / name)
+    assert cli.run(["data", "verify", str(dataset)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
