@@ -32,27 +32,31 @@ def said(capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]:
     return said
 
 
+CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
 RULES = [
-    ["debug", "--activation_checkpoint.mode=memory_budget"],
-    ["debug", "--float8.enable"],
-    ["debug", "--training.global_batch_size=7"],
-    ["debug", "--lr_scheduler.total_steps=20"],
-    ["debug", "--training.steps=5", "--lr_scheduler.warmup_steps=10"],
-    ["debug", "--validation.enable", "--data.holdout_rows=0"],
-    ["debug", "--parallelism.pipeline_parallel_degree=2"],
-    ["debug", "--parallelism.tensor_parallel_degree=3", "--training.seq_len=129"],
-    ["debug", "--parallelism.tensor_parallel_degree=4"],
-    ["debug", "--training.seq_len=4096"],
-    ["llama3_8b", "--training.steps=1000", "--lr_scheduler.warmup_steps=2000"],
+    ("mode: memory_budget is the compiler's", "--activation_checkpoint.mode=memory_budget"),
+    ("without the compiler float8", "--float8.enable"),
+    ("are no multiple of local_batch_size 2", "--training.global_batch_size=7"),
+    ("20 is below training.steps = 160", "--lr_scheduler.total_steps=20"),
+    ("10 steps of warmup leave", "--training.steps=5 --lr_scheduler.warmup_steps=10"),
+    ("to validate on: set data.holdout_rows", "--validation.enable --data.holdout_rows=0"),
+    ("are one weight, but on different stages", "--parallelism.pipeline_parallel_degree=2"),
+    ("n_heads = 4 cannot be divided by 3", "--parallelism.tensor_parallel_degree=3"),
+    ("n_kv_heads = 2 cannot be divided by 4", "--parallelism.tensor_parallel_degree=4"),
+    ("4096 tokens are more than the 2048", "--training.seq_len=4096"),
+    ("2000 steps of warmup leave", "llama3_8b --training.steps=1000 --lr_scheduler.warmup_steps=2000"),
 ]
 
 
-@pytest.mark.parametrize("job", RULES, ids=lambda job: " ".join(job))
-def test_rules_without_a_number_of_ranks(job, said, monkeypatch) -> None:
+@pytest.mark.parametrize(("message", "words"), RULES)
+def test_rules_without_a_number_of_ranks(message, words, said, monkeypatch) -> None:
+    name, *overrides = words.split() if words.startswith("llama") else ["debug", *words.split()]
+    job = [CONFIGS / f"{name}.toml", *overrides]
     code, line = said("config", *job)
     assert code == 2
-    ranks = [int(word.partition("degree=")[2] or 1) for word in job]
-    monkeypatch.setenv("WORLD_SIZE", str(max(ranks)))
+    assert message in line
+    degree = words.partition("degree=")[2] or "1"
+    monkeypatch.setenv("WORLD_SIZE", degree)
     assert said("train", *job) == (2, line)
 
 
