@@ -14,7 +14,7 @@ import pytest
 
 from tests.jobs import make_job, metrics_of
 from tests.unit.checkpoint.test_checkpointer import EXTRA, RECIPE, Parts, names, open_run
-from tests.unit.checkpoint.test_resume_choice import abandoned, flip_a_shard, go
+from tests.unit.checkpoint.test_resume_choice import abandoned, flip_a_shard, go, kill_before_moving
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.commit import CheckpointError
@@ -28,13 +28,6 @@ RECORD = "last_commit.json"
 
 def recorded(folder: Path) -> dict[str, Any]:
     return json.loads((folder / RECORD).read_text())
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
-    """What has been logged since the last call."""
-    set_up_logging(rank=0, verbose=True)
-    return lambda: capsys.readouterr().err
 
 
 def test_each_commit_is_recorded_outside_the_checkpoint_folder(tmp_path: Path) -> None:
@@ -88,16 +81,16 @@ def test_another_checkpoint_folder_is_told_where_the_checkpoints_are(tmp_path: P
 
 @pytest.mark.parametrize("enable", ["true", "false"])
 def test_a_run_that_saved_nothing_starts_again_and_says_so(
-    tmp_path: Path, corpus: Path, said: Callable[[], str], enable: str
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], enable: str
 ) -> None:
     """The first start ends without a checkpoint, as one that is killed before its first save."""
     job = make_job(tmp_path, corpus, "--training.steps=1", "--checkpoint.enable=false")
     train(job)
-    assert "starting again" not in said()
+    assert "starting again" not in capsys.readouterr().err
     job = make_job(tmp_path, corpus, "--training.steps=2", f"--checkpoint.enable={enable}")
     train(job)
     line = f"the run before in {job.folder} saved no checkpoint: starting again at step 1"
-    assert said().count(line) == 1
+    assert capsys.readouterr().err.count(line) == 1
     assert [row["step"] for row in metrics_of(job)] == [1, 2]
 
 
@@ -123,7 +116,8 @@ def test_retention_rewinds_and_quarantine_keep_the_record_true(tmp_path: Path) -
 # ---- restart
 
 
-def test_restart_archives_what_was_there_once(tmp_path: Path, said: Callable[[], str]) -> None:
+def test_restart_archives_what_was_there_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging(rank=0, verbose=True)
     go(tmp_path, 4)
     flip_a_shard(tmp_path / "checkpoint/step-4")
     assert go(tmp_path, 3) == 3  # step 4 is quarantined
@@ -139,11 +133,11 @@ def test_restart_archives_what_was_there_once(tmp_path: Path, said: Callable[[],
     assert kept == ["bad-step-4-0", "step-1", "step-2", "step-2.keep", "step-3"]
     assert [p.name for p in (tmp_path / "hf").glob("*/*")] == ["step-2"]
     begun = "checkpoint.restart = true: a new run begins at step 1\n"
-    assert said().count(begun) == 1
+    assert capsys.readouterr().err.count(begun) == 1
     assert go(tmp_path, 2, restart=True) is None  # it ended before its first save
     assert go(tmp_path, 3, restart=True) == 2  # as Slurm starts it again: it goes on
     assert abandoned(tmp_path) == [[1, 2, 3]]
-    assert begun not in said()
+    assert begun not in capsys.readouterr().err
     assert go(tmp_path, 3) == 3
     assert go(tmp_path, 1, restart=True) is None  # asked for anew
     assert abandoned(tmp_path) == [[1, 2, 3], [1, 2, 3]]
@@ -164,14 +158,7 @@ def test_restart_where_the_checkpoints_are_gone(tmp_path: Path) -> None:
 def test_a_kill_between_two_moves_of_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     go(run, 4)
-    rename = os.rename
-
-    def killed(a: Any, b: Any) -> None:
-        if os.path.basename(a) == "step-2":
-            raise KeyboardInterrupt
-        rename(a, b)
-
-    monkeypatch.setattr(os, "rename", killed)
+    kill_before_moving(monkeypatch, "step-2")
     with pytest.raises(KeyboardInterrupt):
         go(run, 4, restart=True)
     monkeypatch.undo()
@@ -264,8 +251,10 @@ def test_a_damaged_record_beside_good_checkpoints_is_replaced(tmp_path: Path) ->
 
 
 def test_a_record_that_cannot_be_written_does_not_fail_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[[], str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    set_up_logging(rank=0, verbose=True)
+
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -275,6 +264,6 @@ def test_a_record_that_cannot_be_written_does_not_fail_the_save(
     run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     run.close()
     monkeypatch.undo()
-    assert f"{RECORD} could not be written: [Errno 28]" in said()
+    assert f"{RECORD} could not be written: [Errno 28] No space left on device\n[" in capsys.readouterr().err
     assert go(tmp_path, 2) == 1
     assert recorded(tmp_path)["step"] == 2

@@ -68,6 +68,18 @@ def shorten_a_shard(step: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def kill_before_moving(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Raise KeyboardInterrupt where a folder of this name is to be moved."""
+    rename = os.rename
+
+    def killed(a: Any, b: Any) -> None:
+        if os.path.basename(a) == name:
+            raise KeyboardInterrupt
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", killed)
+
+
 # ---- the newest
 
 
@@ -220,14 +232,7 @@ def test_a_bad_checkpoint_on_the_branch(tmp_path: Path, damage: Callable[[Path],
 
 def test_a_kill_between_two_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go(tmp_path, 5)
-    rename = os.rename
-
-    def killed(a: Any, b: Any) -> None:
-        if os.path.basename(a) == "step-4":
-            raise KeyboardInterrupt
-        rename(a, b)
-
-    monkeypatch.setattr(os, "rename", killed)
+    kill_before_moving(monkeypatch, "step-4")
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path, 5, load_step=2)
     monkeypatch.undo()
