@@ -73,3 +73,17 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 def run_on(pools: Callable[[int], Pool]) -> Callable[..., list[Any]]:
     """`run_on(world_size, function, *args)`: what the function returned on each rank."""
     return lambda world_size, function, *args: pools(world_size)(function, *args)
+
+
+@pytest.fixture
+def no_hang() -> Iterator[None]:
+    """A test that waits for ever fails."""
+
+    def fail(number: int, frame: object) -> None:
+        raise TimeoutError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,7 @@ from titanlite.train import train
 DEEP = "[" * 100_000
 
 
-@pytest.fixture(autouse=True)
-def alarm() -> Iterator[None]:
-    """A hang ends the test."""
-    signal.alarm(120)
-    yield
-    signal.alarm(0)
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 
 def reseal(step: Path, change: Callable[[dict[str, Any]], Any] = lambda manifest: None) -> None:

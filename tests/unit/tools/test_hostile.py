@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,7 @@ from titanlite.data.shards import TokenShards, write_description, write_shard
 from titanlite.data.tokenizer import Bytes
 from titanlite.tools.generate import open_source
 
-
-@pytest.fixture(autouse=True)
-def alarm() -> Iterator[None]:
-    """A hang ends the test."""
-    signal.alarm(120)
-    yield
-    signal.alarm(0)
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 
 @pytest.fixture
