@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.readme_log import quoted_lines, shape
 from tests.jobs import make_job, metrics_of, write_toml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,6 +86,10 @@ def test_the_debug_run_learns_and_says_where_everything_is(tmp_path: Path) -> No
         f"metrics      {folder / 'metrics.jsonl'}",
     ):
         assert line in run.stderr
+    log = run.stderr.replace(str(folder), "outputs/debug").replace(str(tmp_path / "cache"), "outputs/cache")
+    printed = {shape(line) for line in log.splitlines()}
+    for line in quoted_lines():
+        assert shape(line) in printed or not line.startswith("[rank0]"), f"the README quotes {line}"
     assert list((folder / "tb").glob("events.*"))
     assert (folder / "checkpoint/step-24/manifest.json").exists()
     assert (folder / "samples.txt").read_text().startswith("--- step 24\ndef main(")
