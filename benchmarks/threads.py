@@ -7,7 +7,9 @@ Each measurement is one `titanlite train train_configs/debug.toml` without valid
 samples, ended after `seconds`; the first step is not counted. "busy" is the number of other processes that
 compute all the time. The settings take turns, so that a change of the machine's own load meets all of them. A
 user's setting wins over titanlite's default, which is how this script selects one. On a machine that others
-use, `chrt -f 1 python benchmarks/threads.py --busy 0` is close to an idle one: no other process is let in.
+use, `chrt -f 1 python benchmarks/threads.py --busy 0` is close to an idle one: no other process is let in,
+which holds them up. A run that finishes no step after its first one counts as 0 tokens/s: read the number of
+steps beside the rate.
 """
 
 from __future__ import annotations
