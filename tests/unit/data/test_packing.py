@@ -19,7 +19,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.datasets import write_dataset
+from tests.datasets import Codec, write_dataset
 from titanlite.config.component import ConfigError
 from titanlite.data import plan as plan_module
 from titanlite.data.batch import IGNORE, make_batch
@@ -33,7 +33,8 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(lambda le
 def numbered(path: Path, lengths: list[int], shard_tokens: int = 1 << 20) -> TokenShards:
     """Documents of these lengths; every token is another number."""
     ends = np.cumsum([0, *lengths]).tolist()
-    return write_dataset(path, [list(range(a, b)) for a, b in pairwise(ends)], shard_tokens=shard_tokens)
+    codec = Codec(vocab_size=1 << 15)
+    return write_dataset(path, [list(range(a, b)) for a, b in pairwise(ends)], codec, shard_tokens)
 
 
 def pack(kind: str, shards: TokenShards, seq_len: int) -> PackedRows:
