@@ -119,8 +119,8 @@ def train(job: Job) -> int:
 
 
 def build(job: Job, rt: Runtime) -> Run:
-    """All parts of the run: model, data, optimizer, and the state they continue from. First what may not fit
-    together and costs nothing; nothing is written until all of it does."""
+    """All parts of the run: model, data, optimizer, and the state they continue from. Cheap checks of whether
+    they fit together run first; nothing is written before all of them have passed."""
     kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
     codec = open_tokenizer(job)
     with torch.device("meta"):
@@ -265,7 +265,7 @@ class Run:
                 try:
                     text = generate(self.model.logits, self.codec, prompt, c, seed, device)
                 except Diverged as e:  # the guard decides whether the run goes on
-                    logger.warning(f"no sample at step {self.state.step}: {e}")
+                    logger.info(f"no sample at step {self.state.step}: {e}")
                     return
                 logger.info(f"sample at step {self.state.step}:\n{text}")
                 if keep:
@@ -284,7 +284,8 @@ def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: Signals
     run.checkpoints.close(is_over=run.state.step >= job.training.steps)
     requests.done()
     guard.read()
-    run.end_if(guard.diverged or (guard.in_streak() and run.state.step >= job.training.steps))
+    is_over = run.state.step >= job.training.steps
+    run.end_if(guard.diverged or (is_over and guard.ended_in_streak(run.state.step)))
     if run.state.step < job.training.steps:
         if not job.checkpoint.enable:
             logger.warning(

@@ -11,7 +11,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -183,16 +183,26 @@ class Checkpointer:
             self.settle()
 
     def way_back(self) -> str:
-        """What to do after training has diverged: which checkpoint to go back to, and how."""
+        """What to do after training has diverged: which checkpoint to go back to, and how. Waits for a save
+        in flight, which may be that checkpoint."""
+        if self._pending is not None:
+            wait([self._pending])
+        return self._way_back()
+
+    def _way_back(self) -> str:
         healthy = newest_healthy(self.folder)
         if healthy is None:
             return (
                 "no checkpoint was saved before: start again in another --job.dump_folder, for example with "
                 "a lower --optimizer.lr"
             )
+        # What was saved after going back to a step is gone on from when load_step names that step again.
+        later = [path.name for step, path in commit.committed(self.folder) if step > healthy]
+        first = f"move {', '.join(later)} out of {self.folder}, then "
         return (
-            f"go back to step {healthy}, the newest checkpoint saved before, and change something, for "
-            f"example: --checkpoint.load_step={healthy} --optimizer.lr=<a lower one>"
+            f"{first if later and healthy == self._branch() else ''}go back to step {healthy}, the newest "
+            "checkpoint saved before, and change something, for example: "
+            f"--checkpoint.load_step={healthy} --optimizer.lr=<a lower one>"
         )
 
     def has(self, step: int) -> bool:
@@ -271,7 +281,7 @@ class Checkpointer:
         if names := sorted(set().union(*self._ranks.gather(not_finite))):
             raise Diverged(
                 f"training has diverged: after step {step} {listed(names)} are not finite; this state is not "
-                f"saved; {self.way_back()}"
+                f"saved; {self._way_back()}"
             )
         if problems := [text for text in self._ranks.gather(problem) if text]:
             raise CheckpointError(f"step {step} could not be saved: {problems[0]}")

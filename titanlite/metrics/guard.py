@@ -56,7 +56,7 @@ class StepGuard:
         self._streak = torch.zeros((), dtype=torch.int64, device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._unread: deque[_Decision] = deque()
-        self._last_streak: tuple[int, int] = (0, -1)  # first and last step of the newest streak read so far
+        self._last_streak: tuple[int, int] = (0, -1)  # first and last step of the newest streak known
         self.diverged = False
 
     def judge(
@@ -94,7 +94,7 @@ class StepGuard:
             step, first, last, values = self._unread.popleft()
             skipped, streak, loss, grad_norm = values.result().tolist()
             if skipped and not self.diverged:
-                logger.warning(
+                logger.info(  # no warning: every rank would say it
                     f"step {step} is skipped: loss {loss:g}, gradient norm {grad_norm:g}; its sequences are "
                     f"{first} to {last} (skipped step {streak:.0f} in a row, the run ends at "
                     f"{self.config.limit})"
@@ -105,6 +105,11 @@ class StepGuard:
     def in_streak(self) -> bool:
         """Whether the newest step was skipped. Waits for the device."""
         return self._streak.item() > 0
+
+    def ended_in_streak(self, step: int) -> bool:
+        """Whether `step`, the newest one that read() or load_state_dict() knows of, was skipped."""
+        first, last = self._last_streak
+        return first <= last == step
 
     def skipped_steps(self) -> int:
         """Steps skipped since the run's first. Waits for the device."""
@@ -126,4 +131,4 @@ class StepGuard:
         streak = state["streak"] if state["streak"] < self.config.limit else 0
         self._streak.fill_(streak)
         self._skipped.fill_(state["skipped_steps"])
-        self._last_streak = (step - streak + 1, step)
+        self._last_streak = (step - state["streak"] + 1, step)

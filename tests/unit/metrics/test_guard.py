@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,49 @@ def test_a_run_whose_last_step_is_skipped_saves_it_and_ends_with_4(tmp_path: Pat
     assert saved_steps(job) == [4, 8]
     with pytest.raises(Diverged, match="step 8 had"):
         train(job)  # nothing is left to train, and nothing is better
+
+
+def test_a_run_that_reached_the_limit_in_its_last_step_is_not_done_when_started_again(
+    tmp_path: Path, corpus: Path
+) -> None:
+    job = make_job(tmp_path, corpus, "--guard.max_consecutive=2")
+    for _ in range(2):
+        with bad_steps({7, 8}), pytest.raises(Diverged, match=r"2 steps in a row, 7 to 8, .* back to step 4"):
+            train(job)
+    assert saved_steps(job) == [4, 8]
+
+
+def test_the_way_back_waits_for_the_checkpoint_that_is_being_written(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 4 is committed only after the run has found that it diverged."""
+    diverged, commit_, reason = threading.Event(), commit.commit, StepGuard.reason
+
+    def late(*args: Any) -> Path:
+        assert diverged.wait(120)
+        return commit_(*args)
+
+    def telling(self: StepGuard) -> str:
+        diverged.set()
+        return reason(self)
+
+    monkeypatch.setattr(commit, "commit", late)
+    monkeypatch.setattr(StepGuard, "reason", telling)
+    job = make_job(tmp_path, corpus, "--guard.max_consecutive=1")
+    with bad_steps({5}), pytest.raises(Diverged, match=r"step 5 had .*; go back to step 4,"):
+        train(job)
+
+
+def test_the_way_back_to_a_step_that_was_gone_back_to_before(tmp_path: Path, corpus: Path) -> None:
+    """load_step does not go back twice to a step after which something was saved."""
+    with bad_steps({8}), pytest.raises(Diverged, match=r"8 had .* not finite; go back to step 4"):
+        train(make_job(tmp_path, corpus))
+    job = make_job(tmp_path, corpus, "--checkpoint.load_step=4")
+    with bad_steps({8}), pytest.raises(Diverged, match=r"; move step-8 out of .*, then go back to step 4"):
+        train(job)
+    (job.folder / "checkpoint/step-8").rename(job.folder / "step-8")
+    assert train(job) == 0
+    assert [line["step"] for line in metrics_of(job)] == [*range(1, 9)]
 
 
 def test_retention_keeps_the_newest_checkpoint_from_before_a_streak(tmp_path: Path, corpus: Path) -> None:
