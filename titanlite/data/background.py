@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import re
 import signal
 import threading
 import time
@@ -103,9 +104,10 @@ class Background(Generic[Item]):
         return f"loader worker {k} (pid {self._workers[k].pid})"
 
     def _children(self) -> list[BaseProcess]:
-        """The processes that `start` started, in order: their names end in ascending numbers."""
+        """The processes that `start` started, in order: their names end in ascending numbers, `-3`, or `-36:3`
+        where this process is itself the 36th child of another."""
         found = set(multiprocessing.active_children()) - self._others
-        return sorted(found, key=lambda child: int(child.name.rpartition("-")[2]))
+        return sorted(found, key=lambda child: int(re.split("[-:]", child.name)[-1]))
 
     def _kill(self) -> None:
         self._killed = True

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,12 @@ LIMIT_S = 120
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Looks often. A DataLoader in another test may have left torch's handler of SIGCHLD, which raises."""
     monkeypatch.setattr(background, "LOOK_S", 0.02)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, before)
 
 
 class Numbers(Dataset):

@@ -406,17 +406,20 @@ def test_no_sample_is_taken_from_logits_that_are_not_finite(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlainSGD(Optimizer, name="plain_sgd_of_the_guard_tests"):
-    """An optimizer from outside that knows nothing of the guard."""
+def test_an_optimizer_from_outside_skips_too(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Optimizer, "choices", dict(Optimizer.choices))
 
-    def build(self, parameters: Any) -> torch.optim.Optimizer:
-        group = {"params": [p for _, p in parameters], "peak_lr": self.lr}
-        return torch.optim.SGD([group], lr=self.lr, momentum=0.9)
+    @dataclass(frozen=True, kw_only=True)
+    class PlainSGD(Optimizer, name="plain_sgd"):
+        """An optimizer that knows nothing of the guard."""
 
+        def build(self, parameters: Any) -> torch.optim.Optimizer:
+            group = {"params": [p for _, p in parameters], "peak_lr": self.lr}
+            return torch.optim.SGD([group], lr=self.lr, momentum=0.9)
 
-def test_an_optimizer_from_outside_skips_too(tmp_path: Path, corpus: Path) -> None:
-    keys = ["--optimizer.name=plain_sgd_of_the_guard_tests", "--training.steps=4"]
+    keys = ["--optimizer.name=plain_sgd", "--training.steps=4"]
     jobs = [make_job(tmp_path, corpus, *keys, name=fault) for fault in ("gradient", "nothing")]
     for job in jobs:
         with bad_steps({3}, job.folder.name):
