@@ -350,8 +350,9 @@ def text(name: str, words: Sequence[str]) -> str | None:
     if not {"-h", "--help"} & set(words):
         return None
     at = next(i for i, word in enumerate(words) if word in ("-h", "--help"))
-    if name in ("train", "launch", "config", "prepare") and words[at + 1 :]:
-        chosen = reference.section(schema.table(VERBS[name].table), words[at + 1])
+    section = next(iter(words[at + 1 :]), "--")
+    if name in ("train", "launch", "config", "prepare") and not section.startswith("--"):
+        chosen = reference.section(schema.table(VERBS[name].table), section)
         return reference.help_text(chosen) + "\n"
     if name == "launch" and any(word.endswith(".toml") for word in words):  # of run_train.sh CONFIG --help
         name = "train"
@@ -375,7 +376,8 @@ def check(name: str, words: Sequence[str]) -> None:
     try:
         toml.check(schema.table(verb.table), tree, locator)
     except ConfigError as e:
-        if name != "prepare" and (theirs := sorted(TORCHTITAN & {str(error.key) for error in e.errors})):
+        unknown = {str(error.key) for error in e.errors if not locator.overrides(error.key or "")}
+        if name != "prepare" and (theirs := sorted(TORCHTITAN & unknown)):
             raise ConfigError(
                 f"{locator.path} is a file of torchtitan's (it has {theirs[0]}); make it titanlite's first: "
                 f"titanlite migrate {locator.path} -o NEW.toml"

@@ -290,6 +290,17 @@ def test_a_file_that_is_not_toml(run, config):
     assert complaint_of(run("train", config)).startswith(f"{config}:1: not valid TOML: ")
 
 
+def test_a_key_of_torchtitans_is_told_where_it_stands(run, config):
+    assert complaint_of(run("train", config, "--training.dataset=c4")).startswith(
+        "command line, --training.dataset: unknown key 'dataset'"
+    )
+    config.write_text(config.read_text().replace("[training]\n", '[training]\ndataset = "c4"\n'))
+    for more in ([], ["--training.batch_size=8"]):
+        assert complaint_of(run("train", config, *more)).startswith(
+            f"{config} is a file of torchtitan's (it has training.dataset); make it titanlite's first: "
+        )
+
+
 def test_an_override_into_a_number_is_no_crash(run, config):
     assert "--training.steps.x.y" in complaint_of(run("train", config, "--training.steps.x.y=3"))
 
@@ -370,9 +381,10 @@ def test_launch_checks_the_job_for_all_ranks_before_it_starts_any(run, trained, 
     assert trained == []
 
 
-def test_launch_with_a_configuration_and_help_lists_the_keys(config, capsys):
+@pytest.mark.parametrize("more", [[], ["--training.steps=5"]])
+def test_launch_with_a_configuration_and_help_lists_the_keys(config, capsys, more):
     try:
-        code = cli.run(["launch", "--nproc-per-node=1", str(config), "--help"])
+        code = cli.run(["launch", "--nproc-per-node=1", str(config), "--help", *more])
     except SystemExit as exit:
         code = exit.code
     assert code == 0

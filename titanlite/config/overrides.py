@@ -124,5 +124,5 @@ def plain(value: Any) -> Any:
         return value == "True"
     try:
         return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # a syntax error, a number of thousands of digits, too many brackets
         return str(value)

@@ -32,6 +32,10 @@ class Locator:
         self.path, self.overridden = path, set[str]()
         self._lines = dict(keys_of(text))
 
+    def overrides(self, key: str) -> bool:
+        """Whether the command line sets a dotted key, or one inside it."""
+        return any(f"{o}.".startswith(f"{key}.") for o in self.overridden)
+
     def located(self, error: ConfigError) -> ConfigError:
         """The same error, with the place of its key in front."""
         if error.key is None:
@@ -48,8 +52,7 @@ class Locator:
     def _place(self, key: str) -> tuple[str, float]:
         """Where a key stands, and its rank in a report: the lines of the file, the command line, the rest."""
         while key:
-            inside = any(o.startswith(f"{key}.") for o in self.overridden)
-            if key in self.overridden or (inside and key not in self._lines):
+            if key in self.overridden or (self.overrides(key) and key not in self._lines):
                 return "command line, --", math.inf
             if key in self._lines:
                 return f"{self.path}:{self._lines[key]}: ", self._lines[key]

@@ -21,6 +21,7 @@ from titanlite.config.overrides import put, split_overrides
 from titanlite.config.places import Locator, syntax_error
 from titanlite.config.schema import Node, convert, describe, names_imports
 from titanlite.config.shipped import find_config
+from titanlite.files import FileFault, read_regular
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,13 +38,13 @@ def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[s
     if path is not None:
         path = find_config(path)
         try:
-            text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
-        except (OSError, UnicodeDecodeError) as e:
+            text = read_regular(path).decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        except (OSError, FileFault, UnicodeDecodeError) as e:
             hint = "; save it as UTF-8" if isinstance(e, UnicodeDecodeError) else ""
             raise ConfigError(f"{path}: cannot read the configuration: {e}{hint}") from None
     try:
         tree = parse(text)
-    except tomllib.TOMLDecodeError as e:
+    except ValueError as e:
         raise syntax_error(path, text, str(e)) from None
     locator = Locator("command line" if path is None else str(path), text)
     for key, value in split_overrides(overrides):
@@ -60,8 +61,11 @@ def check(table: Node, tree: dict[str, Any], locator: Locator) -> None:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The raw tree of TOML text, such as dump() makes."""
-    return tomllib.loads(text)
+    """The raw tree of TOML text, such as dump() makes. Raises ValueError for anything else."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def build(schema: type[T], tree: dict[str, Any], locator: Locator) -> T:

@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.kinds import WRONG_KINDS
 from titanlite.config import toml
 from titanlite.config.component import Component, ConfigError
+from titanlite.config.overrides import Word, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,6 +399,25 @@ def test_a_file_that_is_not_utf8(tmp_path):
     path.write_bytes(b'label = "caf\xe9"\n')
     with pytest.raises(ConfigError, match=r"latin\.toml: cannot read the configuration"):
         toml.read(path)
+
+
+@pytest.mark.parametrize("kind", ["a named pipe", "a directory"])
+def test_a_configuration_that_is_no_file(tmp_path, kind):
+    """A pipe, such as a shell's <(command), could be read only once; the launcher and its ranks all read."""
+    path = tmp_path / "piped.toml"
+    make, complaint = WRONG_KINDS[kind]
+    make(path)
+    with pytest.raises(ConfigError, match=rf"piped\.toml: cannot read the configuration: {complaint}"):
+        toml.read(path)
+
+
+@pytest.mark.parametrize("value", ["[" * 5000 + "]" * 5000, "1" * 5000], ids=["brackets", "digits"])
+def test_values_that_the_parser_cannot_hold(tmp_path, value):
+    path = tmp_path / "large.toml"
+    path.write_text(f"a = {value}\n")
+    with pytest.raises(ConfigError, match=r"large\.toml: not valid TOML: "):
+        toml.read(path)
+    assert plain(Word(value)) == value
 
 
 def test_a_file_that_is_not_toml(tmp_path):
