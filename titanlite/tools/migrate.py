@@ -19,6 +19,7 @@ import tomli_w
 from titanlite.commands import parser
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.files import write_atomically
 from titanlite.job import check_new
 from titanlite.tools.migrate_rules import (
     Line,
@@ -51,8 +52,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         try:
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            with open(options.output, "x", encoding="utf-8") as file:
-                file.write(text)
+            write_atomically(options.output, text)
         except OSError as e:
             raise ConfigError(f"{options.output} cannot be written: {e.strerror}") from None
     print(report, end="", file=sys.stderr if options.output is None else sys.stdout)

@@ -3,8 +3,10 @@ result is a job with its values."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -320,6 +322,20 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.toml", "torchtitan.toml"]
     assert cli.run(["migrate", str(source), "-o", str(tmp_path / "new" / "x.toml")]) == 0
     assert (tmp_path / "new" / "x.toml").read_text() == written
+
+
+def test_nothing_is_left_of_a_file_that_a_full_disk_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = write(tmp_path, FILES["0.2 8B"]), tmp_path / "new" / "out.toml"
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert cli.run(["migrate", str(source), "-o", str(output)]) == 2
+    assert capsys.readouterr().err == f"titanlite: {output} cannot be written: No space left on device\n"
+    assert list(output.parent.iterdir()) == []
 
 
 def test_a_longer_sequence_than_the_flavor_is_made_for_is_carried_over(tmp_path: Path) -> None:
