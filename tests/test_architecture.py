@@ -4,6 +4,7 @@ get."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,6 +120,16 @@ def test_sizes_stay_readable() -> None:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = node.end_lineno - node.lineno + 1
                 assert length <= 60, f"{path}:{node.lineno}: {node.name} has {length} lines"
+
+
+def test_the_tree_in_the_readme_names_every_module() -> None:
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
+    named = set(re.findall(r"[\w]+\.(?:py|md)", tree))
+    there = {path.name for path in PACKAGE.rglob("*.py") if path.parent.name != "tools"} - {"__init__.py"}
+    docs = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert there | docs <= named
+    tools = {path.name for path in (PACKAGE / "tools").glob("*.py")}
+    assert named <= there | docs | tools | {"CONTRIBUTING.md"}
 
 
 def test_every_file_says_what_it_is_in_ascii() -> None:
