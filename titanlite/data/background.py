@@ -104,8 +104,8 @@ class Background(Generic[Item]):
         return f"loader worker {k} (pid {self._workers[k].pid})"
 
     def _children(self) -> list[BaseProcess]:
-        """The processes that `start` started, in order: their names end in ascending numbers, `-3`, or `-36:3`
-        where this process is itself the 36th child of another."""
+        """The processes that `start` started, in order: their names end in ascending numbers, `-3`, or
+        `-36:3` where this process is itself the 36th child of another."""
         found = set(multiprocessing.active_children()) - self._others
         return sorted(found, key=lambda child: int(re.split("[-:]", child.name)[-1]))
 
