@@ -66,7 +66,7 @@ def quoted_lines() -> list[str]:
 def shape(line: str) -> str:
     """A log line without its numbers, and without the share of time spent waiting for data, which is not
     always there."""
-    line = re.sub(r"  data [\d.]+%", "", line)
+    line = re.sub(r"  waiting for data [\d.]+%", "", line)
     line = re.sub(r"python_stdlib-[0-9a-f]+", "python_stdlib", line)
     return re.sub(r" +", " ", re.sub(r"\d[\d.,:]*(e[+-]\d+)?", "N", line))
 
