@@ -5,24 +5,28 @@
 A dataset of random documents (log-normal lengths, median 600 tokens, uint16) is read as a training process
 reads it: batches of int64 inputs and targets from shuffled rows, in this process or through worker processes.
 "memmap" is the bare minimum beside it: the same number of tokens from random places of the file, sliced,
-converted and stacked, without an order to follow, hashes, documents or exact resumption.
+converted and stacked, without an order to follow, hashes, documents or exact resumption. First, or with
+--compare alone, the loader is measured beside torch's DataLoader over the same sequences, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from environment import environment
+from torch.utils.data import DataLoader
 
-from titanlite.data.loader import Data, MicroBatches, SequenceLoader
+from titanlite.data.loader import Data, MicroBatches, Rows, SequenceLoader
 from titanlite.data.shards import token_dtype, write_description, write_shard
 from titanlite.data.sources import Tokens
 from titanlite.data.tokenizer import Tiktoken
@@ -30,6 +34,7 @@ from titanlite.data.tokenizer import Tiktoken
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = ((2048, 8), (8192, 2))  # seq_len, rows of a micro-batch
 SECONDS, REPEATS = 1.0, 5
+TURNS, BATCHES = 60, 250
 
 
 def main() -> None:
@@ -38,14 +43,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=200_000_000)
+    parser.add_argument("--compare", action="store_true", help="only the loader beside torch's DataLoader")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/data_loading.json")
     options = parser.parse_args()
     codec = Tiktoken(path=str(ROOT / "assets/tokenizer/stdlib.tiktoken")).build()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "dataset"
         write_dataset(path, codec, options.tokens)
+        compared = [
+            line
+            for seq_len, rows in SHAPES
+            for line in compare(Data(sources=[Tokens(path=str(path))]), codec, seq_len, rows)
+        ]
         measured = []
-        for seq_len, rows in SHAPES:
+        for seq_len, rows in () if options.compare else SHAPES:
             measured.append({"reader": "memmap", **rate(memmap_reader(path, seq_len, rows), seq_len, rows)})
             report(measured[-1])
             for keys in (
@@ -68,10 +79,87 @@ def main() -> None:
         "seconds": SECONDS,
         "repeats": REPEATS,
         "results": measured,
+        "beside_torchs_data_loader": compared,
+        "load_average": os.getloadavg(),
         "env": environment("titanlite", "torch", "numpy"),
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def compare(data: Data, codec: Any, seq_len: int, rows: int) -> list[dict[str, Any]]:
+    """The loader beside torch's DataLoader on the same sequences, in turns, so that both meet the same load
+    of the machine; and the CPU time of the training process and its workers, which hardly depends on that
+    load."""
+    made, order, lines = data.build(codec, seq_len=seq_len, seed=0), MicroBatches(0, rows, rows, 0, 1), []
+    for num_workers in (0, 2):
+        readers = {
+            "torch": Reader(data_loader(made, order, num_workers)),
+            "titanlite": Reader(SequenceLoader(made, order, num_workers, pin_memory=False)),
+        }
+        for turn in range(TURNS):
+            for reader in list(readers.values())[:: 1 if turn % 2 else -1]:  # the second finds warm caches
+                reader.turn()
+        shape = {"seq_len": seq_len, "micro_batch": rows, "num_workers": num_workers}
+        for name, reader in readers.items():
+            speed = round(BATCHES * seq_len * rows / sorted(reader.seconds)[TURNS // 2])
+            line = {"reader": name, **shape, "tokens_per_second": speed, "cpu_us_per_batch": reader.cpu_us()}
+            report(line)
+            lines.append(line | {"seconds_of_turns": [round(s, 5) for s in reader.seconds]})
+        torchs, ours = readers.values()
+        turns = sorted(a / b for a, b in zip(torchs.seconds, ours.seconds))
+        ratios = {
+            "median_speed": round(turns[TURNS // 2], 3),
+            "best_speed": round(min(torchs.seconds) / min(ours.seconds), 3),
+            "cpu": round(ours.cpu_us() / torchs.cpu_us(), 3),
+        }
+        lines.append({"reader": "titanlite / torch", **shape, **ratios})
+        report(lines[-1])
+    return lines
+
+
+class Reader:
+    """Batches, and what they cost."""
+
+    def __init__(self, loader: Iterable[Any]):
+        before = set(multiprocessing.active_children())
+        self._batches, self.seconds = iter(loader), list[float]()
+        self._own = 0.0  # CPU seconds of this process
+        next(self._batches)
+        self._workers = [child.pid for child in set(multiprocessing.active_children()) - before]
+        self._began = sum(cpu_s(pid) for pid in self._workers)
+
+    def turn(self) -> None:
+        """Read for a while."""
+        for _ in range(10):
+            next(self._batches)
+        began, cpu = time.perf_counter(), time.process_time()
+        for _ in range(BATCHES):
+            next(self._batches)
+        self.seconds.append(time.perf_counter() - began)
+        self._own += time.process_time() - cpu
+
+    def cpu_us(self) -> int:
+        """CPU time of a batch, in this process and in its workers."""
+        workers = (sum(cpu_s(pid) for pid in self._workers) - self._began) / (BATCHES + 10)
+        return round((self._own / BATCHES + workers) / len(self.seconds) * 1e6)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def data_loader(made: Rows, order: MicroBatches, num_workers: int) -> DataLoader:
+    """torch's DataLoader with the loader's settings."""
+    return DataLoader(
+        made,
+        batch_sampler=order,
+        num_workers=num_workers,
+        collate_fn=lambda batch: batch,
+        prefetch_factor=4 if num_workers else None,
+    )
 
 
 def write_dataset(path: Path, codec: Any, tokens: int) -> None:
