@@ -1,11 +1,11 @@
 """The first run, `./run_train.sh debug`, beside a plain loop over transformers' Llama of the same shape.
 
-    python benchmarks/first_run.py --output benchmarks/results/first_run.json [--rounds 3] [--steps 60]
+    python benchmarks/first_run.py [--turns 12] [--seconds 3] [--output benchmarks/results/FILE]
 
-Three programs run in turns, each as a process of its own with all cores: a plain loop (Hugging Face's model,
-torch's AdamW and gradient clipping, the same batch, accumulation and tokens), titanlite as it is shipped, and
-titanlite with `--compile.enable` and an empty compiler cache. Two numbers each: tokens/s over the steps after
-the tenth, and the seconds of the whole process, imports, data and compilation included. The machine should be
+The plain loop has Hugging Face's model, torch's AdamW and gradient clipping, and the same micro-batch,
+accumulation and tokens. It and titanlite, as shipped and with `--compile.enable`, run in turns (turns.py);
+titanlite also with libgomp's own GOMP_SPINCOUNT, which the plain loop has (threads.py). Then the wall time of
+whole runs of `--steps` steps, imports and compilation into an empty cache included. The machine should be
 idle otherwise.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,74 +26,98 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.environment import write_result  # noqa: E402
+from benchmarks.turns import Program, take_turns  # noqa: E402
 
-SEQ_LEN, MICRO_BATCH, GLOBAL_BATCH, SKIP = 128, 2, 16, 10
-TITANLITE = {"titanlite": [], "titanlite, compiled": ["--compile.enable"]}
+SEQ_LEN, MICRO_BATCH, GLOBAL_BATCH = 128, 2, 16
+LIBGOMPS = {"GOMP_SPINCOUNT": "300000"}
+ENDLESS = 1_000_000  # steps
+VARIANTS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "titanlite": ([], {}),
+    "titanlite, compiled": (["--compile.enable"], {}),
+    "titanlite, libgomp's waiting": ([], LIBGOMPS),
+    "titanlite, compiled, libgomp's waiting": (["--compile.enable"], LIBGOMPS),
+}
 
 
 def main() -> None:
-    """Run all three in turns, summarise, write."""
+    """Run all in turns, then the whole runs; summarise, write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
+    parser.add_argument("--steps", type=int, default=60, help="of a whole run")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--plain", type=Path, help="run the plain loop on the tokens in this folder")
+    parser.add_argument(
+        "--plain", type=Path, nargs=2, help="run the plain loop: folder of tokens, file of lines"
+    )
     options = parser.parse_args()
     if options.plain is not None:
-        print(json.dumps(plain_loop(options.plain, options.steps)))
+        plain_loop(*options.plain, steps=options.steps)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        cache = Path(folder) / "cache"
-        train(Path(folder), cache, 1, [])  # tokenises
-        runs = []
-        for _ in range(options.rounds):
-            runs.append({"program": "plain loop", **run_plain(cache, options.steps)})
-            for name, keys in TITANLITE.items():
-                runs.append({"program": name, **train(Path(folder), cache, options.steps, keys)})
-            print(json.dumps(runs[-3:]), flush=True)
-    medians = {
-        name: {
-            key: statistics.median(r[key] for r in runs if r["program"] == name)
-            for key in ("tokens_per_s", "wall_s")
-        }
-        for name in ("plain loop", *TITANLITE)
+    with tempfile.TemporaryDirectory() as name:
+        folder, cache = Path(name), Path(name, "cache")
+        subprocess.run(
+            debug_run(folder / "first", cache, 1), check=True, stderr=subprocess.DEVNULL
+        )  # tokenises
+        programs = [plain(folder, cache, ENDLESS)]
+        for i, (variant, (keys, env)) in enumerate(VARIANTS.items()):
+            run, compiled = folder / str(i), {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{i}/compiled"}
+            command = [*debug_run(run, cache, ENDLESS), "--lr_scheduler.warmup_steps=16", *keys]
+            programs.append(
+                Program(variant, command, run / "metrics.jsonl", folder / f"{i}.log", env | compiled)
+            )
+        turns = take_turns(programs, options.turns, options.seconds)
+        wall_s = {"plain loop": seconds_of(plain(folder / "whole", cache, options.steps).command, folder)}
+        for i, variant in enumerate(("titanlite", "titanlite, compiled")):
+            run = folder / f"whole-{i}"
+            command = [*debug_run(run, cache, options.steps), *VARIANTS[variant][0]]
+            wall_s[variant] = seconds_of(command, run)
+    base = turns["plain loop"]["steps_per_s"]
+    result = {
+        "tokens_per_s": {name: t["steps_per_s"] * GLOBAL_BATCH * SEQ_LEN for name, t in turns.items()},
+        "ratios_to_the_plain_loop": {name: t["steps_per_s"] / base for name, t in turns.items()},
+        "whole_run": {"steps": options.steps, "wall_s": wall_s},
     }
-    base = medians["plain loop"]["tokens_per_s"]
-    ratios = {name: medians[name]["tokens_per_s"] / base for name in TITANLITE}
-    result = {"steps": options.steps, "medians": medians, "ratios_of_tokens_per_s": ratios}
     print(json.dumps(result, indent=1))
     if options.output is not None:
-        write_result(options.output, {**result, "runs": runs}, "torch", "transformers")
+        write_result(options.output, {**result, "turns": turns}, "torch", "transformers")
 
 
-def train(folder: Path, cache: Path, steps: int, keys: list[str]) -> dict[str, float]:
-    """`./run_train.sh debug` of so many steps: tokens/s after the tenth, and the seconds of it all."""
-    with tempfile.TemporaryDirectory(dir=folder) as run:
-        env = os.environ | {"PYTHON": sys.executable, "TORCHINDUCTOR_CACHE_DIR": f"{run}/compiled"}
-        command = [
-            str(ROOT / "run_train.sh"), "debug", f"--training.steps={steps}", "--metrics.log_freq=1",
-            f"--job.dump_folder={run}/run", f"--data.cache_dir={cache}", "--validation.enable=false",
-            "--generation.prompts=[]", "--checkpoint.enable=false", *keys,
-        ]  # fmt: skip
-        began = time.perf_counter()
-        subprocess.run(command, check=True, env=env, stderr=subprocess.DEVNULL)
-        wall_s = time.perf_counter() - began
-        lines = [json.loads(line) for line in Path(run, "run/metrics.jsonl").read_text().splitlines()]
-    step_s = [line["time/step_s"] for line in lines[SKIP:]] or [1.0]
-    return {"tokens_per_s": GLOBAL_BATCH * SEQ_LEN * len(step_s) / sum(step_s), "wall_s": wall_s}
+def debug_run(run: Path, cache: Path, steps: int) -> list[str]:
+    """`./run_train.sh debug` of so many steps, with a line of metrics each, and nothing beside the steps."""
+    return [
+        "env", f"PYTHON={sys.executable}", str(ROOT / "run_train.sh"), "debug",
+        f"--training.steps={steps}", "--metrics.log_freq=1", f"--job.dump_folder={run}",
+        f"--data.cache_dir={cache}", "--validation.enable=false", "--generation.prompts=[]",
+        "--checkpoint.enable=false",
+    ]  # fmt: skip
 
 
-def run_plain(cache: Path, steps: int) -> dict[str, float]:
+def plain(folder: Path, cache: Path, steps: int) -> Program:
     """The plain loop as a process."""
-    command = [sys.executable, __file__, "--plain", str(next(cache.iterdir())), "--steps", str(steps)]
+    folder.mkdir(exist_ok=True)
+    lines = folder / "plain.lines"
+    command = [
+        sys.executable,
+        __file__,
+        "--plain",
+        str(next(cache.iterdir())),
+        str(lines),
+        f"--steps={steps}",
+    ]
+    return Program("plain loop", command, lines, folder / "plain.log")
+
+
+def seconds_of(command: list[str], compiled: Path) -> float:
+    """Wall time of a whole run, compiling into an empty cache."""
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{compiled}/whole"}
     began = time.perf_counter()
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return {**json.loads(done.stdout), "wall_s": time.perf_counter() - began}
+    subprocess.run(command, check=True, env=env, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - began
 
 
-def plain_loop(tokens_folder: Path, steps: int) -> dict[str, float]:
+def plain_loop(tokens_folder: Path, lines: Path, steps: int) -> None:
     """What one writes by hand: a model, an optimizer, a loop."""
     import numpy as np
     import torch
@@ -108,21 +131,21 @@ def plain_loop(tokens_folder: Path, steps: int) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     rng = np.random.default_rng(0)
-    accumulate, times = GLOBAL_BATCH // MICRO_BATCH, []
-    for _ in range(steps):
-        began = time.perf_counter()
-        for _ in range(accumulate):
-            begins = rng.integers(0, len(tokens) - SEQ_LEN, MICRO_BATCH)
-            batch = torch.stack([torch.from_numpy(tokens[b : b + SEQ_LEN].astype(np.int64)) for b in begins])
-            loss = model(input_ids=batch, labels=batch).loss / accumulate
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - began)
-    counted = times[SKIP:] or times
-    return {"tokens_per_s": GLOBAL_BATCH * SEQ_LEN * len(counted) / sum(counted)}
+    accumulate = GLOBAL_BATCH // MICRO_BATCH
+    with lines.open("w", buffering=1) as log:
+        for _ in range(steps):
+            for _ in range(accumulate):
+                begins = rng.integers(0, len(tokens) - SEQ_LEN, MICRO_BATCH)
+                batch = torch.stack(
+                    [torch.from_numpy(tokens[b : b + SEQ_LEN].astype(np.int64)) for b in begins]
+                )
+                loss = model(input_ids=batch, labels=batch).loss / accumulate
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            log.write(f"{loss.item()}\n")
 
 
 if __name__ == "__main__":
