@@ -60,10 +60,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def migrate(source: Path) -> tuple[str, str]:
-    """The TOML text and the report. Raises ConfigError for a file that is none, or a model that titanlite
-    does not have."""
+    """The TOML text and the report. Raises ConfigError for a file that is none of torchtitan's, or a model
+    that titanlite does not have."""
     tree, _ = toml.read(source)
     theirs = dict(flatten(tree))
+    if "data.sources" in theirs:  # every job of titanlite's has it, no file of torchtitan's does
+        raise ConfigError(f"{source} is a titanlite file already: `titanlite config {source}` checks it")
     m = Migration(theirs, era(theirs))
     add_model(m, source)
     # a path stands for what another key names: of a data set, of a tokenizer

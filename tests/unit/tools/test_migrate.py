@@ -324,6 +324,19 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "new" / "x.toml").read_text() == written
 
 
+@pytest.mark.parametrize("name", ["debug", "recorded"])
+def test_a_file_of_titanlites_is_not_migrated(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name == "recorded":
+        Path(name).write_text(toml.dump(load_job("debug")) + "\n[mine]\n")  # a mistake in it changes nothing
+    assert cli.run(["migrate", name, "-o", "new.toml"]) == 2
+    said = f"titanlite: {name} is a titanlite file already: `titanlite config {name}` checks it\n"
+    assert capsys.readouterr() == ("", said)
+    assert not Path("new.toml").exists()
+
+
 def test_nothing_is_left_of_a_file_that_a_full_disk_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
