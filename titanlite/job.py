@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import listed, plain
 from titanlite.config.places import Locator
+from titanlite.config.shipped import PACKAGE
 from titanlite.data.loader import Data
 from titanlite.data.tokenizer import Tiktoken, Tokenizer
 from titanlite.evaluate import Validation
@@ -312,7 +314,29 @@ def import_components(modules: Any, key: str, locator: Locator, allowed: bool) -
     for module in modules:
         try:
             importlib.import_module(str(module))
-        except (ImportError, TypeError, ValueError) as e:
-            where = f" (looked in {here}, PYTHONPATH and the installed packages)"
-            where = where if isinstance(e, ModuleNotFoundError) else ""
-            raise locator.located(ConfigError(f"cannot import {module!r}: {e}{where}", key)) from None
+        except Exception as e:
+            place = _place_of(e)
+            is_told = not place or isinstance(e, SyntaxError)
+            more = "" if is_told else f'; for the traceback: python -c "import {module}"'
+            if isinstance(e, ModuleNotFoundError):
+                more = f" (looked in {here}, PYTHONPATH and the installed packages)"
+            text = f"cannot import {module!r}: {place}{_summary(e)}{more}"
+            raise locator.located(ConfigError(text, key)) from None
+
+
+def _place_of(error: Exception) -> str:
+    """The file and line at which the import of a module failed, in neither titanlite nor Python's importlib;
+    "" if the module did not begin to run."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: "
+    others = (f"{PACKAGE}{os.sep}", importlib.import_module.__code__.co_filename, "<frozen importlib")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+
+
+def _summary(error: Exception) -> str:
+    """The error on one line, with its type unless the text says it."""
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    if isinstance(error, (ImportError, ConfigError)):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -430,6 +430,42 @@ def test_a_failing_import_inside_an_imported_module_is_told(path, plugin, tmp_pa
     assert "No module named 'missing_dependency_of_it'" in message
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("x = 1\nif x\n", 2, "SyntaxError: expected ':'"),
+        ("x = 1\n\ty = 2\n", 2, "IndentationError: unexpected indent"),
+        ("def f():\n    raise RuntimeError('no\\nGPU')\n\n\nf()\n", 2, "RuntimeError: no GPU"),
+        ("{}['key']\n", 1, "KeyError: 'key'"),
+        ("\nassert False\n", 2, "AssertionError"),
+        ("from titanlite.optim.adamw import Adam\n", 1, "cannot import name 'Adam' from 'titanlite.optim"),
+        ("import importlib\nimportlib.import_module('.x')\n", 2, "TypeError: the 'package' argument is"),
+    ],
+    ids=lambda value: value.partition(":")[0] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_mistake_in_an_imported_module_is_told_with_its_place(
+    path, plugin, tmp_path, complaint, text, line, said
+):
+    (tmp_path / "elsewhere" / "sgd.py").write_text(text)
+    message = complaint(f"--job.imports=['{plugin}']", allow_imports=True)
+    assert message.startswith(
+        f"command line, --job.imports: cannot import '{plugin}': elsewhere/sgd.py:{line}: {said}"
+    )
+    assert "\n" not in message
+    is_told = said.startswith(("SyntaxError", "IndentationError"))
+    assert message.endswith(f'; for the traceback: python -c "import {plugin}"') == (not is_told)
+
+
+def test_a_component_that_takes_a_name_is_told_with_its_own_place(path, plugin, tmp_path, complaint):
+    text = PLUGIN.replace('class SGD(Optimizer, name="sgd")', 'class AdamW(Optimizer, name="adamw")')
+    (tmp_path / "elsewhere" / "sgd.py").write_text(text)
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if line.startswith(("@", "class"))]
+    message = complaint(f"--job.imports=['{plugin}']", allow_imports=True)
+    assert any(
+        f": elsewhere/sgd.py:{number}: TypeError: 'adamw' already names" in message for number in lines
+    )
+
+
 def test_imports_of_the_wrong_type_are_refused(complaint):
     assert complaint("--job.imports=5") == (
         "command line, --job.imports: expected a list, got 5; write --job.imports='[\"5\"]'"
