@@ -9,6 +9,13 @@ from collections.abc import Iterator, Sequence
 
 from titanlite.config.component import ConfigError
 
+CURLY = tuple("\u201c\u201d\u201e\u201f\u2018\u2019\u201a\u201b")
+QUOTES = ('"""', "'''", '"', "'")
+# Whole strings and comments; a quote by itself is one that no other closes.
+STRINGS = re.compile(
+    r'''""".*?"""|\'\'\'.*?\'\'\'|"""|\'\'\'|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|["']''', re.DOTALL
+)
+
 
 def keys_of(text: str) -> Iterator[tuple[str, int]]:
     """Every table and key of a TOML text, as its dotted name and its line."""
@@ -51,8 +58,10 @@ class Locator:
 
     def _place(self, key: str) -> tuple[str, float]:
         """Where a key stands, and its rank in a report: the lines of the file, the command line, the rest."""
+        if any(f"{key}.".startswith(f"{o}.") for o in self.overridden):
+            return "command line, --", math.inf
         while key:
-            if key in self.overridden or (self.overrides(key) and key not in self._lines):
+            if self.overrides(key) and key not in self._lines:
                 return "command line, --", math.inf
             if key in self._lines:
                 return f"{self.path}:{self._lines[key]}: ", self._lines[key]
@@ -62,17 +71,33 @@ class Locator:
 
 def syntax_error(path: object, text: str, complaint: str) -> ConfigError:
     """What is wrong with a TOML file, from its parser's complaint: the line, and what to write instead."""
-    at = re.search(r" \(at line (\d+), column \d+\)", complaint)
+    at = re.search(r" \(at line (\d+), column (\d+)\)", complaint)
+    opened = _unclosed(text)
+    if opened and "Invalid value" not in complaint and (not at or int(at[1]) == opened[0]):
+        number, column, quote = opened
+        reason = f"the string that begins at column {column} has no end; close it with a straight {quote}"
+        return ConfigError(f"{path}:{number}: not valid TOML: {reason}")
     if not at:
         return ConfigError(f"{path}: not valid TOML: {complaint}")
-    number = int(at[1])
+    number, column = int(at[1]), int(at[2])
     line = text.splitlines()[number - 1]
     reason = complaint.replace(at[0], "")
     if reason.startswith(("Cannot overwrite", "Cannot declare")):
         reason = _twice(text, number) or reason
+    elif line[column - 1 : column] in CURLY:
+        reason = f"column {column} is a curly quote, {line[column - 1]}; write straight ones, \" or '"
     else:
-        reason += _hint(line)
+        reason += _hint(line) or f" (column {column})"
     return ConfigError(f"{path}:{number}: not valid TOML: {reason}")
+
+
+def _unclosed(text: str) -> tuple[int, int, str] | None:
+    """Line, column and quote of the first string that has no end."""
+    for token in STRINGS.finditer(text):
+        if token[0] in QUOTES:
+            before = text[: token.start()]
+            return before.count("\n") + 1, token.start() - before.rfind("\n"), token[0]
+    return None
 
 
 def _twice(text: str, number: int) -> str:
@@ -98,6 +123,8 @@ def _hint(line: str) -> str:
     if number := re.fullmatch(r"([+-]?)(\d*)\.(\d*)", value):
         whole = f"{number[1]}{number[2] or 0}.{number[3] or 0}"
         return f": a number needs digits on both sides of its point; write {key} = {whole}"
+    if half := re.fullmatch(r"([\w/~.][^\"']*)[\"']", value):
+        return f": a string needs a quote at both ends; write {key} = {json.dumps(half[1])}"
     if re.fullmatch(r"[A-Za-z_/~.][^\"'\[\]{},]*", value):
         return f": a string needs quotes; write {key} = {json.dumps(value)}"
     return ""

@@ -27,6 +27,16 @@ from titanlite.config.component import ConfigError
         ("[a]\nb = 1\n\n[a]\nc = 2", "4: not valid TOML: a stands twice, first in line 1; keep one of them"),
         ("[a]\nx = 3,", "2: not valid TOML: Expected newline or end of document after a statement"),
         ("[[a]]\nx = 1\n[[a]]\nx = 2\nx = 3", "5: not valid TOML: a.1.x stands twice, first in line 4"),
+        ("y = 1\nx = \u201cllama3\u201d", "2: not valid TOML: column 5 is a curly quote, \u201c;"),
+        ("x = ['a', \u2018b\u2019]", "1: not valid TOML: column 11 is a curly quote, \u2018; write"),
+        ("\u201cx\u201d = 1", "1: not valid TOML: column 1 is a curly quote"),
+        ('x = "\u201ca\u201d" # "\ny = @', "2: not valid TOML: Invalid value (column 5)"),
+        ('x = "llama3\u201d\ny = "b"', '1: not valid TOML: the string that begins at column 5 has no end;'),
+        ('# don\'t\nx = "a" # "\ny = "b', '3: not valid TOML: the string that begins at column 5 has no end'),
+        ("x = 'a\ny = 1", "that begins at column 5 has no end; close it with a straight '"),
+        ("x = 'a\ny = 'b'", "1: not valid TOML: the string that begins at column 5 has no end"),
+        ('x = """a\ny = "b"\n', '1: not valid TOML: the string that begins at column 5 has no end'),
+        ('x = llama3"', 'Invalid value: a string needs a quote at both ends; write x = "llama3"'),
     ],
 )  # fmt: skip
 def test_a_syntax_error_names_the_line_and_what_to_write(tmp_path: Path, text: str, message: str) -> None:
