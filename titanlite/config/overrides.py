@@ -59,7 +59,7 @@ def split_words(items: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(item)
             continue
         options.append(item)
-        if "=" not in item and rest and not rest[0].startswith("--"):
+        if not item.startswith("--no-") and "=" not in item and rest and not rest[0].startswith("--"):
             options.append(rest.pop(0))
     return words, options
 

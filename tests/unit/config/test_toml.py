@@ -18,7 +18,7 @@ import pytest
 from tests.kinds import WRONG_KINDS
 from titanlite.config import toml
 from titanlite.config.component import Component, ConfigError
-from titanlite.config.overrides import Word, plain
+from titanlite.config.overrides import Word, plain, split_overrides, split_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +190,14 @@ def test_forms_of_an_override(load, arguments, key, expected):
 def test_a_flag_before_another_option_is_true(load):
     garden = load("[garden]\nopen = false\n" + PET, "--garden.open", "--garden.size=3").garden
     assert (garden.open, garden.size) == (True, 3)
+
+
+def test_words_beside_options_stand_alone():
+    argv = ["a", "--key", "1", "b", "--key=1", "c", "--no-key", "d", "--flag", "--no-key"]
+    words, options = split_words(argv)
+    assert words == ["a", "b", "c", "d"]
+    assert options == ["--key", "1", "--key=1", "--no-key", "--flag", "--no-key"]
+    assert dict(split_overrides(options)) == {"key": "false", "flag": "true"}
 
 
 def test_dashes_in_an_option_are_underscores(load):
