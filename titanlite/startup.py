@@ -103,14 +103,17 @@ def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
     now["training"]["global_batch_size"] = rt.plan.rows  # of -1: the number that it stands for
     changes = [("ranks", commit.read_manifest(path)["ranks"], rt.world_size)]
     changes += [change for change in differences(saved, now) if not change[0].startswith(LOCAL)]
+    lines = [f"{key} {spell(before)} -> {spell(after)}" for key, before, after in changes if before != after]
     lr = (learning_rate(then, step), learning_rate(job, step)) if then else (None, None)
-    for key, before, after in changes:
-        if before == after:
-            continue
-        line = f"changed since step {step}: {key} {spell(before)} -> {spell(after)}"
-        if key.startswith(SCHEDULE) and lr[0] != lr[1]:
-            line += ", learning rate at this step {:.2e} -> {:.2e}".format(*lr)
-        logger.info(line)
+    if lr[0] != lr[1]:
+        change = "learning rate at this step {:.2e} -> {:.2e}".format(*lr)
+        causes = [i for i, line in enumerate(lines) if line.startswith(SCHEDULE)]
+        if len(causes) == 1:
+            lines[causes[0]] += f", {change}"
+        else:  # of all of them together
+            lines.append(change)
+    for line in lines:
+        logger.info(f"changed since step {step}: {line}")
 
 
 def recorded_job(path: Path) -> tuple[dict[str, Any], Job | None]:
