@@ -66,7 +66,7 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
             return failed.exit_code
         except rendezvous.NotReached as error:
             tell(error)
-            return 1
+            return error.exit_code
         except RendezvousConnectionError:
             tell(f"no connection to {options.rdzv_endpoint}: does the first node's launcher run?")
             return 1

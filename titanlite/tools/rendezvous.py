@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -37,7 +39,15 @@ JOIN_TIMEOUT_S = 600  # torchrun's: how long nodes wait for each other
 
 
 class NotReached(RuntimeError):
-    """The nodes did not find each other."""
+    """This node found no run to take part in."""
+
+    exit_code = 1
+
+
+class NotNeeded(NotReached):
+    """The run went on, and ended, without this node."""
+
+    exit_code = 0
 
 
 class OneNode(RendezvousHandler):
@@ -110,6 +120,13 @@ class SeveralNodes(DynamicRendezvousHandler):
                 waited = f"{self.settings.timeout.join.total_seconds():.0f} s"
                 text = f"gave up after {waited}: not all of {wanted} nodes came to {self._endpoint}"
                 raise NotReached(text) from error
+            except RendezvousClosedError as error:
+                text = (
+                    f"the run at {self._endpoint} is over: to start another, start all nodes' launchers again"
+                )
+                raise NotReached(text) from error
+            except RendezvousGracefulExitError as error:
+                raise NotNeeded(f"the run at {self._endpoint} is over, and did not need this node") from error
 
 
 def register(node_rank: int) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from titanlite.config.component import ConfigError
 from titanlite.tools import rendezvous
-from titanlite.tools.rendezvous import NotReached, OneNode, SeveralNodes
+from titanlite.tools.rendezvous import NotNeeded, NotReached, OneNode, SeveralNodes
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +77,43 @@ def test_a_node_says_how_many_have_come_until_all_have(tmp_path: Path, capfd: An
 def test_the_wait_for_nodes_ends(tmp_path: Path) -> None:
     with pytest.raises(NotReached, match=r"^gave up after 1 s: not all of 2 nodes came to first:29500$"):
         node(tmp_path / "store", join_timeout=1).next_rendezvous()
+
+
+def test_a_node_that_comes_when_the_run_is_over(tmp_path: Path) -> None:
+    node(tmp_path / "store").set_closed()
+    with pytest.raises(NotReached, match=r"^the run at first:29500 is over: ") as error:
+        node(tmp_path / "store").next_rendezvous()
+    assert error.value.exit_code == 1
+
+
+def test_a_spare_node_that_a_run_did_not_need_is_no_failure(tmp_path: Path) -> None:
+    nodes = [node(tmp_path / "store") for _ in range(3)]
+    threads = [threading.Thread(target=n.next_rendezvous) for n in nodes[:2]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    state = nodes[2]._state_holder
+    spare: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            nodes[2].next_rendezvous()
+        except Exception as error:
+            spare.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    until = time.monotonic() + 120
+    while not state.state.redundancy_list:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    nodes[0].shutdown()
+    thread.join()
+    assert [str(error) for error in spare] == ["the run at first:29500 is over, and did not need this node"]
+    assert (type(spare[0]), spare[0].exit_code) == (NotNeeded, 0)
+    for n in nodes[1:]:
+        n.shutdown()
 
 
 def test_a_first_node_that_is_not_there(capfd: Any) -> None:
