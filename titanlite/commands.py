@@ -49,7 +49,8 @@ class Verb:
     module. The help is `usage`, or the module's docstring, and `options`.
 
     `table`: the keys that its help lists and its command line may override, `job` or `prepare`; `names`: the
-    file of such keys that a command line names, None for an empty one, and its overrides.
+    file of such keys that a command line names, None for an empty one, and its overrides; `own`: options that
+    are neither keys nor in `options`.
     """
 
     module: str
@@ -58,6 +59,7 @@ class Verb:
     options: Callable[[Options], None] | None = None
     table: str = ""
     names: Callable[[Sequence[str]], tuple[str | None, Sequence[str]] | None] | None = None
+    own: tuple[str, ...] = ()
 
     def help(self, name: str) -> str:
         """The usage and the options."""
@@ -95,9 +97,14 @@ class Options(argparse.ArgumentParser):
         options, rest = self.read_known(argv)
         if rest:
             word = rest[0].partition("=")[0]
-            known = suggest(word, self._known.values()) if word.startswith("-") else ""
+            known = suggest(word, self.known) if word.startswith("-") else ""
             self.error(f"unknown {'option' if known else 'argument'} {word!r}{known}")
         return options
+
+    @property
+    def known(self) -> list[str]:
+        """The options that have been added, such as --top-k."""
+        return list(self._known.values())
 
     def error(self, message: str) -> Any:
         """Raise ConfigError, for which the command prints one line and ends with exit code 2."""
@@ -292,16 +299,26 @@ VERBS = {
         table="job",
         names=_of_import,
     ),
-    "checkpoint": Verb("titanlite.tools.checkpoint", "list, verify and show checkpoints"),
+    "checkpoint": Verb("titanlite.tools.checkpoint", "list, verify and show checkpoints", own=("--tensors",)),
     "prepare": Verb(
         "titanlite.tools.prepare",
         "make a dataset of token shards from text",
         table="prepare",
         names=_of_prepare,
     ),
-    "data": Verb("titanlite.tools.data", "verify and show datasets", table="job", names=_of_data),
+    "data": Verb(
+        "titanlite.tools.data",
+        "verify and show datasets",
+        table="job",
+        names=_of_data,
+        own=("--row", "--rows", ALLOW_IMPORTS),
+    ),
     "tokenizer": Verb(
-        "titanlite.tools.tokenizer", "train and show tokenizers", table="job", names=_of_tokenizer
+        "titanlite.tools.tokenizer",
+        "train and show tokenizers",
+        table="job",
+        names=_of_tokenizer,
+        own=(ALLOW_IMPORTS,),
     ),
     "migrate": Verb(
         "titanlite.tools.migrate", "turn a torchtitan 0.1 or 0.2 TOML file into titanlite's", options=_migrate
@@ -311,6 +328,7 @@ VERBS = {
         "print a resolved configuration, or the reference of all keys",
         table="job",
         names=_of_config,
+        own=("--ranks", "--reference", ALLOW_IMPORTS),
     ),
 }
 
@@ -365,6 +383,7 @@ def check(name: str, words: Sequence[str]) -> None:
     """Find mistakes in a command and in the configuration that it names, without importing the verb. Raises
     ConfigError, which has a line for each."""
     verb = VERBS[name]
+    _check_options(name, words)
     if verb.names is None:
         if verb.options:
             parser(name).read(words)
@@ -383,3 +402,18 @@ def check(name: str, words: Sequence[str]) -> None:
                 f"titanlite migrate {locator.path} -o NEW.toml"
             ) from None
         raise
+
+
+def _check_options(name: str, words: Sequence[str]) -> None:
+    """Raise ConfigError for an option that is nearly one of the verb's own, and neither that nor a section or
+    key at the top of its configuration."""
+    verb = VERBS[name]
+    own = [*verb.own, *(parser(name).known if verb.options else ())]
+    keys = schema.table(verb.table)["keys"] if own and verb.table else {}
+    for word in words if own else ():
+        given = word.partition("=")[0]
+        option = given.replace("_", "-")
+        if not option.startswith("--") or "." in option:
+            continue
+        if option not in own and given[2:].replace("-", "_") not in keys and get_close_matches(option, own):
+            parser(name).error(f"unknown option {given!r}{suggest(option, own)}")

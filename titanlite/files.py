@@ -11,6 +11,7 @@ import errno
 import glob
 import io
 import os
+import re
 import stat
 import uuid
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFLNK: "a link",
 }  # fmt: skip
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 class FileFault(ValueError):
@@ -60,6 +62,19 @@ def read_regular(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
 def check_regular(path: Path) -> None:
     """Raises FileFault unless `path` is a regular file or a link to one; for files that a library opens."""
     open_regular(path).close()
+
+
+def if_on_hub(path: str | Path, kind: str = "model") -> str:
+    """What to do about a path that is missing, if it looks like a name on the Hugging Face hub; else ""."""
+    name = str(path)
+    is_file = re.search(r"\.[A-Za-z]\w*$", name)  # not "Llama-3.1-8B"
+    if is_file or not HUB_NAME.fullmatch(name) or Path(path).parent.exists():
+        return ""
+    what = "" if kind == "model" else f" --repo-type {kind}"
+    return (
+        "; titanlite downloads nothing: if this is a name on the Hugging Face hub, run "
+        f"`hf download {name}{what} --local-dir DIR` and give DIR instead"
+    )
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

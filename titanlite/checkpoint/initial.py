@@ -27,6 +27,7 @@ from titanlite.checkpoint.weights import (
     vocabulary_of,
 )
 from titanlite.config.component import ConfigError
+from titanlite.files import if_on_hub
 from titanlite.log import logger
 from titanlite.models.base import ModelFamily
 
@@ -40,7 +41,7 @@ def open_weights(path: Path, family: ModelFamily) -> Weights:
     if path.is_file():
         raise ConfigError(f"{path} is a file; name the directory that holds it: {path.parent}")
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory")
+        raise ConfigError(f"{path}: no such directory{if_on_hub(path)}")
     if is_adapter(path):
         raise ConfigError(
             f"{path} is a PEFT adapter, not a whole model; merge it into its base model (peft: "

@@ -19,7 +19,7 @@ from titanlite.checkpoint.digest import FileDigest, first_fault, write_file
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import TRAIN, read_train
 from titanlite.config.component import ConfigError
-from titanlite.files import read_regular
+from titanlite.files import if_on_hub, read_regular
 from titanlite.log import logger
 
 
@@ -219,7 +219,7 @@ def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
     """(step, path) of the checkpoints that a step folder, a checkpoint folder, or a folder with one run
     stands for, oldest first. Raises ConfigError if there is none, or more than one run."""
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory")
+        raise ConfigError(f"{path}: no such directory{if_on_hub(path)}")
     if exported := [p for p in (path, *path.glob("step-*")) if (p / "config.json").exists()]:
         raise ConfigError(f"{exported[-1]} is no checkpoint but an export of one (config.json)")
     if name := re.fullmatch(r"step-(\d+)", path.name):

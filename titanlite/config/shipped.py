@@ -29,11 +29,18 @@ def find_file(path: str) -> Path:
 
 def find_config(path: str | Path) -> Path:
     """The TOML file at `path`, or the one of that name in train_configs/. Raises ConfigError for a plain name
-    that is neither."""
+    that is neither, and for a file that is missing where that name would do."""
     here = Path(path)
-    if here.is_file() or here.suffix or len(here.parts) != 1:
+    if here.is_file():
         return here
     names = {p.stem: p for p in sorted(shipped("train_configs").glob("*.toml"))}
+    if here.suffix or len(here.parts) != 1:
+        if here.stem in names and not here.exists():
+            raise ConfigError(
+                f"{here}: no such file; a configuration of this name comes with titanlite: write "
+                f"{here.stem}, without folder and .toml"
+            )
+        return here
     if here.name in names:
         return names[here.name]
     raise ConfigError(

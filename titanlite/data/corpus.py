@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from titanlite.config.component import ConfigError
 from titanlite.data.shards import file_sha256
+from titanlite.files import if_on_hub
 
 UNIT_BYTES = 8 << 20  # of text: about a second of one core's tokenising
 COMPRESSED_UNITS = 64  # a corpus of fewer compressed files is cut finer, to occupy as many cores
@@ -117,7 +118,8 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
         literal = Path(pattern)  # a name may hold a glob's characters
         found = [literal] if literal.exists() else [Path(p) for p in glob.glob(pattern, recursive=True)]
         if not found:
-            raise ConfigError(f"no such file: {pattern!r} (relative paths start at {Path.cwd()})", key)
+            start = f" (relative paths start at {Path.cwd()})"
+            raise ConfigError(f"no such file: {pattern!r}{start}{if_on_hub(pattern, 'dataset')}", key)
         for path in found:
             below = [path]
             if path.is_dir():  # through links too, not into hidden folders

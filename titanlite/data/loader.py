@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from titanlite.data.order import BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, PackedRows, Row
 from titanlite.data.sources import Source
 from titanlite.data.tokenizer import TextCodec
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +85,16 @@ class Data:
     def check(self, codec: TextCodec, *, seq_len: int, seed: int) -> Rows | None:
         """Raises the ConfigErrors of `build` that can be found without tokenising, packing or hashing.
         Returns the result of `build`, or None where that takes one of these."""
-        opens = [source.check(codec) for source in (*self.sources, *self.validation_sources)]
+        opens = _of_each(lambda source: source.check(codec), self.sources, "data.sources")
+        opens += _of_each(
+            lambda source: source.check(codec), self.validation_sources, "data.validation_sources"
+        )
         if not all(opens) or self.packing != "chunk":
             return None
         return replace(self, verify="sizes").build(codec, seq_len=seq_len, seed=seed)
 
     def _open(self, sources: Sequence[Source], codec: TextCodec, seq_len: int, key: str) -> list[PackedRows]:
-        shards = [source.build(codec, Path(self.cache_dir)) for source in sources]
+        shards = _of_each(lambda source: source.build(codec, Path(self.cache_dir)), sources, key)
         for s in shards if self.verify == "full" else []:
             s.verify()
         if len({s.fingerprint for s in shards}) < len(shards):
@@ -98,6 +103,18 @@ class Data:
             )
         pack = PACKINGS[self.packing]
         return [pack(s, seq_len, Path(self.cache_dir), self.mask_documents) for s in shards]
+
+
+def _of_each(call: Callable[[Source], T], sources: Sequence[Source], key: str) -> list[T]:
+    """The result of `call` for each source. A key of its ConfigErrors, which is the source's own, gets the
+    source's place in front."""
+    results = []
+    for i, source in enumerate(sources):
+        try:
+            results.append(call(source))
+        except ConfigError as e:
+            raise ConfigError(str(e), e.key and f"{key}.{i}.{e.key}") from None
+    return results
 
 
 class Rows(Dataset):

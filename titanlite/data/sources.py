@@ -23,7 +23,7 @@ from titanlite.data.tokenizer import TextCodec
 
 @dataclass(frozen=True, kw_only=True)
 class Source(Component):
-    """Kind: `[[data.sources]] name = ...`."""
+    """Kind: `[[data.sources]] name = ...`. Keys of its ConfigErrors are its own, such as `path`."""
 
     weight: float = 1.0
     """Share of the training tokens that come from here, relative to the other sources' weights."""
@@ -93,11 +93,11 @@ class Text(Limits, Source, name="text"):
         Limits.__post_init__(self)
 
     def check(self, codec: TextCodec) -> bool:
-        find_files(self.path, "data.sources.path")
+        find_files(self.path, "path")
         return False
 
     def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
-        files = find_files(self.path, "data.sources.path")
+        files = find_files(self.path, "path")
         recipe = Recipe(
             field=self.field,
             max_document_mib=self.max_document_mib,

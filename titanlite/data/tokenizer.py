@@ -20,7 +20,7 @@ import numpy as np
 from titanlite.config.component import Component, ConfigError
 from titanlite.config.shipped import find_file
 from titanlite.data.tokenizer_json import LONGEST_RUN, byte_level_files
-from titanlite.files import read_regular
+from titanlite.files import if_on_hub, read_regular
 
 # Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation,
 # blank runs.
@@ -229,4 +229,5 @@ def read_bytes(path: str, key: str) -> bytes:
         return read_regular(find_file(path))
     except (OSError, ValueError) as e:
         where = "" if Path(path).is_absolute() else f" (relative to {Path.cwd()})"
-        raise ConfigError(f"cannot read {path!r}{where}: {getattr(e, 'strerror', e)}", key) from None
+        fetch = if_on_hub(path) if isinstance(e, FileNotFoundError) else ""
+        raise ConfigError(f"cannot read {path!r}{where}: {getattr(e, 'strerror', e)}{fetch}", key) from None
