@@ -128,7 +128,7 @@ def loss_and_gradient_(
     logits_CV: torch.Tensor, targets_C: torch.Tensor, part: VocabularyPart = WHOLE
 ) -> torch.Tensor:
     """Sum of -log p(target), fp32 scalar. The logits, of a part of the vocabulary, become its gradient with
-    respect to them, in place.
+    respect to them, in place; for a token that does not count they become some finite number.
 
     Spelled out so that the compiler needs two kernels, one for maximum and sum, one for the gradient, and the
     second does little for an element: what can be known of a row is computed once.
@@ -143,22 +143,22 @@ def loss_and_gradient_(
     row_C1 = torch.where(here_C1, row_C1, 0)
     target_C1 = part.total(torch.where(here_C1, x_CV.gather(1, row_C1), 0.0))
     losses_C1 = torch.where(counts_C1, top_C1 - target_C1 + sum_C1.log(), 0.0)
-    share_C1, one_C1 = counts_C1 / sum_C1, here_C1.float()
+    share_C1, one_C1 = sum_C1.reciprocal(), here_C1.float()
     is_target_CV = torch.arange(x_CV.shape[1], device=x_CV.device, dtype=torch.int32) == row_C1.int()
     logits_CV.copy_(powers_CV * share_C1 - torch.where(is_target_CV, one_C1, 0.0))
     return losses_C1.sum()
 
 
 def eager_loss_and_gradient_(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
-    """The same as loss_and_gradient_ of the whole vocabulary, in fewer passes over the logits when nothing is
-    compiled: torch's fused log-softmax, an exponential and a product."""
+    """The same as loss_and_gradient_ of the whole vocabulary, in the fewest passes over the logits when
+    nothing is compiled: torch's fused log-softmax and an exponential."""
     counts_C1 = (targets_C != IGNORE)[:, None]
     target_C1 = torch.where(counts_C1, targets_C[:, None], 0)
     log_p_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
-    losses_C1 = torch.where(counts_C1, -log_p_CV.gather(1, target_C1), 0.0)
-    gradient_CV = log_p_CV.exp_().scatter_add_(1, target_C1, torch.full_like(losses_C1, -1.0))
-    torch.mul(gradient_CV, counts_C1, out=logits_CV)
-    return losses_C1.sum()
+    target_log_p_C1 = log_p_CV.gather(1, target_C1)
+    torch.exp(log_p_CV, out=logits_CV)
+    logits_CV.scatter_(1, target_C1, (target_log_p_C1.exp() - 1).to(logits_CV.dtype))
+    return torch.where(counts_C1, -target_log_p_C1, 0.0).sum()
 
 
 class _Chunked(torch.autograd.Function):
@@ -176,16 +176,19 @@ class _Chunked(torch.autograd.Function):
         chunk: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         d_hidden_ND = torch.empty_like(hidden_ND)
-        d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        d_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32)
         weight_VD = weight_VD.to(hidden_ND.dtype)
+        counts_N1 = (targets_N != IGNORE)[:, None]
+        hidden_ND = torch.where(counts_N1, hidden_ND, 0.0)  # tokens that do not count add nothing to d_weight
         total = torch.zeros((), device=hidden_ND.device)
         parts = (x.chunk(num_chunks) for x in (hidden_ND, targets_N, d_hidden_ND))
-        for h_CD, targets_C, d_h_CD in zip(*parts):
+        for i, (h_CD, targets_C, d_h_CD) in enumerate(zip(*parts)):
             logits_CV = F.linear(h_CD, weight_VD)
             total += chunk(logits_CV, targets_C)
             torch.mm(logits_CV, weight_VD, out=d_h_CD)
-            _add_product_(d_weight_VD, logits_CV.T, h_CD)
+            _add_product_(d_weight_VD, logits_CV.T, h_CD, beta=min(i, 1))
             del logits_CV  # or the next chunk's would be made beside them
+        d_hidden_ND.masked_fill_(~counts_N1, 0.0)
         ctx.save_for_backward(d_hidden_ND)
         ctx.mark_non_differentiable(d_weight_VD)
         return total, d_weight_VD
@@ -216,11 +219,12 @@ class _Known(torch.autograd.Function):
         return torch.mul(gradient, scales[0], out=out), None
 
 
-def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b in fp32, whatever the factors' dtype."""
+def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int) -> None:
+    """total = beta * total + a @ b in fp32, whatever the factors' dtype. With beta 0, what total holds is not
+    read."""
     if a.dtype == torch.float32:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=beta)
     elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(a.float(), b.float())
+        total.addmm_(a.float(), b.float(), beta=beta)

@@ -97,6 +97,21 @@ def test_nothing_that_counts_is_zero_not_nan(loss: Loss) -> None:
     assert all((g == 0).all() for g in gradients(value, hidden, weight))
 
 
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_a_token_that_does_not_count_adds_nothing_even_if_it_is_not_finite(compile: bool) -> None:
+    """Zero times NaN is NaN, in the product that gives the weight's gradient, too."""
+    hidden, weight, targets = inputs(torch.float32)
+    loss = LOSSES["chunks"].build(compile)
+    right = gradients(loss(hidden, weight, targets), hidden, weight)
+    ignored = hidden.detach().clone()
+    ignored[0, 3] = float("nan")
+    ignored.requires_grad_()
+    other = weight.detach().requires_grad_()
+    value = loss(ignored, other, targets)
+    assert value.isfinite()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(value, ignored, other), right))
+
+
 class Largest(TorchDispatchMode):
     """The largest tensor that any operation makes, in elements."""
 
