@@ -114,11 +114,11 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_message() -> None:
     stream = made(dataset, 1, waiting)
     next(stream)
     (worker,) = set(workers()) - others
-    # all are made that may be: those taken, those read ahead, and four that wait behind a pipe of 64 KiB
-    until(lambda: dataset.made.value == 1 + background.AHEAD + 4 and state(worker.pid) == {"S"})
+    # all are made that may be: those read ahead, and four that wait behind a pipe of 64 KiB
+    until(lambda: dataset.made.value == background.AHEAD + 4 and state(worker.pid) == {"S"})
     os.kill(worker.pid, signal.SIGSTOP)
     until(lambda: state(worker.pid) == {"T"})
-    for _ in range(background.AHEAD):
+    for _ in range(background.AHEAD - 1):
         next(stream)
     with pytest.raises(GivenUp):
         next(stream)
