@@ -232,10 +232,13 @@ def check_name(path: str, key: str) -> None:
 
 def check_writable(folder: Path, key: str) -> None:
     """Raises ConfigError unless the folder can be made and written; makes nothing."""
+    whole = folder.absolute()
     try:
-        there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+        there = next(p for p in (whole, *whole.parents) if p.exists() or p.is_symlink())
     except OSError as e:  # a name that is too long, say
         raise ConfigError(f"{folder} cannot be made: {e.strerror}", key) from None
+    if not there.exists():
+        raise ConfigError(f"{folder} cannot be made: {there} is a link that leads nowhere", key)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{folder} cannot be written: {there} is no writable directory", key)
 

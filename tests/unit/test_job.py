@@ -495,3 +495,11 @@ def test_what_no_machine_takes_is_refused(complaint, override, message):
     said = complaint(override)
     assert message in said
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("key", ["job.dump_folder", "data.cache_dir"])
+@pytest.mark.parametrize("below", ["", "/run"])
+def test_a_folder_that_is_a_link_to_nowhere_is_refused(tmp_path, complaint, key, below):
+    (tmp_path / "link").symlink_to("nowhere")
+    said = complaint(f"--{key}={tmp_path}/link{below}")
+    assert said == f"command line, --{key}: link{below} cannot be made: link is a link that leads nowhere"

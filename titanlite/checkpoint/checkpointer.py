@@ -54,6 +54,8 @@ from titanlite.errors import Diverged
 from titanlite.log import logger
 
 MAX_FAILURES = 3  # saves in a row
+LOOK_S = 10.0  # between two looks at a save that is waited for after an error
+STALL_S = 300.0  # NFS shows a file's growth to another node after a minute; an fsync shows none at all
 
 
 class Checkpointer:
@@ -83,6 +85,7 @@ class Checkpointer:
         self._failures = 0
         self._waiting = False  # whether a periodic save waits for the end of a streak of skipped steps
         self._error: BaseException | None = None  # of the last save
+        self._faults: list[Fault] = []  # on rank 0: damaged checkpoints that are still under their names
         self._exchange = exchange
         self._host = HostBuffers()
         self._exporter: Exporter | None = None
@@ -123,6 +126,7 @@ class Checkpointer:
         tensors = tensors_of(net, optimizer)
         while reason := self._load(self._from, tensors):
             self._from = self._ranks.agree(functools.partial(self._fall_back, self._from, reason))
+        self._ranks.agree(functools.partial(self._start, self._from.step))
         self._ranks.agree(functools.partial(self._leave_branch, self._from.step))
         if self._exporter is not None:
             self._exporter.catch_up()
@@ -256,14 +260,30 @@ class Checkpointer:
             self._release()
 
     def close_after_error(self) -> None:
-        """Let a save in flight become whole if it still can; frees the folder."""
+        """Let a save in flight become whole, however long that takes, if it still can; frees the folder."""
         try:
             if self._pending is not None:
-                self._pending.result(timeout=60)
+                self._wait_while_it_grows(self._pending)
         except Exception as e:
             logger.error(f"the checkpoint that was being written is lost: {type(e).__name__}: {e}")
         finally:
             self._release()
+
+    def _wait_while_it_grows(self, save: Future[None]) -> None:
+        """Wait for a save. One process: to its end. Of several, another may hang or have lost its node, which
+        no error tells before the timeout of their group: until nothing has been written for STALL_S. A
+        peer that has ended is an error of the save at once."""
+        size, looks = -1, 0
+        while not wait([save], LOOK_S).done:
+            before, size = size, commit.partial_size(self.folder)
+            looks = looks + 1 if size == before else 0
+            if self._ranks.size > 1 and looks * LOOK_S >= STALL_S:
+                raise TimeoutError(f"nothing has been written for {STALL_S:.0f} s; does another rank hang?")
+            logger.warning(
+                f"training has ended with an error, which is shown when the save in flight is done: waiting "
+                f"for it ({gib(size)} so far)"
+            )
+        save.result()
 
     def _allocate(self, tensors: Tensors) -> None:
         began = time.perf_counter()
@@ -348,14 +368,15 @@ class Checkpointer:
     # ---- opening
 
     def _open(self) -> Candidate | None:
-        faults: list[Fault] = []  # known to rank 0
-        candidate = self._ranks.agree(lambda: self._opening.candidate(faults))
+        candidate = self._ranks.agree(lambda: self._opening.candidate(self._faults))
         if candidate is not None:
             resume.check_shared(candidate, self._ranks)
         if self.config.enable:
             self._ranks.agree(lambda: commit.clean(self.folder))  # first: what a kill left may fill the disk
             resume.probe(self.folder, self._ranks)
-        self._ranks.agree(lambda: self._tidy(candidate, faults))
+        self._ranks.agree(self._sign)
+        if candidate is None:
+            self._ranks.agree(lambda: self._start(None))
         return candidate
 
     def _load(self, candidate: Candidate, tensors: Tensors) -> str | None:
@@ -379,11 +400,10 @@ class Checkpointer:
         return reason
 
     def _fall_back(self, damaged: Candidate, reason: str) -> Candidate:
-        """On rank 0: set the damaged checkpoint aside; the one before it."""
-        faults = [(damaged.path, reason)]
-        found = self._opening.candidate(faults)
+        """On rank 0: the checkpoint before the damaged one. Raises CheckpointError if none is left."""
+        self._faults.append((damaged.path, reason))
+        found = self._opening.candidate(self._faults)
         assert found is not None, "candidate() raises if there is none left"
-        self._tidy(found, faults)
         return found
 
     def _take_lock(self, dump_folder: Path) -> None:
@@ -392,12 +412,16 @@ class Checkpointer:
         except OSError as e:
             raise ConfigError(f"{dump_folder} cannot be written to: {e}", "job.dump_folder") from None
 
-    def _tidy(self, candidate: Candidate | None, faults: list[Fault]) -> None:
+    def _sign(self) -> None:
         assert self._lock is not None
         self._lock.sign()
-        resume.set_all_aside(faults)
+
+    def _start(self, step: int | None) -> None:
+        """On rank 0, once a checkpoint is loaded and verified, or none was ever saved: only now are damaged
+        ones renamed, so that a run with no usable one keeps all of them as they are."""
+        resume.set_all_aside(self._faults)
         if not self._record.restarts():  # else _restart() does, when the remains are archived
-            self._record.start(candidate.step if candidate else None)
+            self._record.start(step)
 
     def _leave_branch(self, step: int) -> None:
         """Having gone back to load_step: what was saved after it is no longer this run's."""
@@ -408,6 +432,7 @@ class Checkpointer:
         """Having begun a new run: the remains of the one before are no longer this run's."""
         if self._record.restarts():
             self._archive(after=0)
+            self._record.set_aside_if_damaged()
             self._record.start(None)
             logger.info("checkpoint.restart = true: a new run begins at step 1")
 

@@ -17,6 +17,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def begin(folder: Path, step: int) -> Path:
     partial = partial_path(folder, step)
     partial.mkdir(parents=True)
     return partial
+
+
+def partial_size(folder: Path) -> int:
+    """Bytes in the files that are being written."""
+    size = 0
+    for file in folder.glob(".partial-*/*"):
+        with suppress(OSError):  # it has just been committed
+            size += file.stat().st_size
+    return size
 
 
 def discard(partial: Path) -> None:

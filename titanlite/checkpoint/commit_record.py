@@ -47,6 +47,8 @@ class CommitRecord:
             last = LastCommit(**json.loads(read_regular(self._file)))
             if type(last.step) not in (int, type(None)) or type(last.folder) is not str:
                 raise ValueError(f"step {last.step!r} in folder {last.folder!r}")
+            if type(last.restarted) is not bool:
+                raise ValueError(f"restarted is {last.restarted!r}")
             return last
         except (OSError, ValueError, TypeError, RecursionError) as e:
             raise CheckpointError(
@@ -76,11 +78,22 @@ class CommitRecord:
 
     def restarts(self) -> bool:
         """Whether this start is to begin a new run over the remains: `checkpoint.restart` does so once, and
-        a start with the same arguments goes on from what was saved since."""
+        a start with the same arguments goes on from what was saved since. A damaged file cannot tell whether
+        that was done: it is done then, which deletes nothing."""
         if not self._config.restart:
             return False
-        last = self.read()
+        try:
+            last = self.read()
+        except CheckpointError:
+            return True
         return last is None or not last.restarted
+
+    def set_aside_if_damaged(self) -> None:
+        """Before a new run replaces the file: keep a damaged one under another name."""
+        try:
+            self.read()
+        except CheckpointError:
+            logger.warning(f"{self._file} is damaged, and archived as {commit.set_aside(self._file).name}")
 
     def check_nothing_was_saved(self) -> None:
         """Raises CheckpointError if the run has committed a checkpoint, none being left to go on from."""

@@ -35,6 +35,7 @@ class Exporter:
         self._thread = ThreadPoolExecutor(1, "export")
         self._begun: dict[int, Future[None]] = {}
         self._saved: set[int] = set()  # by this process
+        self._last = -1  # the step with which the run is over, once it is
         self._given_up = threading.Event()
 
     @property
@@ -59,7 +60,8 @@ class Exporter:
 
     def finish(self, retain: Callable[[], None]) -> None:
         """Collective: export what is due, the last step too, and wait for it; `retain` deletes checkpoints
-        that were kept until now. Raises the CheckpointError of the last step's export."""
+        that were kept until now. Raises the CheckpointError of the last step's export; that of an earlier
+        step's is in the log, and the run's next start tries it again."""
         self._ranks.agree(lambda: self._begin_due(is_over=True))
         while not self._ranks.agree(lambda: self._is_done(retain)):
             pass
@@ -73,11 +75,11 @@ class Exporter:
 
     def _begin_due(self, is_over: bool) -> None:
         there = commit.committed(self._ranks.folder)
-        last = there[-1][0] if there and is_over else None
+        self._last = there[-1][0] if there and is_over else -1
         due = {
             step: path
             for step, path in there
-            if (self._is_periodic(step) or step == last)
+            if (self._is_periodic(step) or step == self._last)
             and step not in self._begun
             and (step in self._saved or not (self._folder / path.name).exists())
         }
@@ -90,8 +92,8 @@ class Exporter:
         """Whether all exports are done, after waiting a while."""
         waiting = wait(self._begun.values(), WAIT_S).not_done
         retain()
-        if self._begun and not waiting:
-            self._begun[max(self._begun)].result()
+        if not waiting and (last := self._begun.get(self._last)):
+            last.result()
         return not waiting
 
     def _is_periodic(self, step: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.commit_record import CommitRecord
 from titanlite.checkpoint.initial import check_initial
-from titanlite.checkpoint.recipe import check_recipe, read_recipe
+from titanlite.checkpoint.recipe import check_allowed, check_recipe, read_recipe
 from titanlite.checkpoint.resume import Candidate, Fault
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.weights import Exchange
@@ -41,6 +41,7 @@ class Opening:
         used. Raises ConfigError or CheckpointError if the folder is another run's, or holds a run that cannot
         go on."""
         if self._record.restarts():
+            self._check_allowed()
             return None
         found = resume.choose(self._folder, self._config.load_step, faults, self._config.verify)
         if found is not None:
@@ -54,12 +55,18 @@ class Opening:
             if error := resume.unusable(self._folder, faults):
                 raise error
             self._record.check_nothing_was_saved()
-            if self._recipe_file.exists() and not self._config.restart:
+            if self._config.restart or not self._recipe_file.exists():
+                self._check_allowed()
+            else:
                 self._compare(read_recipe(self._recipe_file), self._run_folder)
                 logger.info(
                     f"the run before in {self._run_folder} saved no checkpoint: starting again at step 1"
                 )
         return found
+
+    def _check_allowed(self) -> None:
+        if self._recipe is not None:
+            check_allowed(self._config.allow_changed, self._recipe)
 
     def _compare(self, theirs: dict[str, Any], where: Path, num_sequences: int = 0) -> None:
         if self._recipe is not None:

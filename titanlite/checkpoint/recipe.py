@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config import toml
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, suggest
 from titanlite.config.json_file import read_object
 from titanlite.log import logger
 
@@ -31,6 +31,18 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{e}; there is no checkpoint beside it: delete it") from None
 
 
+def check_allowed(names: Sequence[str], recipe: dict[str, Any]) -> None:
+    """Raises ConfigError for a name in checkpoint.allow_changed that stands for nothing in a new run's
+    recipe. A run that resumes may name keys that only its checkpoint has, or had."""
+    keys = flatten({key: value for key, value in recipe.items() if key != "names"})
+    for name in names:
+        if not any(_covers(name, key) for key in keys):
+            known = {"data.sources" if key.startswith(SOURCES) else key for key in keys}
+            raise ConfigError(
+                f"unknown key of the recipe {name!r}{suggest(name, known)}", "checkpoint.allow_changed"
+            )
+
+
 def check_recipe(
     theirs: dict[str, Any],
     ours: dict[str, Any],
@@ -42,7 +54,7 @@ def check_recipe(
     numbers the sequences may not change once `num_sequences` have been trained on: some would be trained on
     again and others left out."""
     changes = dict(_changes(theirs, ours))
-    named = {key for key in changes if any(key == a or key.startswith(f"{a}.") for a in allow_changed)}
+    named = {key for key in changes if any(_covers(a, key) for a in allow_changed)}
     fixed = {key for key in changes if num_sequences and key.startswith(NUMBERING) and key != NOT_NUMBERING}
     fits = not any(key == TOKENIZER or key.startswith("model.") for key in changes)
     weights = f", with --checkpoint.initial_load_path={where}" if num_sequences and fits else ""
@@ -157,6 +169,11 @@ def _names(recipe: dict[str, Any]) -> tuple[str, dict[str, str]]:
     if not isinstance(names, dict) or not isinstance(sources, dict):
         return "", {}
     return str(names.get("tokenizer", "")), {uid: str(name) for uid, name in sources.items()}
+
+
+def _covers(name: str, key: str) -> bool:
+    """Whether a name in checkpoint.allow_changed is that of the key, or of a table it belongs to."""
+    return key == name or key.startswith(f"{name}.")
 
 
 def _at(tree: dict[str, Any], key: str) -> Any:

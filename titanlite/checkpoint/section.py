@@ -58,7 +58,8 @@ class Checkpoint:
     """The dtype of exported weights."""
     allow_changed: list[str] = field(default_factory=list)
     """Keys of the recipe that may differ on resume, for example `["model.rope_theta"]`; any other difference
-    is refused, and so is one that would train on sequences of the epoch again or leave some out."""
+    is refused, and so is one that would train on sequences of the epoch again or leave some out. A new run
+    refuses a name that its recipe does not have."""
 
     def __post_init__(self) -> None:
         folder = Path(self.folder)

@@ -7,6 +7,7 @@ full is kept in memory, and written once there is room.
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from titanlite.files import FileFault, open_own, write_atomically
 from titanlite.log import logger
 
 MOST_KEPT = 10_000  # records in memory: some MiB
+MOST_DIGITS = 18  # of a step
 
 
 class Records:
@@ -78,12 +80,15 @@ def cut(
     path: Path,
     split: Callable[[bytes], Sequence[bytes]],
     step_of: Callable[[bytes], int],
+    begins: bytes,
     from_step: int,
 ) -> None:
     """Leave the records up to `from_step` in the file. Those of later steps, and a torn last one, move to
     `<name>.superseded.<ending>`. A damaged file is moved aside; its readable records stay.
 
     `split`: a file's content into records. `step_of`: a record's step; raises ValueError for a damaged one.
+    `begins`: what stands before the step in each record; it tells a last one that a kill has torn from a
+    damaged one.
     """
     if not os.path.lexists(path):
         return
@@ -99,9 +104,12 @@ def cut(
     for i, record in enumerate(records, 1):
         ended = record.endswith(b"\n")
         try:
-            is_later = step_of(record) > from_step
+            step = step_of(record)
+            if not 0 <= step < 10**MOST_DIGITS:
+                raise ValueError("no run takes such a step")
+            is_later = step > from_step
         except ValueError:
-            if ended or i < len(records):
+            if ended or i < len(records) or not _is_torn(record, begins):
                 num_damaged += 1
                 continue
             is_later = True  # torn by a kill: its step is written again
@@ -117,6 +125,13 @@ def cut(
         os.truncate(path, len(whole))
     elif len(whole) > len(content):
         _append(path, b"\n")
+
+
+def _is_torn(record: bytes, begins: bytes) -> bool:
+    """Whether a kill may have left this of a record."""
+    digits = re.match(rb"\d*", record[len(begins) :])
+    is_step = digits is not None and len(digits[0]) <= MOST_DIGITS
+    return begins.startswith(record[: len(begins)]) and is_step and b"\0" not in record
 
 
 def _append(path: Path, data: bytes) -> None:

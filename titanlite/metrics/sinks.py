@@ -76,7 +76,7 @@ class JsonLines(Sink):
     """metrics.jsonl: one JSON object per logged step, written at once. NaN and inf are strings."""
 
     def __init__(self, path: Path, from_step: int):
-        self._records = Records(path, partial(cut, path, _lines, _step_of_line, from_step))
+        self._records = Records(path, partial(cut, path, _lines, _step_of_line, b'{"step": ', from_step))
 
     def write(self, step: int, values: Values) -> None:
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in values.items()}
@@ -100,7 +100,7 @@ class Samples(Sink):
     """samples.txt: each generated text under a line with its step."""
 
     def __init__(self, path: Path, from_step: int):
-        self._records = Records(path, partial(cut, path, _samples, _step_of_sample, from_step))
+        self._records = Records(path, partial(cut, path, _samples, _step_of_sample, b"--- step ", from_step))
 
     def sample(self, step: int, text: str) -> None:
         self._records.append(f"--- step {step}\n{text}\n".encode(errors="replace"))
@@ -110,12 +110,14 @@ class Samples(Sink):
 
 
 def _samples(content: bytes) -> Sequence[bytes]:
-    return [s for s in re.split(rb"^(?=--- step \d{1,18}$)", content, flags=re.MULTILINE) if s]
+    return [s for s in re.split(rb"^(?=--- step \d+$)", content, flags=re.MULTILINE) if s]
 
 
 def _step_of_sample(sample: bytes) -> int:
     sample.decode()
-    header = re.match(rb"--- step (\d{1,18})$", sample, flags=re.MULTILINE)
+    header = re.match(rb"--- step (\d+)$", sample, flags=re.MULTILINE)
+    if header is None and b"\0" in sample:
+        raise ValueError("what a file system shows of a file that it had not written")
     return int(header[1]) if header else 0  # what stands before the first sample stays
 
 

@@ -18,7 +18,6 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from titanlite.environment import set_notes_folder
 from titanlite.log import printable, tell
@@ -62,7 +61,7 @@ class Ending:
 
 def blame(endings: Sequence[Ending], nodes: int) -> tuple[int, str]:
     """The exit code of a failure, and one line on the rank that it began with. `endings`: this node's ranks,
-    in the order in which they ended."""
+    in the order in which they ended, of which one at least has failed or left early."""
     for ending in endings:
         if ending.left_early:
             return 1, f"rank {ending.rank} left with exit code 0 before training was done"
@@ -141,16 +140,17 @@ class Agent(LocalElasticAgent):
             os.kill(
                 self._pids()[local_rank], signal.SIGKILL
             )  # it cannot heed the signal that ends the others
-        if early := self._left_early(worker_group):
-            result = early
+        endings = self._endings(worker_group, stopped)
+        if any(ending.left_early for ending in endings):  # the others might wait for it for minutes
+            result = RunResult(WorkerState.FAILED)
         elif any(self._ended.values()) or len(self._ended) == len(worker_group.workers):
             result = super()._monitor_workers(worker_group)  # ends the others, if one has failed
+            endings = self._endings(worker_group, stopped)
         else:
             return RunResult(WorkerState.HEALTHY)
         if self._stop_at is not None:
             self._remaining_restarts = 0
         if result.state is WorkerState.FAILED:
-            endings = self._endings(worker_group, stopped)
             if {ending.code for ending in endings} & FINAL_CODES:
                 self._remaining_restarts = 0
                 # other nodes end with the same code; the first may host the store
@@ -172,15 +172,6 @@ class Agent(LocalElasticAgent):
 
     def _pids(self) -> dict[int, int]:
         return self._pcontext.pids() if self._pcontext is not None else {}
-
-    def _left_early(self, worker_group: WorkerGroup) -> RunResult | None:
-        """A failure if a rank has left as if all were well; the others might wait for it for minutes."""
-        for local_rank, pid in self._pids().items():
-            rank = worker_group.workers[local_rank].global_rank
-            if Ending(rank, self._ended.get(local_rank), self._note(rank)).left_early:
-                failure = ProcessFailure(local_rank, pid, exitcode=1, error_file="")
-                return RunResult(WorkerState.FAILED, failures={rank: failure})
-        return None
 
     def _note(self, rank: int) -> str | None:
         try:

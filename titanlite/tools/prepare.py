@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ def main(argv: Sequence[str]) -> int:
         codec = job.tokenizer.build()
         made_of = origin(recipe, codec, files)
         complete = job.share[1] > 1 and output.exists() and TokenShards(output).prepared == made_of
-        if output.exists() and not complete:  # where parts are more than shards, others may have done it all
+        # Where parts are more than shards, others may have done it all.
+        if os.path.lexists(output) and not complete:
             raise ConfigError(f"{output} exists; choose another, or delete it", "output")
         shards = prepare(files, output, codec, recipe, num_processes=job.num_processes, part=job.share)
     except ConfigError as e:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.checkpoint import commit, lock, resume
+from titanlite.checkpoint import checkpointer, commit, lock, resume
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
@@ -28,6 +28,7 @@ from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.state import TrainState, model_tensors
 from titanlite.config.component import ConfigError
+from titanlite.log import set_up_logging
 
 EXTRA = {"global_batch_size": 8, "guard": {"streak": 0, "skipped_steps": 0}, "healthy": True}
 RECIPE = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {"abc": 1000}}}
@@ -152,9 +153,11 @@ def damage_manifest(step: Path) -> None:
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(tmp_path: Path, damage) -> None:
     save_steps(tmp_path, 2)
     damage(tmp_path / "checkpoint/step-2")
-    run = open_run(tmp_path)
+    run, parts = open_run(tmp_path), Parts()
     assert run.resumed is not None
     assert run.resumed["step"] == 1
+    assert names(tmp_path) == ["step-1", "step-2"]  # step 1 might be damaged, too
+    run.load(parts.net, parts.optimizer, parts.state)
     assert names(tmp_path) == ["bad-step-2-0", "step-1"]
 
 
@@ -177,6 +180,19 @@ def test_another_recipe_is_refused_by_name_unless_allowed(tmp_path: Path) -> Non
         open_run(tmp_path, changed)
     run = open_run(tmp_path, changed, allow_changed=["model.dim"])
     assert run.resumed is not None
+
+
+def test_a_new_run_knows_what_it_allows_to_change(tmp_path: Path) -> None:
+    """Not one that resumes: it may name a key that only the checkpoint had."""
+    known = r"unknown key of the recipe '{}'.* \(known: data\.seed, data\.sources, model\.dim\)$"
+    for name in ("foo", "model.dims", "dim", "model.", "names"):
+        for restart in (False, True):
+            with pytest.raises(ConfigError, match=known.format(name)) as error:
+                open_run(tmp_path, allow_changed=["data", name], restart=restart)
+            assert error.value.key == "checkpoint.allow_changed"
+    assert [p.name for p in tmp_path.iterdir()] == ["LOCK"]
+    save_steps(tmp_path, 1, allow_changed=["model", "data.seed", "data.sources"])[1].close()
+    assert open_run(tmp_path, allow_changed=["model.gone"]).resumed is not None
 
 
 @pytest.mark.parametrize(
@@ -223,6 +239,73 @@ def test_a_save_in_flight_becomes_whole_after_an_error_elsewhere(tmp_path: Path)
     run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     run.close_after_error()
     assert [step for step, _ in commit.committed(tmp_path / "checkpoint")] == [1]
+
+
+def look_often(monkeypatch: pytest.MonkeyPatch, size: Callable[[Path], int]) -> None:
+    """Make the waits short, and have a save in flight grow as `size` says."""
+    monkeypatch.setattr(checkpointer, "LOOK_S", 0.001, raising=False)
+    monkeypatch.setattr(checkpointer, "STALL_S", 0.005, raising=False)
+    monkeypatch.setattr(commit, "partial_size", size, raising=False)
+
+
+def test_a_slow_save_is_waited_for_after_an_error_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here with nothing written for far longer than several ranks would wait."""
+    set_up_logging(rank=1, verbose=False)  # the rank that fails says so, whichever it is
+    looks, go_on, end = [], threading.Event(), commit.commit
+
+    def commit_slowly(*args: Any) -> Path:
+        assert go_on.wait(90)
+        return end(*args)
+
+    def size(folder: Path) -> int:
+        looks.append(folder)
+        if len(looks) == 50:
+            go_on.set()
+        return 3 << 20
+
+    look_often(monkeypatch, size)
+    monkeypatch.setattr(commit, "commit", commit_slowly)
+    run, parts = open_run(tmp_path), Parts()
+    parts.step()
+    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+    run.close_after_error()
+    go_on.set()
+    assert names(tmp_path) == ["step-1"]
+    said = capsys.readouterr().err
+    assert said.count("waiting for it (3.0 MiB so far)\n") >= 50
+    assert "lost" not in said
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_of_several_ranks_a_save_is_waited_for_while_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], grows: bool
+) -> None:
+    set_up_logging(rank=0, verbose=True)
+    save, looks = Future[None](), []
+
+    def size(folder: Path) -> int:
+        looks.append(folder)
+        if len(looks) == 100:
+            save.set_result(None)
+        return len(looks) // 4 if grows else 7
+
+    look_often(monkeypatch, size)
+    run = open_run(tmp_path)
+    run._pending, run._ranks.size = save, 2
+    run.close_after_error()
+    lost = "the checkpoint that was being written is lost: TimeoutError: nothing has been written for"
+    assert (lost in capsys.readouterr().err) == (not grows)
+    assert len(looks) == (100 if grows else 6)
+
+
+def test_what_is_being_written_is_measured(tmp_path: Path) -> None:
+    assert commit.partial_size(tmp_path / "none") == 0
+    partial = commit.begin(tmp_path, 3)
+    write_file(partial / "a", b"123")
+    write_file(partial / "b", b"4567")
+    assert commit.partial_size(tmp_path) == 7
 
 
 def test_a_refused_run_touches_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def test_another_checkpoint_folder_is_told_where_the_checkpoints_are(tmp_path: P
     )
     assert not (tmp_path / "other").exists()
     (tmp_path / "checkpoint").rename(tmp_path / "other")  # renamed by a person: that is where they are
-    run = Checkpointer(other, tmp_path, RECIPE, "[job]\n")
+    run, parts = Checkpointer(other, tmp_path, RECIPE, "[job]\n"), Parts()
+    run.load(parts.net, parts.optimizer, parts.state)
     assert run.resumed is not None
     run.close()
     assert recorded(tmp_path) == {"step": 3, "folder": "other", "restarted": False}
@@ -109,7 +111,7 @@ def test_retention_rewinds_and_quarantine_keep_the_record_true(tmp_path: Path) -
     ):
         go(tmp_path, 6)
     shutil.rmtree(tmp_path / "checkpoint")
-    with pytest.raises(CheckpointError, match=r"this run has saved \S+/step-5, and"):
+    with pytest.raises(CheckpointError, match=r"this run has saved \S+/step-6, and"):
         go(tmp_path, 6)
 
 
@@ -219,7 +221,7 @@ def as_directory(file: Path) -> None:
     file.mkdir()
 
 
-@pytest.mark.parametrize(
+DAMAGE = pytest.mark.parametrize(
     "damage",
     [
         lambda file: file.write_text('{"step": 2'),
@@ -232,6 +234,9 @@ def as_directory(file: Path) -> None:
     ],
     ids=["torn", "list", "text", "unknown key", "not UTF-8", "pipe", "directory"],
 )
+
+
+@DAMAGE
 def test_a_damaged_record(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     """It matters only where there is no checkpoint."""
     go(tmp_path, 2)
@@ -241,6 +246,21 @@ def test_a_damaged_record(tmp_path: Path, damage: Callable[[Path], None]) -> Non
         CheckpointError, match=rf"^{tmp_path}/{RECORD} cannot be read \(.*\): if this run has saved no"
     ):
         go(tmp_path, 3)
+
+
+@DAMAGE
+@pytest.mark.parametrize("gone", [False, True])
+def test_restart_over_a_damaged_record(tmp_path: Path, damage: Callable[[Path], None], gone: bool) -> None:
+    go(tmp_path, 2)
+    damage(tmp_path / RECORD)
+    kind = stat.S_IFMT(os.lstat(tmp_path / RECORD).st_mode)
+    if gone:
+        shutil.rmtree(tmp_path / "checkpoint")
+    assert go(tmp_path, 1, restart=True) is None
+    assert abandoned(tmp_path) == ([] if gone else [[1, 2]])
+    assert stat.S_IFMT(os.lstat(tmp_path / f"bad-{RECORD}-0").st_mode) == kind
+    assert recorded(tmp_path) == {"step": 1, "folder": "checkpoint", "restarted": True}
+    assert go(tmp_path, 2, restart=True) == 1  # once
 
 
 def test_a_damaged_record_beside_good_checkpoints_is_replaced(tmp_path: Path) -> None:

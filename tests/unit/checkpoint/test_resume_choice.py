@@ -116,6 +116,32 @@ def test_several_bad_ones_are_passed_over_at_once(tmp_path: Path) -> None:
     assert go(tmp_path, 5) == 5
 
 
+def test_if_none_is_usable_all_stay_as_they_are(tmp_path: Path) -> None:
+    """Some are found to be damaged before any is loaded, the others while they are."""
+    go(tmp_path, 5)
+    folder = tmp_path / "checkpoint"
+    flip_a_shard(folder / "step-5")
+    shorten_a_shard(folder / "step-4")
+    flip_a_shard(folder / "step-3")
+    (folder / "step-2/manifest.json").unlink()
+    flip_a_shard(folder / "step-1")
+
+    def contents() -> dict[Path, bytes]:
+        return {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != "LOCK"}
+
+    before = contents()
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as error:
+            go(tmp_path, 5)
+        assert error.value.exit_code == 3
+        said = str(error.value)
+        assert [step for step in range(1, 6) if f"{folder}/step-{step}: " in said] == [1, 2, 3, 4, 5]
+        assert contents() == before
+    flip_a_shard(folder / "step-3")  # as it was
+    assert go(tmp_path, 3) == 3
+    assert names(tmp_path) == ["bad-step-4-0", "bad-step-5-0", "step-1", "step-2", "step-3"]
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", "train.json"])
 @pytest.mark.parametrize(
     ("code", "is_damage"), [(errno.EIO, True), (errno.ESTALE, False), (errno.EACCES, False)]

@@ -54,6 +54,8 @@ BAD_LINES = {
     "a step that is text": b'{"step": "x"}\n',
     "deep": b"[" * 100_000 + b"\n",
     "a step of 5,000 digits": b'{"step": ' + b"9" * 5000 + b"}\n",
+    "a step of 19 digits": b'{"step": ' + b"9" * 19 + b"}\n",
+    "a step below 0": b'{"step": -1}\n',
     "empty": b"\n",
 }
 
@@ -79,6 +81,56 @@ def test_a_last_line_torn_within_a_character_is_no_damage(
     write(JsonLines(path, from_step=1), 2)
     assert path.read_bytes() == line(1) + line(2)
     assert log.messages == []
+
+
+LAST_LINES = [bytes(300), b'{"step": 2, "tr' + bytes(9), b"no record", b'{"step": ' + b"9" * 5000]
+
+
+@pytest.mark.parametrize("end", LAST_LINES)
+def test_a_last_line_that_no_kill_has_torn_is_damage(
+    tmp_path: Path, log: pytest.LogCaptureFixture, end: bytes
+) -> None:
+    """NULs are what a file system shows, after a power loss, of what it had not written."""
+    for before in (b"", line(1)):
+        path = tmp_path / str(len(before)) / "metrics.jsonl"
+        path.parent.mkdir()
+        path.write_bytes(before + end)
+        write(JsonLines(path, from_step=1), 2)
+        assert path.with_name("metrics.damaged-0.jsonl").read_bytes() == before + end
+        assert path.read_bytes() == before + line(2)
+        assert not path.with_name("metrics.superseded.jsonl").exists()
+        records = 2 if before else 1
+        assert log.messages[-1].startswith(f"{path}: 1 of its {records} records are damaged; moved to ")
+
+
+@pytest.mark.parametrize("digits", [19, 5000])
+@pytest.mark.parametrize("end", [b"", b"\nonce\n"])
+@pytest.mark.parametrize("from_step", [0, 3])
+def test_a_sample_of_a_step_that_no_run_has(
+    tmp_path: Path, log: pytest.LogCaptureFixture, digits: int, end: bytes, from_step: int
+) -> None:
+    path = tmp_path / "samples.txt"
+    content = sample(1) + b"--- step " + b"9" * digits + end
+    path.write_bytes(content)
+    write(Samples(path, from_step), 4)
+    assert (tmp_path / "samples.damaged-0.txt").read_bytes() == content
+    assert path.read_bytes() == (sample(1) if from_step else b"") + sample(4)
+    superseded = tmp_path / "samples.superseded.txt"
+    assert (superseded.read_bytes() if superseded.exists() else b"") == (b"" if from_step else sample(1))
+    assert len(log.messages) == 1
+
+
+def test_samples_of_nulls_are_damage(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """But not a NUL in a sample, which a model of bytes may write."""
+    path = tmp_path / "samples.txt"
+    path.write_bytes(bytes(300))
+    write(Samples(path, from_step=3), 4)
+    assert (tmp_path / "samples.damaged-0.txt").read_bytes() == bytes(300)
+    assert path.read_bytes() == sample(4)
+    path.write_bytes(content := sample(1).replace(b"n", b"\0"))
+    write(Samples(path, from_step=3), 4)
+    assert path.read_bytes() == content + sample(4)
+    assert len(log.messages) == 1
 
 
 def test_damaged_samples(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:

@@ -64,6 +64,21 @@ def test_a_rank_that_leaves_with_0_is_blamed_and_the_others_are_not_waited_for(l
     assert (code, said) == (1, "rank 1 left with exit code 0 before training was done")
 
 
+def test_a_note_that_is_lost_is_no_traceback(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something empties the folder for temporary files while a rank leaves."""
+    notes = Agent._note
+
+    def last_time(self: Agent, rank: int) -> str | None:
+        note = notes(self, rank)
+        if rank == 1 and 1 in self._ended:
+            Path(str(self._notes), "rank-1").unlink(missing_ok=True)
+        return note
+
+    monkeypatch.setattr(Agent, "_note", last_time)
+    code, said = launch(f"[ $RANK = 1 ] || {UNTIL_ENDED}")
+    assert (code, said) == (1, "rank 1 left with exit code 0 before training was done")
+
+
 def test_a_rank_that_is_stopped_is_blamed_by_name(launch: Callable) -> None:
     """The one that waits for it fails first."""
     stopped = "[ $RANK = 1 ] && { echo $$ > pid; kill -STOP $$; };"

@@ -65,7 +65,10 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_list_tells_what_else_is_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "checkpoint"
     flip(folder / "step-3/manifest.json")
-    open_run(run).close()
+    parts = Parts()
+    start = open_run(run)
+    start.load(parts.net, parts.optimizer, parts.state)
+    start.close()
     flip(folder / "step-2/manifest.json")
     (folder / ".partial-step-9").mkdir()
     lines = output(capsys, "list", run)[1:]

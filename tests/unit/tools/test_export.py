@@ -240,6 +240,27 @@ def test_a_failed_export_loses_no_checkpoint(
     assert not list((job.folder / "hf").iterdir())
 
 
+def test_a_failed_export_of_an_earlier_step_does_not_fail_a_finished_run(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last step's export is there; only step 2's is missing, and its checkpoint is damaged."""
+    options = ["--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=2", "--checkpoint.interval=2"]
+    job = make_job(tmp_path, corpus, *options, "--training.steps=4")
+    assert train(job) == 0
+    shutil.rmtree(job.folder / "hf/step-2")
+    next((job.folder / "checkpoint/step-2").glob("*.distcp")).write_bytes(b"")
+    capfd.readouterr()
+    for _ in range(2):
+        assert train(job) == 0
+        said = capfd.readouterr().err
+        assert said.count("step 2 could not be exported: ") == 1
+        assert "Traceback" not in said
+    shutil.rmtree(job.folder / "hf/step-4")  # control
+    monkeypatch.setattr(exporter, "write_directory", lambda *_, **__: 1 / 0)
+    with pytest.raises(CheckpointError, match="step 4 could not be exported: division by zero"):
+        train(job)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -54,6 +54,21 @@ def test_an_output_that_is_there_is_refused_before_the_work(verb, no_work, tmp_p
     assert "there exists; choose another" in said or "there is a folder; name the file" in said
 
 
+# A tokenizer is one file, which replaces the link and does not follow it.
+LINKS = [(verb, output) for verb in VERBS for output in ("link", "link/out")]
+LINKS.remove(("tokenizer", "link"))
+
+
+@pytest.mark.parametrize(("verb", "output"), LINKS)
+def test_a_link_that_leads_nowhere_is_refused_before_the_work(verb, output, no_work, tmp_path, capsys):
+    (tmp_path / "link").symlink_to("nowhere")
+    assert cli.run([word.replace("OUT", output) for word in VERBS[verb]]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "link exists; choose another" in said or "link is a link that leads nowhere" in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "text.txt"]
+
+
 def test_a_tokenizer_is_written_into_a_new_folder(tmp_path: Path, capsys) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "new" / "folder" / "mine.tiktoken"
     text.write_text("a few words, and a few words again\n" * 9)
