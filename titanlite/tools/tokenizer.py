@@ -4,9 +4,10 @@ titanlite tokenizer show [CONFIG.toml] [TEXT] [--tokenizer.name=... --tokenizer.
 `train` learns byte-level BPE in tiktoken's file format, with Hugging Face's `tokenizers`, from files or, by
 default, the standard library's source; the same text gives the same file. --vocab-size counts the tokens
 without the special ones (8190); --field names the field of a .jsonl line that holds the text;
---max-document-mib is the size of the largest document to read (64). The tokenizer in assets/ is
-`titanlite tokenizer train --vocab-size 8190 --output assets/tokenizer/stdlib.tiktoken` under the CPython
-named in assets/tokenizer/README.md. `show` prints what a text (or standard input) becomes, token by token.
+--max-document-mib is the size of the largest document to read (64). A file that exists is not written over.
+The tokenizer in assets/ is `titanlite tokenizer train --vocab-size 8190 --output stdlib.tiktoken` under the
+CPython named in assets/tokenizer/README.md. `show` prints what a text (or standard input) becomes, token by
+token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from titanlite.data.sources import stdlib_files
 from titanlite.data.tokenizer import LLAMA3_PATTERN, Tiktoken, Tokenizer
 from titanlite.data.tokenizer_json import byte_alphabet
 from titanlite.files import write_atomically
-from titanlite.job import check_writable, load_job
+from titanlite.job import check_new, load_job
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,7 +50,8 @@ def _train(argv: Sequence[str]) -> int:
     options = parser.read(argv)
     if options.vocab_size < 256:
         raise ConfigError("--vocab-size is below 256, the number of bytes")
-    _make_place(options.output)
+    check_new(options.output, "--output")
+    _make_place(options.output.parent)
     files = find_files(options.input, "input") if options.input else stdlib_files()
     limits = Limits(max_document_mib=options.max_document_mib)
     texts = (document.text for document in documents(files, options.field, limits=limits))
@@ -60,16 +62,12 @@ def _train(argv: Sequence[str]) -> int:
     return 0
 
 
-def _make_place(output: Path) -> None:
-    """Make the folder of `output` before the work begins. Raises ConfigError if the file cannot be
-    written."""
-    if output.is_dir():
-        raise ConfigError(f"{output} is a folder; name the file to write", "--output")
-    check_writable(output.parent, "--output")
+def _make_place(folder: Path) -> None:
+    """Make the output's folder before the work begins. Raises ConfigError if that cannot be done."""
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"{output} cannot be written: {e.strerror}", "--output") from None
+        raise ConfigError(f"{folder} cannot be made: {e.strerror}", "--output") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +120,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet))
+    # Its progress would leave blank lines on standard output.
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(texts, trainer)
     to_byte = byte_alphabet()
     ranks = sorted(bpe.get_vocab().items(), key=lambda entry: entry[1])
     tokens = [bytes(to_byte[c] for c in token) for token, _ in ranks]

@@ -48,10 +48,11 @@ def test_an_output_that_cannot_be_made_is_refused_before_the_work(
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_output_that_is_there_is_refused_before_the_work(verb, no_work, tmp_path, capsys):
-    (tmp_path / "there").mkdir()
-    assert cli.run([word.replace("OUT", "there") for word in VERBS[verb]]) == 2
-    said = capsys.readouterr().err
-    assert "there exists; choose another" in said or "there is a folder; name the file" in said
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a file").write_text("somebody's work")
+    for there in ("a folder", "a file"):
+        assert cli.run([word.replace("OUT", there) for word in VERBS[verb]]) == 2
+        assert f"{there} exists; choose another, or delete it" in capsys.readouterr().err
 
 
 # A tokenizer is one file, which replaces the link and does not follow it.
@@ -76,6 +77,6 @@ def test_a_tokenizer_is_written_into_a_new_folder(tmp_path: Path, capsys) -> Non
     assert cli.run(arguments) == 0
     assert len(output.read_text().splitlines()) == 260
     before = output.read_bytes()
-    assert cli.run(arguments) == 0
+    assert cli.run([*arguments, "--vocab-size", "270"]) == 2
     assert output.read_bytes() == before
     assert [p.name for p in output.parent.iterdir()] == ["mine.tiktoken"]
