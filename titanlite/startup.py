@@ -12,6 +12,7 @@ import torch
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.opening import Opening
 from titanlite.checkpoint.recipe import differences, spell
 from titanlite.checkpoint.state import TrainState
 from titanlite.config import toml
@@ -69,6 +70,13 @@ def open_tokenizer(job: Job) -> TextCodec:
     codec = job.tokenizer.build()
     job.model.check_vocabulary(codec.vocab_size)
     return codec
+
+
+def check_run_folder(job: Job, codec: TextCodec) -> None:
+    """Raises ConfigError if the run folder holds a run with which this job does not go on, as far as that is
+    known before any source is opened."""
+    data = job.data.known(codec, seq_len=job.training.seq_len, seed=job.training.seed)
+    Opening(job.checkpoint, job.folder, job.recipe(data, {})).check_known()
 
 
 def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> None:

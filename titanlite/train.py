@@ -45,6 +45,7 @@ from titanlite.startup import (
     annotated,
     check_device,
     check_global_batch,
+    check_run_folder,
     describe,
     flops_of,
     log_changes,
@@ -142,6 +143,7 @@ def build(job: Job, rt: Runtime) -> Run:
     )
 
     with rt.rank_zero_first():
+        check_run_folder(job, codec)  # first: tokenising and packing may take long
         rows = job.data.build(codec, seq_len=job.training.seq_len, seed=job.training.seed)
     recipe = job.recipe(rows.recipe, rows.names)
     rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))

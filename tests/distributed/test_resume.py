@@ -321,6 +321,44 @@ def test_an_edited_source_is_refused_by_name(tmp_path: Path) -> None:
         train(make_job(tmp_path, corpus, "--training.steps=2"))
 
 
+BEFORE_TOKENISING = {
+    "the tokenizer was bytes, is tiktoken": CHANGES[f"the tokenizer was bytes, is tiktoken {BPE}"],
+    'data.packing was "chunk", is "best_fit"': ["--data.packing=best_fit"],
+    r'data.sources was \["text .*/a.jsonl", "text .*/b.txt"\], is \["text .*/new.txt"\]': [
+        "--data.sources=[{name = 'text', path = ['CORPUS/new.txt']}]"
+    ],
+}
+
+
+@pytest.mark.parametrize("said", BEFORE_TOKENISING)
+def test_other_data_is_refused_before_anything_is_tokenised_or_packed(tmp_path: Path, said: str) -> None:
+    corpus = write_corpus(tmp_path)
+    (corpus / "new.txt").write_text("other words " * 100)
+    train(make_job(tmp_path, corpus, "--training.steps=1"))
+    overrides = [override.replace("CORPUS", str(corpus)) for override in BEFORE_TOKENISING[said]]
+    cached = set((corpus / "cache").iterdir())
+    with pytest.raises(ConfigError, match=rf"checkpoint holds a run that differs: .*{said}"):
+        train(make_job(tmp_path, corpus, *overrides))
+    for file in ("checkpoint", "last_commit.json", "metrics.jsonl"):  # now like a run that saved nothing
+        shutil.move(tmp_path / "run" / file, tmp_path / file)
+    with pytest.raises(ConfigError, match=rf"run holds a run that differs: .*{said}"):
+        train(make_job(tmp_path, corpus, *overrides))
+    assert set((corpus / "cache").iterdir()) == cached
+
+
+def test_control_text_that_was_moved_is_the_same(tmp_path: Path) -> None:
+    """The tokens, which have to be made again, tell."""
+    corpus, moved = write_corpus(tmp_path), tmp_path / "moved"
+    train(make_job(tmp_path, corpus, "--training.steps=1"))
+    moved.mkdir()
+    for file in ("a.jsonl", "b.txt"):
+        shutil.move(corpus / file, moved / file)
+    shutil.rmtree(corpus / "cache")
+    job = make_job(tmp_path, moved, "--training.steps=2")
+    train(job)
+    assert [row["step"] for row in metrics_of(job)] == [1, 2]
+
+
 # ---- other changes are logged
 
 

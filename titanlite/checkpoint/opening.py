@@ -10,7 +10,7 @@ from typing import Any
 from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.commit_record import CommitRecord
 from titanlite.checkpoint.initial import check_initial
-from titanlite.checkpoint.recipe import check_allowed, check_recipe, read_recipe
+from titanlite.checkpoint.recipe import before_opening, check_allowed, check_recipe, read_recipe
 from titanlite.checkpoint.resume import Candidate, Fault
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.weights import Exchange
@@ -35,6 +35,24 @@ class Opening:
             check_initial(Path(initial), exchange)
         if self._config.export_hf:
             exchange.family.hf_config(), exchange.codec.hugging_face_files()
+
+    def check_known(self) -> None:
+        """Raises ConfigError if the folder's run has another recipe than this job, whose sources are not
+        opened yet. Reads small files only. `candidate` compares all of it."""
+        c = self._config
+        if self._recipe is None or c.restart or c.load_step != -1:
+            return  # which run this one goes on from is not known yet
+        found = resume.newest(self._folder, -1, [], c.verify)
+        if found is not None:
+            theirs, where = found.train["recipe"], self._folder
+        elif self._recipe_file.exists():
+            theirs, where = read_recipe(self._recipe_file), self._run_folder
+        else:
+            return
+        num_sequences = found.train["sequences"] if found else 0
+        check_recipe(
+            before_opening(theirs, self._recipe), self._recipe, c.allow_changed, where, num_sequences
+        )
 
     def candidate(self, faults: list[Fault]) -> Candidate | None:
         """The checkpoint to go on from; None for a new run. Adds to `faults`, the checkpoints that cannot be
@@ -69,5 +87,8 @@ class Opening:
             check_allowed(self._config.allow_changed, self._recipe)
 
     def _compare(self, theirs: dict[str, Any], where: Path, num_sequences: int = 0) -> None:
-        if self._recipe is not None:
-            check_recipe(theirs, self._recipe, self._config.allow_changed, where, num_sequences)
+        if self._recipe is None:
+            return
+        allow = self._config.allow_changed
+        for said in check_recipe(theirs, self._recipe, allow, where, num_sequences):
+            logger.warning(f"changed, as checkpoint.allow_changed says: {said}")

@@ -13,7 +13,6 @@ from typing import Any
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.json_file import read_object
-from titanlite.log import logger
 
 NUMBERING = ("training.", "data.")  # what decides which sequence has which number ...
 NOT_NUMBERING = "data.mask_documents"  # ... but for this, which only hides documents from each other
@@ -49,10 +48,10 @@ def check_recipe(
     allow_changed: Sequence[str],
     where: Path,
     num_sequences: int = 0,
-) -> None:
-    """Raises ConfigError naming what differs, unless it is allowed to, itself or a table it belongs to. What
-    numbers the sequences may not change once `num_sequences` have been trained on: some would be trained on
-    again and others left out."""
+) -> list[str]:
+    """The differences that are allowed, a sentence each. Raises ConfigError naming what differs, unless it is
+    allowed to, itself or a table it belongs to. What numbers the sequences may not change once
+    `num_sequences` have been trained on: some would be trained on again and others left out."""
     changes = dict(_changes(theirs, ours))
     named = {key for key in changes if any(_covers(a, key) for a in allow_changed)}
     fixed = {key for key in changes if num_sequences and key.startswith(NUMBERING) and key != NOT_NUMBERING}
@@ -74,8 +73,18 @@ def check_recipe(
             f"{allow}",
             "job.dump_folder",
         )
-    for said in changes.values():
-        logger.warning(f"changed, as checkpoint.allow_changed says: {said}")
+    return list(changes.values())
+
+
+def before_opening(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """A recorded recipe, to be compared with that of a job whose sources are not opened yet, and are listed
+    by label. As many sources may be the same ones: a label names a place, and data may be moved."""
+    names, labels = _names(theirs)[1], ours["data"]["sources"]
+    flat = flatten({key: value for key, value in theirs.items() if key != "names"})
+    uids = [key.removeprefix(SOURCES) for key in flat if key.startswith(SOURCES)]
+    known = {key: value for key, value in flat.items() if not key.startswith(SOURCES)}
+    before = labels if len(uids) == len(labels) else sorted(names.get(uid, uid) for uid in uids)
+    return {**known, "data.sources": before, "names": theirs.get("names")}
 
 
 def check_optimizer(checkpoint: Path, job_toml: str) -> None:

@@ -72,15 +72,22 @@ class Data:
         if both := {rows.uid for rows in packed} & {rows.uid for rows in validation}:
             path = next(rows.shards.path for rows in packed if rows.uid in both)
             raise ConfigError(f"{path} is trained on", "data.validation_sources")
-        recipe = {
+        recipe = self.known(codec, seq_len=seq_len, seed=seed)
+        by_uid = sorted(zip(packed, self.sources), key=lambda pair: pair[0].uid)  # not by place in the file
+        return Rows(by_uid, validation, self.holdout_rows, seed, recipe)
+
+    def known(self, codec: TextCodec, *, seq_len: int, seed: int) -> dict[str, Any]:
+        """Rows.recipe as far as it is known before the sources are opened, with the list of their labels in
+        the place of their contents."""
+        return {
+            "seed": seed,
             "seq_len": seq_len,
             "packing": self.packing,
             "mask_documents": self.mask_documents,
             "holdout_rows": self.holdout_rows,
             "tokenizer": codec.fingerprint,
+            "sources": sorted(source.label for source in self.sources),
         }
-        by_uid = sorted(zip(packed, self.sources), key=lambda pair: pair[0].uid)  # not by place in the file
-        return Rows(by_uid, validation, self.holdout_rows, seed, recipe)
 
     def check(self, codec: TextCodec, *, seq_len: int, seed: int) -> Rows | None:
         """Raises the ConfigErrors of `build` that can be found without tokenising, packing or hashing.
@@ -153,7 +160,7 @@ class Rows(Dataset):
         uids = [rows.uid for rows in self._packed]
         self._mixture = Mixture(self.sizes, uids, shares, seed)
         self._blocks: dict[int, np.ndarray] = {}
-        self.recipe = recipe | {"seed": seed, "sources": dict(zip(uids, shares))}
+        self.recipe = recipe | {"sources": dict(zip(uids, shares))}
 
     @property
     def names(self) -> dict[str, str]:

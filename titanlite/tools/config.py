@@ -26,7 +26,14 @@ from titanlite.models.base import Decoder
 from titanlite.parallel.float8 import divide_layers
 from titanlite.parallel.recompute import apply_recompute
 from titanlite.runtime import StepPlan, choose_param_dtype, pick_device
-from titanlite.startup import annotated, check_device, check_global_batch, open_tokenizer, resolved
+from titanlite.startup import (
+    annotated,
+    check_device,
+    check_global_batch,
+    check_run_folder,
+    open_tokenizer,
+    resolved,
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,6 +77,7 @@ def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
     job.check_folders()
     unchecked = check_this_device(job, ranks)
     codec = open_tokenizer(job)
+    check_run_folder(job, codec)
     plan = StepPlan.of(job.training, job.parallelism.degrees(ranks).data_parallel)
     rows = job.data.check(codec, seq_len=job.training.seq_len, seed=job.training.seed)
     if rows is not None:

@@ -90,27 +90,27 @@ def on_shards(place: Path) -> list[str]:
 
 
 # Placeholders: PLACE is the fixture's folder.
+NEW = "--job.dump_folder=PLACE/new"  # for what would make the run in the fixture's folder another one
 FILES = {
     "tokenizer": ["--tokenizer={name = 'tiktoken', path = 'PLACE/none.model'}"],
     "vocabulary": ["--model.overrides.vocab_size=250"],
     "text": ["--data.sources=[{name = 'text', path = ['PLACE/none/*.jsonl']}]"],
     "no shards": ["--data.sources=[{name = 'tokens', path = 'PLACE/none'}]"],
     "other tokenizer": ["--data.sources=[{name = 'tokens', path = 'PLACE/other'}]"],
-    "long sequences": ["--training.seq_len=1000", "--model.overrides.max_position=1000"],
-    "held out": ["--data.holdout_rows=1000"],
+    "long sequences": ["--training.seq_len=1000", "--model.overrides.max_position=1000", NEW],
+    "held out": ["--data.holdout_rows=1000", NEW],
     "epochs": ["--data.sources.0.max_epochs=0.001", "--training.steps=9"],
     "validation": [
-        "--data.holdout_rows=0", "--data.validation_sources=[{name = 'tokens', path = 'PLACE/none'}]",
+        NEW, "--data.holdout_rows=0", "--data.validation_sources=[{name = 'tokens', path = 'PLACE/none'}]",
     ],
     "same validation": [
-        "--data.holdout_rows=0", "--data.validation_sources=[{name = 'tokens', path = 'PLACE/tokens'}]",
+        NEW, "--data.holdout_rows=0", "--data.validation_sources=[{name = 'tokens', path = 'PLACE/tokens'}]",
     ],
     "initial weights": [
-        "--checkpoint.initial_load_path=PLACE/none", "--job.dump_folder=PLACE/new",
+        "--checkpoint.initial_load_path=PLACE/none", NEW,
     ],
     "other initial weights": [
-        "--checkpoint.initial_load_path=PLACE/run", "--model.overrides.n_layers=3",
-        "--job.dump_folder=PLACE/new",
+        "--checkpoint.initial_load_path=PLACE/run", "--model.overrides.n_layers=3", NEW,
     ],
     "run of another seed": ["--training.seed=7"],
     "run of another model": ["--model.overrides.n_layers=3"],
