@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -49,7 +50,8 @@ class Background(Generic[Item]):
         self._workers += self._children()
         # Before Python ends the daemonic children it still has, by a SIGTERM that loader workers ignore; and
         # because a thread that is in torch's code when the interpreter ends aborts the process.
-        atexit.register(_end, self._room, self._thread, self._workers)
+        self._end = partial(_end, self._room, self._thread, self._workers)
+        atexit.register(self._end)
         for _ in range(AHEAD):
             self._room.put(True)
 
@@ -64,7 +66,9 @@ class Background(Generic[Item]):
     def close(self) -> None:
         """End the workers. Those that were killed for being stuck are not waited for."""
         if not self._killed:
-            _end(self._room, self._thread, self._workers)
+            self._end()
+        if not self._thread.is_alive():
+            atexit.unregister(self._end)
 
     def __del__(self) -> None:
         self._room.put(False)
@@ -113,6 +117,13 @@ class Background(Generic[Item]):
 
     def _kill(self) -> None:
         self._killed = True
+        if not self._workers:  # the thread may be about to start another one
+            self._room.put(False)
+            deadline = time.monotonic() + END_S
+            while self._thread.is_alive() and time.monotonic() < deadline:
+                for worker in self._children():
+                    worker.kill()
+                self._thread.join(0.05)
         for worker in self._workers or self._children():
             worker.kill()
 

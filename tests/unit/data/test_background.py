@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -19,6 +20,7 @@ from torch.utils.data import Dataset
 
 from titanlite.config.component import ConfigError
 from titanlite.data import background, loader
+from titanlite.data.background import Background
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.errors import LoaderError
 
@@ -133,6 +135,46 @@ def test_workers_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
         iter(made(Numbers(), 2, waiting))
     assert waiting.seen[-1][1].startswith("one of the starting loader workers (pid ")
     until(lambda: set(workers()) <= others)
+
+
+def test_a_worker_that_is_started_after_the_wait_has_ended_is_killed_too() -> None:
+    """The first of two does not answer; the second is started while the first is killed."""
+    waiting, others = Waiting(), set(workers())
+    given_up, started = threading.Event(), threading.Event()
+
+    def start() -> Iterator[None]:
+        multiprocessing.Process(target=_stop, daemon=True).start()
+        assert given_up.wait(LIMIT_S)
+        multiprocessing.Process(target=_stop, daemon=True).start()
+        started.set()
+        return iter([None])
+
+    def end_the_wait(waited_s: float, worker: str) -> None:
+        try:
+            waiting(waited_s, worker)
+        except GivenUp:
+            threading.Timer(0.2, given_up.set).start()
+            raise
+
+    with pytest.raises(GivenUp):
+        Background(start, end_the_wait)
+    assert started.wait(LIMIT_S)
+    until(lambda: set(workers()) <= others)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_closed_loader_leaves_nothing_for_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[Any] = []
+    monkeypatch.setattr(background.atexit, "register", left.append)
+    monkeypatch.setattr(background.atexit, "unregister", left.remove)
+    stream = made(Numbers(), 1)
+    next(stream)
+    assert background._end in {getattr(function, "func", None) for function in left}
+    stream.close()
+    assert background._end not in {getattr(function, "func", None) for function in left}
 
 
 def test_a_slow_worker_that_answers_in_time_changes_nothing() -> None:
