@@ -45,6 +45,10 @@ def main() -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     code = run(sys.argv[1:])
+    try:
+        sys.stderr.flush()
+    except OSError:  # what cannot be written goes nowhere; else Python would end with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     if runtime := sys.modules.get("titanlite.runtime"):  # loaded by the verb: importing it costs seconds
         runtime.leave(code)  # a process that may have had process groups must not finalise
     return code

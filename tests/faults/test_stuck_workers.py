@@ -129,7 +129,7 @@ def test_a_worker_that_is_slow_changes_nothing(
     trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any]
 ) -> None:
     runs = Runs(trainer, tmp_path, corpus, 2)
-    slow = Fault(READ, call=5 * 2 + 1, during="start", rank=1, action="take_a_second")
+    slow = Fault(READ, call=0, during="start", rank=1, action="take_a_second")  # later ones are read ahead
     waited = Fault(WAIT, call=0, during="start", rank=1, action="nothing")
     began = time.monotonic()
     outcome = runs(slow, waited)

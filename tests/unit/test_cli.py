@@ -717,8 +717,12 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 
 def test_a_message_that_nobody_can_read_changes_no_code() -> None:
     command = f"({sys.executable} -m titanlite.cli train nowhere.toml 2> /dev/full; echo $?)"
-    run = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.stdout == "2\n"
+    for unbuffered in ("", "1"):
+        env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        run = subprocess.run(
+            command, shell=True, cwd=ROOT, env=env, capture_output=True, text=True, check=False
+        )
+        assert run.stdout == "2\n"
 
 
 # ---- refusals of the operating system, and what reaches the terminal

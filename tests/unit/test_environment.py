@@ -39,7 +39,7 @@ def test_the_command_sets_it_before_torch_is_imported() -> None:
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'torch':\n"
-        "            print(os.environ['GOMP_SPINCOUNT'])\n"
+        "            print(os.environ['GOMP_SPINCOUNT'], flush=True)\n"
         "            os._exit(0)\n"
         "sys.meta_path.insert(0, Finder())\n"
         "from titanlite import cli\n"
