@@ -66,7 +66,7 @@ class CrossEntropy(Loss, name="cross_entropy"):
 @dataclass(frozen=True, kw_only=True)
 class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
     """Cross-entropy by chunks of tokens: equal to cross_entropy in value and gradient, without ever holding
-    the logits of all tokens. Targets of -100 do not count."""
+    the logits of all tokens. Targets of -100 do not count, even where the hidden state is not finite."""
 
     chunk_tokens: int = 4096
     """Tokens whose logits are held at once, at most."""
@@ -178,17 +178,17 @@ class _Chunked(torch.autograd.Function):
         d_hidden_ND = torch.empty_like(hidden_ND)
         d_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32)
         weight_VD = weight_VD.to(hidden_ND.dtype)
-        counts_N1 = (targets_N != IGNORE)[:, None]
-        hidden_ND = torch.where(counts_N1, hidden_ND, 0.0)  # tokens that do not count add nothing to d_weight
         total = torch.zeros((), device=hidden_ND.device)
         parts = (x.chunk(num_chunks) for x in (hidden_ND, targets_N, d_hidden_ND))
         for i, (h_CD, targets_C, d_h_CD) in enumerate(zip(*parts)):
+            counts_C1 = (targets_C != IGNORE)[:, None]
+            h_CD = torch.where(counts_C1, h_CD, 0.0)  # tokens that do not count add nothing to d_weight
             logits_CV = F.linear(h_CD, weight_VD)
             total += chunk(logits_CV, targets_C)
             torch.mm(logits_CV, weight_VD, out=d_h_CD)
+            d_h_CD.masked_fill_(~counts_C1, 0.0)
             _add_product_(d_weight_VD, logits_CV.T, h_CD, beta=min(i, 1))
             del logits_CV  # or the next chunk's would be made beside them
-        d_hidden_ND.masked_fill_(~counts_N1, 0.0)
         ctx.save_for_backward(d_hidden_ND)
         ctx.mark_non_differentiable(d_weight_VD)
         return total, d_weight_VD

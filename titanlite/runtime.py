@@ -185,8 +185,8 @@ class Runtime:
 
     @contextmanager
     def rank_zero_first(self) -> Iterator[None]:
-        """Rank 0 runs the body before the others: what it writes, they find. Its ConfigError is
-        everybody's."""
+        """Rank 0 runs the body before the others: what it writes, they find. Its error is everybody's, if it
+        has an exit code."""
         error: list[Any] = [None]
         if self.world_size > 1 and self.rank > 0:
             dist.broadcast_object_list(error, src=0)
@@ -198,13 +198,18 @@ class Runtime:
             if isinstance(e, Exception):
                 error = [
                     e
-                    if isinstance(e, (ConfigError, OSError))
+                    if isinstance(e, (ConfigError, OSError)) or hasattr(e, "exit_code")
                     else RuntimeError(f"rank 0: {type(e).__name__}: {e}")
                 ]
             with suppress(RuntimeError):  # of peers that are gone: a stop was for them, too
                 self._tell(error)
             raise
         self._tell(error)
+
+    def note_error(self, error: BaseException) -> None:
+        """Tell the launcher now what ends this rank."""
+        if isinstance(error, (Exception, SystemExit)):
+            _write_note(_note_of(self.rank), error)
 
     def _tell(self, error: list[Any]) -> None:
         """From rank 0 to the others."""
@@ -375,17 +380,25 @@ def _store_on_this_node(size: int) -> Any:
     return None
 
 
+def _note_of(rank: int) -> str:
+    folder = os.environ.get(NOTES)
+    return os.path.join(folder, f"rank-{rank}") if folder else os.devnull
+
+
+def _write_note(note: str, error: BaseException) -> None:
+    with suppress(OSError), open(note, "w", encoding="utf-8", errors="backslashreplace") as f:
+        f.write(f"{type(error).__name__}: {error}")
+
+
 @contextmanager
 def _note_for_the_launcher(rank: int) -> Iterator[None]:
     """The launcher has made a note for this rank. It is taken away when the body is done, so that the
     launcher notices a rank that leaves before; an error in the body is written into it."""
-    folder = os.environ.get(NOTES)
-    note = os.path.join(folder, f"rank-{rank}") if folder else os.devnull
+    folder, note = os.environ.get(NOTES), _note_of(rank)
     try:
         yield
     except (Exception, SystemExit) as error:
-        with suppress(OSError), open(note, "w", encoding="utf-8", errors="backslashreplace") as f:
-            f.write(f"{type(error).__name__}: {error}")
+        _write_note(note, error)
         raise
     if folder:
         with suppress(OSError):

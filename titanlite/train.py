@@ -198,7 +198,8 @@ class Run:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            self.checkpoints.close_after_error()
+            self.rt.note_error(error)  # before a wait in which the launcher may end this rank
+            self.checkpoints.close_after_error(error)
         self.loader.close()
         self.meter.close()
         if isinstance(error, torch.OutOfMemoryError):

@@ -97,6 +97,19 @@ def test_nothing_that_counts_is_zero_not_nan(loss: Loss) -> None:
     assert all((g == 0).all() for g in gradients(value, hidden, weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_first_product_does_not_read_the_sum(dtype: torch.dtype) -> None:
+    """It is memory that nobody has written."""
+    total, a, b = (
+        torch.full((3, 2), float("nan")),
+        torch.ones(3, 4, dtype=dtype),
+        torch.ones(4, 2, dtype=dtype),
+    )
+    losses._add_product_(total, a, b, beta=0)
+    losses._add_product_(total, a, b, beta=1)
+    assert (total == 8).all()
+
+
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_a_token_that_does_not_count_adds_nothing_even_if_it_is_not_finite(compile: bool) -> None:
     """Zero times NaN is NaN, in the product that gives the weight's gradient, too."""

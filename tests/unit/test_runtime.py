@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.jobs import make_job
+from titanlite.checkpoint.commit import CheckpointError
 from titanlite.environment import NOTES
 from titanlite.metrics.meter import Meter
-from titanlite.runtime import _note_for_the_launcher
+from titanlite.runtime import Runtime, _note_for_the_launcher
 from titanlite.signals import Stopped
 from titanlite.train import train
 
@@ -71,3 +74,17 @@ def test_a_stop_is_no_error(note: Path) -> None:
     with pytest.raises(Stopped), _note_for_the_launcher(0):
         raise Stopped
     assert note.read_text() == ""
+
+
+def test_an_error_of_rank_zero_keeps_its_exit_code_on_all_ranks() -> None:
+    told: list[Any] = []
+    rank_zero, error = SimpleNamespace(world_size=2, rank=0, _tell=told.append), CheckpointError("format 4")
+    with pytest.raises(CheckpointError), Runtime.rank_zero_first(rank_zero):  # type: ignore[arg-type]
+        raise error
+    assert told == [[error]]
+
+
+def test_a_rank_that_fails_says_so_before_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOTES, str(tmp_path))
+    Runtime.note_error(SimpleNamespace(rank=3), ValueError("gone"))  # type: ignore[arg-type]
+    assert (tmp_path / "rank-3").read_text() == "ValueError: gone"

@@ -259,17 +259,21 @@ class Checkpointer:
         finally:
             self._release()
 
-    def close_after_error(self) -> None:
-        """Let a save in flight become whole, however long that takes, if it still can; frees the folder."""
+    def close_after_error(self, error: BaseException | None = None) -> None:
+        """Let a save in flight become whole, however long that takes, if it still can; frees the folder. The
+        `error` that has ended the training, which is shown in full afterwards, is named while it waits."""
+        why = "training has ended"
+        if error is not None:
+            why += f": {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         try:
             if self._pending is not None:
-                self._wait_while_it_grows(self._pending)
+                self._wait_while_it_grows(self._pending, why)
         except Exception as e:
             logger.error(f"the checkpoint that was being written is lost: {type(e).__name__}: {e}")
         finally:
             self._release()
 
-    def _wait_while_it_grows(self, save: Future[None]) -> None:
+    def _wait_while_it_grows(self, save: Future[None], why: str) -> None:
         """Wait for a save. One process: to its end. Of several, another may hang or have lost its node, which
         no error tells before the timeout of their group: until nothing has been written for STALL_S. A
         peer that has ended is an error of the save at once."""
@@ -279,10 +283,7 @@ class Checkpointer:
             looks = looks + 1 if size == before else 0
             if self._ranks.size > 1 and looks * LOOK_S >= STALL_S:
                 raise TimeoutError(f"nothing has been written for {STALL_S:.0f} s; does another rank hang?")
-            logger.warning(
-                f"training has ended with an error, which is shown when the save in flight is done: waiting "
-                f"for it ({gib(size)} so far)"
-            )
+            logger.warning(f"{why}; waiting for the save in flight ({gib(size)} so far)")
         save.result()
 
     def _allocate(self, tensors: Tensors) -> None:

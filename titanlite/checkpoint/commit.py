@@ -70,11 +70,9 @@ def begin(folder: Path, step: int) -> Path:
 
 def partial_size(folder: Path) -> int:
     """Bytes in the files that are being written."""
-    size = 0
-    for file in folder.glob(".partial-*/*"):
-        with suppress(OSError):  # it has just been committed
-            size += file.stat().st_size
-    return size
+    with suppress(OSError):  # it has just been committed, or the file system does not answer
+        return sum(file.stat().st_size for file in folder.glob(".partial-*/*"))
+    return 0
 
 
 def discard(partial: Path) -> None:

@@ -40,7 +40,8 @@ class CommitRecord:
         self._file = run_folder / NAME
 
     def read(self) -> LastCommit | None:
-        """None if there is no file. Raises CheckpointError if it is damaged."""
+        """None if there is no file. Raises CheckpointError if it is damaged, OSError if it cannot be read
+        now."""
         if not os.path.lexists(self._file):
             return None
         try:
@@ -50,7 +51,7 @@ class CommitRecord:
             if type(last.restarted) is not bool:
                 raise ValueError(f"restarted is {last.restarted!r}")
             return last
-        except (OSError, ValueError, TypeError, RecursionError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raise CheckpointError(
                 f"{self._file} cannot be read ({e}): if this run has saved no checkpoint, delete that file; "
                 "else bring the checkpoints back"

@@ -42,7 +42,11 @@ class Opening:
         c = self._config
         if self._recipe is None or c.restart or c.load_step != -1:
             return  # which run this one goes on from is not known yet
-        found = resume.newest(self._folder, -1, [], c.verify)
+        faults: list[Fault] = []
+        found = resume.newest(self._folder, -1, faults, c.verify)
+        last = self._record.read() if found is None else None
+        if faults or (last is not None and last.step is not None):
+            return  # checkpoints are damaged or gone, which `candidate` judges
         if found is not None:
             theirs, where = found.train["recipe"], self._folder
         elif self._recipe_file.exists():

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
@@ -129,6 +130,9 @@ class Background(Generic[Item]):
 
 
 def _end(room: SimpleQueue[bool], thread: threading.Thread, workers: list[BaseProcess]) -> None:
+    with suppress(Empty):
+        while True:
+            room.get_nowait()  # what is not read yet need not be
     room.put(False)
     thread.join(END_S)
     for worker in workers:

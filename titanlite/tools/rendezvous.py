@@ -126,7 +126,11 @@ class SeveralNodes(DynamicRendezvousHandler):
                 )
                 raise NotReached(text) from error
             except RendezvousGracefulExitError as error:
-                raise NotNeeded(f"the run at {self._endpoint} is over, and did not need this node") from error
+                text = (
+                    f"the run at {self._endpoint} is over, and did not need this node: how it ended is in "
+                    "the other nodes' logs"
+                )
+                raise NotNeeded(text) from error
 
 
 def register(node_rank: int) -> None:

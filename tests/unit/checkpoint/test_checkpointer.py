@@ -270,11 +270,12 @@ def test_a_slow_save_is_waited_for_after_an_error_elsewhere(
     run, parts = open_run(tmp_path), Parts()
     parts.step()
     run.save(parts.net, parts.optimizer, parts.state, EXTRA)
-    run.close_after_error()
+    run.close_after_error(ValueError("the cause\nand more"))
     go_on.set()
     assert names(tmp_path) == ["step-1"]
     said = capsys.readouterr().err
-    assert said.count("waiting for it (3.0 MiB so far)\n") >= 50
+    line = "training has ended: ValueError: the cause; waiting for the save in flight (3.0 MiB so far)\n"
+    assert said.count(line) >= 50
     assert "lost" not in said
 
 

@@ -3,6 +3,7 @@ gone from one that has saved none, and checkpoint.restart begins anew on purpose
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import pytest
 from tests.jobs import make_job, metrics_of
 from tests.unit.checkpoint.test_checkpointer import EXTRA, RECIPE, Parts, names, open_run
 from tests.unit.checkpoint.test_resume_choice import abandoned, flip_a_shard, go, kill_before_moving
-from titanlite.checkpoint import commit
+from titanlite.checkpoint import commit, commit_record
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.section import Checkpoint
@@ -261,6 +262,23 @@ def test_restart_over_a_damaged_record(tmp_path: Path, damage: Callable[[Path], 
     assert stat.S_IFMT(os.lstat(tmp_path / f"bad-{RECORD}-0").st_mode) == kind
     assert recorded(tmp_path) == {"step": 1, "folder": "checkpoint", "restarted": True}
     assert go(tmp_path, 2, restart=True) == 1  # once
+
+
+def test_a_record_that_cannot_be_read_now_restarts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that does not answer is no damage: a run restarted before would lose its progress."""
+    go(tmp_path, 2)
+
+    def stale(file: Path) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit_record, "read_regular", stale)
+        with pytest.raises((OSError, RuntimeError), match="Stale file handle"):
+            go(tmp_path, 1, restart=True)
+    assert abandoned(tmp_path) == []
+    assert go(tmp_path, 2) == 2
 
 
 def test_a_damaged_record_beside_good_checkpoints_is_replaced(tmp_path: Path) -> None:

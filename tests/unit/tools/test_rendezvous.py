@@ -110,7 +110,9 @@ def test_a_spare_node_that_a_run_did_not_need_is_no_failure(tmp_path: Path) -> N
         time.sleep(0.02)
     nodes[0].shutdown()
     thread.join()
-    assert [str(error) for error in spare] == ["the run at first:29500 is over, and did not need this node"]
+    assert [str(error) for error in spare] == [
+        "the run at first:29500 is over, and did not need this node: how it ended is in the other nodes' logs"
+    ]
     assert (type(spare[0]), spare[0].exit_code) == (NotNeeded, 0)
     for n in nodes[1:]:
         n.shutdown()
