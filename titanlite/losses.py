@@ -66,7 +66,7 @@ class CrossEntropy(Loss, name="cross_entropy"):
 @dataclass(frozen=True, kw_only=True)
 class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
     """Cross-entropy by chunks of tokens: equal to cross_entropy in value and gradient, without ever holding
-    the logits of all tokens. Targets of -100 do not count, even where the hidden state is not finite."""
+    the logits of all tokens. Targets of -100 do not count."""
 
     chunk_tokens: int = 4096
     """Tokens whose logits are held at once, at most."""

@@ -132,7 +132,7 @@ class Background(Generic[Item]):
 def _end(room: SimpleQueue[bool], thread: threading.Thread, workers: list[BaseProcess]) -> None:
     with suppress(Empty):
         while True:
-            room.get_nowait()  # what is not read yet need not be
+            room.get_nowait()  # requests that the thread has not begun
     room.put(False)
     thread.join(END_S)
     for worker in workers:
