@@ -1,5 +1,4 @@
-"""Shared by all tests: tiny jobs on the raw-bytes tokenizer, and pools of gloo ranks that live as long as the
-run."""
+"""What all tests share."""
 
 from __future__ import annotations
 
@@ -10,16 +9,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run side by side; bef
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("titanlite", deadline=None)  # no test is a measurement: the machine may be loaded
 settings.load_profile("titanlite")
-
-if TYPE_CHECKING:
-    from tests.pool import Pool
 
 # torch is imported where it is needed: tests/test_architecture.py needs none.
 
@@ -46,33 +42,17 @@ def hangups() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two text files of a few hundred documents."""
-    from tests.jobs import write_corpus
+    from tests.support.jobs import write_corpus
 
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.fixture(scope="session")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
-    """`pools(world_size)`: started once each, because starting one costs seconds and a test in it
-    hundredths."""
-    from tests.pool import Pool
-
-    started: dict[int, Pool] = {}
-
-    def get(world_size: int) -> Pool:
-        if world_size not in started:
-            started[world_size] = Pool(world_size, tmp_path_factory.mktemp(f"pool{world_size}"))
-        return started[world_size]
-
-    yield get
-    for pool in started.values():
-        pool.close()
-
-
 @pytest.fixture
-def run_on(pools: Callable[[int], Pool]) -> Callable[..., list[Any]]:
+def run_on() -> Callable[..., list[Any]]:
     """`run_on(world_size, function, *args)`: what the function returned on each rank."""
-    return lambda world_size, function, *args: pools(world_size)(function, *args)
+    from tests.support import ranks
+
+    return ranks.run
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.readme_log import quoted_lines, shape
-from tests.jobs import make_job, metrics_of, write_toml
+from tests.support.jobs import make_job, metrics_of, write_toml
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = """

@@ -12,9 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import SequenceParallel
 
-from tests.distributed.test_gradients import SHAPE, build, gradients, on_rank, uneven_rows
-from tests.distributed.test_resume import history, run_in_hops, weights_sha
-from tests.jobs import make_job, metrics_of
+from tests.support.gradients import SHAPE, build, gradients, on_rank, uneven_rows
+from tests.support.jobs import make_job, metrics_of
+from tests.support.runs import history, run_in_hops, weights_sha
 from titanlite.config.component import ConfigError
 from titanlite.models import qwen3
 from titanlite.models.qwen3 import Qwen3
@@ -121,7 +121,7 @@ def test_no_transform_renames_a_parameter(run_on, layout: dict[str, Any]) -> Non
 FAMILIES = {
     "qwen3": ["--model.name=qwen3", "--model.overrides.tie_word_embeddings=false"],
     "parallel_residual": [
-        '--job.imports=["tests.parallel_residual"]',
+        '--job.imports=["tests.support.parallel_residual"]',
         '--model={name = "parallel_residual", flavor = "tiny"}',
     ],
 }
@@ -160,5 +160,5 @@ def test_a_run_goes_on_under_every_layout(run_on, tmp_path: Path, corpus: Path, 
 
 def test_the_documentation_shows_the_family_that_is_tested() -> None:
     shown = (ROOT / "docs" / "models.md").read_text()
-    code = (ROOT / "tests" / "parallel_residual.py").read_text()
+    code = (ROOT / "tests" / "support" / "parallel_residual.py").read_text()
     assert f"```python\n{code}```" in shown

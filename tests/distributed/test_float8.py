@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from tests.distributed.test_gradients import build, uneven_rows
-from tests.distributed.test_resume import history, run_in_hops, weights_sha
-from tests.jobs import make_job
+from tests.support.gradients import build, uneven_rows
+from tests.support.jobs import make_job
+from tests.support.runs import history, run_in_hops, weights_sha
 from titanlite.train import train
 
 FLOAT8 = ("--float8.enable", "--float8.emulate")

@@ -6,112 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from tests.support.gradients import SHAPE, build, gradients, on_rank, uneven_rows
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch
-from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
-from titanlite.mesh import Parallelism, build_mesh
 from titanlite.models import decoder, llama3, qwen3  # noqa: F401 -- two of these register their families
-from titanlite.models.base import ModelFamily
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import apply, tensor
-from titanlite.parallel.apply import parallelize
-from titanlite.parallel.clip import grad_norm
-from titanlite.parallel.compile import Compile
-from titanlite.parallel.float8 import Float8
-from titanlite.parallel.initialize import fill_normal
-from titanlite.parallel.recompute import ActivationCheckpoint
-from titanlite.parallel.sharded import ShardedModel
-
-SHAPE = {
-    "dim": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 8,
-    "hidden_dim": 64,
-    "vocab_size": 252,
-}
-ROWS = 8
-
-
-def build(
-    world_size: int, rank: int, *, replicate: int = 1, tied: bool = True, **options: Any
-) -> ShardedModel:
-    """A small model on the given layout."""
-    torch._dynamo.reset()  # a process trains one model; after several, sizes are symbols to the compiler
-    shape = {**SHAPE, "tie_word_embeddings": tied, "n_layers": options.get("layers", SHAPE["n_layers"])}
-    family = ModelFamily.choices[options.get("family", "llama3")]
-    with torch.device("meta"):
-        net = family(flavor="debug", overrides=shape | options.get("shape", {})).build()
-    reduce = options.get("reduce", "step")
-    parallelism = Parallelism(
-        data_parallel_replicate_degree=replicate,
-        tensor_parallel_degree=options.get("tensor", 1),
-        context_parallel_degree=options.get("context", 1),
-        pipeline_parallel_degree=options.get("pipeline", 1),
-        pipeline_parallel_schedule=options.get("schedule", "1F1B"),
-        fsdp_reduce=reduce,
-    )
-    mesh = build_mesh(parallelism, "cpu", rank, world_size)
-    model = parallelize(
-        net,
-        CrossEntropy() if options.get("whole_logits") else ChunkedCrossEntropy(chunk_tokens=24),
-        mesh,
-        attention=options.get("attention", "pieces"),
-        float8=Float8(
-            enable="float8" in options,
-            emulate=True,
-            recipe=options.get("float8", "tensorwise"),
-            enable_fsdp_float8_all_gather=options.get("gather", True),
-        ),
-        recompute=ActivationCheckpoint(
-            mode=options.get("recompute", "none"), selective_ac_option=options.get("what", "op")
-        ),
-        compile=Compile(enable=options.get("compile", False)),
-        param_dtype=options.get("dtype", torch.float32),
-        reduce_dtype=torch.float32,
-        parallelism=parallelism,
-    )
-    model.materialize(torch.device("cpu"), seed=0)
-    for name, p in model.net.named_parameters():
-        if name.endswith("norm.weight"):  # which start as ones
-            fill_normal(p, name, 1.0, 0.3, seed=0)
-    return model
-
-
-def uneven_rows() -> Batch:
-    """Eight rows whose targets count anywhere from all to none."""
-    rng = np.random.default_rng(0)
-    tokens = torch.from_numpy(rng.integers(0, SHAPE["vocab_size"], (ROWS, 17)))
-    targets = tokens[:, 1:].clone()
-    for row in range(ROWS):
-        targets[row, : 2 * row + 2] = IGNORE  # the last row counts nothing
-    return Batch(tokens[:, :-1], targets, int((targets != IGNORE).sum()), 0)
-
-
-def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> dict[str, torch.Tensor]:
-    """Full gradients, loss and norm of one step over `uneven_rows`, this rank taking its share."""
-    model, batch = build(world_size, rank, **layout), uneven_rows()
-    ranks = model.mesh.dp_size
-    size = ROWS // ranks // micro_batches
-    begins = [(a * ranks + model.mesh.dp_rank) * size for a in range(micro_batches)]
-    mine = [Batch(batch.inputs[b : b + size], batch.targets[b : b + size], 0, 0) for b in begins]
-    loss = model.forward_backward(mine, torch.tensor(batch.num_targets))
-    if world_size > 1:
-        torch.distributed.all_reduce(loss)
-    result = {"loss": loss, "norm": grad_norm(model.net.parameters(), model.mesh.pipeline)}
-    for name, p in model.net.named_parameters():
-        result[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-    return result
-
-
-def on_rank(world_size: int, micro_batches: int, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return gradients(world_size, torch.distributed.get_rank(), micro_batches, **layout)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tied": False}, {"reduce": "micro_batch"}], ids=str)

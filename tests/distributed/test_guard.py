@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_layouts import Part, combined
-from tests.faults.non_finite import FAULTS, bad_steps
-from tests.jobs import make_job, metrics_of
+from tests.support.jobs import make_job, metrics_of
+from tests.support.layouts import Part, combined
+from tests.support.non_finite import FAULTS, bad_steps
 from titanlite.errors import Diverged
 from titanlite.train import train
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.test_resume import CONTEXT, PIPELINE, TENSOR, train_on_rank
-from tests.jobs import make_job
-from tests.models import family, hugging_face, tensors_in
-from tests.unit.checkpoint.test_foreign import random_tensors, write_meta, write_torchtitan
+from tests.support.foreign import random_tensors, write_meta, write_torchtitan
+from tests.support.jobs import make_job
+from tests.support.models import family, hugging_face, tensors_in
+from tests.support.runs import CONTEXT, PIPELINE, TENSOR, train_on_rank
 from titanlite import cli
 from titanlite.checkpoint import initial
 from titanlite.checkpoint.ranks import Ranks

@@ -14,14 +14,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate
 
-from tests.jobs import make_job, metrics_of, write_corpus
-from tests.pool import Pool
+from tests.support import ranks
+from tests.support.jobs import make_job, metrics_of, write_corpus
+from tests.support.layouts import AXES, FLOAT8, OPTIONS, Part, combined
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
@@ -40,57 +41,9 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- by python -m tests.distributed.test_layouts --update -->", "<!-- end -->"
 
 
-class Part(NamedTuple):
-    """Something to combine: how many ranks it takes, and how it is asked for."""
-
-    ranks: int
-    keys: list[str]
-
-
-def axis(name: str, schedule: str = "1F1B") -> Part:
-    keys = [f"--parallelism.{name}_degree=2"]
-    if "pipeline" in name:
-        keys += [f"--parallelism.pipeline_parallel_schedule={schedule}"]
-    return Part(2, keys)
-
-
-AXES = {
-    "shard": Part(2, []),
-    "replicate": axis("data_parallel_replicate"),
-    "tensor": axis("tensor_parallel"),
-    "context": axis("context_parallel"),
-    "pipeline": axis("pipeline_parallel"),
-    "interleaved": axis("pipeline_parallel", "Interleaved1F1B"),
-    "zero bubble": axis("pipeline_parallel", "ZBVZeroBubble"),
-}
-FLOAT8 = ["--float8.enable", "--float8.emulate", "--compile.enable=false"]
-MASKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
-OPTIONS = {
-    "recompute full": Part(1, ["--activation_checkpoint.mode=full"]),
-    "recompute op": Part(1, ["--activation_checkpoint.mode=selective"]),
-    "float8 tensorwise": Part(1, [*FLOAT8, "--float8.recipe=tensorwise"]),
-    "float8 rowwise": Part(1, [*FLOAT8, "--float8.recipe=rowwise"]),
-    "masked documents": Part(1, MASKED),
-    "CPU offload": Part(1, ["--training.enable_cpu_offload"]),
-    "reshard always": Part(1, ["--parallelism.fsdp_reshard_after_forward=always"]),
-    "reduce by micro-batch": Part(1, ["--parallelism.fsdp_reduce=micro_batch"]),
-    "compile": Part(1, ["--compile.enable"]),
-    "compile, recompute full": Part(1, ["--compile.enable", "--activation_checkpoint.mode=full"]),
-    "compile, recompute op": Part(1, ["--compile.enable", "--activation_checkpoint.mode=selective"]),
-    "compile, memory budget": Part(1, ["--compile.enable", "--activation_checkpoint.mode=memory_budget"]),
-}
 PIPELINES = {"pipeline", "interleaved", "zero bubble"}
 PAIRS = [(a, b) for a, b in itertools.combinations(AXES, 2) if not {a, b} <= PIPELINES]
 PAIRS += itertools.product(AXES, OPTIONS)
-
-
-def combined(*names: str) -> Part:
-    """All of these at once."""
-    parts = [{**AXES, **OPTIONS}[name] for name in names]
-    ranks = 1
-    for part in parts:
-        ranks *= part.ranks
-    return Part(ranks, [key for part in parts for key in part.keys])
 
 
 def job_of(folder: Path, corpus: Path, part: Part, name: str, steps: int = STEPS) -> Job:
@@ -126,8 +79,8 @@ def weights(job: Job, step: int) -> dict[str, torch.Tensor]:
 class Runs:
     """Runs of combinations on ranks, and of their counterparts in one process, each of which runs once."""
 
-    def __init__(self, folder: Path, corpus: Path, pool: Callable[[int], Any]):
-        self.folder, self.corpus, self.pool = folder, corpus, pool
+    def __init__(self, folder: Path, corpus: Path):
+        self.folder, self.corpus = folder, corpus
         self._alone: dict[tuple[tuple[str, ...], int], Job] = {}
 
     def alone(self, part: Part, steps: int) -> Job:
@@ -144,7 +97,7 @@ class Runs:
         self, name: str, part: Part, steps: int = STEPS, program: Callable[..., None] = train_on_rank
     ) -> None:
         """Run `part` on its ranks, and compare."""
-        self.pool(part.ranks)(program, self.folder, self.corpus, part, name, steps)
+        ranks.run(part.ranks, program, self.folder, self.corpus, part, name, steps)
         self.compare(name, part, steps)
 
     def compare(self, name: str, part: Part, steps: int) -> None:
@@ -165,24 +118,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, pools: Callable[[int], Pool]) -> Runs:
-    def pool(ranks: int) -> Callable[..., Any]:
-        return pools(ranks) if ranks <= 4 else once(ranks, tmp_path_factory.mktemp("pool"))
-
-    return Runs(tmp_path_factory.mktemp("layouts"), corpus, pool)
-
-
-def once(ranks: int, folder: Path) -> Callable[..., Any]:
-    """A pool that ends with what it runs: the threads of so many ranks' groups would slow all tests after."""
-
-    def run(*args: Any) -> list[Any]:
-        pool = Pool(ranks, folder)
-        try:
-            return pool(*args)
-        finally:
-            pool.close()
-
-    return run
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("layouts"), corpus)
 
 
 LAYOUTS = {
@@ -257,14 +194,7 @@ def update() -> None:
     """Run every pair that is not refused, and write the table, unless one fails."""
     with tempfile.TemporaryDirectory() as name:
         folder, corpus = Path(name), write_corpus(Path(name))
-        pools: dict[int, Pool] = {}
-
-        def pool(ranks: int) -> Pool:
-            if ranks not in pools:
-                pools[ranks] = Pool(ranks, Path(tempfile.mkdtemp(dir=name)))
-            return pools[ranks]
-
-        runs, cells, failed = Runs(folder, corpus, pool), dict[tuple[str, str], str | None](), 0
+        runs, cells, failed = Runs(folder, corpus), dict[tuple[str, str], str | None](), 0
         for pair in PAIRS:
             began = time.perf_counter()
             cells[pair] = said = verdict(folder, corpus, pair)
@@ -273,10 +203,7 @@ def update() -> None:
                     runs.assert_equal(" ".join(pair), combined(*pair))
                 except AssertionError as e:
                     said, failed = f"FAILED {e}", failed + 1
-                    pools.pop(combined(*pair).ranks).kill()
             print(f"{' + '.join(pair):45} {time.perf_counter() - began:5.1f} s  {said or 'yes'}", flush=True)
-        for started in pools.values():
-            started.close()
     if failed:
         sys.exit(f"{failed} pairs failed; {DOCUMENT.name} is left as it was")
     DOCUMENT.write_text(documented(table(cells)), encoding="utf-8")

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.test_gradients import build, gradients, on_rank, uneven_rows
+from tests.support.gradients import build, gradients, on_rank, uneven_rows
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import load_tensors

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.test_resume import history
-from tests.jobs import make_job, metrics_of
-from tests.pool import Pool
-from tests.unit.checkpoint.test_checkpointer import EXTRA, Parts, names, open_run
+from tests.support import ranks
+from tests.support.checkpoints import EXTRA, Parts, names, open_run
+from tests.support.jobs import make_job, metrics_of
+from tests.support.runs import history
 from titanlite import cli
 from titanlite.checkpoint import commit, digest, writer
 from titanlite.checkpoint.commit import CheckpointError
@@ -279,10 +279,10 @@ def test_what_verify_finds(run: Path, values: dict[int, list[torch.Tensor]], ver
 
 
 @pytest.fixture(scope="module")
-def two(pools: Callable[[int], Pool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of two ranks; not to be changed."""
     folder = tmp_path_factory.mktemp("two")
-    pools(2)(save_two, folder, 2)
+    ranks.run(2, save_two, folder, 2)
     return folder
 
 

@@ -8,7 +8,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.test_resume import history
-from tests.jobs import make_job, metrics_of, write_toml
-from tests.unit.checkpoint.test_checkpointer import EXTRA, Parts, names, open_run, save_steps
+from tests.support.checkpoints import EXTRA, Parts, names, open_run, save_steps
+from tests.support.jobs import make_job, metrics_of, write_toml
+from tests.support.logs import listening
+from tests.support.runs import history
 from titanlite import cli
 from titanlite.checkpoint import commit, writer
 from titanlite.checkpoint.checkpointer import Checkpointer
@@ -28,7 +28,6 @@ from titanlite.checkpoint.digest import HashingFile, first_fault
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
 from titanlite.data import plan, stages
-from titanlite.log import logger
 from titanlite.metrics.meter import Meter
 from titanlite.train import train
 
@@ -97,14 +96,6 @@ def assert_whole(folder: Path, *steps: int) -> None:
     for step, path in commit.committed(folder / "checkpoint"):
         assert commit.fault(path, step) is None
         assert first_fault(path, commit.digests(commit.read_manifest(path))) is None
-
-
-@contextmanager
-def listening(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """The logger hands nothing on once a run has set it up."""
-    logger.addHandler(caplog.handler)
-    yield
-    logger.removeHandler(caplog.handler)
 
 
 # ---- a full disk

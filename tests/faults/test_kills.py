@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness import FULL, Event, Fault, Outcome, Trainer
-from tests.faults.points import ERRORS, MANIFEST, META, RESUME, REWIND, SAVE, SET_ASIDE, SHARD, TRAIN
-from tests.jobs import write_toml
+from tests.support.faults import FULL, Event, Fault, Outcome, Trainer
+from tests.support.jobs import write_toml
+from tests.support.kill_points import ERRORS, MANIFEST, META, RESUME, REWIND, SAVE, SET_ASIDE, SHARD, TRAIN
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.digest import digest_file, first_fault
 

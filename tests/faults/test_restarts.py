@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness import FULL
-from tests.jobs import make_job, metrics_of, write_toml
-from tests.pool import Pool
-from tests.ports import is_loopback, listening
+from tests.support import ranks
+from tests.support.faults import FULL
+from tests.support.jobs import make_job, metrics_of, write_toml
+from tests.support.ports import is_loopback, listening
 from titanlite.checkpoint.commit import committed, digests, read_manifest
 from titanlite.job import Job
 from titanlite.train import train
@@ -194,9 +194,9 @@ def train_on_rank(folder: Path, corpus: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path, pools: Callable[[int], Pool]) -> Job:
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     folder = tmp_path_factory.mktemp("whole")
-    pools(2)(train_on_rank, folder, corpus)
+    ranks.run(2, train_on_rank, folder, corpus)
     return make_job(folder, corpus, world_size=2, name="whole")
 
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.jobs import make_job, metrics_of, write_corpus
+from tests.support.jobs import make_job, metrics_of, write_corpus
 from titanlite import cli, signals
 from titanlite.checkpoint import resume
 from titanlite.checkpoint.commit import committed, digests, read_manifest

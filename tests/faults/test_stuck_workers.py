@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.harness import Fault, Trainer
-from tests.jobs import make_job, metrics_of
+from tests.support.faults import Fault, Trainer
+from tests.support.jobs import make_job, metrics_of
 from titanlite.checkpoint.commit import committed, digests, read_manifest
 from titanlite.job import Job
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.jobs import make_job, metrics_of, write_toml
-from tests.unit.checkpoint.test_checkpointer import EXTRA
+from tests.support.checkpoints import EXTRA
+from tests.support.jobs import make_job, metrics_of, write_toml
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import load_tensors

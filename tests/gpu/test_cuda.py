@@ -5,57 +5,17 @@ Run with `pytest -m gpu tests/gpu`; the tests over NCCL need two devices.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.jobs import make_job, metrics_of, write_toml
+from tests.support.gpu import column, run
 from titanlite.models.attention import causal_attention, document_mask
 from titanlite.parallel.initialize import fill_normal
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def trained(
-    folder: Path,
-    corpus: Path,
-    *overrides: str,
-    name: str = "run",
-    program: list[str] | None = None,
-    code: int = 0,
-    **environment: str,
-) -> str:
-    """What the base job writes to stderr, ending with `code`; by `program`, or by run_train.sh. Modules in
-    `folder` can be imported."""
-    folder.mkdir(parents=True, exist_ok=True)
-    where = [f"--job.dump_folder={folder / name}", f"--data.cache_dir={corpus / 'cache'}"]
-    command = [
-        *(program or [str(ROOT / "run_train.sh")]),
-        str(write_toml(folder, corpus)),
-        *where,
-        *overrides,
-    ]
-    path = f"{folder}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": path} | environment
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
-    return done.stderr
-
-
-def run(folder: Path, corpus: Path, *overrides: str, ngpu: int = 1, name: str = "run") -> list[dict]:
-    """The base job through run_train.sh; its metrics."""
-    trained(folder, corpus, *overrides, name=name, NGPU=str(ngpu))
-    return metrics_of(make_job(folder, corpus, *overrides, name=name, world_size=ngpu))
-
-
-def column(metrics: list[dict], key: str) -> list[float]:
-    """One metric over the steps."""
-    return [row[key] for row in metrics]
 
 
 def test_initial_weights_do_not_depend_on_the_device() -> None:

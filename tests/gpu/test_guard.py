@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.test_cuda import trained
+from tests.support.gpu import trained
 from titanlite.checkpoint.state import non_finite
 from titanlite.host_copy import HostCopy
 
 pytestmark = pytest.mark.gpu
 BAD = """
-from tests.faults.non_finite import bad_steps
+from tests.support.non_finite import bad_steps
 faults = bad_steps({{2, 3, 5}}, "{fault}")
 faults.__enter__()
 """

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.gpu.test_cuda import column, run
+from tests.support.gpu import column, run
 from titanlite.tools import generate
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.test_cuda import column, run, trained
-from tests.jobs import make_job, metrics_of
+from tests.support.gpu import column, run, trained
+from tests.support.jobs import make_job, metrics_of
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

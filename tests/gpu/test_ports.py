@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.faults.test_restarts import Node
-from tests.ports import is_loopback
+from tests.support.ports import is_loopback
 
 pytestmark = [
     pytest.mark.gpu,

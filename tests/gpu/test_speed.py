@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.test_cuda import column, run, trained
+from tests.support.gpu import column, run, trained
 from titanlite.config.component import ConfigError
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
 from titanlite.models.attention import AttentionBackend

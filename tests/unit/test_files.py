@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kinds import WRONG_KINDS
+from tests.support.kinds import WRONG_KINDS
 from titanlite import files
 from titanlite.config import json_file
 from titanlite.config.component import ConfigError

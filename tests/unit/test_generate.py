@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel_residual import ParallelResidual
+from tests.support.parallel_residual import ParallelResidual
 from titanlite.config.component import ConfigError
 from titanlite.data.tokenizer import Bytes
 from titanlite.generate import CachedRows, Generation, before_any, choose, generate, next_tokens, whole_rows

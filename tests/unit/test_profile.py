@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import make_job
+from tests.support.jobs import make_job
 from titanlite.config.component import ConfigError
 from titanlite.profile import Profiler, Profiling, kernel_table
 from titanlite.train import train

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import make_job
+from tests.support.jobs import make_job
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.environment import NOTES
 from titanlite.metrics.meter import Meter

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import make_job
+from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.job import load_job
 from titanlite.train import train

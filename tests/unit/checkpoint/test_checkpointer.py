@@ -18,59 +18,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from tests.support.checkpoints import EXTRA, RECIPE, Parts, names, open_run, save_steps
 from titanlite.checkpoint import checkpointer, commit, lock, resume
-from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.section import Checkpoint
-from titanlite.checkpoint.state import TrainState, model_tensors
+from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.log import set_up_logging
-
-EXTRA = {"global_batch_size": 8, "guard": {"streak": 0, "skipped_steps": 0}, "healthy": True}
-RECIPE = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {"abc": 1000}}}
-
-
-class Parts:
-    """A one-layer run."""
-
-    def __init__(self, width: int = 4, seed: int = 0):
-        torch.manual_seed(seed)
-        self.net = nn.Linear(width, width)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1)
-        self.state = TrainState(0, 0, torch.zeros((), dtype=torch.int64))
-
-    def step(self) -> None:
-        self.net(torch.ones(2, self.net.in_features)).pow(2).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.state.step += 1
-        self.state.sequences += 8
-        self.state.tokens += 80
-
-    def values(self) -> list[torch.Tensor]:
-        moments = [t for state in self.optimizer.state.values() for t in state.values()]
-        return [t.clone() for t in [*self.net.parameters(), *moments]]
-
-
-def open_run(folder: Path, recipe: dict = RECIPE, **config: object) -> Checkpointer:
-    return Checkpointer(Checkpoint(interval=1, **config), folder, recipe, "[job]\n")
-
-
-def save_steps(folder: Path, steps: int, **config: object) -> tuple[Parts, Checkpointer]:
-    run, parts = open_run(folder, **config), Parts()
-    for _ in range(steps):
-        parts.step()
-        run.save(parts.net, parts.optimizer, parts.state, EXTRA)
-    run.settle()
-    return parts, run
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in (folder / "checkpoint").iterdir())
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

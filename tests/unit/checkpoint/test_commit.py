@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.unit.checkpoint.test_checkpointer import EXTRA, Parts, names, open_run, save_steps
+from tests.support.checkpoints import EXTRA, Parts, names, open_run, save_steps
 from titanlite.checkpoint import checkpointer, commit, digest, resume
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file

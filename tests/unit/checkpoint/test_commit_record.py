@@ -14,9 +14,18 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import make_job, metrics_of
-from tests.unit.checkpoint.test_checkpointer import EXTRA, RECIPE, Parts, names, open_run
-from tests.unit.checkpoint.test_resume_choice import abandoned, flip_a_shard, go, kill_before_moving
+from tests.support.checkpoints import (
+    EXTRA,
+    RECIPE,
+    Parts,
+    abandoned,
+    flip_a_shard,
+    go,
+    kill_before_moving,
+    names,
+    open_run,
+)
+from tests.support.jobs import make_job, metrics_of
 from titanlite.checkpoint import commit, commit_record
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.commit import CheckpointError

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults.test_disk import listening
-from tests.jobs import make_job
-from tests.kinds import WRONG_KINDS
-from tests.unit.checkpoint.test_checkpointer import Parts, names, open_run, save_steps
+from tests.support.checkpoints import Parts, names, open_run, save_steps
+from tests.support.jobs import make_job
+from tests.support.kinds import WRONG_KINDS
+from tests.support.logs import listening
 from titanlite import cli
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.digest import digest_file

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.jobs import make_job, metrics_of
-from tests.models import VARIANTS, family, hugging_face, keys_of, random_net, row, tensors_in
+from tests.support.jobs import make_job, metrics_of
+from tests.support.models import VARIANTS, family, hugging_face, keys_of, random_net, row, tensors_in
 from titanlite import cli
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.export import write_directory

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from tests.unit.checkpoint.test_checkpointer import Parts, save_steps
+from tests.support.checkpoints import Parts, save_steps
 from titanlite.checkpoint.checkpointer import tensors_of
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.reader import ALLOWED, _Unpickler, load_tensors, read_metadata

@@ -9,76 +9,27 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.test_resume import history
-from tests.jobs import make_job, metrics_of
-from tests.unit.checkpoint.test_checkpointer import EXTRA, Parts, names, open_run
+from tests.support.checkpoints import (
+    abandoned,
+    flip,
+    flip_a_shard,
+    go,
+    kill_before_moving,
+    names,
+    shards,
+    shorten_a_shard,
+)
+from tests.support.jobs import make_job, metrics_of
+from tests.support.runs import history
 from titanlite import files
 from titanlite.checkpoint import commit, digest
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.job import Job
 from titanlite.train import train
-
-
-def go(folder: Path, to_step: int, **config: Any) -> int | None:
-    """A start of the program: resume, take steps up to `to_step`, save each. Returns the step it resumed
-    from."""
-    run, parts = open_run(folder, **config), Parts()
-    try:
-        run.load(parts.net, parts.optimizer, parts.state)
-        start = parts.state.step or None
-        assert start == (run.resumed["step"] if run.resumed else None)
-        while parts.state.step < to_step:
-            parts.step()
-            run.save(parts.net, parts.optimizer, parts.state, EXTRA)
-        run.close()
-    finally:
-        run.close_after_error()
-    return start
-
-
-def abandoned(folder: Path) -> list[list[int]]:
-    """The steps in abandoned-0, abandoned-1, ..."""
-    found = sorted((folder / "checkpoint").glob("abandoned-*"), key=lambda p: int(p.name[10:]))
-    return [[step for step, _ in commit.committed(path)] for path in found]
-
-
-def shards(path: Path) -> dict[str, str]:
-    """The SHA-256 of the weights and moments of a checkpoint."""
-    files = commit.digests(commit.read_manifest(path))
-    return {name: digest.sha256 for name, digest in files.items() if name.endswith(".distcp")}
-
-
-def flip(file: Path, place: float = 0.5) -> None:
-    data = bytearray(file.read_bytes())
-    data[int(place * len(data))] ^= 16
-    file.write_bytes(data)
-
-
-def flip_a_shard(step: Path) -> None:
-    flip(next(step.glob("*.distcp")))
-
-
-def shorten_a_shard(step: Path) -> None:
-    file = next(step.glob("*.distcp"))
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def kill_before_moving(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Raise KeyboardInterrupt where a folder of this name is to be moved."""
-    rename = os.rename
-
-    def killed(a: Any, b: Any) -> None:
-        if os.path.basename(a) == name:
-            raise KeyboardInterrupt
-        rename(a, b)
-
-    monkeypatch.setattr(os, "rename", killed)
-
 
 # ---- the newest
 

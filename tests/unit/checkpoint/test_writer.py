@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.unit.checkpoint.test_checkpointer import EXTRA, Parts, names, open_run, save_steps
+from tests.support.checkpoints import EXTRA, Parts, names, open_run, save_steps
 from titanlite.checkpoint import commit, writer
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import HashingFile

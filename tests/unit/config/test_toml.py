@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.kinds import WRONG_KINDS
+from tests.support.kinds import WRONG_KINDS
 from titanlite.config import toml
 from titanlite.config.component import Component, ConfigError
 from titanlite.config.overrides import Word, plain, split_overrides, split_words

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from tests.jobs import make_job
+from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.data import corpus

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.datasets import Codec, write_dataset
+from tests.support.datasets import Codec, write_dataset
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch, make_batch, row_hash
 from titanlite.data.loader import Data, MicroBatches, Rows, SequenceLoader

@@ -19,7 +19,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.datasets import Codec, write_dataset
+from tests.support.datasets import Codec, write_dataset
 from titanlite.config.component import ConfigError
 from titanlite.data import plan as plan_module
 from titanlite.data.batch import IGNORE, make_batch

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.datasets import Codec, write_dataset
+from tests.support.datasets import Codec, write_dataset
 from titanlite.config.component import ConfigError
 from titanlite.data.shards import TokenShards
 from titanlite.data.tokenizer import TextCodec

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.datasets import write_dataset
+from tests.support.datasets import write_dataset
 from titanlite.config.component import ConfigError
 from titanlite.data import pipeline
 from titanlite.data.shards import TokenShards

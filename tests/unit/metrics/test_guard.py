@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.non_finite import FAULTS, bad_steps
-from tests.jobs import make_job, metrics_of
+from tests.support.jobs import make_job, metrics_of
+from tests.support.non_finite import FAULTS, bad_steps
 from titanlite import cli
 from titanlite.checkpoint import checkpointer, commit
 from titanlite.checkpoint.checkpointer import Checkpointer

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from tests.jobs import make_job
+from tests.support.jobs import make_job
 from titanlite import evaluate
 from titanlite import generate as sampling
 from titanlite.checkpoint.checkpointer import Checkpointer

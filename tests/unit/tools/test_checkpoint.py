@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import make_job
-from tests.unit.checkpoint.test_checkpointer import Parts, open_run, save_steps
+from tests.support.checkpoints import Parts, open_run, save_steps
+from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.checkpoint import commit
 from titanlite.config.component import ConfigError

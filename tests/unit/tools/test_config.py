@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.datasets import write_dataset
-from tests.jobs import make_job, write_toml
+from tests.support.datasets import write_dataset
+from tests.support.jobs import make_job, write_toml
 from titanlite import cli
 from titanlite.data.tokenizer import Bytes
 from titanlite.train import train

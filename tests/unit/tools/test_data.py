@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.jobs import make_job, write_corpus
+from tests.support.jobs import make_job, write_corpus
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.tokenizer import Bytes

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import make_job
+from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.weights import load_weights

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import make_job, write_toml
-from tests.models import SCALED, family, row, tensors_in
-from tests.unit.checkpoint.test_foreign import random_tensors, reference_logits, write_meta, write_torchtitan
+from tests.support.foreign import random_tensors, reference_logits, write_meta, write_torchtitan
+from tests.support.jobs import make_job, write_toml
+from tests.support.models import SCALED, family, row, tensors_in
 from titanlite import cli
 from titanlite.checkpoint import export, exporter
 from titanlite.checkpoint.commit import CheckpointError, committed
@@ -351,7 +351,10 @@ def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, ca
 
 def test_a_family_without_a_hugging_face_form(tmp_path: Path, corpus: Path, capsys) -> None:
     """It may start from its own runs; an export is refused before the run."""
-    own = ["--job.imports=['tests.parallel_residual']", "--model={name='parallel_residual', flavor='tiny'}"]
+    own = [
+        "--job.imports=['tests.support.parallel_residual']",
+        "--model={name='parallel_residual', flavor='tiny'}",
+    ]
     own.append("--training.steps=1")
     train(make_job(tmp_path, corpus, *own, name="first"))
     start = f"--checkpoint.initial_load_path={tmp_path / 'first'}"
@@ -361,7 +364,9 @@ def test_a_family_without_a_hugging_face_form(tmp_path: Path, corpus: Path, caps
     assert not (tmp_path / "third").exists()
     complaint("export", tmp_path / "first", tmp_path / "it")
     said = capsys.readouterr().err
-    assert "would run the code of tests.parallel_residual; if you trust it, add --allow-imports" in said
+    assert (
+        "would run the code of tests.support.parallel_residual; if you trust it, add --allow-imports" in said
+    )
     complaint("export", tmp_path / "first", tmp_path / "new/it", "--allow-imports")
     assert not (tmp_path / "new").exists()
 
@@ -398,7 +403,7 @@ print((kib("VmHWM") - before) * 1024)
 def test_export_holds_less_than_its_largest_file(tmp_path: Path) -> None:
     """A model in the proportions of 8B, with 1/256 of its parameters in as many layers, in files of 1/256 of
     5 GB; from a checkpoint in fp32 that one rank wrote, so that its chunks are whole tensors."""
-    from tests.unit.checkpoint.test_checkpointer import EXTRA, open_run
+    from tests.support.checkpoints import EXTRA, open_run
     from titanlite.checkpoint.state import TrainState
 
     shape = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import make_job
+from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.data.tokenizer import Bytes, Tiktoken
 from titanlite.models.base import ModelFamily

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.kinds import WRONG_KINDS
-from tests.models import family, random_net
+from tests.support.kinds import WRONG_KINDS
+from tests.support.models import family, random_net
 from titanlite import cli
 from titanlite.checkpoint.foreign import open_meta
 from titanlite.checkpoint.weights import check

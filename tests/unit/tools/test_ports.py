@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.ports import is_loopback, listening
+from tests.support.ports import is_loopback, listening
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

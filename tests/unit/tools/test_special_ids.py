@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import make_job, write_toml
-from tests.models import VARIANTS, family, hugging_face, keys_of
+from tests.support.jobs import make_job, write_toml
+from tests.support.models import VARIANTS, family, hugging_face, keys_of
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.data.huggingface import HuggingFace

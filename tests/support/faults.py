@@ -99,7 +99,7 @@ class Trainer:
         self._scratch = scratch
         self._runs = 0
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.harness"],
+            [sys.executable, "-m", "tests.support.faults"],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.PIPE,

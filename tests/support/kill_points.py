@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.faults.harness import Fault
+from tests.support.faults import Fault
 
 SHARD, META, TRAIN, MANIFEST = ".distcp", ".metadata", "train.json", "manifest.json"
 FINAL, TRASH, PARTIAL, PROBE = "checkpoint/step-", ".trash-", ".partial-", ".probe-"

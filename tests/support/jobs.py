@@ -10,6 +10,8 @@ from typing import Any
 
 from titanlite.job import Job, load_job
 
+ROOT = Path(__file__).resolve().parents[2]
+
 BASE = """
 [model]
 name = "llama3"

@@ -1,0 +1,114 @@
+"""A run of one layer and what is done to its checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.section import Checkpoint
+from titanlite.checkpoint.state import TrainState
+
+EXTRA = {"global_batch_size": 8, "guard": {"streak": 0, "skipped_steps": 0}, "healthy": True}
+RECIPE = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {"abc": 1000}}}
+
+
+class Parts:
+    """A one-layer run."""
+
+    def __init__(self, width: int = 4, seed: int = 0):
+        torch.manual_seed(seed)
+        self.net = nn.Linear(width, width)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1)
+        self.state = TrainState(0, 0, torch.zeros((), dtype=torch.int64))
+
+    def step(self) -> None:
+        self.net(torch.ones(2, self.net.in_features)).pow(2).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.state.step += 1
+        self.state.sequences += 8
+        self.state.tokens += 80
+
+    def values(self) -> list[torch.Tensor]:
+        moments = [t for state in self.optimizer.state.values() for t in state.values()]
+        return [t.clone() for t in [*self.net.parameters(), *moments]]
+
+
+def open_run(folder: Path, recipe: dict = RECIPE, **config: object) -> Checkpointer:
+    return Checkpointer(Checkpoint(interval=1, **config), folder, recipe, "[job]\n")
+
+
+def save_steps(folder: Path, steps: int, **config: object) -> tuple[Parts, Checkpointer]:
+    run, parts = open_run(folder, **config), Parts()
+    for _ in range(steps):
+        parts.step()
+        run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+    run.settle()
+    return parts, run
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoint").iterdir())
+
+
+def go(folder: Path, to_step: int, **config: Any) -> int | None:
+    """A start of the program: resume, take steps up to `to_step`, save each. Returns the step it resumed
+    from."""
+    run, parts = open_run(folder, **config), Parts()
+    try:
+        run.load(parts.net, parts.optimizer, parts.state)
+        start = parts.state.step or None
+        assert start == (run.resumed["step"] if run.resumed else None)
+        while parts.state.step < to_step:
+            parts.step()
+            run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+        run.close()
+    finally:
+        run.close_after_error()
+    return start
+
+
+def abandoned(folder: Path) -> list[list[int]]:
+    """The steps in abandoned-0, abandoned-1, ..."""
+    found = sorted((folder / "checkpoint").glob("abandoned-*"), key=lambda p: int(p.name[10:]))
+    return [[step for step, _ in commit.committed(path)] for path in found]
+
+
+def shards(path: Path) -> dict[str, str]:
+    """The SHA-256 of the weights and moments of a checkpoint."""
+    files = commit.digests(commit.read_manifest(path))
+    return {name: digest.sha256 for name, digest in files.items() if name.endswith(".distcp")}
+
+
+def flip(file: Path, place: float = 0.5) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(place * len(data))] ^= 16
+    file.write_bytes(data)
+
+
+def flip_a_shard(step: Path) -> None:
+    flip(next(step.glob("*.distcp")))
+
+
+def shorten_a_shard(step: Path) -> None:
+    file = next(step.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def kill_before_moving(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Raise KeyboardInterrupt where a folder of this name is to be moved."""
+    rename = os.rename
+
+    def killed(a: Any, b: Any) -> None:
+        if os.path.basename(a) == name:
+            raise KeyboardInterrupt
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", killed)

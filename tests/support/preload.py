@@ -1,0 +1,20 @@
+"""What the server that forks ranks imports before the first fork, so that no rank has to."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+for module in (
+    "titanlite.cli",
+    "titanlite.train",
+    "numpy.ma",  # these are imported late by a run
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+    "torch.testing",
+    "pytest",
+    "hypothesis",
+):
+    importlib.import_module(module)
+gc.collect()
+gc.freeze()  # else each rank's garbage collector looks through, and so copies, all that was imported

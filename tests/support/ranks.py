@@ -1,0 +1,156 @@
+"""Ranks for tests: processes with one gloo process group, forked from a server that has imported titanlite.
+
+A rank costs hundredths of a second instead of the seconds of its imports, and each call has new ones: nothing
+is left of what ran before, and no idle rank's threads poll. The server is Python's multiprocessing.forkserver
+with our preloading. It holds no thread and no process group, which would not survive the fork. Linux only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 400  # of one call of seconds: machines may be busy
+GRACE_S = 120.0  # between SIGTERM and SIGKILL; torchrun has 30, too few on a busy machine
+
+
+class Ranks:
+    """One process per rank, which runs `function(*args)` and ends.
+
+    The function must be importable by its name. Wait for it with `results` or `exits`: every rank has ended
+    when one of them returns or raises.
+    """
+
+    def __init__(self, world_size: int, function: Callable[..., Any], *args: Any):
+        self._folder = tempfile.TemporaryDirectory(prefix="titanlite-ranks-")
+        context = _server()
+        self._connections: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            store = str(Path(self._folder.name, "store"))
+            process = context.Process(target=_rank, args=(theirs, rank, world_size, store, function, args))
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self.processes.append(process)
+
+    def results(self, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """What the function returned, by rank. Raises AssertionError with the traceback of the first rank
+        that fails, and ends the others, which may be stuck in a collective."""
+        found: dict[int, Any] = {}
+        ranks = {connection: rank for rank, connection in enumerate(self._connections)}
+        until = time.monotonic() + timeout_s
+        with self._ending():
+            while len(found) < len(self.processes):
+                ready = wait([c for c, r in ranks.items() if r not in found], until - time.monotonic())
+                assert ready, f"no answer from ranks {set(ranks.values()) - set(found)} in {timeout_s} s"
+                for connection in ready:
+                    rank = ranks[connection]
+                    try:
+                        ok, value = pickle.loads(connection.recv_bytes())
+                    except EOFError:
+                        self.processes[rank].join(GRACE_S)
+                        code = self.processes[rank].exitcode
+                        raise AssertionError(f"rank {rank} died with exit code {code}") from None
+                    assert ok, f"rank {rank}:\n{value}"
+                    found[rank] = value
+            for connection in self._connections:
+                connection.close()
+            for process in self.processes:
+                process.join(GRACE_S)
+        return [found[rank] for rank in range(len(found))]
+
+    def exits(self, timeout_s: float = TIMEOUT_S, signal_peers: bool = False) -> list[int]:
+        """The exit codes by rank, a signal's number below zero, of a function that ends its process.
+
+        Once a rank fails, the others have GRACE_S to end before they are killed; with `signal_peers` they
+        get SIGTERM first, as from torchrun. Raises AssertionError if a rank does not end.
+        """
+        until = time.monotonic() + timeout_s
+        told = False
+        with self._ending():
+            while living := [process for process in self.processes if process.exitcode is None]:
+                wait([process.sentinel for process in living], min(until - time.monotonic(), 1))
+                if any(process.exitcode for process in self.processes) and not told:
+                    told, until = True, min(until, time.monotonic() + GRACE_S)
+                    for process in living if signal_peers else ():
+                        process.terminate()
+                if time.monotonic() > until:
+                    break
+            hung = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+            assert told or not hung, f"ranks {hung} have not ended in {timeout_s} s"
+        return [process.exitcode or 0 for process in self.processes]
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """No rank lives on after the body, whatever happens in it."""
+        try:
+            yield
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.join()
+            for connection in self._connections:
+                connection.close()
+            self._folder.cleanup()
+
+
+def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `function(*args)` returns on each rank of a new process group."""
+    return Ranks(world_size, function, *args).results()
+
+
+@cache
+def _server() -> Any:
+    """The context of multiprocessing whose processes are forked. Its server starts with the first process and
+    ends with this one."""
+    from multiprocessing import forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preload"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))  # for the preloading
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+def _rank(
+    connection: Connection, rank: int, world_size: int, store: str, function: Callable[..., Any], args: Any
+) -> None:
+    """In the forked process."""
+    import torch
+    import torch.distributed as dist
+
+    signal.alarm(2 * TIMEOUT_S)  # if the test process was killed and nobody waits
+    multiprocessing.set_start_method(None, force=True)  # the loader's workers start as in any run
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        answer = (True, function(*args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    connection.send_bytes(pickle.dumps(answer))
+    with suppress(EOFError):
+        connection.recv_bytes()  # none comes: the ranks end together, since one may still talk to another
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads can abort a finalising interpreter

@@ -1,0 +1,66 @@
+"""Training the tiny job, on ranks and in hops, and what must be equal of two runs."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import make_job, metrics_of
+from titanlite.checkpoint.reader import load_tensors
+from titanlite.checkpoint.state import model_tensors
+from titanlite.job import Job
+from titanlite.train import train
+
+KEYS = (
+    "step",
+    "train/loss",
+    "train/grad_norm",
+    "data/batch_sha",
+    "progress/total_tokens",
+    "train/learning_rate",
+)
+
+
+def history(job: Job) -> list[list[object]]:
+    """What must be equal at every step."""
+    return [[row[key] for key in KEYS] for row in metrics_of(job)]
+
+
+def weights_sha(job: Job, step: int) -> str:
+    """Hash of the final weights, read back from the checkpoint."""
+    net = job.model.build()
+    load_tensors(job.folder / f"checkpoint/step-{step}", {"model": model_tensors(net)})
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
+
+
+def run_in_hops(folder: Path, corpus: Path, hops: list[int], *overrides: str, name: str = "hops") -> Job:
+    """Train to each step of `hops` in turn, each time from a fresh start of the program's state."""
+    for steps in hops:
+        job = make_job(folder, corpus, f"--training.steps={steps}", *overrides, name=name)
+        train(job)
+    return job
+
+
+UNTIED = "--model.overrides.tie_word_embeddings=false"
+
+
+def train_on_rank(folder: Path, corpus: Path, overrides: list[str], name: str, world_size: int) -> None:
+    """One rank's part of a run."""
+    train(make_job(folder, corpus, *overrides, name=name, world_size=world_size))
+
+
+TENSOR = "--parallelism.tensor_parallel_degree=2"
+CONTEXT = "--parallelism.context_parallel_degree=2"
+PIPELINE = "--parallelism.pipeline_parallel_degree=2"
+
+
+def assert_same_run(job: Job, whole: Job, steps: int = 12) -> None:
+    ours, theirs = metrics_of(job), metrics_of(whole)[:steps]
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for a, b in zip(ours, theirs):
+        assert a["data/batch_sha"] == b["data/batch_sha"]
+        assert a["progress/total_tokens"] == b["progress/total_tokens"]
+        assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
+        assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-5)
