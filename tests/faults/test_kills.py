@@ -1,9 +1,8 @@
 """kill -9 at every phase of a save, of retention, of a rewind and of a resume: the run goes on from the
 newest committed checkpoint and ends in the bits of the run that nobody killed.
 
-A sample: every point on one rank, in one mode, and every phase on two ranks. With TITANLITE_FAULTS=full in
-the environment also the matrix: every point x {rank 0, rank 1} killed x {sync, async}, on two ranks; a
-quarter of an hour.
+A sample: every point on one rank, in one mode, and every phase on two ranks. The full tier also has the matrix:
+every point x {rank 0, rank 1} killed x {sync, async}, on two ranks.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.faults import FULL, Event, Fault, Outcome, Trainer
+from tests.support.faults import Event, Fault, Outcome, Trainer
 from tests.support.jobs import write_toml
 from tests.support.kill_points import ERRORS, MANIFEST, META, RESUME, REWIND, SAVE, SET_ASIDE, SHARD, TRAIN
 from titanlite.checkpoint import commit
@@ -171,10 +170,19 @@ def saves() -> Iterator[Case]:
     # The same save more than once, and the last one.
     yield 1, "async", [("P3 half a write", 0, 4), ("P5 manifest", 0, 4), ("P3 half a write", 0, 4)]
     yield 1, "disabled", [("P6 before the rename", 0, 8), ("P6 renamed", 0, 8)]
-    for name in SAVE if FULL else ():
+
+
+def all_saves() -> Iterator[Case]:
+    """Every point x the rank that is killed x the mode, on two ranks."""
+    for name in SAVE:
         for mode in MODES if not name.startswith("P2") else ("async",):
             for victim in (0, 1):
                 yield 2, mode, [(name, victim, SAVE[name].step)]
+
+
+def with_tiers(default: Iterable[Any], full: Iterable[Any]) -> list[Any]:
+    """Parameters of which `full` are in the full tier."""
+    return [*default, *(pytest.param(case, marks=pytest.mark.full) for case in full)]
 
 
 def label(case: Case) -> str:
@@ -183,7 +191,7 @@ def label(case: Case) -> str:
     return f"{size} {mode} " + ", ".join(f"{name} of {step} at {rank}" for name, rank, step in kills)
 
 
-@pytest.mark.parametrize("case", saves(), ids=label)
+@pytest.mark.parametrize("case", with_tiers(saves(), all_saves()), ids=label)
 def test_a_kill_while_saving(run: Start, whole: Whole, case: Case) -> None:
     size, mode, kills = case
     ours = run(size, f"--checkpoint.async_mode={mode}", TWO)
@@ -203,7 +211,9 @@ def test_a_kill_while_saving(run: Start, whole: Whole, case: Case) -> None:
     finish(ours, whole(size), newest)
 
 
-@pytest.mark.parametrize(("mode", "victim"), [("async", 1), ("disabled", 0)][: 1 + FULL])
+@pytest.mark.parametrize(
+    ("mode", "victim"), [("async", 1), pytest.param("disabled", 0, marks=pytest.mark.full)]
+)
 def test_the_others_end_by_themselves(run: Start, mode: str, victim: int) -> None:
     ours = run(2, f"--checkpoint.async_mode={mode}")
     outcome = kill(ours, SAVE["P3 half a write"].at(victim), signal_peers=False)
@@ -261,13 +271,17 @@ def errors() -> Iterator[Case]:
         yield 1, MODES[i // 2 % 2], [(name, 0, step) for name, step in zip(names[i : i + 2], (2, 6))]
     yield 2, "async", [("P2 no memory", 1, 2), ("P4 half of .metadata", 0, 6)]
     yield 2, "disabled", [("P3 before fsync", 1, 2), ("P5 half of the manifest", 0, 6)]
-    for name in ERRORS if FULL else ():
+
+
+def all_errors() -> Iterator[Case]:
+    """Every point x the rank that fails x the mode, on two ranks."""
+    for name in ERRORS:
         for mode in MODES if name != "P2 no memory" else ("async",):
             for rank in range(1 + ERRORS[name].shared):
                 yield 2, mode, [(name, rank, 4)]
 
 
-@pytest.mark.parametrize("case", errors(), ids=label)
+@pytest.mark.parametrize("case", with_tiers(errors(), all_errors()), ids=label)
 def test_an_error_while_saving(run: Start, whole: Whole, case: Case) -> None:
     size, mode, failing = case
     ours = run(size, f"--checkpoint.async_mode={mode}", ALL)
@@ -320,13 +334,18 @@ def resumes() -> Iterator[tuple[int, list[tuple[str, int]]]]:
         2,
         [(name, 1) for name in ("half verified", "half read", "first step")],
     )
-    for name in RESUME if FULL else ():
+
+
+def all_resumes() -> Iterator[tuple[int, list[tuple[str, int]]]]:
+    """Every point x the rank that is killed, on two ranks."""
+    for name in RESUME:
         for victim in (0, 1):
             yield 2, [(name, victim)]
 
 
-@pytest.mark.parametrize(("size", "kills"), resumes(), ids=str)
-def test_a_kill_while_resuming(run: Start, whole: Whole, size: int, kills: list[tuple[str, int]]) -> None:
+@pytest.mark.parametrize("case", with_tiers(resumes(), all_resumes()), ids=str)
+def test_a_kill_while_resuming(run: Start, whole: Whole, case: tuple[int, list[tuple[str, int]]]) -> None:
+    size, kills = case
     ours = interrupt(run(size, ALL), whole(size))
     for name, victim in kills:
         kill(ours, RESUME[name].at(victim))

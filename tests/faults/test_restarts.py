@@ -4,7 +4,6 @@ not.
 
 A run is a dozen seconds, most of it the import of torch in the launcher and in each rank. torchrun's
 patience is cut by PET_RDZV_CONF, which is where it reads its options from.
-Some run only with TITANLITE_FAULTS=full in the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any
 import pytest
 
 from tests.support import ranks
-from tests.support.faults import FULL
 from tests.support.jobs import make_job, metrics_of, write_toml
 from tests.support.ports import is_loopback, listening
 from titanlite.checkpoint.commit import committed, digests, read_manifest
@@ -33,7 +31,6 @@ from titanlite.job import Job
 from titanlite.train import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-in_full = pytest.mark.skipif(not FULL, reason="takes long: set TITANLITE_FAULTS=full")
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 KEYS = ("step", "train/loss", "train/grad_norm", "data/batch_sha", "progress/total_tokens")
@@ -230,7 +227,7 @@ def test_sigterm_to_the_launcher_waits_for_the_save_and_nothing_is_restarted(sta
     assert "Traceback" not in node.log
 
 
-@in_full
+@pytest.mark.full
 def test_sigterm_while_the_ranks_are_starting_is_75_and_nothing_is_restarted(start: Any) -> None:
     node = start(MAX_RESTARTS="1", IMPORT_S="1")
     node.until(lambda: node.starts)
@@ -240,7 +237,7 @@ def test_sigterm_while_the_ranks_are_starting_is_75_and_nothing_is_restarted(sta
     assert node.step == 0
 
 
-@in_full
+@pytest.mark.full
 def test_sigterm_while_waiting_for_the_other_nodes_is_75(start: Any) -> None:
     port = free_port()
     node = start(NNODES="2", RDZV_ENDPOINT=f"localhost:{port}")
@@ -251,7 +248,7 @@ def test_sigterm_while_waiting_for_the_other_nodes_is_75(start: Any) -> None:
     assert node.end(timeout_s=300) == 75, node.log
 
 
-@in_full
+@pytest.mark.full
 def test_sigterm_while_waiting_for_nodes_after_a_crash_is_75(start: Any) -> None:
     node = start(
         NNODES="1:2", RDZV_ENDPOINT=f"localhost:{free_port()}", MAX_RESTARTS="1", KILL="0 0 2",
@@ -291,7 +288,7 @@ LAST_LINES = {
 }
 
 
-@in_full
+@pytest.mark.full
 @pytest.mark.parametrize("how", LAST_LINES)
 def test_the_rank_that_fails_or_leaves_first_is_blamed(start: Any, how: str) -> None:
     node = start("--comm.train_timeout_seconds=10", NGPU="2", KILL="1 0 3", HOW=how)
@@ -309,7 +306,7 @@ def test_a_killed_launcher_leaves_nothing_behind(start: Any) -> None:
     assert node.step < STEPS
 
 
-@in_full
+@pytest.mark.full
 def test_a_launcher_killed_while_the_ranks_are_starting_leaves_nothing_behind(start: Any) -> None:
     node = start(MAX_RESTARTS="1", IMPORT_S="1")
     node.until(lambda: node.starts)
@@ -352,7 +349,7 @@ def worlds(node: Node) -> list[int]:
     return [int(size) for size in re.findall(r" (\d+) x [^:\n]+: ", node.log)]
 
 
-@in_full
+@pytest.mark.full
 def test_a_node_that_comes_back_is_waited_for(start: Any, whole: Job) -> None:
     first, again = two_nodes(start, "2")
     first.until(lambda: first.processes() == [first.launcher.pid])
@@ -364,7 +361,7 @@ def test_a_node_that_comes_back_is_waited_for(start: Any, whole: Job) -> None:
     assert_same(first.job, whole)
 
 
-@in_full
+@pytest.mark.full
 def test_the_other_node_goes_on_alone(start: Any, whole: Job) -> None:
     first, _ = two_nodes(start, "1:2")
     assert first.end() == 0, first.log

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-FULL = os.environ.get("TITANLITE_FAULTS") == "full"  # a quarter of an hour and more
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300  # of one run of seconds: a rank that hangs is ended by SIGALRM
 GRACE_S = 120.0  # between SIGTERM and SIGKILL; torchrun has 30, too few on a busy machine
