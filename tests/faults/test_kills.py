@@ -1,8 +1,8 @@
 """kill -9 at every phase of a save, of retention, of a rewind and of a resume: the run goes on from the
 newest committed checkpoint and ends in the bits of the run that nobody killed.
 
-A sample: every point on one rank, in one mode, and every phase on two ranks. The full tier also has the matrix:
-every point x {rank 0, rank 1} killed x {sync, async}, on two ranks.
+A sample: every point on one rank, in one mode, and every phase on two ranks. The full tier also has the
+matrix: every point x {rank 0, rank 1} killed x {sync, async}, on two ranks.
 """
 
 from __future__ import annotations
@@ -98,11 +98,8 @@ Case = tuple[int, str, list[Kill]]  # ranks, mode, one after another
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    """Started once: its imports take seconds."""
-    started = Trainer(tmp_path_factory.mktemp("trainer"))
-    yield started
-    started.close()
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return Trainer(tmp_path_factory.mktemp("trainer"))
 
 
 @pytest.fixture(scope="module")

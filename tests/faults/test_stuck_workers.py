@@ -1,8 +1,6 @@
 """A loader worker that is stopped, as one is whose file system hangs: one rank that is told to stop saves
 its last finished step; of several ranks the stuck one says which worker it waits for and the run ends in
 time. The run that goes on equals one without a fault, to the bit; a worker that is only slow changes nothing.
-
-Ranks are forked from a server that has imported titanlite.train: tests/faults/harness.py.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +28,8 @@ READ = "titanlite.data.loader:Rows.__getitems__"  # in the worker
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    """Started once: its imports take seconds."""
-    started = Trainer(tmp_path_factory.mktemp("trainer"))
-    yield started
-    started.close()
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return Trainer(tmp_path_factory.mktemp("trainer"))
 
 
 class Runs:

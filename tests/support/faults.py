@@ -1,34 +1,29 @@
 """Ranks that train the tiny job and fail at a named call: kill -9, an error, a state that is lost.
 
-Nothing in titanlite knows of this: a child wraps the named functions before it trains. A server process
-that has imported titanlite.train forks the ranks, so that a run costs half a second and not the import; it
-holds no thread and no process group, which would not survive the fork. When a rank dies, the server ends the
-others as torchrun does: SIGTERM, then SIGKILL. Ranks leave by os._exit. POSIX only.
+Nothing in titanlite knows of this: a rank wraps the named functions before it trains.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
-import gc
 import importlib
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 300  # of one run of seconds: a rank that hangs is ended by SIGALRM
-GRACE_S = 120.0  # between SIGTERM and SIGKILL; torchrun has 30, too few on a busy machine
+from tests.support.ranks import Ranks, leave, write_output_to
+
+TIMEOUT_S = 300  # of a wait within a run of seconds
 FILE_BYTES = 1 << 17  # instead of 2 GiB, so that a rank writes several files at a time
 
 
@@ -92,19 +87,11 @@ class Event:
 
 
 class Trainer:
-    """The server's other end: runs jobs, one at a time."""
+    """Runs jobs on ranks, one at a time."""
 
     def __init__(self, scratch: Path):
         self._scratch = scratch
         self._runs = 0
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.faults"],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
     def run(
         self,
@@ -115,27 +102,13 @@ class Trainer:
         record: bool = False,
         signal_peers: bool = True,
     ) -> Outcome:
-        """Run a job on `size` ranks to its end. `signal_peers`: end the others when one dies; else they have
-        GRACE_S to end by themselves."""
+        """Run a job on `size` ranks to its end. `signal_peers`: once a rank dies, the others get SIGTERM, as
+        from torchrun; else they have to end by themselves."""
         self._runs += 1
         scratch = self._scratch / str(self._runs)
         scratch.mkdir(parents=True)
-        request = {
-            "toml": str(toml),
-            "overrides": list(overrides),
-            "size": size,
-            "faults": [{f.name: getattr(fault, f.name) for f in fields(Fault)} for fault in faults],
-            "scratch": str(scratch),
-            "record": record,
-            "signal_peers": signal_peers,
-        }
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        answer = self._server.stdout.readline()
-        assert answer, f"the server is gone: {self._server.wait()}"
-        outcome = Outcome(**json.loads(answer))
+        ranks = Ranks(size, _train, toml, list(overrides), list(faults), scratch, record)
+        outcome = Outcome(ranks.exits(signal_peers=signal_peers))
         for rank in range(size):
             outcome.logs.append((scratch / f"log-{rank}").read_text())
             for line in _lines(scratch / f"fired-{rank}"):
@@ -144,99 +117,35 @@ class Trainer:
         outcome.events.sort()
         return outcome
 
-    def close(self) -> None:
-        """End the server, which waits for a request."""
-        self._server.kill()
-        self._server.communicate()
-
 
 def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-# ---- the server
-
-
-def serve() -> None:
-    """Answer each request on standard input with an Outcome, until there are no more."""
-    for module in ("titanlite.train", "numpy.ma"):  # what a run imports late, too
-        importlib.import_module(module)
-    gc.freeze()  # else each child looks through, and so copies, all that was imported
-    for line in sys.stdin:
-        print(json.dumps(_run(json.loads(line))), flush=True)
-
-
-def _run(request: dict[str, Any]) -> dict[str, Any]:
-    ranks: dict[int, int] = {}
-    for rank in range(request["size"]):
-        pid = os.fork()
-        if pid == 0:
-            _rank(request, rank)
-        ranks[pid] = rank
-    exits: dict[int, int] = {}
-    until = float("inf")
-    while len(exits) < len(ranks):
-        pid, status = os.waitpid(-1, os.WNOHANG if exits else 0)
-        if pid:
-            exits[ranks[pid]] = os.waitstatus_to_exitcode(status)
-            if exits[ranks[pid]] and until == float("inf"):
-                until = time.monotonic() + GRACE_S
-                if request["signal_peers"]:
-                    _signal(ranks, exits, signal.SIGTERM)
-        elif time.monotonic() > until:
-            _signal(ranks, exits, signal.SIGKILL)
-        else:
-            time.sleep(0.005)
-    return {"exits": [exits[rank] for rank in range(request["size"])]}
-
-
-def _signal(ranks: dict[int, int], exits: dict[int, int], number: int) -> None:
-    for pid, rank in ranks.items():
-        if rank not in exits:
-            os.kill(pid, number)
-
-
-# ---- a rank
-
-
-def _rank(request: dict[str, Any], rank: int) -> None:
-    """The forked process: train, and leave."""
-    code = 1
-    try:
-        signal.alarm(TIMEOUT_S)
-        scratch = Path(request["scratch"])
-        log = os.open(scratch / f"log-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        code = _train(request, rank, scratch)
-    except BaseException as e:
-        traceback.print_exc()
-        code = getattr(e, "exit_code", 1)
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _train(request: dict[str, Any], rank: int, scratch: Path) -> int:
-    import torch
+def _train(toml: Path, overrides: list[str], faults: list[Fault], scratch: Path, record: bool) -> None:
+    """In a rank: plant the faults, train, and end with the exit code that the program would have."""
     import torch.distributed as dist
 
     from titanlite.checkpoint import writer
     from titanlite.job import load_job
     from titanlite.train import train
 
-    size = request["size"]
-    (scratch / f"pid-{rank}").write_text(str(os.getpid()))
-    torch.set_num_threads(1)
-    writer.FILE_BYTES = FILE_BYTES
-    if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=size)
-    if request["record"]:
-        _record(scratch / f"events-{rank}")
-    for fault in (Fault(**values) for values in request["faults"]):
-        if fault.rank in (rank, -1):
-            _Planted(fault, rank, scratch).plant()
-    return train(load_job(Path(request["toml"]), request["overrides"], size, allow_imports=True))
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    code = 1
+    try:
+        write_output_to(scratch / f"log-{rank}")
+        (scratch / f"pid-{rank}").write_text(str(os.getpid()))
+        writer.FILE_BYTES = FILE_BYTES
+        if record:
+            _record(scratch / f"events-{rank}")
+        for fault in faults:
+            if fault.rank in (rank, -1):
+                _Planted(fault, rank, scratch).plant()
+        code = train(load_job(toml, overrides, size, allow_imports=True))
+    except BaseException as e:
+        traceback.print_exc()
+        code = getattr(e, "exit_code", 1)
+    leave(code)
 
 
 class _Planted:
@@ -433,7 +342,3 @@ def _record(path: Path) -> None:
     sys.addaudithook(audit)
     _wrap(os, "fsync", synced)
     _wrap(*_find("digest:HashingFile.write"), written)
-
-
-if __name__ == "__main__":
-    serve()

@@ -1,4 +1,5 @@
-"""Ranks for tests: processes with one gloo process group, forked from a server that has imported titanlite.
+"""Ranks for tests: processes that are forked from a server which has imported titanlite; several have one gloo
+process group, a single one has none.
 
 A rank costs hundredths of a second instead of the seconds of its imports, and each call has new ones: nothing
 is left of what ran before, and no idle rank's threads poll. The server is Python's multiprocessing.forkserver
@@ -20,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400  # of one call of seconds: machines may be busy
@@ -145,12 +146,26 @@ def _rank(
     multiprocessing.set_start_method(None, force=True)  # the loader's workers start as in any run
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        if world_size > 1:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         answer = (True, function(*args))
     except BaseException:
         answer = (False, traceback.format_exc())
     connection.send_bytes(pickle.dumps(answer))
     with suppress(EOFError):
         connection.recv_bytes()  # none comes: the ranks end together, since one may still talk to another
+    leave(0)
+
+
+def write_output_to(path: Path) -> None:
+    """In a rank: append to a file whatever this process and its children print."""
+    file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def leave(code: int) -> NoReturn:
+    """In a rank: end the process at once, because gloo's threads can abort an interpreter that finalises."""
+    sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # gloo's threads can abort a finalising interpreter
+    os._exit(code)
