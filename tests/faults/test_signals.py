@@ -1,8 +1,8 @@
 """A run that is told to stop, wherever it is: all ranks stop at the same step, save it, and exit with 75, and
 the run that goes on equals the one that was never stopped, to the bit.
 
-Two ranks, forked from a server that has imported titanlite.train, so that a run costs a second. What happens
-in a rank happens before a certain call of a certain function, not after a certain time.
+On two ranks. What happens in a rank happens before a certain call of a certain function, not after a certain
+time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.support.jobs import make_job, metrics_of, write_corpus
+from tests.support.ranks import Ranks, leave, write_output_to
 from titanlite import cli, signals
 from titanlite.checkpoint import resume
 from titanlite.checkpoint.commit import committed, digests, read_manifest
@@ -38,7 +37,7 @@ from titanlite.job import Job
 from titanlite.optim.adamw import AdamW
 from titanlite.parallel.sharded import ShardedModel
 
-RANKS, STEPS, TIMEOUT_S = 2, 8, 300
+RANKS, STEPS = 2, 8
 KEYS = ("step", "train/loss", "train/grad_norm", "data/batch_sha", "progress/total_tokens")
 
 PLACES: dict[str, tuple[Any, str]] = {
@@ -152,24 +151,18 @@ def _before(event: Event) -> None:
     setattr(owner, name, planted)
 
 
-def _rank(rank: int, store: Path, folder: Path, arguments: list[str], events: list[Event]) -> None:
+def _train(folder: Path, arguments: list[str], events: list[Event]) -> None:
     os.setpgid(0, 0)  # a group of this rank and its loader workers
-    multiprocessing.set_start_method(None, force=True)  # the loader's workers start as in any run
-    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    rank = dist.get_rank()
+    write_output_to(folder / f"log-{rank}")
     os.chdir(folder)
     Path(f"pid-{rank}").write_text(str(os.getpid()))
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOG_RANK": "0,1"}
-    torch.set_num_threads(1)
     signals.LOOK_S = 0.0  # a second is all of the run
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     for event in events:
         if event.rank == rank:
             _before(event)
-    code = cli.run(["train", *arguments])
-    sys.stderr.flush()
-    os._exit(code)
+    leave(cli.run(["train", *arguments]))
 
 
 # ---- runs
@@ -186,28 +179,10 @@ class Runs:
             f"--data.cache_dir={self.job.data.cache_dir}",
             *overrides,
         ]
-        self._count = itertools.count()
 
     def __call__(self, *events: Event) -> list[int]:
         """Exit codes, or negative signals, by rank."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["titanlite.train", __name__])
-        store = self.folder / f"store-{next(self._count)}"
-        ranks = [
-            context.Process(target=_rank, args=(r, store, self.folder, self._arguments, list(events)))
-            for r in range(RANKS)
-        ]
-        for process in ranks:
-            process.start()
-        until = time.monotonic() + TIMEOUT_S
-        for process in ranks:
-            process.join(max(until - time.monotonic(), 0))
-        hung = [r for r, process in enumerate(ranks) if process.exitcode is None]
-        for process in ranks:
-            process.kill()
-            process.join()
-        assert not hung, f"ranks {hung} hang:\n{self.log}"
-        return [process.exitcode or 0 for process in ranks]
+        return Ranks(RANKS, _train, self.folder, self._arguments, list(events)).exits()
 
     @property
     def log(self) -> str:

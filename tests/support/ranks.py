@@ -1,4 +1,4 @@
-"""Ranks for tests: processes that are forked from a server which has imported titanlite; several have one gloo
+"""Ranks for tests: processes forked from a server that has imported titanlite. Several have one gloo
 process group, a single one has none.
 
 A rank costs hundredths of a second instead of the seconds of its imports, and each call has new ones: nothing
