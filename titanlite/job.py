@@ -40,7 +40,7 @@ from titanlite.models.base import ModelFamily
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer
 from titanlite.optim.schedule import LRScheduler
-from titanlite.parallel.compile import Compile
+from titanlite.parallel.compile import KEEP_A_BUDGET, Compile
 from titanlite.parallel.float8 import MULTIPLE, Float8
 from titanlite.parallel.recompute import ActivationCheckpoint
 from titanlite.profile import Profiling
@@ -113,11 +113,18 @@ class Job:
                 "give [[data.validation_sources]]",
                 "validation.enable",
             )
-        if self.activation_checkpoint.mode == "memory_budget" and not self.compile.enable:
-            raise ConfigError(
-                "memory_budget is the compiler's: set compile.enable, or another mode",
-                "activation_checkpoint.mode",
-            )
+        if self.activation_checkpoint.mode == "memory_budget":
+            if not self.compile.enable:
+                raise ConfigError(
+                    "memory_budget is the compiler's: set compile.enable, or another mode",
+                    "activation_checkpoint.mode",
+                )
+            if self.compile.backend not in KEEP_A_BUDGET:
+                raise ConfigError(
+                    f"memory_budget is kept by the backends {' and '.join(KEEP_A_BUDGET)}, and "
+                    f"{self.compile.backend!r} may keep everything",
+                    "compile.backend",
+                )
         if self.float8.enable and not (self.compile.enable or self.float8.emulate):
             raise ConfigError(
                 "without the compiler float8 is slower than bfloat16: set compile.enable", "float8.enable"

@@ -38,9 +38,10 @@ WHOLE = VocabularyPart(0, lambda x: x, lambda x: x)
 class Loss(Component):
     """Kind: `[loss] name = ...`."""
 
-    def build(self, compile: bool = False, part: VocabularyPart = WHOLE) -> Callable[..., torch.Tensor]:
+    def build(self, backend: str | None = None, part: VocabularyPart = WHOLE) -> Callable[..., torch.Tensor]:
         """A function of hidden [B, T, D], head weight [V, D] and targets int64 [B, T]: the fp32 sum over
-        counted targets. Logits have the hidden states' dtype, the weight's gradient the weight's."""
+        counted targets. Logits have the hidden states' dtype, the weight's gradient the weight's.
+        `backend`: compile it with this backend of torch.compile; None leaves it eager."""
         raise NotImplementedError
 
     @property
@@ -57,10 +58,10 @@ class Loss(Component):
 class CrossEntropy(Loss, name="cross_entropy"):
     """Cross-entropy over the full logits, in fp32. Targets of -100 do not count."""
 
-    def build(self, compile: bool = False, part: VocabularyPart = WHOLE) -> Callable[..., torch.Tensor]:
+    def build(self, backend: str | None = None, part: VocabularyPart = WHOLE) -> Callable[..., torch.Tensor]:
         if part is not WHOLE:  # one chunk: its gradient knows of the other parts
-            return ChunkedCrossEntropy(chunk_tokens=1 << 62).build(compile, part)
-        return torch.compile(cross_entropy, fullgraph=True) if compile else cross_entropy
+            return ChunkedCrossEntropy(chunk_tokens=1 << 62).build(backend, part)
+        return torch.compile(cross_entropy, fullgraph=True, backend=backend) if backend else cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +76,16 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
         if self.chunk_tokens < 1:
             raise ConfigError(f"{self.chunk_tokens} is below 1", "chunk_tokens")
 
-    def build(self, compile: bool = False, part: VocabularyPart = WHOLE) -> Callable[..., torch.Tensor]:
+    def build(self, backend: str | None = None, part: VocabularyPart = WHOLE) -> Callable[..., torch.Tensor]:
         def chunk(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
-            if compile or part is not WHOLE:
+            if backend or part is not WHOLE:
                 return loss_and_gradient_(logits_CV, targets_C, part)
             return eager_loss_and_gradient_(logits_CV, targets_C)
 
-        if compile:
-            # The compiler's online softmax was the slower form on an H200 (torch 2.11).
-            chunk = torch.compile(chunk, fullgraph=True, options={"online_softmax": False})
+        if backend:
+            # Inductor's online softmax was the slower form on an H200 (torch 2.11).
+            options = {"online_softmax": False} if backend == "inductor" else None
+            chunk = torch.compile(chunk, fullgraph=True, backend=backend, options=options)
 
         def chunked_cross_entropy(
             hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor

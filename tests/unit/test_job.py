@@ -214,6 +214,13 @@ def test_a_memory_budget_needs_the_compiler(path, complaint):
     budget = "--activation_checkpoint.mode=memory_budget"
     assert "set compile.enable" in complaint(budget)
     load_job(path, [budget, "--compile.enable"])
+    load_job(path, [budget, "--compile.enable", "--compile.backend=aot_eager"])
+    assert "'eager' may keep everything" in complaint(budget, "--compile.enable", "--compile.backend=eager")
+
+
+def test_an_unknown_backend_of_the_compiler_is_told(complaint):
+    said = complaint("--compile.enable", "--compile.backend=induktor")
+    assert "compile.backend: unknown backend 'induktor'; did you mean 'inductor'?" in said
 
 
 @pytest.mark.parametrize(

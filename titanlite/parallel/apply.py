@@ -36,13 +36,13 @@ def parallelize(
     apply_float8(net, float8, sharded=mesh.device_mesh is not None, ranks=mesh.degrees.tensor)
     project = None
     if mesh.degrees.tensor == 1:
-        loss_function = loss.build(compile.enable)
+        loss_function = loss.build(compile.loss_backend)
         apply_recompute(net, recompute)
         apply_compile(net, compile)
     else:
         apply_tensor(net, mesh.tensor, float8)
         part = vocabulary_part(net.vocab_size, mesh.tensor)
-        loss_function = of_all_tokens(loss.build(compile.enable, part), mesh.tensor)
+        loss_function = of_all_tokens(loss.build(compile.loss_backend, part), mesh.tensor)
         project = logits_of_all_tokens(mesh.tensor)
         compile_forwards(net, compile)
         apply_recompute(net, recompute)

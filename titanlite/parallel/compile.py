@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from titanlite.config.component import ConfigError, suggest
 from titanlite.log import logger
 from titanlite.models.base import Decoder
+
+KEEP_A_BUDGET = ("inductor", "aot_eager")  # backends that heed activation_checkpoint.memory_budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +22,29 @@ class Compile:
 
     enable: bool = False
     """On or off."""
+    backend: str = "inductor"
+    """Backend of torch.compile. `inductor` generates kernels; `aot_eager` and `eager` trace the same graphs
+    and run torch's own operators, which tells mistakes of generated code from those of tracing."""
+
+    def __post_init__(self) -> None:
+        if self.backend != "inductor":  # the list is in a part of torch that takes a second to import
+            known = torch.compiler.list_backends(exclude_tags=())
+            if self.backend not in known:
+                raise ConfigError(
+                    f"unknown backend {self.backend!r}{suggest(self.backend, known)}", "backend"
+                )
+
+    @property
+    def loss_backend(self) -> str | None:
+        """The backend that compiles the loss; None if nothing is compiled."""
+        return self.backend if self.enable else None
 
 
 def apply_compile(net: Decoder, config: Compile) -> None:
     """Compile the blocks in place, after recompute and before FSDP."""
     if config.enable:
         for block in net.blocks().values():
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, backend=config.backend)
 
 
 def compile_forwards(net: Decoder, config: Compile) -> None:
@@ -33,7 +52,7 @@ def compile_forwards(net: Decoder, config: Compile) -> None:
     cannot compile the repetition itself."""
     if config.enable:
         for block in net.blocks().values():
-            block.forward = torch.compile(block.forward, fullgraph=True)
+            block.forward = torch.compile(block.forward, fullgraph=True, backend=config.backend)
 
 
 def _records() -> list[Any]:

@@ -284,7 +284,7 @@ V02 = Keys(
         lr_scheduler.min_lr_factor
         parallelism.pipeline_parallel_first_stage_less_layers
         parallelism.pipeline_parallel_last_stage_less_layers checkpoint.enable
-        activation_checkpoint.memory_budget compile.enable validation.enable validation.freq
+        activation_checkpoint.memory_budget compile.enable compile.backend validation.enable validation.freq
         validation.steps
         """
     ),
@@ -337,7 +337,6 @@ V02 = Keys(
         "activation_checkpoint.determinism_check": "not supported",
         "activation_checkpoint.debug": "not supported",
         "compile.components": "blocks and loss are compiled",
-        "compile.backend": "inductor",
         "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (
             "always, where weights are gathered in float8"
         ),
