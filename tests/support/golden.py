@@ -1,0 +1,225 @@
+"""Golden runs: eight steps each of small fixed jobs, whose losses, data order and initial weights are pinned.
+
+    python -m tests.support.golden             compare with tests/golden/losses.json
+    python -m tests.support.golden --update    write that file
+
+The runs are fp32, uncompiled and on one thread, and their text is generated here, so that it is the same on
+every machine and Python version. CONTRIBUTING.md says when the file may be updated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.jobs import ROOT, make_job, metrics_of, write_corpus
+from titanlite.job import Job, load_job
+from titanlite.runtime import runtime
+from titanlite.train import build, train
+
+FILE = ROOT / "tests" / "golden" / "losses.json"
+TOKENIZER = ROOT / "assets" / "tokenizer" / "stdlib.tiktoken"
+UPDATE = "python -m tests.support.golden --update"
+STEPS = 8
+TOLERANCE = 1e-5  # relative; other instruction sets and two threads give differences of 1e-6 at most
+NUMBERS = ("train/loss", "train/grad_norm", "eval/loss")
+# The last bit of torch.log depends on the instructions that MKL uses: initial weights have a hash for each.
+MKL_INSTRUCTIONS = ("AVX512", "AVX2", "SSE4_2")
+
+DEBUG = "debug"
+# Larger than the tests' smallest model: attention has to matter for the loss, or RoPE would not.
+SHAPE = {"dim": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 256}
+COMMON = [
+    *(f"--model.overrides.{key}={value}" for key, value in SHAPE.items()),
+    "--training.seq_len=128",
+    "--validation.enable=true",
+]
+ACCUMULATED = "--training.local_batch_size=2"  # of a global batch of 8
+TINY = {  # name: overrides of the job in tests/support/jobs.py
+    "llama3": ["--training.local_batch_size=8"],
+    "qwen3": ["--training.local_batch_size=8", "--model.name=qwen3"],
+    "packed": [ACCUMULATED, "--data.packing=best_fit", "--data.mask_documents=true"],
+}
+RUNS = (DEBUG, *TINY)
+
+
+def make(name: str, folder: Path, *overrides: str, run: str = "run") -> Job:
+    """The job of a golden run with overrides. `folder` keeps its text and tokens; the run folder is in it."""
+    if name not in TINY:
+        return _debug(folder, [f"--job.dump_folder={folder / run}", *overrides])
+    corpus = folder / "corpus"
+    corpus.mkdir(parents=True, exist_ok=True)
+    return make_job(folder, write_corpus(corpus), *COMMON, *TINY[name], *overrides, name=run)
+
+
+def _debug(folder: Path, overrides: list[str]) -> Job:
+    """train_configs/debug.toml as it is shipped: model, batch, optimizer, and the schedule of its 160 steps.
+    Only the text is another, since its own is the standard library of the running Python."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = write_words(folder / "words.txt")
+    config = ROOT / "train_configs" / "debug.toml"
+    mine = [
+        f'--data.sources=[{{name = "text", path = ["{text}"]}}]',
+        f"--tokenizer.path={TOKENIZER}",  # the file names it relative to the current directory
+        f"--data.cache_dir={folder / 'cache'}",
+        f"--training.steps={STEPS}",
+        f"--lr_scheduler.total_steps={load_job(config, world_size=1).training.steps}",
+        "--metrics.log_freq=1",
+        "--metrics.enable_tensorboard=false",
+        "--generation.prompts=[]",
+    ]
+    return load_job(config, [*mine, *overrides], world_size=1)
+
+
+def write_words(file: Path) -> Path:
+    """Lines of words from the shipped tokenizer's vocabulary, the frequent ones more often, as in real text:
+    about 50,000 tokens."""
+    vocabulary = [base64.b64decode(line.split()[0]).strip() for line in TOKENIZER.read_bytes().splitlines()]
+    words = [piece.decode() for piece in vocabulary if piece.isalpha() and piece.isascii()]
+    frequencies = [1 / (10 + i) for i in range(len(words))]
+    rng = random.Random(0)
+    lines = [" ".join(rng.choices(words, frequencies, k=rng.randint(3, 15))) for _ in range(4000)]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file
+
+
+def losses(job: Job, threads: int = 1) -> list[dict[str, Any]]:
+    """Trains the job. The pinned values of each step."""
+    with num_threads(threads):
+        train(job)
+    keys = ("step", *NUMBERS, "data/batch_sha")
+    return [{key: line[key] for key in keys if key in line} for line in metrics_of(job)]
+
+
+@contextmanager
+def num_threads(threads: int) -> Iterator[None]:
+    """The number of threads decides in which order sums are taken."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(before)
+
+
+def weights_sha(job: Job) -> str:
+    """SHA-256 of the initial weights, their names and shapes. Trains nothing."""
+    digest = hashlib.sha256()
+    with runtime(job.training, job.parallelism, job.comm) as rt, build(job, rt) as run:
+        for name, p in sorted(run.model.net.named_parameters()):
+            digest.update(f"{name} {list(p.shape)} {p.dtype}\n".encode())
+            digest.update(np.ascontiguousarray(p.detach().numpy()).tobytes())
+    return digest.hexdigest()
+
+
+def differences(
+    found: list[dict[str, Any]], golden: list[dict[str, Any]], tolerance: float = TOLERANCE
+) -> list[str]:
+    """In words, the values of each step that are not the golden ones. Data hashes are compared exactly,
+    losses and gradient norms to the relative tolerance."""
+    if [line["step"] for line in found] != [line["step"] for line in golden]:
+        return [f"steps {[line['step'] for line in found]} are not {[line['step'] for line in golden]}"]
+    told = []
+    for line, wanted in zip(found, golden):
+        step = f"step {wanted['step']}:"
+        if line.keys() != wanted.keys():
+            told.append(f"{step} {sorted(line)} are not {sorted(wanted)}")
+        elif line["data/batch_sha"] != wanted["data/batch_sha"]:
+            told.append(f"{step} data/batch_sha {line['data/batch_sha']} is not {wanted['data/batch_sha']}")
+        told += [
+            f"{step} {key} {line[key]:.9g} is not {wanted[key]:.9g}: {error:.1e} apart"
+            for key in NUMBERS
+            if key in line.keys() & wanted.keys()
+            if not (error := abs(line[key] / wanted[key] - 1)) <= tolerance  # NaN is told, too
+        ]
+    return told
+
+
+def stored() -> dict[str, Any]:
+    """The golden values by run."""
+    return json.loads(FILE.read_text(encoding="utf-8"))["runs"]
+
+
+def measured(folder: Path, threads: int = 1) -> dict[str, Any]:
+    """All golden values, by run, as this program gives them."""
+    runs: dict[str, Any] = {}
+    for name in RUNS:
+        steps = losses(make(name, folder / name), threads)
+        sha = weights_sha(make(name, folder / name, run="untrained"))
+        runs[name] = {"initial_weights": sha, "steps": steps}
+    return runs
+
+
+def _measured_with(instructions: str) -> dict[str, Any]:
+    """The same from a process of its own, in which MKL uses no later instructions: it decides as it loads."""
+    limited = os.environ | {"MKL_ENABLE_INSTRUCTIONS": instructions, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.support.golden", "--print"]
+    printed = subprocess.run(command, cwd=ROOT, env=limited, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(printed.stdout)
+
+
+def update() -> None:
+    """Write the golden values. Losses are those of the latest instructions."""
+    if (
+        torch.backends.cpu.get_cpu_capability() != MKL_INSTRUCTIONS[0]
+        or not torch.backends.mkl.is_available()
+    ):
+        sys.exit(f"the initial weights are pinned for MKL with each of {', '.join(MKL_INSTRUCTIONS)}; "
+                 "update on a CPU that has all of them, with a torch that uses MKL")  # fmt: skip
+    measurements = {instructions: _measured_with(instructions) for instructions in MKL_INSTRUCTIONS}
+    runs = measurements[MKL_INSTRUCTIONS[0]]
+    for name, values in runs.items():
+        values["initial_weights"] = {i: m[name]["initial_weights"] for i, m in measurements.items()}
+    made_with = {"torch": torch.__version__, "python": platform.python_version(), "by": UPDATE}
+    FILE.write_text(json.dumps({"made_with": made_with, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {FILE.relative_to(ROOT)}")
+
+
+def compare(threads: int) -> int:
+    """Print how far this program, on this machine, is from the golden values; the exit code."""
+    code = 0
+    with tempfile.TemporaryDirectory() as folder:
+        found = measured(Path(folder), threads)
+    for name, golden in stored().items():
+        told = differences(found[name]["steps"], golden["steps"])
+        if found[name]["initial_weights"] not in golden["initial_weights"].values():
+            told.append(f"initial weights: {found[name]['initial_weights']} is none of the golden hashes")
+        pairs = zip(found[name]["steps"], golden["steps"])
+        errors = [abs(a[key] / b[key] - 1) for a, b in pairs for key in NUMBERS if key in a.keys() & b.keys()]
+        print(f"{name}: largest relative difference {max(errors):.1e}; {'; '.join(told) or 'as pinned'}")
+        code |= bool(told)
+    return code
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.support.golden", description="Golden losses.")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--update", action="store_true", help=f"write {FILE.relative_to(ROOT)}")
+    choice.add_argument("--print", action="store_true", help="print the values of this program as JSON")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a comparison")
+    arguments = parser.parse_args()
+    if arguments.print:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(measured(Path(folder))))
+    elif arguments.update:
+        update()
+    else:
+        return compare(arguments.threads)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
