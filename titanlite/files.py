@@ -100,6 +100,24 @@ def write_new(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with named(path):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory, and those above it that are missing, so that no power loss takes them away again."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync(folder.parent)
+
+
 def open_own(path: Path) -> IO[str]:
     """Open a file of a run folder for reading and appending, and create it if it is missing. Raises FileFault
     for a link and for anything else that is not a regular file."""

@@ -41,7 +41,7 @@ class Parts:
         return [t.clone() for t in [*self.net.parameters(), *moments]]
 
 
-def open_run(folder: Path, recipe: dict = RECIPE, **config: object) -> Checkpointer:
+def open_run(folder: Path, /, recipe: dict = RECIPE, **config: object) -> Checkpointer:
     return Checkpointer(Checkpoint(interval=1, **config), folder, recipe, "[job]\n")
 
 

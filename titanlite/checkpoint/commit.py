@@ -23,6 +23,7 @@ from typing import Any
 
 from titanlite.checkpoint.digest import FileDigest, gib, write_file
 from titanlite.config.json_file import expect, load_object
+from titanlite.files import sync
 
 
 class CheckpointError(RuntimeError):
@@ -228,15 +229,6 @@ def clean(folder: Path, names: str = "*") -> None:
     uses the folder."""
     for path in [p for kind in ("partial", "trash", "probe") for p in folder.glob(f".{kind}-{names}")]:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """fsync a file or a directory."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _seal(manifest: dict[str, Any]) -> str:

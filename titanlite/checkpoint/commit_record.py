@@ -16,7 +16,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.config.component import ConfigError
-from titanlite.files import read_regular, write_atomically
+from titanlite.files import read_regular, sync, write_atomically
 from titanlite.log import logger
 
 NAME = "last_commit.json"
@@ -75,7 +75,7 @@ class CommitRecord:
     def _write(self, step: int | None) -> None:
         last = LastCommit(step, self._config.folder, self._config.restart)
         write_atomically(self._file, json.dumps(last._asdict()) + "\n")
-        commit.sync(self._run_folder)
+        sync(self._run_folder)
 
     def restarts(self) -> bool:
         """Whether this start is to begin a new run over the remains: `checkpoint.restart` does so once, and

@@ -21,12 +21,13 @@ from typing import NamedTuple
 import torch
 
 from titanlite.checkpoint import commit, huggingface
-from titanlite.checkpoint.commit import CheckpointError, sync
+from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
 from titanlite.checkpoint.huggingface import INDEX, SINGLE
 from titanlite.checkpoint.weights import Exchange, Stored, Weights, check, vocabulary_of
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json
+from titanlite.files import make_folder, sync
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
@@ -73,7 +74,8 @@ def write_directory(
     size = sum(output.size for output in outputs)
     partial = target.with_name(f".partial-{target.name}-{uuid.uuid4().hex[:8]}")
     try:
-        partial.mkdir(parents=True)
+        make_folder(target.parent)
+        partial.mkdir()
         commit.check_space(target.parent, size, "the export")
         for name, content in small.items():
             write_file(partial / name, content)

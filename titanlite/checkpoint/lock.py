@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from titanlite.config.component import ConfigError
-from titanlite.files import FileFault, open_own
+from titanlite.files import FileFault, make_folder, open_own
 from titanlite.log import logger
 
 WAIT_S = 120.0  # a restart may come before the last process of the run before is gone, or known to be
@@ -25,7 +25,7 @@ class FolderLock:
     """Taking it raises ConfigError if another process keeps it for longer than WAIT_S."""
 
     def __init__(self, folder: Path):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._path = folder / "LOCK"
         try:
             self._file: IO[str] | None = open_own(self._path)

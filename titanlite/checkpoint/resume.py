@@ -19,7 +19,7 @@ from titanlite.checkpoint.digest import FileDigest, first_fault, write_file
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import TRAIN, read_train
 from titanlite.config.component import ConfigError
-from titanlite.files import if_on_hub, read_regular
+from titanlite.files import if_on_hub, make_folder, read_regular
 from titanlite.log import logger
 
 
@@ -176,7 +176,8 @@ def probe(folder: Path, ranks: Ranks) -> None:
 def _make_probe(folder: Path) -> Path:
     place = folder / f".probe-{uuid.uuid4().hex[:8]}"
     try:
-        place.mkdir(parents=True)
+        make_folder(folder)
+        place.mkdir()
     except OSError as e:
         raise ConfigError(f"{folder} cannot be written to: {e}", "job.dump_folder") from None
     return place

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titanlite.checkpoint.commit import CheckpointError, sync
+from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import FileDigest, HashingFile
+from titanlite.files import sync
 
 FILE_BYTES = 2 << 30  # a rank's shards are cut into files of about this size, which are hashed in parallel
 MAX_FILES = 8  # of one rank

@@ -32,10 +32,10 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.processes import num_cores, worker_pool
 from titanlite.data.report import located, merge, table
-from titanlite.data.shards import TokenShards, sync, write_description
+from titanlite.data.shards import TokenShards, write_description
 from titanlite.data.stages import Recipe, Work
 from titanlite.data.tokenizer import TextCodec
-from titanlite.files import write_atomically
+from titanlite.files import make_folder, sync, write_atomically
 from titanlite.log import logger
 from titanlite.progress import Progress
 
@@ -202,7 +202,7 @@ def _locked(folder: Path, output: Path, part: tuple[int, int]) -> Iterator[bool]
             yield False
             return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         except OSError as e:
             raise ConfigError(f"{folder} cannot be made: {e.strerror}", "output") from None
         with open(folder / f"lock-{part[0]}-of-{part[1]}", "a") as lock:

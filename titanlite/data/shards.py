@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -23,7 +22,7 @@ import numpy as np
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect, load_object
 from titanlite.data.tokenizer import TextCodec
-from titanlite.files import check_regular, named, write_atomically
+from titanlite.files import check_regular, named, sync, write_atomically
 
 FORMAT = 1
 MAX_MAPS = 256  # of files at a time: each map holds a file descriptor, of which a process has 1024
@@ -235,16 +234,6 @@ def _check_description(description: dict[str, Any]) -> None:
     for key in ("tokens", "documents"):
         if sum(shard[key] for shard in description["shards"]) != description[key]:
             raise ValueError(f"the {key} of its shards do not add up to {description[key]}")
-
-
-def sync(path: Path) -> None:
-    """Flush a file or directory to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        with named(path):
-            os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def file_sha256(path: Path) -> str:

@@ -29,9 +29,9 @@ from titanlite.data.dedup import first_of_each
 from titanlite.data.filters import Bands, Filter
 from titanlite.data.order import key_of, permute
 from titanlite.data.report import Place, Report, merge
-from titanlite.data.shards import sync, token_dtype, write_shard
+from titanlite.data.shards import token_dtype, write_shard
 from titanlite.data.tokenizer import TextCodec
-from titanlite.files import named
+from titanlite.files import named, sync
 
 VERSION = 2  # of these functions: raise it when the same input gives other bytes
 SHARD_BYTES = 256 << 20  # of text: 128 MiB of uint16 tokens from 32 units

@@ -1,0 +1,330 @@
+"""Power loss at any moment of a run's work on its checkpoints, by replay: the file operations are recorded,
+and from every state in which they may have left the disk the run goes on.
+
+All states get the cheap check: what is committed is whole to the last byte, so that nothing is ever
+quarantined for a power loss, and what was waited for is there. One state of each set of names gets a start of
+the program as well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.checkpoints import EXTRA, Parts, flip_a_shard, open_run, save_steps
+from tests.support.file_operations import Recording, recorded
+from tests.support.power_loss import check_all, crashes, described, without_syncs
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.commit_record import CommitRecord
+from titanlite.checkpoint.digest import digest_file
+from titanlite.checkpoint.section import Checkpoint
+from titanlite.checkpoint.state import read_train
+from titanlite.files import sync
+from titanlite.log import logger
+
+LAST = 4  # the step after which the recorded runs end
+UNREAD = ("LOCK",)  # files whose content no program reads
+OWN = {"LOCK", "last_commit.json", "checkpoint"}
+Values = dict[int, list[torch.Tensor]]  # weights and moments by step
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of starts say the same, and need not wait for the disk."""
+    monkeypatch.setattr(logger, "disabled", True)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture(scope="module")
+def values() -> Values:
+    """Of a run that nothing happened to."""
+    parts, after = Parts(), dict[int, list[torch.Tensor]]()
+    for step in range(1, LAST + 3):
+        parts.step()
+        after[step] = parts.values()
+    return after
+
+
+def train(run_folder: Path, to_step: int, note: Callable[[Any], None], **config: Any) -> None:
+    """A start that goes on to `to_step` and saves every step; `note` each one that was waited for."""
+    run, parts = open_run(run_folder, **config), Parts()
+    run.load(parts.net, parts.optimizer, parts.state)
+    while parts.state.step < to_step:
+        parts.step()
+        run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+        run.settle()
+        note(parts.state.step)
+    run.close()
+
+
+def committed(folder: Path, damaged: tuple[int, ...] = ()) -> list[int]:
+    """The steps of the committed checkpoints in a folder, each of which must be whole to the last byte, but
+    for the `damaged` ones."""
+    there = [(step, path) for step, path in commit.committed(folder) if step not in damaged]
+    for step, path in there:
+        assert (fault := commit.fault(path, step)) is None, f"step-{step}: {fault}"
+        for name, digest in commit.digests(commit.read_manifest(path)).items():
+            assert digest_file(path / name) == digest, f"step-{step}: {name} is not what was written"
+    return [step for step, _ in there]
+
+
+def recorded_step(run: Path) -> int | None:
+    """That of last_commit.json, which must be readable."""
+    last = CommitRecord(run, Checkpoint()).read()
+    return last.step if last else None
+
+
+def leftovers(run: Path) -> set[str]:
+    """What is there besides committed checkpoints and a run's own files."""
+    names = {p.name for p in (run / "checkpoint").iterdir()} | {p.name for p in run.iterdir()}
+    return {name for name in names - OWN if not name.startswith("step-")}
+
+
+def resumes(run: Path, newest: int, values: Values, **config: Any) -> None:
+    """A start loads the state of step `newest` bit for bit, and goes on to the next."""
+    opened, parts = open_run(run, **config), Parts()
+    opened.load(parts.net, parts.optimizer, parts.state)
+    assert parts.state.step == newest
+    if newest:
+        assert all(map(torch.equal, parts.values(), values[newest]))
+    parts.step()
+    assert all(map(torch.equal, parts.values(), values[newest + 1]))
+    opened.save(parts.net, parts.optimizer, parts.state, EXTRA)
+    opened.close()
+    assert newest + 1 in committed(run / "checkpoint")
+
+
+# ---- saves and retention
+
+
+def record_saves(root: Path, last: int = LAST, **config: Any) -> Recording:
+    """A new run, of which the newest two checkpoints are kept."""
+    root.mkdir()
+    with recorded(root) as recording:
+        train(root / "run", last, recording.mark, keep_latest_k=2, **config)
+    assert recording.coarse == 0
+    return recording
+
+
+def saved(place: Path, step: int) -> list[int]:
+    """What is committed; `step` was waited for, and last_commit.json is of one that is there."""
+    there = committed(place / "run/checkpoint")
+    assert max(there, default=0) >= step, f"step {step} was saved, {there} are there"
+    assert recorded_step(place / "run") in (None, *there)
+    return there
+
+
+@pytest.mark.parametrize(
+    ("mode", "samples"),
+    [
+        ("disabled", 4),
+        pytest.param("disabled", 100, marks=pytest.mark.full),
+        pytest.param("async", 100, marks=pytest.mark.full),
+    ],
+)
+def test_saves_and_retention(tmp_path: Path, values: Values, mode: str, samples: int) -> None:
+    recording = record_saves(tmp_path / "root", async_mode=mode)
+
+    def start(place: Path, there: list[int]) -> None:
+        resumes(place / "run", max(there, default=0), values)
+        assert leftovers(place / "run") == set()
+
+    states = crashes(recording, samples=samples, settled=UNREAD, start=0)
+    count, starts = check_all(states, tmp_path, saved, start)
+    assert (count > 400, starts > 20) == (True, True), f"{count} states, {starts} of them started from"
+
+
+def test_an_asynchronous_save_does_the_same(tmp_path: Path) -> None:
+    both = [record_saves(tmp_path / mode, async_mode=mode) for mode in ("disabled", "async")]
+    assert described(both[0]) == described(both[1])
+
+
+def test_a_folder_in_folders_is_there_after_a_save(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    with recorded(tmp_path / "root") as recording:
+        train(tmp_path / "root/a/b", 1, recording.mark, folder="c/d")
+    for crash in crashes(recording, settled=UNREAD, start=0):
+        assert crash.mark == 0 or any(path.startswith("a/b/c/d/step-1/") for path in crash.tree)
+
+
+# ---- a rewind
+
+GONE_BACK = {"load_step": 2}
+
+
+def branch_of(run: Path, step: int) -> int | None:
+    """The load_step of the start that saved this step."""
+    return read_train(run / f"checkpoint/step-{step}").get("branch")
+
+
+def test_a_rewind(tmp_path: Path, values: Values) -> None:
+    """Nothing is lost of what is moved aside, a pin with it, and the branch goes on from its newest step."""
+    root = tmp_path / "root"
+    save_steps(root / "run", LAST)[1].close()
+    (root / "run/checkpoint/step-4.keep").touch()
+    with recorded(root) as recording:
+        train(root / "run", 3, recording.mark, **GONE_BACK)
+    assert recording.coarse == 0
+
+    def look(place: Path, step: int) -> list[Any]:
+        run = place / "run"
+        there = committed(run / "checkpoint")
+        aside = [committed(path) for path in sorted((run / "checkpoint").glob("abandoned-*"))]
+        ours = [s for s in there if branch_of(run, s) == 2]
+        assert set(there) - set(ours) | {s for of in aside for s in of} == {1, 2, 3, 4}
+        assert len(list(run.rglob("step-4.keep"))) == 1
+        assert step in (2, *ours)
+        assert recorded_step(run) in there
+        return [there, ours]
+
+    def start(place: Path, found: list[Any]) -> None:
+        there, ours = found
+        resumes(place / "run", max(ours) if ours == there[-1:] else 2, values, **GONE_BACK)
+        assert all(name.startswith("abandoned-") for name in leftovers(place / "run"))
+        look(place, 3)
+
+    count, starts = check_all(crashes(recording, settled=UNREAD, start=2), tmp_path, look, start)
+    assert (count > 40, starts > 10) == (True, True), f"{count} states, {starts} of them started from"
+
+
+# ---- a start: cleaning up, quarantine, a restart
+
+
+def test_a_start_that_cleans_up_and_sets_bad_checkpoints_aside(tmp_path: Path, values: Values) -> None:
+    """The bad ones are never lost, and no good one is ever taken for bad."""
+    root, there = tmp_path / "root", tmp_path / "root/run/checkpoint"
+    save_steps(root / "run", LAST)[1].close()
+    for name in (".partial-step-5-0a", ".trash-step-0-0b"):
+        shutil.copytree(there / "step-1", there / name)
+    flip_a_shard(there / "step-3")
+    (there / "step-4/train.json").write_text("{}")
+    (there / "step-4.keep").touch()
+    with recorded(root) as recording:
+        train(root / "run", 3, recording.mark)
+    assert recording.coarse == 0
+
+    def look(place: Path, step: int) -> list[Any]:
+        run = place / "run"
+        names = {path.name for path in (run / "checkpoint").glob("*step-*") if path.is_dir()}
+        new = (run / "checkpoint/step-3").exists() and "bad-step-3-0" in names
+        good = committed(run / "checkpoint", damaged=(4,) if new else (3, 4))
+        assert good == [1, 2, 3] if new else [1, 2]
+        assert step in (2, *good)
+        assert {"step-3", "bad-step-3-0"} & names
+        assert {"step-4", "bad-step-4-0"} & names
+        assert not {name for name in names if name.startswith("bad-")} - {"bad-step-3-0", "bad-step-4-0"}
+        assert [*run.rglob("*step-4*.keep")]
+        recorded_step(run)
+        return [good[-1]]
+
+    def start(place: Path, found: list[int]) -> None:
+        resumes(place / "run", found[0], values)
+        assert {n for n in leftovers(place / "run") if not n.endswith(".keep")} == {
+            "bad-step-3-0", "bad-step-4-0"
+        }  # fmt: skip
+
+    count, starts = check_all(crashes(recording, settled=UNREAD, start=2), tmp_path, look, start)
+    assert (count > 40, starts > 10) == (True, True), f"{count} states, {starts} of them started from"
+
+
+def test_a_restart(tmp_path: Path, values: Values) -> None:
+    """A new run over the remains of another: they are archived, none is lost, and it happens once."""
+    root = tmp_path / "root"
+    save_steps(root / "run", 2)[1].close()
+    with recorded(root) as recording:
+        train(root / "run", 1, recording.mark, restart=True)
+
+    def look(place: Path, step: int) -> list[Any]:
+        run = place / "run"
+        there = committed(run / "checkpoint")
+        aside = [committed(path) for path in sorted((run / "checkpoint").glob("abandoned-*"))]
+        begun = CommitRecord(run, Checkpoint(restart=True)).restarts() is False
+        new = there if begun else []
+        assert {s for of in aside for s in of} | (set() if begun else set(there)) == {1, 2}
+        assert step in (0, *new)
+        return [max(new, default=0)]
+
+    def start(place: Path, found: list[int]) -> None:
+        resumes(place / "run", found[0], values, restart=True)
+        assert all(name.startswith("abandoned-") for name in leftovers(place / "run"))
+
+    count, starts = check_all(crashes(recording, settled=UNREAD, start=0), tmp_path, look, start)
+    assert (count > 30, starts > 8) == (True, True), f"{count} states, {starts} of them started from"
+
+
+# ---- controls: what is found when a sync is missing, or comes late
+
+
+def assert_found(recording: Recording, folder: Path, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_all(crashes(recording, settled=UNREAD, start=0), folder, saved)
+
+
+@pytest.mark.parametrize(
+    ("unsynced", "message"),
+    [
+        (r"\.partial-.*/__0_0\.distcp", "__0_0.distcp has 0 bytes|__0_0.distcp is not what was written"),
+        (r"\.partial-.*/\.metadata.*", ".metadata"),
+        (r"\.partial-.*/train\.json", "train.json"),
+        (r"\.partial-.*/manifest\.json", "its manifest cannot be trusted"),
+        (r"run/checkpoint/\.partial-[^/]*", "is missing"),
+        (r"run/checkpoint", "recorded_step"),
+        (r"run", "recorded_step"),
+        (r"", "was saved, .* are there"),
+        (r"run/\.partial-last_commit\.json.*", "last_commit.json cannot be read"),
+    ],
+)
+def test_control_a_missing_sync_is_found(tmp_path: Path, unsynced: str, message: str) -> None:
+    recording = record_saves(tmp_path / "root", last=1)
+    without = without_syncs(recording, lambda path: bool(re.search(rf"(^|/){unsynced}$", path)))
+    assert len(without.operations) < len(recording.operations)
+    error = commit.CheckpointError if "last_commit" in unsynced else AssertionError
+    with pytest.raises(error, match=message):
+        check_all(crashes(without, settled=UNREAD, start=0), tmp_path, saved)
+
+
+def test_control_a_rename_before_the_sync_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(path: Path) -> None:
+        if not path.name.startswith(".partial-"):
+            for _, step in commit.committed(path):
+                sync(step)
+            sync(path)
+
+    monkeypatch.setattr(commit, "sync", late)
+    assert_found(record_saves(tmp_path / "root", last=1), tmp_path, "is missing|manifest")
+
+
+@pytest.mark.parametrize("renames", [False, True], ids=["no rename", "no sync"])
+def test_control_a_deletion_that_is_not_hidden_first_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: bool
+) -> None:
+    def retain(folder: Path, *_: Any) -> None:
+        for step, path in commit.committed(folder)[:-2]:
+            if renames:
+                path = path.rename(folder / f".trash-step-{step}")
+            shutil.rmtree(path)
+
+    monkeypatch.setattr(commit, "retain", retain)
+    assert_found(record_saves(tmp_path / "root"), tmp_path, "step-.: .* is missing")
+
+
+def test_control_a_deletion_before_the_commit_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the only checkpoint, to make room."""
+    begin = commit.begin
+
+    def forgetful(folder: Path, step: int) -> Path:
+        for _, path in commit.committed(folder):
+            os.rename(path, folder / f".trash-{path.name}")
+        return begin(folder, step)
+
+    monkeypatch.setattr(commit, "begin", forgetful)
+    assert_found(record_saves(tmp_path / "root", last=2), tmp_path, r"step 1 was saved, \[\] are there")

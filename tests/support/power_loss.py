@@ -1,0 +1,355 @@
+"""What a disk may hold after a power loss: every state that a crash may leave of what file_operations.py has
+recorded.
+
+The states are those of the model of Pillai et al., "All File Systems Are Not Created Equal" (ALICE, OSDI
+2014), for POSIX on a journalling file system:
+
+- A file's content is on the disk up to its last fsync. What was written since may be there or not: the states
+  have the synced content, every version written since, an empty file, half of the newest version, and zeros
+  of its length.
+- A change of a directory's names is on the disk once that directory is synced (a rename between two: both).
+  Of the changes since, any may be there and others not, in any combination that keeps the order of changes of
+  one name and of one object; nothing is renamed into a directory that is not there, and a directory is
+  removed after what was in it. A rename is atomic. An fsync of a file syncs no name of it: that is POSIX,
+  most file systems do more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tests.support.file_operations import ROOT, Content, Link, Mark, Names, Operation, Recording, Slot, Sync
+
+EXHAUSTIVE = 6  # unsynced changes of names of which every combination is made
+Tree = dict[str, bytes | Link | None]  # by path: a file's content, a link's target, or None for a directory
+
+
+# ---- the disk
+
+
+@dataclass
+class _Unsynced:
+    """A change of names that may be on the disk. `waits_for`: directories to be synced. `needs`: changes that
+    are there if it is."""
+
+    names: Names
+    waits_for: set[int]
+    needs: list[_Unsynced]
+
+
+class _Disk:
+    """What is certainly there, and what may be."""
+
+    def __init__(self, recording: Recording):
+        self.links = recording.links
+        self.names, self.contents = dict(recording.names), dict(recording.contents)  # on the disk
+        self.unsynced: list[_Unsynced] = []
+        self.versions: dict[int, list[bytes]] = {}  # of a file since its last sync
+        self.newest = dict(recording.contents)
+
+    def do(self, operation: Operation) -> None:
+        """Go on by one operation."""
+        if isinstance(operation, Names):
+            needs = [other for other in self.unsynced if _needs(operation, other.names)]
+            self.unsynced.append(_Unsynced(operation, operation.directories, needs))
+        elif isinstance(operation, Content):
+            self.versions.setdefault(operation.node, []).append(operation.data)
+            self.newest[operation.node] = operation.data
+        elif isinstance(operation, Sync):
+            if operation.node in self.versions:
+                self.contents[operation.node] = self.versions.pop(operation.node)[-1]
+            there: list[_Unsynced] = []
+            for change in self.unsynced:
+                change.waits_for.discard(operation.node)
+                if not change.waits_for:
+                    _with_needs(change, there)
+            for change in self.unsynced:
+                if _is_in(change, there):
+                    _apply(change.names, self.names)
+            self.unsynced = [change for change in self.unsynced if not _is_in(change, there)]
+
+    def names_as_killed(self) -> dict[Slot, int]:
+        """All changes of names are there."""
+        names = dict(self.names)
+        for change in self.unsynced:
+            _apply(change.names, names)
+        return names
+
+    def as_killed(self) -> Tree:
+        """What there is when only the process ends."""
+        paths = _paths(self.names_as_killed())
+        return {path: self.newest.get(node, self.links.get(node)) for path, node in paths.items()}
+
+    def choices(self, rng: random.Random, samples: int) -> Iterator[list[_Unsynced]]:
+        """Unsynced changes of names that may be there together."""
+        every = self.unsynced
+        if len(every) <= EXHAUSTIVE:
+            for mask in product((False, True), repeat=len(every)):
+                chosen = [change for change, use in zip(every, mask) if use]
+                if all(_is_in(need, chosen) for change in chosen for need in change.needs):
+                    yield chosen
+            return
+        for i in range(len(every) + 1):
+            yield every[:i]
+        for change in every:
+            yield self._closed([change])
+            yield self._without(change)
+        for _ in range(samples):
+            yield self._closed([change for change in every if rng.random() < 0.5])
+
+    def _closed(self, changes: list[_Unsynced]) -> list[_Unsynced]:
+        there: list[_Unsynced] = []
+        for change in changes:
+            _with_needs(change, there)
+        return [change for change in self.unsynced if _is_in(change, there)]
+
+    def _without(self, absent: _Unsynced) -> list[_Unsynced]:
+        chosen: list[_Unsynced] = []
+        for change in self.unsynced:
+            if change is not absent and all(_is_in(need, chosen) for need in change.needs):
+                chosen.append(change)
+        return chosen
+
+    def trees(self, rng: random.Random, samples: int, settled: Sequence[str]) -> Iterator[Tree]:
+        """Every state that the disk may be in now."""
+        for chosen in self.choices(rng, samples):
+            names = dict(self.names)
+            for change in chosen:
+                _apply(change.names, names)
+            paths = _paths(names)
+            files = {path: node for path, node in paths.items() if node in self.newest}
+            tree: Tree = {path: self.links.get(node) for path, node in paths.items()}
+            tree |= {path: self.newest[node] for path, node in files.items()}
+            dirty = {
+                node for p, node in files.items() if node in self.versions and Path(p).name not in settled
+            }
+            for contents in self._contents(sorted(dirty), rng, samples):
+                yield tree | {path: contents[node] for path, node in files.items() if node in contents}
+
+    def _contents(self, dirty: list[int], rng: random.Random, samples: int) -> Iterator[dict[int, bytes]]:
+        """Of files that are not synced: all of one kind; one of another kind than the others; at random."""
+        yield {}
+        kinds = {node: _kinds(self.contents.get(node, b""), self.versions[node]) for node in dirty}
+        for kind in range(4 if dirty else 0):
+            yield {node: of[kind] for node, of in kinds.items()}
+        for node, of in kinds.items() if len(dirty) > 1 else ():
+            yield from ({node: data} for data in of)
+            yield {other: self.contents.get(other, b"") for other in dirty if other != node}
+        for _ in range(samples if len(dirty) > 1 else 0):
+            yield {node: rng.choice(of) for node, of in kinds.items()}
+        for of in kinds.values() if len(dirty) == 1 else ():
+            yield from ({dirty[0]: data} for data in of[4:])
+
+
+def _kinds(synced: bytes, versions: list[bytes]) -> list[bytes]:
+    new = versions[-1]
+    return [synced, b"", new[: len(new) // 2], bytes(len(new)), *versions[-4:]]
+
+
+def _needs(later: Names, earlier: Names) -> bool:
+    """Whether the earlier change is on the disk if the later one is."""
+    if later.slots.keys() & earlier.slots.keys() or later.objects & earlier.objects:
+        return True
+    if later.moves and len(later.directories) > 1 and later.directories & earlier.objects:
+        return True  # else what had a name would have none
+    removed = {old for old, new in later.slots.values() if new is None and old is not None}
+    return not later.moves and bool(removed & earlier.directories)
+
+
+def _is_in(change: _Unsynced, changes: list[_Unsynced]) -> bool:
+    return any(change is other for other in changes)
+
+
+def _with_needs(change: _Unsynced, there: list[_Unsynced]) -> None:
+    if not _is_in(change, there):
+        there.append(change)
+        for need in change.needs:
+            _with_needs(need, there)
+
+
+def _apply(change: Names, names: dict[Slot, int]) -> None:
+    for slot, (_, new) in change.slots.items():
+        if new is None:
+            names.pop(slot, None)
+        else:
+            names[slot] = new
+
+
+def _paths(names: dict[Slot, int]) -> dict[str, int]:
+    """What can be reached from the root."""
+    below: dict[int, list[tuple[str, int]]] = {}
+    for (directory, name), node in names.items():
+        below.setdefault(directory, []).append((name, node))
+    paths: dict[str, int] = {}
+    todo = [(ROOT, "")]
+    while todo:
+        directory, path = todo.pop()
+        for name, node in below.get(directory, ()):
+            paths[path + name] = node
+            todo.append((node, f"{path}{name}/"))
+    return paths
+
+
+# ---- what a crash may leave
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A state of the disk. `mark`: the newest one before the crash. `at`: how many operations were before."""
+
+    tree: Tree
+    mark: Any
+    at: int
+
+    @property
+    def shape(self) -> frozenset[str]:
+        """Its names; of folders with a dot, which are only ever deleted, just whether they are empty."""
+        return frozenset(re.sub(r"(^|/)(\.[^/]*)/.*", r"\1\2/...", path) for path in self.tree)
+
+    def put(self, folder: Path, there: Tree | None = None) -> Path:
+        """Write it to the new folder `folder`, or to one in which `there` is by now: states differ little."""
+        before = there or {}
+        if there is None:
+            folder.mkdir()
+        stays = {path for path, what in self.tree.items() if path in before and before[path] == what}
+        for path in sorted(before.keys() - stays, reverse=True):  # what is in a directory before it
+            if before[path] is None:
+                (folder / path).rmdir()
+            else:
+                (folder / path).unlink()
+        for path in sorted(self.tree.keys() - stays):
+            what = self.tree[path]
+            if isinstance(what, bytes):
+                (folder / path).write_bytes(what)
+            elif what is None:
+                (folder / path).mkdir()
+            else:
+                os.symlink(what, folder / path)
+        return folder
+
+
+def crashes(
+    recording: Recording, *, samples: int = 4, seed: int = 0, settled: Sequence[str] = (), start: Any = None
+) -> Iterator[Crash]:
+    """Every state after a power loss during the recording, each once for a mark.
+
+    Made are, after every operation: the state that a kill would leave. And before every fsync, before every
+    mark and at the end, where a disk may hold most, because only an fsync takes states away: of the unsynced
+    changes of names all combinations if there are at most EXHAUSTIVE changes; else their prefixes, all but
+    one change and what needs it, only one change and what it needs, and `samples` random combinations. Each
+    of them with the newest content of every file and with the contents that `_Disk._contents` gives.
+
+    `settled`: names of files of which only the newest content is tried. `start`: the mark before the first.
+    """
+    disk, mark, rng = _Disk(recording), start, random.Random(seed)
+    seen: set[tuple[bytes, Any]] = set()
+
+    def new(trees: Iterator[Tree], at: int) -> Iterator[Crash]:
+        for tree in trees:
+            key = (_digest(tree), mark)
+            if key not in seen:
+                seen.add(key)
+                yield Crash(tree, mark, at)
+
+    for at, operation in enumerate(recording.operations):
+        if isinstance(operation, (Sync, Mark)):
+            yield from new(disk.trees(rng, samples, settled), at)
+        if isinstance(operation, Mark):
+            mark = operation.value
+        disk.do(operation)
+        if isinstance(operation, (Names, Content)):
+            yield from new(iter([disk.as_killed()]), at + 1)
+    yield from new(disk.trees(rng, samples, settled), len(recording.operations))
+
+
+def check_all(
+    states: Iterator[Crash],
+    folder: Path,
+    look: Callable[[Path, Any], Any],
+    start: Callable[[Path, Any], None] | None = None,
+) -> tuple[int, int]:
+    """`look` at every state, given its place in `folder` and its mark, and `start` the program from one of
+    each set of names and of what `look` returned. `look` changes nothing. Returns how many there were of
+    both."""
+    started: set[Any] = set()
+    count, there, place = 0, None, folder / "crash"
+    for count, crash in enumerate(states, 1):
+        found = look(crash.put(place, there), crash.mark)
+        there = crash.tree
+        if start is not None and (key := (crash.shape, repr(found))) not in started:
+            started.add(key)
+            start(place, found)
+            place, there = folder / f"crash{count}", None
+    return count, len(started)
+
+
+def replayed(recording: Recording) -> Tree:
+    """All of the recording, and no crash."""
+    disk = _Disk(recording)
+    for operation in recording.operations:
+        disk.do(operation)
+    return disk.as_killed()
+
+
+def tree_of(folder: Path) -> Tree:
+    """What is in a folder."""
+    found: Tree = {}
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = Link(os.readlink(path))
+        else:
+            found[name] = None if path.is_dir() else path.read_bytes()
+    return found
+
+
+def described(recording: Recording) -> list[str]:
+    """The operations in words, random parts of names left out; successive writes to a file are one."""
+    disk, said = _Disk(recording), list[str]()
+    for operation in recording.operations:
+        paths = {node: path for path, node in _paths(disk.names_as_killed()).items()} | {ROOT: "."}
+        disk.do(operation)
+        if isinstance(operation, Mark):
+            words = f"mark {operation.value}"
+        elif isinstance(operation, Names):
+            slots = operation.slots.items()
+            words = ", ".join(f"{'+' if new else '-'} {paths[of]}/{name}" for (of, name), (_, new) in slots)
+        else:
+            words = f"{type(operation).__name__.lower()} {paths.get(operation.node, '(deleted)')}"
+        words = re.sub(r"-[0-9a-f]{8}\b", "-*", words)
+        if words not in said[-1:]:
+            said.append(words)
+    return said
+
+
+def without_syncs(recording: Recording, unwanted: Callable[[str], bool]) -> Recording:
+    """The same recording but for the fsyncs of the paths below the root, itself "", that are `unwanted`: a
+    control."""
+    disk, kept = _Disk(recording), list[Operation]()
+    for operation in recording.operations:
+        disk.do(operation)
+        if isinstance(operation, Sync):
+            paths = {"": ROOT} | _paths(disk.names_as_killed())
+            if any(node == operation.node and unwanted(path) for path, node in paths.items()):
+                continue
+        kept.append(operation)
+    return replace(recording, operations=kept)
+
+
+def _digest(tree: Tree) -> bytes:
+    sha = hashlib.blake2b(digest_size=16)
+    for path in sorted(tree):
+        what = tree[path]
+        sha.update(f"{path}\0{type(what).__name__}\0".encode())
+        if what is not None:
+            data = what if isinstance(what, bytes) else what.encode()
+            sha.update(len(data).to_bytes(8, "little") + data)
+    return sha.digest()
