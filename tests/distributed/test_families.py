@@ -14,12 +14,13 @@ from torch.distributed.tensor.parallel import SequenceParallel
 
 from tests.support.gradients import SHAPE, build, gradients, on_rank, uneven_rows
 from tests.support.jobs import make_job, metrics_of
-from tests.support.runs import history, run_in_hops, weights_sha
+from tests.support.layouts import COMPILED
+from tests.support.runs import history, run_in_hops, train_on_rank, weights_sha
+from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.models import qwen3
 from titanlite.models.qwen3 import Qwen3
 from titanlite.parallel import tensor
-from titanlite.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3: dict[str, Any] = {"family": "qwen3", "shape": {"head_dim": 16}}  # 4 heads of 16 over a dim of 32
@@ -35,10 +36,11 @@ def assert_same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (2, {"tensor": 2}), (2, {"tensor": 2, "tied": False, "compile": True}), (4, {"replicate": 2}),
-        (4, {"tensor": 2, "context": 2}), (2, {"context": 2}), (4, {"recompute": "full"}),
+        (2, {"tensor": 2}), (2, {"tensor": 2, "tied": False, "compile": "aot_eager"}),
+        (4, {"tensor": 2, "context": 2}),
         (2, {"tensor": 2, "recompute": "selective", "what": "norms+attention"}),
-        (2, {"tensor": 2, "recompute": "selective"}),
+        full(4, {"replicate": 2}), full(2, {"context": 2}), full(4, {"recompute": "full"}),
+        full(2, {"tensor": 2, "recompute": "selective"}),
     ],
     ids=str,
 )  # fmt: skip
@@ -47,7 +49,9 @@ def test_gradient_is_the_same_on_every_layout(run_on, world_size: int, layout: d
     assert_same(run_on(world_size, on_rank, world_size, 2, {**QWEN3, **layout})[0], whole)
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"recompute": "full", "compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [full({}), {"tensor": 2}, {"recompute": "full", "compile": "aot_eager"}], ids=str
+)
 def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> None:
     layout = {"tied": False, **QWEN3, **layout}
     parts = run_on(4, on_rank, 4, 2, {"pipeline": 2, **layout})
@@ -107,7 +111,9 @@ def names_on_rank(layout: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(p.shape)) for name, p in model.net.named_parameters()]
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"compile": True}, {"float8": "tensorwise"}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"tensor": 2}, full({"compile": "aot_eager"}), full({"float8": "tensorwise"})], ids=str
+)
 def test_no_transform_renames_a_parameter(run_on, layout: dict[str, Any]) -> None:
     with torch.device("meta"):
         overrides = {**SHAPE, **QWEN3["shape"], "tie_word_embeddings": True}
@@ -126,21 +132,16 @@ FAMILIES = {
     ],
 }
 LAYOUTS = {
-    "fsdp": ["--compile.enable"],
+    "fsdp": COMPILED,
     "tensor": ["--parallelism.tensor_parallel_degree=2"],
     "context": ["--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=full"],
     "pipeline": ["--parallelism.pipeline_parallel_degree=2"],
 }
 
 
-def train_on_rank(folder: Path, corpus: Path, overrides: list[str], name: str) -> None:
-    torch._dynamo.reset()  # a process trains one model; after several, sizes are symbols to the compiler
-    train(make_job(folder, corpus, *overrides, name=name, world_size=2))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_run_goes_on_under_every_layout(run_on, tmp_path: Path, corpus: Path, family: str) -> None:
-    """Three steps on one rank, five on two, against eight on one; and three and five on one to the bit."""
+def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> None:
+    """Three steps and five on one rank, against eight."""
     overrides = FAMILIES[family]
     whole = run_in_hops(tmp_path, corpus, [8], *overrides, name="whole")
     hops = run_in_hops(tmp_path, corpus, [3, 8], *overrides, name="hops")
@@ -148,14 +149,29 @@ def test_a_run_goes_on_under_every_layout(run_on, tmp_path: Path, corpus: Path, 
     assert weights_sha(hops, 8) == weights_sha(whole, 8)
     losses = [row["train/loss"] for row in metrics_of(whole)]
     assert losses[-1] < losses[0] - 0.5
-    for name, layout in LAYOUTS.items():
-        run_in_hops(tmp_path, corpus, [3], *overrides, name=name)
-        run_on(2, train_on_rank, tmp_path, corpus, [*overrides, *layout, "--training.steps=8"], name)
-        rows = metrics_of(make_job(tmp_path, corpus, *overrides, name=name))
-        assert [row["data/batch_sha"] for row in rows] == [row[3] for row in history(whole)]
-        for key in ("train/loss", "train/grad_norm"):
-            wanted = [row[key] for row in metrics_of(whole)]
-            assert [row[key] for row in rows] == pytest.approx(wanted, abs=2e-5), f"{name} {key}"
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("parallel_residual", "tensor"),
+        ("parallel_residual", "pipeline"),
+        full("parallel_residual", "fsdp"),
+        full("parallel_residual", "context"),
+        *(full("qwen3", layout) for layout in LAYOUTS),
+    ],
+)
+def test_a_run_goes_on_under_a_layout(run_on, tmp_path: Path, corpus: Path, family: str, layout: str) -> None:
+    """Three steps on one rank and three on two, against six on one."""
+    overrides = FAMILIES[family]
+    whole = run_in_hops(tmp_path, corpus, [6], *overrides, name="whole")
+    run_in_hops(tmp_path, corpus, [3], *overrides, name="run")
+    arguments = [*overrides, *LAYOUTS[layout], "--training.steps=6"]
+    run_on(2, train_on_rank, tmp_path, corpus, arguments, "run", 2)
+    rows = metrics_of(make_job(tmp_path, corpus, *overrides, name="run"))
+    assert [row["data/batch_sha"] for row in rows] == [row[3] for row in history(whole)]
+    for key in ("train/loss", "train/grad_norm"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in metrics_of(whole)], abs=2e-5)
 
 
 def test_the_documentation_shows_the_family_that_is_tested() -> None:

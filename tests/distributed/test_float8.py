@@ -13,6 +13,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from tests.support.gradients import build, uneven_rows
 from tests.support.jobs import make_job
 from tests.support.runs import history, run_in_hops, weights_sha
+from tests.support.tiers import full
 from titanlite.train import train
 
 FLOAT8 = ("--float8.enable", "--float8.emulate")
@@ -49,7 +50,7 @@ def train_on_ranks(folder: str, corpus: str, hops: list[tuple[int, tuple[str, ..
         train(make_job(folder, corpus, f"--training.steps={steps}", *overrides, name=name))
 
 
-@pytest.mark.parametrize("mode", ["async", "disabled"])
+@pytest.mark.parametrize("mode", ["async", full("disabled")])
 def test_two_hops_equal_one_run(run_on, tmp_path: Path, corpus: Path, mode: str) -> None:
     overrides = (*FLOAT8, f"--checkpoint.async_mode={mode}")
     jobs = {}

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.support.gradients import SHAPE, build, gradients, on_rank, uneven_rows
+from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch
 from titanlite.models import decoder, llama3, qwen3  # noqa: F401 -- two of these register their families
@@ -54,10 +55,12 @@ def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
     ("world_size", "replicate", "layout"),
     [
         (2, 1, {}), (2, 1, {"whole_logits": True}),
-        (4, 1, {"tied": False, "compile": True}), (4, 1, {"recompute": "full"}),
+        (2, 1, {"tied": False, "compile": "aot_eager"}), full(4, 1, {"compile": "inductor"}),
+        (4, 1, {"recompute": "full"}),
         (4, 1, {"recompute": "selective", "reduce": "micro_batch"}), (4, 2, {"tied": False}),
-        (2, 1, {"tensor": 1, "context": 2}), (4, 1, {"tensor": 1, "context": 2, "compile": True}),
-        (4, 2, {"tensor": 1, "context": 2, "tied": False}), (4, 1, {"context": 2, "recompute": "full"}),
+        (2, 1, {"tensor": 1, "context": 2}), (2, 1, {"tensor": 1, "context": 2, "compile": "aot_eager"}),
+        full(4, 1, {"tensor": 1, "context": 2, "compile": "inductor"}),
+        (4, 2, {"tensor": 1, "context": 2, "tied": False}), full(4, 1, {"context": 2, "recompute": "full"}),
         (4, 1, {"tensor": 1, "context": 4}), (4, 1, {"tensor": 1, "context": 4, "attention": "sdpa"}),
     ],
     ids=str,
@@ -124,8 +127,9 @@ def names_on_rank(world_size: int, layout: dict[str, Any]) -> list[tuple[str, tu
 @pytest.mark.parametrize(
     "layout",
     [
-        {}, {"replicate": 2}, {"recompute": "full"}, {"recompute": "full", "compile": True}, {"tied": False},
-        {"recompute": "selective"}, {"float8": "tensorwise"}, {"float8": "rowwise"}, {"tensor": 2},
+        {}, {"replicate": 2}, {"recompute": "full", "compile": "aot_eager"}, {"float8": "tensorwise"},
+        {"tensor": 2}, full({"recompute": "full"}), full({"tied": False}), full({"recompute": "selective"}),
+        full({"float8": "rowwise"}),
     ],
     ids=str,
 )  # fmt: skip

@@ -13,6 +13,7 @@ from tests.support.foreign import random_tensors, write_meta, write_torchtitan
 from tests.support.jobs import make_job
 from tests.support.models import family, hugging_face, tensors_in
 from tests.support.runs import CONTEXT, PIPELINE, TENSOR, train_on_rank
+from tests.support.tiers import full
 from titanlite import cli
 from titanlite.checkpoint import initial
 from titanlite.checkpoint.ranks import Ranks
@@ -34,6 +35,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # those whose ranks hold the most
     "pipeline 2 x tensor 2": (4, [PIPELINE, TENSOR, UNTIED]),
     "interleaved": (2, [PIPELINE, INTERLEAVED, UNTIED, "--model.overrides.n_layers=4"]),
 }
+DEFAULT_TIER = {"tensor 2, qwen3", "pipeline 2 x tensor 2", "interleaved"}
 STILL = ["--optimizer.lr=1e-30", "--training.steps=1"]  # a step that moves no weight
 ODD = "--model.overrides.vocab_size=298"  # 40 rows that no source here has; not a multiple of 4
 
@@ -48,7 +50,7 @@ def exported(run: Path, target: Path) -> dict[str, bytes]:
     return content(target)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [name if name in DEFAULT_TIER else full(name) for name in LAYOUTS])
 def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_on, layout: str) -> None:
     world_size, overrides = LAYOUTS[layout]
     layers = 4 if "interleaved" in layout else 2
@@ -68,7 +70,11 @@ def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_o
 
 @pytest.mark.parametrize(
     ("source", "layout"),
-    [("torchtitan", "shard 4"), ("meta", "tensor 2 x shard 2"), ("titanlite", "pipeline 2 x tensor 2")],
+    [
+        ("torchtitan", "shard 4"),
+        ("meta", "tensor 2 x shard 2"),
+        full("titanlite", "pipeline 2 x tensor 2"),
+    ],
 )
 def test_foreign_formats_come_into_a_layout(
     tmp_path: Path, corpus: Path, run_on, source: str, layout: str
@@ -100,7 +106,9 @@ def refused_on_rank(folder: Path, corpus: Path, overrides: list[str], world_size
     return str(error.value)
 
 
-@pytest.mark.parametrize("layout", [[], [TENSOR], [PIPELINE]], ids=["fsdp2", "tensor2", "pipeline2"])
+@pytest.mark.parametrize(
+    "layout", [full([]), full([TENSOR]), [PIPELINE]], ids=["fsdp2", "tensor2", "pipeline2"]
+)
 def test_all_ranks_refuse_what_does_not_fit(tmp_path: Path, corpus: Path, run_on, layout: list[str]) -> None:
     of = family(tie_word_embeddings=False, n_layers=3)
     hugging_face(of).save_pretrained(tmp_path / "theirs")

@@ -1,9 +1,9 @@
-"""Every layout, alone and with what else changes how a step is computed, trains as one process does: losses,
-gradient norms, rows, names and weights.
+"""A run on any layout trains as one process does: losses, gradient norms, sequences, names and weights.
 
-The table in docs/parallelism.md is of all pairs here. `python tests/distributed/test_layouts.py --update`
-runs each that job.check lets through, for many minutes, and writes the table; here it is only held against
-job.check, and the layouts that differ most are run.
+Gradients of every axis and of the hard pairs are compared in test_gradients.py, test_pipeline.py and
+test_families.py, and a chain of layouts is trained on in test_resume.py. Here are whole runs with options
+that those do not have. The full tier runs every pair of the table in docs/parallelism.md; the command
+`python -m tests.distributed.test_layouts --update` writes the table from what `Job.check` says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from torch.distributed.tensor import Replicate
 
 from tests.support import ranks
 from tests.support.jobs import make_job, metrics_of, write_corpus
-from tests.support.layouts import AXES, FLOAT8, OPTIONS, Part, combined
+from tests.support.layouts import AXES, FLOAT8, OPTIONS, TRACED, Part, combined
+from tests.support.tiers import full
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
@@ -65,7 +65,6 @@ def verdict(folder: Path, corpus: Path, names: tuple[str, ...]) -> str | None:
 
 
 def train_on_rank(folder: Path, corpus: Path, part: Part, name: str, steps: int) -> None:
-    torch._dynamo.reset()  # as in a process of its own: what ran before must not be compiled again
     train(job_of(folder, corpus, part, name, steps))
 
 
@@ -88,7 +87,6 @@ class Runs:
         keys = tuple(k for k in part.keys if k.startswith(("--float8", "--data")))
         if (keys, steps) not in self._alone:
             job = job_of(self.folder, self.corpus, Part(1, list(keys)), f"alone-{len(self._alone)}", steps)
-            torch._dynamo.reset()
             train(job)
             self._alone[keys, steps] = job
         return self._alone[keys, steps]
@@ -123,26 +121,38 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Runs:
 
 
 LAYOUTS = {
-    "shard 4": Part(4, ["--training.local_batch_size=1"]),
     "replicate 2 x shard 2": combined("replicate", "shard"),
+    "tensor 2, compile, recompute": combined("tensor", "compile, recompute full"),
+    "tensor 2, float8, offload": combined("tensor", "float8 rowwise", "CPU offload"),
+    "context 2 x shard 2, masked": combined("context", "shard", "masked documents"),
+}
+MORE_LAYOUTS = {
+    "tensor 2 x shard 2, compile, recompute": combined("tensor", "shard", "compile, recompute full"),
+    "shard 4": Part(4, ["--training.local_batch_size=1"]),
     "tensor 2": combined("tensor"),
     "tensor 2 x shard 2": combined("tensor", "shard"),
     "context 2": combined("context"),
-    "context 2 x shard 2, masked": combined("context", "shard", "masked documents"),
     "pipeline 2, recompute": combined("pipeline", "recompute full"),
     "pipeline 2 x shard 2, interleaved": combined("interleaved", "shard"),
     "pipeline 2 x tensor 2": combined("pipeline", "tensor"),
     "pipeline 2 x context 2": combined("pipeline", "context"),
     "pipeline 2, zero bubble": combined("zero bubble"),
     "context 2 x tensor 2 x shard 2": combined("tensor", "context", "shard"),
-    "tensor 2 x shard 2, compile, recompute": combined("tensor", "shard", "compile, recompute full"),
-    "tensor 2, float8, offload": combined("tensor", "float8 rowwise", "CPU offload"),
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *map(full, MORE_LAYOUTS)])
 def test_a_layout_trains_as_one_process(runs: Runs, name: str) -> None:
-    runs.assert_equal(name, LAYOUTS[name], steps=5)
+    runs.assert_equal(name, {**LAYOUTS, **MORE_LAYOUTS}[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
+def test_a_pair_trains_as_one_process_unless_it_is_refused(runs: Runs, pair: tuple[str, str]) -> None:
+    """With the code that torch.compile generates, not only its tracing."""
+    if verdict(runs.folder, runs.corpus, pair) is None:
+        ranks, keys = combined(*pair)
+        runs.assert_equal(" ".join(pair), Part(ranks, [key for key in keys if key != TRACED]))
 
 
 def train_without_a_sum(*args: Any) -> None:
@@ -153,15 +163,15 @@ def train_without_a_sum(*args: Any) -> None:
 
 def test_control_a_missing_sum_over_ranks_fails(runs: Runs) -> None:
     with pytest.raises(AssertionError) as e:
-        runs.assert_equal("broken", combined("tensor"), steps=5, program=train_without_a_sum)
+        runs.assert_equal("broken", combined("tensor"), program=train_without_a_sum)
     assert "Traceback" not in str(e.value), "it failed before it could be compared"
 
 
 def test_one_process_that_offloads_trains_as_one_that_does_not(runs: Runs) -> None:
     """FSDP over one rank."""
     part = Part(1, OPTIONS["CPU offload"].keys)
-    train_on_rank(runs.folder, runs.corpus, part, "offload", 5)
-    runs.compare("offload", part, 5)
+    train_on_rank(runs.folder, runs.corpus, part, "offload", STEPS)
+    runs.compare("offload", part, STEPS)
 
 
 def table(cells: dict[tuple[str, str], str | None]) -> str:
@@ -191,21 +201,10 @@ def test_the_table_is_what_job_check_says(runs: Runs) -> None:
 
 
 def update() -> None:
-    """Run every pair that is not refused, and write the table, unless one fails."""
+    """Write the table. `pytest -m full` runs its pairs."""
     with tempfile.TemporaryDirectory() as name:
         folder, corpus = Path(name), write_corpus(Path(name))
-        runs, cells, failed = Runs(folder, corpus), dict[tuple[str, str], str | None](), 0
-        for pair in PAIRS:
-            began = time.perf_counter()
-            cells[pair] = said = verdict(folder, corpus, pair)
-            if said is None:
-                try:
-                    runs.assert_equal(" ".join(pair), combined(*pair))
-                except AssertionError as e:
-                    said, failed = f"FAILED {e}", failed + 1
-            print(f"{' + '.join(pair):45} {time.perf_counter() - began:5.1f} s  {said or 'yes'}", flush=True)
-    if failed:
-        sys.exit(f"{failed} pairs failed; {DOCUMENT.name} is left as it was")
+        cells = {pair: verdict(folder, corpus, pair) for pair in PAIRS}
     DOCUMENT.write_text(documented(table(cells)), encoding="utf-8")
 
 

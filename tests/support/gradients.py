@@ -65,7 +65,7 @@ def build(
         recompute=ActivationCheckpoint(
             mode=options.get("recompute", "none"), selective_ac_option=options.get("what", "op")
         ),
-        compile=Compile(enable=options.get("compile", False)),
+        compile=Compile(enable="compile" in options, backend=options.get("compile", "inductor")),
         param_dtype=options.get("dtype", torch.float32),
         reduce_dtype=torch.float32,
         parallelism=parallelism,

@@ -29,6 +29,8 @@ AXES = {
     "zero bubble": axis("pipeline_parallel", "ZBVZeroBubble"),
 }
 FLOAT8 = ["--float8.enable", "--float8.emulate", "--compile.enable=false"]
+TRACED = "--compile.backend=aot_eager"  # as torch.compile traces and divides it, without generated code
+COMPILED = ["--compile.enable", TRACED]
 MASKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
 OPTIONS = {
     "recompute full": Part(1, ["--activation_checkpoint.mode=full"]),
@@ -39,9 +41,9 @@ OPTIONS = {
     "CPU offload": Part(1, ["--training.enable_cpu_offload"]),
     "reshard always": Part(1, ["--parallelism.fsdp_reshard_after_forward=always"]),
     "reduce by micro-batch": Part(1, ["--parallelism.fsdp_reduce=micro_batch"]),
-    "compile": Part(1, ["--compile.enable"]),
-    "compile, recompute full": Part(1, ["--compile.enable", "--activation_checkpoint.mode=full"]),
-    "compile, recompute op": Part(1, ["--compile.enable", "--activation_checkpoint.mode=selective"]),
+    "compile": Part(1, COMPILED),
+    "compile, recompute full": Part(1, [*COMPILED, "--activation_checkpoint.mode=full"]),
+    "compile, recompute op": Part(1, [*COMPILED, "--activation_checkpoint.mode=selective"]),
     "compile, memory budget": Part(1, ["--compile.enable", "--activation_checkpoint.mode=memory_budget"]),
 }
 

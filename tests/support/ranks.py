@@ -8,6 +8,7 @@ with our preloading. It holds no thread and no process group, which would not su
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -142,6 +143,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # says where a rank was that is ended by a signal such as SIGSEGV
     signal.alarm(2 * TIMEOUT_S)  # if the test process was killed and nobody waits
     multiprocessing.set_start_method(None, force=True)  # the loader's workers start as in any run
     torch.set_num_threads(1)
