@@ -4,16 +4,18 @@ fail."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.readme_log import quoted_lines, shape
-from tests.support.jobs import make_job, metrics_of, write_toml
+import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.readme_log import quoted_lines, shape
+from tests.support.jobs import ROOT, tiny_arguments
+from tests.support.launcher import launch, path_with
+from titanlite import cli
+
 PLUGIN = """
 import os
 from dataclasses import dataclass
@@ -36,37 +38,9 @@ class Dying(AdamW, name="dying"):
 """
 
 
-def start(arguments: list[str], **environment: str) -> subprocess.Popen:
-    """run_train.sh in the repository's root, on the interpreter of the tests."""
-    env = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environment
-    command = [str(ROOT / "run_train.sh"), *arguments]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def launch(*arguments: str, timeout_s: int = 400, **environment: str) -> subprocess.CompletedProcess:
-    """The same, to its end."""
-    process = start(list(arguments), **environment)
-    out, err = process.communicate(timeout=timeout_s)
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
-
-
-def path_with(folder: Path) -> str:
-    """A PYTHONPATH that finds modules in `folder` too."""
-    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
-
-
-def tiny(folder: Path, corpus: Path, name: str = "run") -> list[str]:
-    """Arguments of the tiny job."""
-    return [
-        str(write_toml(folder, corpus)),
-        f"--job.dump_folder={folder / name}",
-        f"--data.cache_dir={corpus / 'cache'}",
-    ]
-
-
-def test_the_debug_run_learns_and_says_where_everything_is(tmp_path: Path) -> None:
+def test_the_debug_run_learns_and_says_where_everything_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "debug"
     shorter = [
         "--training.steps=24",
@@ -94,48 +68,34 @@ def test_the_debug_run_learns_and_says_where_everything_is(tmp_path: Path) -> No
     assert (folder / "checkpoint/step-24/manifest.json").exists()
     assert (folder / "samples.txt").read_text().startswith("--- step 24\ndef main(")
 
-    again = launch("debug", *shorter)
-    assert again.returncode == 0, again.stderr
-    assert "nothing to train: step 24 is done" in again.stderr
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == len(metrics)
+    steps = len((folder / "metrics.jsonl").read_text().splitlines())
+    capsys.readouterr()
+    assert cli.run(["train", "debug", *shorter]) == 0
+    assert "nothing to train: step 24 is done" in capsys.readouterr().err
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == steps
 
-    command = [
-        sys.executable,
-        "-m",
-        "titanlite.cli",
-        "generate",
-        str(folder),
-        "--prompt",
-        "import ",
-        "--seed",
-        "1",
-    ]
-    sample = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert sample.startswith("import ")
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == sample
-
-
-def test_two_ranks_through_the_launcher(tmp_path: Path, corpus: Path) -> None:
-    run = launch(*tiny(tmp_path, corpus), "--data.num_workers=1", NGPU="2")
-    assert run.returncode == 0, run.stderr
-    assert "Traceback" not in run.stderr
-    assert run.stderr.count("step 8/8") == 1, "ranks other than LOG_RANK report too"
-    assert metrics_of(make_job(tmp_path, corpus))[-1]["step"] == 8
+    samples = []
+    for _ in range(2):
+        assert cli.run(["generate", str(folder), "--prompt", "import ", "--seed", "1"]) == 0
+        samples.append(capsys.readouterr().out)
+    assert samples[0].startswith("import ")
+    assert samples[0] == samples[1]
 
 
 def test_the_code_of_the_rank_that_failed_comes_through(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "dying.py").write_text(PLUGIN)
     plugin = ['--job.imports=["dying"]', "--optimizer.name=dying"]
-    run = launch(*tiny(tmp_path, corpus), *plugin, NGPU="2", PYTHONPATH=path_with(tmp_path))
+    run = launch(*tiny_arguments(tmp_path, corpus), *plugin, NGPU="2", PYTHONPATH=path_with(tmp_path))
     assert run.returncode == 7, run.stderr
     assert "rank 1 ended with exit code 7" in run.stderr
 
 
+@pytest.mark.full
 def test_no_usable_checkpoint_is_3(tmp_path: Path, corpus: Path) -> None:
     bad = tmp_path / "run/checkpoint/step-4"
     bad.mkdir(parents=True)
     (bad / "manifest.json").write_text("{}")
-    run = launch(*tiny(tmp_path, corpus), NGPU="2", MAX_RESTARTS="2")
+    run = launch(*tiny_arguments(tmp_path, corpus), NGPU="2", MAX_RESTARTS="2")
     assert run.returncode == 3, run.stderr
     assert run.stderr.count("no usable checkpoint") == 1
     assert not (tmp_path / "run/metrics.jsonl").exists()
@@ -144,7 +104,7 @@ def test_no_usable_checkpoint_is_3(tmp_path: Path, corpus: Path) -> None:
 def test_input_that_cannot_be_read_is_2_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n')
     (tmp_path / "b.txt").write_bytes(b"abc\xff")
-    run = launch(*tiny(tmp_path, tmp_path), NGPU="2", MAX_RESTARTS="2")
+    run = launch(*tiny_arguments(tmp_path, tmp_path), NGPU="2", MAX_RESTARTS="2")
     assert run.returncode == 2, run.stderr
     assert run.stderr.count("b.txt: not UTF-8 at byte 3") == 1
     assert "Traceback" not in run.stderr
@@ -153,12 +113,14 @@ def test_input_that_cannot_be_read_is_2_and_leaves_nothing(tmp_path: Path) -> No
 
 
 def test_a_number_of_processes_that_is_none_is_2(tmp_path: Path, corpus: Path) -> None:
-    run = launch(*tiny(tmp_path, corpus), NGPU="-1")
+    run = launch(*tiny_arguments(tmp_path, corpus), NGPU="-1")
     assert run.returncode == 2
     assert run.stderr == "titanlite: NGPU=-1: expected a whole number from 1 on\n"
 
 
-def test_the_worked_example_of_the_data_page(tmp_path: Path) -> None:
+def test_the_worked_example_of_the_data_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its files as they are printed, on part of the library and for fewer steps."""
     page = (ROOT / "docs" / "data.md").read_text()
     script, prepare, job = re.findall(r"```(?:python|toml)\n(.*?)```", page, re.S)
@@ -166,19 +128,20 @@ def test_the_worked_example_of_the_data_page(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text(job)
     (tmp_path / "assets").symlink_to(ROOT / "assets")
 
-    def run(*command: str) -> str:
-        made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
-        assert made.returncode == 0, made.stderr
-        return made.stdout + made.stderr
+    def run(*arguments: str) -> str:
+        assert cli.run([*arguments]) == 0
+        printed = capsys.readouterr()
+        return printed.out + printed.err
 
-    titanlite = [sys.executable, "-m", "titanlite.cli"]
-    run(sys.executable, "-c", script.replace('"*.py"', '"a*.py"'))
-    table = run(*titanlite, "prepare", "prepare.toml")
+    monkeypatch.chdir(tmp_path)
+    shorter = script.replace('"*.py"', '"a*.py"')
+    subprocess.run([sys.executable, "-c", shorter], check=True, timeout=400)
+    table = run("prepare", "prepare.toml")
     for line in ("read ", "length ", "exact_duplicates ", "near_duplicates ", "kept ", "data/code: "):
         assert f"\n{line}" in table
-    assert "every byte as written" in run(*titanlite, "data", "verify", "data/code")
-    assert "---- document" in run(*titanlite, "data", "show", "data/code", "--row=3", "--seq_len=256")
-    assert "==== training row 17" in run(*titanlite, "data", "show", "train.toml", "--row=17")
-    log = run(*titanlite, "train", "train.toml", "--training.steps=2", "--lr_scheduler.warmup_steps=1")
+    assert "every byte as written" in run("data", "verify", "data/code")
+    assert "---- document" in run("data", "show", "data/code", "--row=3", "--seq_len=256")
+    assert "==== training row 17" in run("data", "show", "train.toml", "--row=17")
+    log = run("train", "train.toml", "--training.steps=2", "--lr_scheduler.warmup_steps=1")
     assert "data/code: 100.0% of the rows" in log
     assert "validation loss" in log

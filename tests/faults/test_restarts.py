@@ -8,167 +8,25 @@ patience is cut by PET_RDZV_CONF, which is where it reads its options from.
 
 from __future__ import annotations
 
-import itertools
-import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import ranks
-from tests.support.jobs import make_job, metrics_of, write_toml
-from tests.support.ports import is_loopback, listening
-from titanlite.checkpoint.commit import committed, digests, read_manifest
+from tests.support.jobs import make_job, metrics_of
+from tests.support.launcher import SOON, Node
+from tests.support.ports import is_loopback
+from tests.support.runs import assert_same, train_on_rank
 from titanlite.job import Job
-from titanlite.train import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
-KEYS = ("step", "train/loss", "train/grad_norm", "data/batch_sha", "progress/total_tokens")
-SOON = "keep_alive_interval=1,keep_alive_max_attempt=10"  # a node is dead after 10 s; torchrun says 15
-PLUGIN = """
-import os, signal, sys, time
-from dataclasses import dataclass
-from titanlite.checkpoint import commit
-from titanlite.optim.adamw import AdamW
-
-def seconds(name):
-    time.sleep(float(os.environ.get(name, 0)))
-
-if "RANK" in os.environ:  # not in the launcher, which reads the job, too
-    me = os.environ["RANK"] + " " + os.environ["TORCHELASTIC_RESTART_COUNT"]
-    with open("STARTS", "a") as f:
-        f.write(me + "\\n")
-    seconds("IMPORT_S")
-
-END = {
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "os._exit(0)": lambda: os._exit(0),
-    "sys.exit(0)": lambda: sys.exit(0),
-}
-
-@dataclass(frozen=True, kw_only=True)
-class Walking(AdamW, name="walking"):
-    "AdamW that takes its time. KILL: the rank, the restart and the step at which the process ends; HOW: how."
-
-    def build(self, parameters):
-        optimizer, steps = super().build(parameters), []
-        def before(*args):
-            seconds("STEP_S")
-            steps.append(0)
-            if os.environ.get("KILL") == f"{me} {len(steps)}":
-                END[os.environ.get("HOW", "SIGKILL")]()
-        optimizer.register_step_pre_hook(before)
-        return optimizer
-
-def slowly(*args, original=commit.commit):
-    seconds("COMMIT_S")
-    return original(*args)
-
-commit.commit = slowly
-"""
-
-
-class Node:
-    """./run_train.sh on a tiny job. All its processes carry a mark in their environment."""
-
-    count = itertools.count()
-
-    def __init__(self, folder: Path, corpus: Path, arguments: tuple[str, ...], environment: dict[str, str]):
-        self.folder, self.job = folder, make_job(folder, corpus, *arguments, world_size=2)
-        (folder / "walking.py").write_text(PLUGIN.replace("STARTS", str(folder / "starts")))
-        self._log = folder / f"log-{next(Node.count)}"
-        self.listened: set[str] = set()
-        self.scratch = folder / "tmp"
-        self.scratch.mkdir(exist_ok=True)
-        self._mark = f"MARK={self._log}\0".encode()
-        command = [
-            str(ROOT / "run_train.sh"),
-            str(write_toml(folder, corpus)),
-            f"--job.dump_folder={self.job.folder}",
-            f"--data.cache_dir={self.job.data.cache_dir}",
-            '--job.imports=["walking"]',
-            "--optimizer.name=walking",
-            *arguments,
-        ]
-        own = {
-            "PYTHON": sys.executable,
-            "OMP_NUM_THREADS": "1",
-            "MARK": str(self._log),
-            "TMPDIR": str(self.scratch),
-        }
-        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
-        with open(self._log, "w") as log:
-            self.launcher = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | own | {"PYTHONPATH": path} | environment,
-                stdout=log, stderr=log,
-            )  # fmt: skip
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    @property
-    def starts(self) -> list[str]:
-        """Rank and restart of each process that came as far as to read the job."""
-        path = self.folder / "starts"
-        return sorted(path.read_text().splitlines()) if path.exists() else []
-
-    @property
-    def step(self) -> int:
-        """The last step that was logged; each is."""
-        path = self.job.folder / "metrics.jsonl"
-        return path.read_text().count("\n") if path.exists() else 0
-
-    @property
-    def saved(self) -> list[int]:
-        """The steps that are saved."""
-        return [step for step, _ in committed(self.job.folder / "checkpoint")]
-
-    def processes(self) -> list[int]:
-        """Launcher, ranks and loader workers that live."""
-
-        def ours(pid: str) -> bool:
-            try:
-                return self._mark in Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie
-            except OSError:
-                return False
-
-        return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and ours(pid)]
-
-    def until(self, condition: Callable[[], Any], timeout_s: float = 300) -> None:
-        """Wait for it."""
-        end = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < end, self.log
-            time.sleep(0.05)
-
-    def end(self, timeout_s: float = 300) -> int:
-        """Wait for the end, and note the ports that are open meanwhile; returns the exit code."""
-
-        def ended() -> bool:
-            self.listened |= listening(self.processes())
-            return self.launcher.poll() is not None
-
-        self.until(ended, timeout_s)
-        return self.launcher.returncode
-
-    def close(self) -> None:
-        """End what is left."""
-        for pid in self.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.launcher.wait()
 
 
 @pytest.fixture
@@ -185,28 +43,11 @@ def start(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Node]]:
         node.close()
 
 
-def train_on_rank(folder: Path, corpus: Path) -> None:
-    """One rank's part of the uninterrupted run."""
-    train(make_job(folder, corpus, world_size=2, name="whole"))
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     folder = tmp_path_factory.mktemp("whole")
-    ranks.run(2, train_on_rank, folder, corpus)
+    ranks.run(2, train_on_rank, folder, corpus, [], "whole", 2)
     return make_job(folder, corpus, world_size=2, name="whole")
-
-
-def state_of(job: Job) -> dict[str, str]:
-    """SHA-256 of the files with the weights and the optimizer's state: equal states are equal bytes."""
-    files = digests(read_manifest(job.folder / f"checkpoint/step-{STEPS}"))
-    return {name: digest.sha256 for name, digest in files.items() if name.endswith(".distcp")}
-
-
-def assert_same(job: Job, whole: Job) -> None:
-    ours, theirs = metrics_of(job), metrics_of(whole)
-    assert [[row[key] for key in KEYS] for row in ours] == [[row[key] for key in KEYS] for row in theirs]
-    assert state_of(job) == state_of(whole)
 
 
 # ---- a launcher that is told to stop
@@ -266,7 +107,7 @@ def test_sigterm_while_waiting_for_nodes_after_a_crash_is_75(start: Any) -> None
 
 
 def test_a_killed_rank_is_restarted_and_the_run_equals_one_that_was_not(start: Any, whole: Job) -> None:
-    """And no port is open to the network, from before the ranks meet to the end."""
+    """No port is open to the network, from before the ranks meet to the end, and one rank alone reports."""
     sync = "--checkpoint.async_mode=disabled"  # else it depends on the disk whether step 4 is there by step 7
     node = start("--data.num_workers=1", sync, NGPU="2", MAX_RESTARTS="1", KILL="1 0 7")
     assert node.end() == 0, node.log
@@ -278,6 +119,7 @@ def test_a_killed_rank_is_restarted_and_the_run_equals_one_that_was_not(start: A
     assert "starting all ranks again (1 of 1)\n" in node.log
     assert not list(node.scratch.glob("titanlite-*")), "the launcher's folder is left"
     assert not list(node.scratch.glob("torchelastic*"))
+    assert node.log.count("step 8/8") == 1
     assert_same(node.job, whole)
 
 

@@ -24,9 +24,11 @@ import torch.distributed as dist
 
 from tests.support.jobs import make_job, metrics_of, write_corpus
 from tests.support.ranks import Ranks, leave, write_output_to
+from tests.support.runs import assert_same, history, state_of
+from tests.support.tiers import full
 from titanlite import cli, signals
 from titanlite.checkpoint import resume
-from titanlite.checkpoint.commit import committed, digests, read_manifest
+from titanlite.checkpoint.commit import committed
 from titanlite.checkpoint.reader import SafeReader
 from titanlite.checkpoint.staging import HostBuffers
 from titanlite.checkpoint.state import TrainState
@@ -38,7 +40,6 @@ from titanlite.optim.adamw import AdamW
 from titanlite.parallel.sharded import ShardedModel
 
 RANKS, STEPS = 2, 8
-KEYS = ("step", "train/loss", "train/grad_norm", "data/batch_sha", "progress/total_tokens")
 
 PLACES: dict[str, tuple[Any, str]] = {
     "tokenising": (TextCodec, "encode_documents"),
@@ -202,27 +203,12 @@ class Runs:
         return said[0]
 
 
-def state_of(job: Job) -> dict[str, str]:
-    """SHA-256 of the files with the weights and the optimizer's state: equal states are equal bytes."""
-    files = digests(read_manifest(job.folder / f"checkpoint/step-{STEPS}"))
-    return {name: digest.sha256 for name, digest in files.items() if name.endswith(".distcp")}
-
-
-def history(job: Job) -> list[list[Any]]:
-    return [[row[key] for key in KEYS] for row in metrics_of(job)]
-
-
-def assert_same(job: Job, whole: Job) -> None:
-    assert history(job) == history(whole)
-    assert state_of(job) == state_of(whole)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     """The run that was not stopped."""
     runs = Runs(tmp_path_factory.mktemp("whole"), corpus)
     assert runs() == [0, 0], runs.log
-    assert len(state_of(runs.job)) == RANKS
+    assert len(state_of(runs.job, STEPS)) == RANKS
     assert [row["step"] for row in metrics_of(runs.job)] == list(range(1, STEPS + 1))
     return runs.job
 
@@ -247,7 +233,16 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("name", STOPS)
+FULL_TIER = {
+    "loading, with workers",
+    "the first step",
+    "between two micro-batches",
+    "SIGINT, validation",
+    "twice",
+}
+
+
+@pytest.mark.parametrize("name", [full(name) if name in FULL_TIER else name for name in STOPS])
 def test_one_rank_is_told(whole: Job, tmp_path: Path, corpus: Path, name: str) -> None:
     event, step, overrides = STOPS[name]
     runs = Runs(tmp_path, corpus, *overrides)
@@ -312,7 +307,7 @@ def test_a_stop_in_every_run(whole: Job, tmp_path: Path, corpus: Path) -> None:
 # ---- a stop that cannot be saved
 
 
-@pytest.mark.parametrize("mode", ["async", "disabled"])
+@pytest.mark.parametrize("mode", ["async", full("disabled")])
 def test_a_stop_whose_save_fails_is_3(whole: Job, tmp_path: Path, corpus: Path, mode: str) -> None:
     runs = Runs(tmp_path, corpus, f"--checkpoint.async_mode={mode}")
     codes = runs(Event("loading", 11), Event("writing", 2, "disk full"))
@@ -334,7 +329,7 @@ EARLY = {
 }
 
 
-@pytest.mark.parametrize("name", EARLY)
+@pytest.mark.parametrize("name", [full(name) if name == "opening the data" else name for name in EARLY])
 def test_before_the_first_step_the_rank_that_is_told_ends(whole: Job, tmp_path: Path, name: str) -> None:
     """The others end with it, and later: the launcher reports the code of the first."""
     runs, event = Runs(tmp_path, write_corpus(tmp_path)), EARLY[name]
@@ -371,4 +366,4 @@ def test_control_a_resume_that_loses_one_step_is_noticed(
     assert runs(*(lost if loss == "lose rows" else [])) == [0, 0], runs.log
     assert [row["step"] for row in metrics_of(runs.job)] == list(range(1, STEPS + 1))
     assert all(a != b for a, b in zip(history(runs.job)[6:], history(whole)[6:]))
-    assert state_of(runs.job) != state_of(whole)
+    assert state_of(runs.job, STEPS) != state_of(whole, STEPS)

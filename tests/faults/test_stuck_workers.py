@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from tests.support.faults import Fault, Trainer
-from tests.support.jobs import make_job, metrics_of
-from titanlite.checkpoint.commit import committed, digests, read_manifest
+from tests.support.jobs import make_job
+from tests.support.runs import history, state_of
+from titanlite.checkpoint.commit import committed
 from titanlite.job import Job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks workers")
 STEPS = 8
 OPTIONS = ["--data.num_workers=1"]
 IMPATIENCE_S = 10  # for a batch, where a worker stays stuck; else the default, for machines that are busy
-KEYS = ("step", "train/loss", "train/grad_norm", "data/batch_sha", "progress/total_tokens")
 WAIT = "titanlite.waiting:DataWait.__call__"
 READ = "titanlite.data.loader:Rows.__getitems__"  # in the worker
 
@@ -50,9 +50,7 @@ class Runs:
 
     def result(self) -> Any:
         """Every step's numbers, and the bytes of the last state."""
-        files = digests(read_manifest(self.job.folder / f"checkpoint/step-{STEPS}"))
-        state = {name: digest.sha256 for name, digest in files.items() if name.endswith(".distcp")}
-        return [[row[key] for key in KEYS] for row in metrics_of(self.job)], state
+        return history(self.job), state_of(self.job, STEPS)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.test_restarts import Node
+from tests.support.launcher import Node
 from tests.support.ports import is_loopback
 
 pytestmark = [

@@ -97,6 +97,15 @@ def make_job(folder: Path, corpus: Path, *overrides: str, world_size: int = 1, n
     return load_job(write_toml(folder, corpus), [*where, *overrides], world_size, allow_imports=True)
 
 
+def tiny_arguments(folder: Path, corpus: Path, name: str = "run") -> list[str]:
+    """The base job as the command line of `train` has it: its file, its run folder, the cache of its data."""
+    return [
+        str(write_toml(folder, corpus)),
+        f"--job.dump_folder={folder / name}",
+        f"--data.cache_dir={corpus / 'cache'}",
+    ]
+
+
 def metrics_of(job: Job) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]

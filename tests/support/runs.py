@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import make_job, metrics_of
+from titanlite.checkpoint.commit import SHARD, digests, read_manifest
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
 from titanlite.job import Job
@@ -64,3 +65,17 @@ def assert_same_run(job: Job, whole: Job, steps: int = 12) -> None:
         assert a["progress/total_tokens"] == b["progress/total_tokens"]
         assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-5)
+
+
+def state_of(job: Job, step: int) -> dict[str, str]:
+    """SHA-256 of a checkpoint's files with weights and optimizer state: equal states have equal bytes."""
+    files = digests(read_manifest(job.folder / f"checkpoint/step-{step}"))
+    return {name: digest.sha256 for name, digest in files.items() if name.endswith(SHARD)}
+
+
+def assert_same(job: Job, whole: Job) -> None:
+    """Two runs on one layout are equal to the bit: what every step logged, and the last state."""
+    steps = history(whole)
+    assert history(job) == steps
+    last = len(steps)
+    assert state_of(job, last) == state_of(whole, last) != {}

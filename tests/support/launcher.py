@@ -1,0 +1,167 @@
+"""run_train.sh as a user starts it: one node, or several, with what it logs, saves and leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.support.jobs import ROOT, make_job, write_toml
+from tests.support.ports import listening
+from titanlite.checkpoint.commit import committed
+
+ON_THIS_PYTHON = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+SOON = "keep_alive_interval=1,keep_alive_max_attempt=10"  # a node is dead after 10 s; torchrun says 15
+PLUGIN = """
+import os, signal, sys, time
+from dataclasses import dataclass
+from titanlite.checkpoint import commit
+from titanlite.optim.adamw import AdamW
+
+def seconds(name):
+    time.sleep(float(os.environ.get(name, 0)))
+
+if "RANK" in os.environ:  # not in the launcher, which reads the job, too
+    me = os.environ["RANK"] + " " + os.environ["TORCHELASTIC_RESTART_COUNT"]
+    with open("STARTS", "a") as f:
+        f.write(me + "\\n")
+    seconds("IMPORT_S")
+
+END = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "os._exit(0)": lambda: os._exit(0),
+    "sys.exit(0)": lambda: sys.exit(0),
+}
+
+@dataclass(frozen=True, kw_only=True)
+class Walking(AdamW, name="walking"):
+    "AdamW that takes its time. KILL: the rank, the restart and the step at which the process ends; HOW: how."
+
+    def build(self, parameters):
+        optimizer, steps = super().build(parameters), []
+        def before(*args):
+            seconds("STEP_S")
+            steps.append(0)
+            if os.environ.get("KILL") == f"{me} {len(steps)}":
+                END[os.environ.get("HOW", "SIGKILL")]()
+        optimizer.register_step_pre_hook(before)
+        return optimizer
+
+def slowly(*args, original=commit.commit):
+    seconds("COMMIT_S")
+    return original(*args)
+
+commit.commit = slowly
+"""
+
+
+class Node:
+    """./run_train.sh on a tiny job. All its processes carry a mark in their environment."""
+
+    count = itertools.count()
+
+    def __init__(self, folder: Path, corpus: Path, arguments: tuple[str, ...], environment: dict[str, str]):
+        self.folder, self.job = folder, make_job(folder, corpus, *arguments, world_size=2)
+        (folder / "walking.py").write_text(PLUGIN.replace("STARTS", str(folder / "starts")))
+        self._log = folder / f"log-{next(Node.count)}"
+        self.listened: set[str] = set()
+        self.scratch = folder / "tmp"
+        self.scratch.mkdir(exist_ok=True)
+        self._mark = f"MARK={self._log}\0".encode()
+        command = [
+            str(ROOT / "run_train.sh"),
+            str(write_toml(folder, corpus)),
+            f"--job.dump_folder={self.job.folder}",
+            f"--data.cache_dir={self.job.data.cache_dir}",
+            '--job.imports=["walking"]',
+            "--optimizer.name=walking",
+            *arguments,
+        ]
+        own = {"MARK": str(self._log), "TMPDIR": str(self.scratch), "PYTHONPATH": path_with(folder)}
+        with open(self._log, "w") as log:
+            self.launcher = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | ON_THIS_PYTHON | own | environment,
+                stdout=log, stderr=log,
+            )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def starts(self) -> list[str]:
+        """Rank and restart of each process that came as far as to read the job."""
+        path = self.folder / "starts"
+        return sorted(path.read_text().splitlines()) if path.exists() else []
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged; each is."""
+        path = self.job.folder / "metrics.jsonl"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    @property
+    def saved(self) -> list[int]:
+        """The steps that are saved."""
+        return [step for step, _ in committed(self.job.folder / "checkpoint")]
+
+    def processes(self) -> list[int]:
+        """Launcher, ranks and loader workers that live."""
+
+        def ours(pid: str) -> bool:
+            try:
+                return self._mark in Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie
+            except OSError:
+                return False
+
+        return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and ours(pid)]
+
+    def until(self, condition: Callable[[], Any], timeout_s: float = 300) -> None:
+        """Wait for it."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end, self.log
+            time.sleep(0.05)
+
+    def end(self, timeout_s: float = 300) -> int:
+        """Wait for the end, and note the ports that are open meanwhile; returns the exit code."""
+
+        def ended() -> bool:
+            self.listened |= listening(self.processes())
+            return self.launcher.poll() is not None
+
+        self.until(ended, timeout_s)
+        return self.launcher.returncode
+
+    def close(self) -> None:
+        """End what is left."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.launcher.wait()
+
+
+def launch(*arguments: str, timeout_s: int = 400, **environment: str) -> subprocess.CompletedProcess:
+    """run_train.sh in the repository's root, on the interpreter of the tests, to its end."""
+    return subprocess.run(
+        [str(ROOT / "run_train.sh"), *arguments],
+        cwd=ROOT,
+        env=os.environ | ON_THIS_PYTHON | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def path_with(folder: Path) -> str:
+    """A PYTHONPATH that finds modules in `folder` too."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
