@@ -1,0 +1,124 @@
+"""Wall time, CPU time and processes of a test command, and a limit for its CPU time.
+
+    python benchmarks/suite.py [--max-cpu-seconds N] [--output FILE] -- pytest -n 2
+
+CPU time is that of the command and of all processes that it starts, whoever waits for them: this process
+adopts those whose parent has ended. It is the limit, and not wall time, because the machine may be busy. Processes
+are counted by looking at /proc twenty times per second, so the shortest ones are missed. The exit code is the
+command's, or 1 if the limit is passed or if a process outlives the command by ten seconds. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.environment import write_result  # noqa: E402
+
+PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
+LOOK_S, PATIENCE_S = 0.05, 10.0
+COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|warnings?)\b")
+
+
+def main() -> None:
+    """Run, print a line, write, and exit."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--max-cpu-seconds", type=float, default=float("inf"))
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+    load, began = os.getloadavg(), time.monotonic()
+    code, cpu_s, processes, left, last = run(options.command)
+    result = {
+        "command": " ".join(options.command),
+        "exit_code": code,
+        "wall_s": round(time.monotonic() - began, 1),
+        "cpu_s": round(cpu_s, 1),
+        "processes": processes,
+        "processes_left": left,
+        "load_average_before": load,
+        **{what: int(count) for count, what in COUNTS.findall(last)},
+    }
+    print(
+        f"{result['wall_s']} s, {result['cpu_s']} CPU seconds, {processes} processes, "
+        f"load average {load[0]:.1f} before"
+    )
+    if options.output:
+        write_result(options.output, result)
+    if left:
+        sys.exit(f"{left} processes outlived the command by {PATIENCE_S:.0f} s")
+    if cpu_s > options.max_cpu_seconds:
+        sys.exit(f"{cpu_s:.0f} CPU seconds; at most {options.max_cpu_seconds:.0f} are allowed")
+    sys.exit(code)
+
+
+def run(command: list[str]) -> tuple[int, float, int, int, str]:
+    """Exit code, CPU seconds, processes seen, processes left behind, and the last line that is not empty."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    lines = [""]
+    reader = threading.Thread(target=_pass_on, args=(process.stdout, lines), daemon=True)
+    reader.start()
+    seen: set[tuple[int, str]] = set()
+    code, cpu_s, until = None, 0.0, float("inf")
+    while time.monotonic() < until:
+        seen |= _descendants()
+        try:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:  # none is left
+            break
+        if pid:
+            cpu_s += usage.ru_utime + usage.ru_stime
+            if pid == process.pid:
+                code, until = os.waitstatus_to_exitcode(status), time.monotonic() + PATIENCE_S
+        else:
+            time.sleep(LOOK_S)
+    left = _descendants()
+    for pid, _ in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    reader.join(PATIENCE_S)
+    return code or 0, cpu_s, len(seen), len(left), lines[0]
+
+
+def _pass_on(output: IO[str], lines: list[str]) -> None:
+    """Print what the command prints, and keep its last line."""
+    for line in output:
+        print(line, end="", flush=True)
+        lines[0] = line if line.strip() else lines[0]
+
+
+def _descendants() -> set[tuple[int, str]]:
+    """(pid, start time) of all processes below this one."""
+    parents: dict[int, tuple[int, str]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with suppress(OSError):  # it has ended
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                parents[int(entry)] = (int(fields[1]), fields[19])
+    found, new = set[int](), {os.getpid()}
+    while new:
+        new = {pid for pid, (parent, _) in parents.items() if parent in new}
+        found |= new
+    return {(pid, parents[pid][1]) for pid in found}
+
+
+if __name__ == "__main__":
+    main()
