@@ -3,9 +3,10 @@
     python benchmarks/suite.py [--max-cpu-seconds N] [--output FILE] -- pytest -n 2
 
 CPU time is that of the command and of all processes that it starts, whoever waits for them: this process
-adopts those whose parent has ended. It is the limit, and not wall time, because the machine may be busy. Processes
-are counted by looking at /proc twenty times per second, so the shortest ones are missed. The exit code is the
-command's, or 1 if the limit is passed or if a process outlives the command by ten seconds. Linux only.
+adopts those whose parent has ended. It is the limit, and not wall time, because the machine may be busy.
+Processes are counted by looking at /proc twenty times per second, so the shortest ones are missed. The exit
+code is the command's, or 1 if the limit is passed or if a process outlives the command by ten seconds. Linux
+only.
 """
 
 from __future__ import annotations
