@@ -84,7 +84,7 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
 
         if backend:
             # Inductor's online softmax was the slower form on an H200 (torch 2.11).
-            options = {"online_softmax": False} if backend == "inductor" else None
+            options: dict[str, Any] | None = {"online_softmax": False} if backend == "inductor" else None
             chunk = torch.compile(chunk, fullgraph=True, backend=backend, options=options)
 
         def chunked_cross_entropy(

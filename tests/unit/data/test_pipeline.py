@@ -6,22 +6,24 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from tests.support import ranks
 from titanlite.config.component import ConfigError
 from titanlite.data import corpus, pipeline, stages
 from titanlite.data.corpus import find_files
@@ -97,7 +99,7 @@ def texts_of(shards: TokenShards) -> list[str]:
 # ---- the same bytes
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_the_number_of_processes_does_not_matter(
     raw: Path, reference: dict[str, str], tmp_path: Path, processes: int
 ) -> None:
@@ -117,70 +119,50 @@ def test_the_number_of_parts_does_not_matter(
     assert content(tmp_path / "out") == reference
 
 
-DRIVER = """
-import os, signal, sys
-from pathlib import Path
-from titanlite.data import corpus, stages
-corpus.UNIT_BYTES, stages.SHARD_BYTES = {UNIT_BYTES}, {SHARD_BYTES}
-from titanlite.data.filters import ExactDuplicates, Length, NearDuplicates
-from titanlite.data.pipeline import prepare
-from titanlite.data.tokenizer import Bytes
+def drive(raw: Path, output: Path, processes: int = 1, parts: int = 1, moment: str = "never") -> None:
+    """In a process of its own: prepares the part that is its rank's, and may kill itself at the n-th call of
+    a function."""
+    corpus.UNIT_BYTES, stages.SHARD_BYTES = SMALL["UNIT_BYTES"], SMALL["SHARD_BYTES"]
+    if moment != "never":
+        name, _, number = moment.partition(":")
+        owner = os if name in ("rename", "replace", "unlink") else Work
+        original, calls = getattr(owner, name), itertools.count(1)
 
-raw, output, processes, i, n, moment = sys.argv[1:]
-if moment != "never":
-    function, _, number = moment.partition(":")
-    owner = os if function in ("rename", "replace", "unlink") else stages.Work
-    original, left = getattr(owner, function), [int(number)]
-    def dying(*args, **kwargs):
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-    setattr(owner, function, dying)
-filters = (Length(min_words=3), ExactDuplicates(), NearDuplicates(num_bands=4, band_size=4))
-recipe = stages.Recipe(filters=filters)
-if __name__ == "__main__":
-    files = corpus.find_files([raw], "input")
-    prepare(files, Path(output), Bytes().build(), recipe, num_processes=int(processes), part=(int(i), int(n)))
-""".replace("{UNIT_BYTES}", str(SMALL["UNIT_BYTES"])).replace("{SHARD_BYTES}", str(SMALL["SHARD_BYTES"]))
+        def dying(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == int(number):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, dying)
+    part = (dist.get_rank() if parts > 1 else 0, parts)
+    make(raw, output, num_processes=processes, part=part)
 
 
-def start(raw: Path, output: Path, processes: int = 1, part: str = "0/1", moment: str = "never") -> Any:
-    """A preparation in a process of its own, which may kill itself at the n-th call of a function."""
-    command = [sys.executable, "-c", DRIVER, str(raw), str(output), str(processes), *part.split("/"), moment]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+def prepare_until_killed(raw: Path, output: Path, moment: str) -> None:
+    with pytest.raises(AssertionError, match=f"rank 0 died with exit code {-signal.SIGKILL}"):
+        ranks.run(1, drive, raw, output, 1, 1, moment)
 
 
-def test_parts_at_the_same_time(raw: Path, reference: dict[str, str], tmp_path: Path) -> None:
-    running = [start(raw, tmp_path / "out", 1, f"{i}/3") for i in range(3)]
-    for process in running:
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
+def test_parts_at_the_same_time(
+    raw: Path, reference: dict[str, str], tmp_path: Path, run_on: Callable[..., list[Any]]
+) -> None:
+    run_on(3, drive, raw, tmp_path / "out", 1, 3)
     assert content(tmp_path / "out") == reference
 
 
 # ---- killed and continued
 
-MOMENTS = [
-    "mark:1",
-    "mark:9",
-    "encode:1",
-    "encode:7",
-    "assemble:2",
-    "mark:24",
-    "mark:40",
-    "replace:30",
-    "rename:1",
-]
+MOMENTS = ["mark:9", "encode:7", "assemble:2", "replace:30", "rename:1"]
+MOMENTS_FULL = ["mark:1", "encode:1", "mark:24", "mark:40"]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [*MOMENTS, *(pytest.param(moment, marks=pytest.mark.full) for moment in MOMENTS_FULL)]
+)
 def test_killed_at_any_moment_it_goes_on(
     raw: Path, reference: dict[str, str], tmp_path: Path, moment: str
 ) -> None:
-    process = start(raw, tmp_path / "out", moment=moment)
-    process.communicate(timeout=300)
-    assert process.returncode == -signal.SIGKILL
+    prepare_until_killed(raw, tmp_path / "out", moment)
     assert not (tmp_path / "out").exists()
     make(raw, tmp_path / "out", num_processes=1)
     assert content(tmp_path / "out") == reference
@@ -189,9 +171,7 @@ def test_killed_at_any_moment_it_goes_on(
 
 def test_killed_while_it_cleans_up(raw: Path, reference: dict[str, str], tmp_path: Path) -> None:
     """From the mark that all is whole until the name is given, only files that are no longer needed go."""
-    process = start(raw, tmp_path / "out", moment="unlink:200")
-    process.communicate(timeout=300)
-    assert process.returncode == -signal.SIGKILL
+    prepare_until_killed(raw, tmp_path / "out", "unlink:200")
     make(raw, tmp_path / "out", num_processes=1)
     assert content(tmp_path / "out") == reference
 
@@ -215,8 +195,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, *functions: str) -> Counter:
 
 
 def test_done_work_is_not_done_again(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = start(raw, tmp_path / "out", moment="encode:8")
-    process.communicate(timeout=300)
+    prepare_until_killed(raw, tmp_path / "out", "encode:8")
     calls = counted(monkeypatch, "scan", "resolve", "encode")
     make(raw, tmp_path / "whole", num_processes=1)
     whole = dict(calls)
@@ -229,32 +208,35 @@ def test_done_work_is_not_done_again(raw: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_a_killed_run_leaves_no_processes(raw: Path, tmp_path: Path) -> None:
     """Its workers end with it, in the middle of whatever they do."""
-    process = start(raw, tmp_path / "out", processes=2)
+    running = ranks.Ranks(1, drive_in_a_session, raw, tmp_path / "out")
+    (process,) = running.processes
     deadline = time.monotonic() + 300
     while not list(tmp_path.glob(".partial-out/scan-*.json")) and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert len(session_of(process.pid)) > 2, "it has no workers"
     process.kill()
-    process.wait()
+    assert running.exits() == [-signal.SIGKILL]
     while (left := session_of(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
 
 
-def session_of(leader: int) -> list[int]:
-    """Processes of a session."""
-    output = subprocess.run(
-        ["ps", "-eo", "pid=,sid=,stat="], capture_output=True, text=True, check=True
-    ).stdout
-    rows = [line.split() for line in output.splitlines()]
-    return [int(pid) for pid, sid, stat in rows if int(sid) == leader and not stat.startswith("Z")]
+def drive_in_a_session(raw: Path, output: Path) -> None:
+    os.setsid()
+    drive(raw, output, processes=2)
 
 
-def test_a_killed_worker_ends_the_run_with_a_reason(
-    raw: Path, reference: dict[str, str], tmp_path: Path
-) -> None:
-    process = start(raw, tmp_path / "out", processes=2, moment="encode:3")  # the parent never encodes
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err  # -c is not run again in workers: the control
+def session_of(leader: int | None) -> list[int]:
+    """Processes of a session that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            found += [int(path.parent.name)] if int(session) == leader and state != "Z" else []
+    return found
+
+
+def test_a_killed_worker_ends_the_run_with_a_reason(raw: Path, tmp_path: Path) -> None:
     files, folder = find_files([str(raw)], "input"), tmp_path / "killed"
     with pytest.raises(RuntimeError, match=r"killed .out of memory.*run it again"):
         prepare(files, folder, Killed().build(), RECIPE, num_processes=2)

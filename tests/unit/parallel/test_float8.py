@@ -43,15 +43,20 @@ def swapped(net: Decoder) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "compile"), [*((recipe, False) for recipe in RECIPES), ("tensorwise", True)]
+    ("recipe", "backend"),
+    [
+        *((recipe, None) for recipe in RECIPES),
+        ("tensorwise", "aot_eager"),
+        pytest.param("tensorwise", "inductor", marks=pytest.mark.full),
+    ],
 )
-def test_gradients_are_those_of_the_model_up_to_8_bits(recipe: str, compile: bool) -> None:
+def test_gradients_are_those_of_the_model_up_to_8_bits(recipe: str, backend: str | None) -> None:
     exact = gradients(build())
-    torch._dynamo.reset()
+    torch.compiler.reset()
     net = build()
     names = [name for name, _ in net.named_parameters()]
     apply_float8(net, Float8(enable=True, recipe=recipe, emulate=True), sharded=False)
-    apply_compile(net, Compile(enable=compile))
+    apply_compile(net, Compile(enable=backend is not None, backend=backend or "inductor"))
     assert [name for name, _ in net.named_parameters()] == names
     error = (gradients(net) - exact).norm() / exact.norm()
     assert 0.01 < error < 0.2, "8 bits are not exact: a smaller error would say that they are not used"
