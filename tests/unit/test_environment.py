@@ -50,8 +50,9 @@ def test_the_command_sets_it_before_torch_is_imported() -> None:
     assert (run.stdout, run.stderr) == ("1000\n", "")
 
 
-def test_ranks_of_one_node_stay_on_the_loopback_interface(environ: dict[str, str]) -> None:
+@pytest.mark.parametrize("theirs", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_ranks_of_one_node_stay_on_the_loopback_interface(environ: dict[str, str], theirs: str) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
-    environ["NCCL_SOCKET_IFNAME"] = "eth7"
+    environ[theirs] = "eth7"  # the user's own choice stays
     environment.stay_on_this_node()
-    assert environ == {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": "eth7"}
+    assert environ == {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, theirs: "eth7"}

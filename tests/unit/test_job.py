@@ -140,6 +140,19 @@ def test_what_tensor_parallel_cannot_do_is_refused(complaint, degree, others, sa
     assert said in complaint(tensor, "--training.global_batch_size=-1", *others, world_size=12)
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_context_parallel_takes_sequences_of_whole_pieces(path, complaint, tensor):
+    degrees = [
+        "--parallelism.context_parallel_degree=2",
+        f"--parallelism.tensor_parallel_degree={tensor}",
+        "--training.global_batch_size=-1",
+    ]
+    wrong = f"training.seq_len = {6 * tensor} is no multiple of 2 x context_parallel_degree 2"
+    assert wrong in complaint(*degrees, f"--training.seq_len={6 * tensor}", world_size=4)
+    job = load_job(path, [*degrees, f"--training.seq_len={8 * tensor}"], world_size=4)
+    assert job.training.seq_len == 8 * tensor
+
+
 UNTIED = "--model.overrides.tie_word_embeddings=false"
 LOOPED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 NO_BUBBLE = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
