@@ -126,7 +126,7 @@ class Pipeline:
 
         device = inputs[0].tokens.device
         hidden = torch.empty(self._hidden(inputs[0]), dtype=self.dtype, device="meta", requires_grad=True)
-        tokens = torch.empty_like(inputs[0].tokens, device="meta")
+        tokens = torch.empty(inputs[0].tokens.shape, dtype=inputs[0].tokens.dtype, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = [
             PipelineStage(
