@@ -122,6 +122,39 @@ def test_sizes_stay_readable() -> None:
                 assert length <= 60, f"{path}:{node.lineno}: {node.name} has {length} lines"
 
 
+def imported_tests(root: Path) -> list[str]:
+    """Every import of a test module, or of a conftest, by another module of tests."""
+    found = []
+    for path in sorted((root / "tests").rglob("*.py")):
+        for name in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = name.split(".")
+            is_test = any(part.startswith("test_") or part == "conftest" for part in parts)
+            if name == "RELATIVE" or (parts[0] == "tests" and is_test):
+                found.append(f"{path}: {name}")
+    return found
+
+
+def test_no_test_module_is_imported() -> None:
+    """What several tests need is in tests/support/."""
+    assert not imported_tests(ROOT)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from tests.unit.test_job import load",
+        "from tests.unit import test_job",
+        "import tests.unit.test_job",
+        "from .test_job import load",
+        "from tests.conftest import corpus",
+    ],
+)
+def test_a_planted_import_of_a_test_module_is_found(tmp_path: Path, line: str) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text(line + "\n")
+    assert len(imported_tests(tmp_path)) == 1
+
+
 def test_the_tree_in_the_readme_names_every_module() -> None:
     tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
     named = set(re.findall(r"[\w]+\.(?:py|md)", tree))

@@ -28,6 +28,7 @@ from titanlite.checkpoint.digest import HashingFile, first_fault
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
 from titanlite.data import plan, stages
+from titanlite.job import Job
 from titanlite.metrics.meter import Meter
 from titanlite.train import train
 
@@ -165,12 +166,18 @@ def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch:
     assert_whole(tmp_path, 1, 3)
 
 
-@MODES
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
+    """An uninterrupted run of 12 steps."""
+    job = make_job(tmp_path_factory.mktemp("whole"), corpus, "--training.steps=12")
+    train(job)
+    return job
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("disabled", marks=pytest.mark.full)])
 def test_a_run_on_a_disk_that_was_full_for_a_while(
-    disk: Disk, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    disk: Disk, whole: Job, corpus: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    whole = make_job(tmp_path, corpus, "--training.steps=12", name="whole")
-    train(whole)
     original = Checkpointer.save
 
     def filling(self: Checkpointer, *args: Any) -> None:
@@ -222,10 +229,8 @@ def test_metrics_of_steps_on_a_full_disk_are_written_later(
 
 
 def test_a_run_on_a_full_disk_ends_and_goes_on_later(
-    disk: Disk, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    disk: Disk, whole: Job, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = make_job(tmp_path, corpus, "--training.steps=12", name="whole")
-    train(whole)
     original = Checkpointer.save
 
     def filling(self: Checkpointer, *args: Any) -> None:
@@ -246,8 +251,15 @@ def test_a_run_on_a_full_disk_ends_and_goes_on_later(
     assert history(job) == history(whole)
 
 
-@MODES
-@pytest.mark.parametrize("how", ["end", "stop"])
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        ("async", "end"),
+        ("disabled", "stop"),
+        pytest.param("disabled", "end", marks=pytest.mark.full),
+        pytest.param("async", "stop", marks=pytest.mark.full),
+    ],
+)
 def test_a_last_save_that_fails_is_no_success(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, mode: str, how: str
 ) -> None:

@@ -29,12 +29,9 @@ LIMIT_S = 120
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Looks often. A DataLoader in another test may have left torch's handler of SIGCHLD, which raises."""
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks often."""
     monkeypatch.setattr(background, "LOOK_S", 0.02)
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGCHLD, before)
 
 
 class Numbers(Dataset):
@@ -185,6 +182,13 @@ def test_a_slow_worker_that_answers_in_time_changes_nothing() -> None:
     assert [next(slow)[0] for _ in range(9)] == [[n, n + 1] for n in range(0, 18, 2)]
     assert waiting.seen
     assert slow.state_dict() == {"sequences": 18}
+
+
+def test_the_handler_of_sigchld_is_left_alone() -> None:
+    """torch's would raise for a killed worker wherever the process is."""
+    before = signal.getsignal(signal.SIGCHLD)
+    next(made(Numbers(), 1))
+    assert signal.getsignal(signal.SIGCHLD) == before
 
 
 def test_a_killed_worker_is_named_with_its_signal() -> None:

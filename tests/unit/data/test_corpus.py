@@ -32,6 +32,7 @@ def by_prepare(folder: Path, *inputs: str, field: str = "text") -> TokenShards:
     """Into folder/out/shards."""
     output = folder / "out" / "shards"
     arguments = [*inputs, "--output", str(output), "--field", field, "--tokenizer.name=bytes"]
+    arguments += ["--num_processes=1"]  # tests/unit/data/test_pipeline.py has several
     assert prepare.main(arguments) == 0
     return TokenShards(output)
 

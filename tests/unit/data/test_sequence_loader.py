@@ -7,7 +7,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import signal
 import warnings
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -24,6 +26,15 @@ from titanlite.data.tokenizer import Bytes
 
 STEP = 24  # sequences
 U64 = 1 << 64
+
+
+@pytest.fixture(autouse=True)
+def torchs_handler_goes() -> Iterator[None]:
+    """A DataLoader that this thread iterates over leaves a handler of SIGCHLD, which would raise in the midst
+    of later tests that kill their workers. titanlite's loader iterates in a thread, where torch sets none."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,13 @@ from tests.support.models import SCALED, family, row, tensors_in
 from titanlite import cli
 from titanlite.checkpoint import export, exporter
 from titanlite.checkpoint.commit import CheckpointError, committed
+from titanlite.checkpoint.dcp import open_titanlite
+from titanlite.checkpoint.export import write_directory
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
+from titanlite.checkpoint.weights import Exchange
 from titanlite.config.component import ConfigError
+from titanlite.data.tokenizer import Bytes
 from titanlite.job import Job
 from titanlite.train import train
 
@@ -374,33 +379,24 @@ def test_a_family_without_a_hugging_face_form(tmp_path: Path, corpus: Path, caps
 # ---- memory
 
 
-MEASURE = """
-import re, sys
-from pathlib import Path
-import torch
-from titanlite.checkpoint.dcp import open_titanlite
-from titanlite.checkpoint.export import write_directory
-from titanlite.checkpoint.weights import Exchange
-from titanlite.data.tokenizer import Bytes
-from titanlite.models.llama3 import Llama3
+def kib(name: str) -> int:
+    """Of this process. VmRSS: its memory now, VmHWM: the most there was."""
+    return int(re.search(name + r":\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
 
-def kib(name):  # VmRSS: now, VmHWM: the most there was
-    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
-step, warm, target, limit = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-exchange = lambda shape: Exchange(Llama3(flavor="debug", overrides=shape), Bytes().build())
-small = exchange(eval(sys.argv[5]))
-write_directory(open_titanlite(warm, small.family), target.with_name("warm"), small, torch.bfloat16)
-Path("/proc/self/clear_refs").write_text("5")  # the most there was is what there is now
-before = kib("VmRSS")
-large = exchange(eval(sys.argv[6]))
-write_directory(open_titanlite(step, large.family), target, large, torch.bfloat16, limit)
-print((kib("VmHWM") - before) * 1024)
-"""
+def peak_of_an_export(step: Path, warm: Path, target: Path, limit: int, of: dict, tiny: dict) -> int:
+    """In a process of its own: bytes that an export in files of `limit` bytes needs at its peak, beyond what
+    the export of a tiny model has left."""
+    small, large = (Exchange(family(**shape), Bytes().build()) for shape in (tiny, of))
+    write_directory(open_titanlite(warm, small.family), target.with_name("warm"), small, torch.bfloat16)
+    Path("/proc/self/clear_refs").write_text("5")  # the most there was is what there is now
+    before = kib("VmRSS")
+    write_directory(open_titanlite(step, large.family), target, large, torch.bfloat16, limit)
+    return (kib("VmHWM") - before) * 1024
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_export_holds_less_than_its_largest_file(tmp_path: Path) -> None:
+def test_export_holds_less_than_its_largest_file(tmp_path: Path, run_on: Callable[..., list[Any]]) -> None:
     """A model in the proportions of 8B, with 1/256 of its parameters in as many layers, in files of 1/256 of
     5 GB; from a checkpoint in fp32 that one rank wrote, so that its chunks are whole tensors."""
     from tests.support.checkpoints import EXTRA, open_run
@@ -422,11 +418,9 @@ def test_export_holds_less_than_its_largest_file(tmp_path: Path) -> None:
         run.close()
         del net, optimizer
     limit = 5 * 10**9 // 256
-    argv = [tmp_path / "large", tmp_path / "tiny", tmp_path / "out", limit, tiny, shape]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *map(str, argv)], capture_output=True, text=True, check=True
-    )
+    where = [tmp_path / name for name in ("large", "tiny", "out")]
+    (peak,) = run_on(1, peak_of_an_export, *where, limit, shape, tiny)
     largest = max(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
     model = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
     assert model > 2.5 * largest
-    assert 0 < int(done.stdout) < 1.3 * largest, f"{int(done.stdout):,} bytes, {largest:,} the largest file"
+    assert 0 < peak < 1.3 * largest, f"{peak:,} bytes, {largest:,} the largest file"
