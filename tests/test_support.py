@@ -1,0 +1,88 @@
+"""What tests rely on: ranks that answer, fail and end as they should, and the limit of the CPU time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.support import ranks
+from tests.support.jobs import ROOT
+
+SUITE = [sys.executable, str(ROOT / "benchmarks" / "suite.py")]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def answer(offset: int) -> tuple[int, int]:
+    return dist.get_rank() + offset, dist.get_world_size()
+
+
+def test_results_come_by_rank_from_one_process_group() -> None:
+    assert ranks.run(3, answer, 10) == [(10, 3), (11, 3), (12, 3)]
+
+
+def fail_on_one(folder: Path) -> None:
+    (folder / str(dist.get_rank())).write_text(str(os.getpid()))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise ValueError("this rank only")
+    dist.barrier()  # would wait for ever
+
+
+def test_a_rank_that_fails_ends_all_and_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 1:.*ValueError: this rank only"):
+        ranks.run(2, fail_on_one, tmp_path)
+    assert not any(alive(int((tmp_path / str(rank)).read_text())) for rank in range(2))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    with pytest.raises(AssertionError, match="rank 0 died with exit code -9"):
+        ranks.run(1, die)
+
+
+def wait_for_ever() -> None:
+    time.sleep(1000)
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"no answer from ranks \{0\}"):
+        ranks.Ranks(1, wait_for_ever).results(timeout_s=0.2)
+
+
+def leave_with_its_number() -> None:
+    if dist.get_rank() == 0:
+        ranks.leave(7)
+    wait_for_ever()
+
+
+def test_when_one_rank_fails_its_peers_get_sigterm() -> None:
+    group = ranks.Ranks(2, leave_with_its_number)
+    assert group.exits(signal_peers=True) == [7, -signal.SIGTERM]
+
+
+@pytest.mark.parametrize(("limit", "code"), [("0.1", 1), ("60", 0)])
+def test_the_limit_of_cpu_time_counts_orphans(limit: str, code: int) -> None:
+    orphan = f"{sys.executable} -S -c 'sum(range(10**7))' &"
+    run = subprocess.run(
+        [*SUITE, f"--max-cpu-seconds={limit}", "--", "sh", "-c", orphan],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == code, run.stderr
+    assert ("are allowed" in run.stderr) == bool(code)
