@@ -210,7 +210,7 @@ class Crash:
     at: int
 
     @property
-    def shape(self) -> frozenset[str]:
+    def names(self) -> frozenset[str]:
         """Its names; of folders with a dot, which are only ever deleted, just whether they are empty."""
         return frozenset(re.sub(r"(^|/)(\.[^/]*)/.*", r"\1\2/...", path) for path in self.tree)
 
@@ -275,20 +275,33 @@ def check_all(
     folder: Path,
     look: Callable[[Path, Any], Any],
     start: Callable[[Path, Any], None] | None = None,
+    most: int = 1 << 30,
+    all_contents: bool = False,
 ) -> tuple[int, int]:
-    """`look` at every state, given its place in `folder` and its mark, and `start` the program from one of
-    each set of names and of what `look` returned. `look` changes nothing. Returns how many there were of
-    both."""
+    """`look` at every state, given its place in `folder` and its mark; it changes nothing. `start` the
+    program from one state of each set of names and of what `look` returned, or from each state if
+    `all_contents`; from about `most` of them, drawn at random and the same every time. Returns how many there
+    were of both."""
+    key_of = (lambda crash: _digest(crash.tree)) if all_contents else (lambda crash: crash.names)
+    if most < 1 << 30:
+        states = iter(every := list(states))
+        share = most / max(len({key_of(crash) for crash in every}), 1)
+    else:
+        share = 1.0
+    rng = random.Random(0)
     started: set[Any] = set()
-    count, there, place = 0, None, folder / "crash"
+    count, starts, there, place = 0, 0, None, folder / "crash"
     for count, crash in enumerate(states, 1):
         found = look(crash.put(place, there), crash.mark)
         there = crash.tree
-        if start is not None and (key := (crash.shape, repr(found))) not in started:
+        if start is not None and (key := (key_of(crash), repr(found))) not in started:
             started.add(key)
+            if rng.random() >= share:
+                continue
+            starts += 1
             start(place, found)
             place, there = folder / f"crash{count}", None
-    return count, len(started)
+    return count, starts
 
 
 def replayed(recording: Recording) -> Tree:

@@ -276,6 +276,7 @@ def _complete(work: Work, output: Path) -> TokenShards | None:
             made_of = origin(work.recipe, work.codec, work.files)
             write_description(folder, work.codec, [m["entry"] for m in shards], made_of)
             work.mark("whole", work.key, {})  # from here on only files are deleted
+            sync(folder)
         keep = {f"{s:05}.{suffix}" for s in range(len(work.shards)) for suffix in ("bin", "idx")}
         for file in folder.iterdir():
             if file.name not in keep | {"dataset.json", "report.json", "whole.json"}:

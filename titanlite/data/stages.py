@@ -91,14 +91,18 @@ class Work:
         return left if left.get("key") == key else None
 
     def mark(self, name: str, key: str, left: dict[str, Any]) -> dict[str, Any]:
-        """Say that the stage called `name` is done."""
+        """Say that the stage called `name` is done, once its files' names are on the disk."""
+        sync(self.folder)
         with self._written(f"{name}.json") as path:
             path.write_text(json.dumps({"key": key, **left}))
         return left
 
     def _unmark(self, name: str) -> None:
         """Before a stage's files are replaced: an old marker must not vouch for new ones."""
-        (self.folder / f"{name}.json").unlink(missing_ok=True)
+        marker = self.folder / f"{name}.json"
+        if marker.exists():
+            marker.unlink(missing_ok=True)
+            sync(self.folder)
 
     @contextmanager
     def _written(self, name: str) -> Iterator[Path]:
@@ -212,10 +216,15 @@ class Work:
         entry = write_shard(self.folder, f"{s:05}", shuffled, dtype)
         report = merge(r["report"] for r in reports if r is not None)
         self.mark(f"shard-{s:05}", self.shard_keys[s], {"entry": entry, "report": report})
-        for u in units:
-            for suffix in ("json", "npy", "bin"):  # the marker first
-                (self.folder / f"unit-{u:06}.{suffix}").unlink(missing_ok=True)
+        self._delete([f"unit-{u:06}.json" for u in units])  # the markers first
+        self._delete([f"unit-{u:06}.{suffix}" for u in units for suffix in ("npy", "bin")])
         return entry
+
+    def _delete(self, names: Iterable[str]) -> None:
+        """When what is done so far is on the disk: a power loss might leave only the deletion."""
+        sync(self.folder)
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
 
     # ---- documents
 
