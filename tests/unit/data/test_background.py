@@ -126,6 +126,25 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_message() -> None:
     until(lambda: worker not in workers())
 
 
+def test_a_worker_that_is_killed_in_the_middle_of_a_message() -> None:
+    """The thread goes on waiting for the rest of it."""
+    dataset, others = Numbers(size=1 << 22), set(workers())
+
+    def give_up(waited_s: float, worker: str) -> None:
+        assert waited_s < LIMIT_S
+
+    stream = made(dataset, 1, give_up)
+    next(stream)
+    (worker,) = set(workers()) - others
+    until(lambda: dataset.made.value == background.AHEAD + 4 and state(worker.pid) == {"S"})
+    worker.kill()
+    worker.join(LIMIT_S)
+    for _ in range(background.AHEAD - 1):
+        next(stream)
+    with pytest.raises(LoaderError, match=r"^loader worker 0 \(pid \d+\) was ended by SIGKILL"):
+        next(stream)
+
+
 def test_workers_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_set_up_worker", lambda worker: os.kill(os.getpid(), signal.SIGSTOP))
     waiting, others = Waiting(), set(workers())

@@ -404,6 +404,28 @@ def test_a_file_edited_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("before", [1, 2])
+def test_other_documents_than_those_scanned_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """In a file of the same size and time: nothing else tells it from the one that was scanned."""
+    file, encode = tmp_path / "a.jsonl", Work.encode
+    line = json.dumps({"text": "some words of a document"})
+    contents = [f"{line.ljust(2 * len(line) + 1)}\n", f"{line}\n{line}\n"]  # one document, or two
+    file.write_text(contents[before - 1])
+    times = file.stat()
+
+    def replaced(self: Work, u: int) -> Any:
+        file.write_text(contents[before % 2])
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        return encode(self, u)
+
+    monkeypatch.setattr(corpus, "UNIT_BYTES", 1 << 20)
+    monkeypatch.setattr(Work, "encode", replaced)
+    with pytest.raises(ConfigError, match=r"a\.jsonl: its documents changed since they were scanned"):
+        make(file, tmp_path / "out", num_processes=1)
+
+
 # ---- what is made
 
 

@@ -29,6 +29,7 @@ from titanlite.checkpoint.weights import Exchange
 from titanlite.config.component import ConfigError
 from titanlite.data.tokenizer import Bytes
 from titanlite.job import Job
+from titanlite.tools.export import parse_size
 from titanlite.train import train
 
 transformers = pytest.importorskip("transformers")
@@ -296,6 +297,21 @@ def test_what_cannot_be_exported_is_told_before_the_run(tmp_path: Path, corpus: 
 def complaint(*argv: object, code: int = 2) -> None:
     """Run a verb, which must end with this exit code."""
     assert cli.run([str(a) for a in argv]) == code
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("7", 7),
+        ("20KB", 20_000),
+        ("1.5MB", 1_500_000),
+        ("5GB", 5 * 10**9),
+        ("2 GiB", 2 << 30),
+        ("1mib", 1 << 20),
+    ],
+)
+def test_a_size_is_read_with_its_unit(text: str, size: int) -> None:
+    assert parse_size(text) == size
 
 
 def test_mistakes_are_told_and_leave_nothing(run: Job, tmp_path: Path, capsys, corpus: Path) -> None:
