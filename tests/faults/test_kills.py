@@ -1,8 +1,10 @@
 """kill -9 at every phase of a save, of retention, of a rewind and of a resume: the run goes on from the
 newest committed checkpoint and ends in the bits of the run that nobody killed.
 
-A sample: every point on one rank, in one mode, and every phase on two ranks. The full tier also has the
-matrix: every point x {rank 0, rank 1} killed x {sync, async}, on two ranks.
+test_power_loss.py replays the file operations of one rank and proves more of the disk. Here real processes
+die, and the default tier has one kill of each kind: in the phases of a save on two ranks, in a resume, a
+rewind, a quarantine, an export. The full tier has every point on one rank and the matrix: every point
+x {rank 0, rank 1} killed x {sync, async}, on two ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.faults import Event, Fault, Outcome, Trainer
+from tests.support.faults import Fault, Outcome, Trainer
 from tests.support.jobs import write_toml
 from tests.support.kill_points import ERRORS, MANIFEST, META, RESUME, REWIND, SAVE, SET_ASIDE, SHARD, TRAIN
 from titanlite.checkpoint import commit
@@ -151,7 +153,14 @@ def finish(run: Run, whole: Run, newest: int, left: Sequence[str] = ()) -> None:
 # ---- saves
 
 
-def saves() -> Iterator[Case]:
+# Retention finds something to delete when the run went on from step 4.
+SAVES: list[Case] = [
+    (2, "async", [("P2 copied", 1, 2), ("P3 half a write", 1, 6), ("P8 half deleted", 1, 6)]),
+    (2, "disabled", [("P4 digests gathered", 1, 4), ("P6 before the rename", 0, 6)]),
+]
+
+
+def more_saves() -> Iterator[Case]:
     """All points on one rank, three to a run; retention alone, since it needs three checkpoints."""
     names = [name for name in SAVE if SAVE[name].step == 4]
     for i in range(0, len(names), 3):
@@ -160,10 +169,9 @@ def saves() -> Iterator[Case]:
         yield 1, mode, [(name, 0, step) for name, step in zip(three, (2, 4, 6))]
     for i, name in enumerate(name for name in SAVE if SAVE[name].step == 6):
         yield 1, MODES[i % 2], [(name, 0, 6)]
-    # Each phase on two ranks. Retention finds something to delete when the run went on from step 4.
+    # The other phases on two ranks.
     yield 2, "disabled", [("P0 agreed", 1, 2), ("P1 begun", 1, 4), ("P6 before the rename", 1, 6)]
-    yield 2, "async", [("P2 copied", 1, 2), ("P4 digests gathered", 1, 4), ("P5 half of the manifest", 0, 6)]
-    yield 2, "async", [("P3 half a write", 1, 6), ("P8 half deleted", 1, 6), ("P7 agreed", 1, 8)]
+    yield 2, "async", [("P3 half a write", 1, 6), ("P5 half of the manifest", 0, 6), ("P7 agreed", 1, 8)]
     # The same save more than once, and the last one.
     yield 1, "async", [("P3 half a write", 0, 4), ("P5 manifest", 0, 4), ("P3 half a write", 0, 4)]
     yield 1, "disabled", [("P6 before the rename", 0, 8), ("P6 renamed", 0, 8)]
@@ -188,7 +196,7 @@ def label(case: Case) -> str:
     return f"{size} {mode} " + ", ".join(f"{name} of {step} at {rank}" for name, rank, step in kills)
 
 
-@pytest.mark.parametrize("case", with_tiers(saves(), all_saves()), ids=label)
+@pytest.mark.parametrize("case", with_tiers(SAVES, [*more_saves(), *all_saves()]), ids=label)
 def test_a_kill_while_saving(run: Start, whole: Whole, case: Case) -> None:
     size, mode, kills = case
     ours = run(size, f"--checkpoint.async_mode={mode}", TWO)
@@ -231,11 +239,14 @@ def exports(run: Run) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "faults",
-    [
-        [replace(SAVE["P7 agreed"], step=4), Fault("export:_put", during="start")],
-        [Fault("export:_put", "after", during="start"), SAVE["P6 renamed"].at(0, step=8)],
-    ],
-    ids=["between commit and export", "exported, and the last one not"],
+    with_tiers(
+        [[replace(SAVE["P7 agreed"], step=4)]],
+        [
+            [replace(SAVE["P7 agreed"], step=4), Fault("export:_put", during="start")],
+            [Fault("export:_put", "after", during="start"), SAVE["P6 renamed"].at(0, step=8)],
+        ],
+    ),
+    ids=["between commit and export", "in the export of the next start", "exported, and the last one not"],
 )
 def test_exports_that_a_kill_interrupted_are_made_up_for(
     run: Start, trainer: Trainer, corpus: Path, tmp_path: Path, faults: list[Fault]
@@ -260,7 +271,13 @@ def test_exports_that_a_kill_interrupted_are_made_up_for(
 # ---- errors instead of kills
 
 
-def errors() -> Iterator[Case]:
+FAILS: list[Case] = [
+    (1, "async", [("P2 no memory", 0, 2), ("P3 half a write", 0, 6)]),
+    (1, "disabled", [("P1 disk full?", 0, 2), ("P5 half of the manifest", 0, 6)]),
+]
+
+
+def more_errors() -> Iterator[Case]:
     """Two to a run; the save between them must succeed."""
     names = [name for name in ERRORS if name not in ("P1 disk full?", "P2 no memory")]
     yield 1, "async", [("P1 disk full?", 0, 2), ("P2 no memory", 0, 6)]
@@ -278,7 +295,7 @@ def all_errors() -> Iterator[Case]:
                 yield 2, mode, [(name, rank, 4)]
 
 
-@pytest.mark.parametrize("case", with_tiers(errors(), all_errors()), ids=label)
+@pytest.mark.parametrize("case", with_tiers(FAILS, [*more_errors(), *all_errors()]), ids=label)
 def test_an_error_while_saving(run: Start, whole: Whole, case: Case) -> None:
     size, mode, failing = case
     ours = run(size, f"--checkpoint.async_mode={mode}", ALL)
@@ -288,17 +305,15 @@ def test_an_error_while_saving(run: Start, whole: Whole, case: Case) -> None:
     assert sorted(outcome.fired) == sorted((point.rank, point.target) for point in points)
     for log in outcome.logs:
         assert log.count("(failure 1 of 3 in a row)") == len(points), log
+        for rank, step in ((rank, step) for name, rank, step in failing if name == "P3 half a write"):
+            assert f"step {step} could not be saved: rank {rank}: OSError: [Errno 5] injected" in log
     lost = {point.step for point in points if not point.commits}
     assert ours.committed() == [step for step in (2, 4, 6, 8) if step not in lost]
     assert ours.left() == set()
     assert_same(ours, whole(size))
 
 
-def test_a_failed_write_is_reported_as_what_it_was(run: Start) -> None:
-    outcome = run(1).start(ERRORS["P3 half a write"])
-    assert "step 4 could not be saved: rank 0: OSError: [Errno 5] injected" in outcome.logs[0]
-
-
+@pytest.mark.full
 def test_an_error_in_retention_fails_no_save(run: Start, whole: Whole) -> None:
     ours = run(1, TWO)
     outcome = ours.start(replace(SAVE["P8 before .trash"], action="error"))
@@ -322,7 +337,10 @@ def interrupt(run: Run, whole: Run) -> Run:
     return run
 
 
-def resumes() -> Iterator[tuple[int, list[tuple[str, int]]]]:
+RESUMES = [(1, [("half cleaned", 0), ("half read", 0)])]
+
+
+def more_resumes() -> Iterator[tuple[int, list[tuple[str, int]]]]:
     """(ranks, [(point, rank)]), some to a run: after each kill the next start has the same to do."""
     names = list(RESUME)
     for i in range(0, len(names), 6):
@@ -340,7 +358,7 @@ def all_resumes() -> Iterator[tuple[int, list[tuple[str, int]]]]:
             yield 2, [(name, victim)]
 
 
-@pytest.mark.parametrize("case", with_tiers(resumes(), all_resumes()), ids=str)
+@pytest.mark.parametrize("case", with_tiers(RESUMES, [*more_resumes(), *all_resumes()]), ids=str)
 def test_a_kill_while_resuming(run: Start, whole: Whole, case: tuple[int, list[tuple[str, int]]]) -> None:
     size, kills = case
     ours = interrupt(run(size, ALL), whole(size))
@@ -350,7 +368,7 @@ def test_a_kill_while_resuming(run: Start, whole: Whole, case: tuple[int, list[t
     finish(ours, whole(size), 6)
 
 
-@pytest.mark.parametrize("name", REWIND)
+@pytest.mark.parametrize("name", with_tiers(["one moved"], [n for n in REWIND if n != "one moved"]))
 def test_a_kill_while_rewinding(run: Start, whole: Whole, name: str) -> None:
     ours = run(1, "--checkpoint.load_step=2", ALL)
     shutil.copytree(whole(1).folder, ours.folder)
@@ -363,6 +381,7 @@ def test_a_kill_while_rewinding(run: Start, whole: Whole, name: str) -> None:
     assert moved == ["step-4", "step-6", "step-8"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "newest"), [("P5 manifest", 2), ("P6 renamed", 4)])
 def test_a_kill_on_the_branch_after_a_rewind(run: Start, whole: Whole, name: str, newest: int) -> None:
     ours = run(1, "--checkpoint.load_step=2", ALL)
@@ -372,7 +391,11 @@ def test_a_kill_on_the_branch_after_a_rewind(run: Start, whole: Whole, name: str
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [*((name, f"__0_1{SHARD}") for name in SET_ASIDE), ("one", TRAIN)]
+    ("name", "file"),
+    [
+        ("one", TRAIN),
+        *(pytest.param(name, f"__0_1{SHARD}", marks=pytest.mark.full) for name in SET_ASIDE),
+    ],
 )  # shards are found to be damaged while they are loaded, the other files before
 def test_a_kill_while_bad_checkpoints_are_set_aside(run: Start, whole: Whole, name: str, file: str) -> None:
     ours = interrupt(run(1, ALL), whole(1))
@@ -388,7 +411,7 @@ def test_a_kill_while_bad_checkpoints_are_set_aside(run: Start, whole: Whole, na
 # ---- controls: what the tests above say when something is wrong
 
 
-@pytest.mark.parametrize("action", ["lose_moments", "shift_row"])
+@pytest.mark.parametrize("action", with_tiers(["lose_moments"], ["shift_row"]))
 def test_control_a_lost_state_is_noticed(run: Start, whole: Whole, action: str) -> None:
     ours = interrupt(run(1, ALL), whole(1))
     outcome = ours.start(replace(RESUME["restored"], action=action))
@@ -418,7 +441,7 @@ SCRIBBLE = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", with_tiers([1], [2]))
 def test_weights_may_change_when_save_has_returned(run: Start, whole: Whole, size: int) -> None:
     ours = run(size, ALL)
     outcome = ours.start(*SCRIBBLE)
@@ -433,54 +456,3 @@ def test_control_a_save_without_a_copy_is_noticed(run: Start, whole: Whole) -> N
     no_copy = Fault("staging:HostBuffers.copy", "instead", during="save", action="return_argument")
     assert ours.start(*SCRIBBLE, no_copy).exits == [0]
     assert ours.state(4) != whole(1).state(4)
-
-
-# ---- the order of syncs and the rename
-
-
-SHORT = "--training.steps=2"  # its last save is the only one
-
-
-def assert_durable(run: Run, events: Sequence[Event]) -> None:
-    """Of a save: each file is synced after its last write, then the folder, then it is renamed, then
-    its parent is synced. A file counts as synced if the kernel had all its bytes: Python may hold some."""
-    final = run.checkpoints / "step-2"
-    renamed = next(e.ns for e in events if e.what == "rename" and e.target == str(final))
-    synced = [e for e in events if e.what == "fsync"]
-    for path in final.iterdir():
-        inode, size = path.stat().st_ino, path.stat().st_size
-        last = max(e.ns for e in events if e.what == "write" and e.inode == inode)
-        done = [e for e in synced if (e.inode, e.size) == (inode, size) and last < e.ns < renamed]
-        assert done, f"{path.name} is not synced"
-    inside = [e for e in events if Path(e.path).parent.name.startswith(".partial-step-2-")]
-    named = max(e.ns for e in inside)
-    assert any(e.inode == final.stat().st_ino and named < e.ns < renamed for e in synced), "the folder is not"
-    assert any(e.inode == final.parent.stat().st_ino and renamed < e.ns for e in synced), "its parent is not"
-    assert [Path(e.path).name for e in inside if e.what == "open"][-1] == MANIFEST
-    assert not [e for e in events if Path(e.path).parent == final], "written to after its commit"
-
-
-@pytest.mark.parametrize(("size", "mode"), [(1, "disabled"), (2, "async")])
-def test_all_is_on_disk_before_the_rename(run: Start, size: int, mode: str) -> None:
-    ours = run(size, f"--checkpoint.async_mode={mode}", SHORT)
-    outcome = ours.start(record=True)
-    assert outcome.exits == [0] * size, outcome.logs
-    assert_durable(ours, outcome.events)
-
-
-@pytest.mark.parametrize(
-    ("target", "call", "action", "message"),
-    [
-        ("os:fsync", 0, "nothing", "is not synced"),
-        ("digest:HashingFile.fileno", 0, "do_not_flush", "is not synced"),
-        ("commit:sync", 1, "nothing", "the folder is not"),
-        ("commit:sync", 2, "nothing", "its parent is not"),
-    ],
-)
-def test_control_a_missing_sync_is_noticed(
-    run: Start, target: str, call: int, action: str, message: str
-) -> None:
-    ours = run(1, SHORT)
-    outcome = ours.start(Fault(target, "instead", call, step=2, action=action), record=True)
-    with pytest.raises(AssertionError, match=message):
-        assert_durable(ours, outcome.events)
