@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from titanlite.checkpoint.state import read_train
 from titanlite.files import sync
 from titanlite.log import logger
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="holds files by O_PATH")
 LAST = 4  # the step after which the recorded runs end
 UNREAD = ("LOCK",)  # files whose content no program reads
 OWN = {"LOCK", "last_commit.json", "checkpoint"}

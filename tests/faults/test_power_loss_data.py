@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.support.datasets import write_dataset
 from tests.support.file_operations import Recording, recorded
 from tests.support.jobs import make_job, write_corpus
 from tests.support.power_loss import check_all, crashes, tree_of, without_syncs
+from titanlite.checkpoint import commit
 from titanlite.data import corpus as corpora
 from titanlite.data import pipeline, stages
 from titanlite.data.corpus import find_files
@@ -30,6 +33,7 @@ from titanlite.log import logger
 from titanlite.tools import export
 from titanlite.train import train
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="holds files by O_PATH")
 RECIPE = Recipe(filters=(Length(min_words=3), ExactDuplicates()))
 OTHER = Recipe(filters=(Length(min_words=9), ExactDuplicates()))
 SAMPLE = pytest.mark.parametrize("most", [60, pytest.param(2000, marks=pytest.mark.full)])
@@ -250,3 +254,43 @@ def test_the_export_verb(trained: Path, tmp_path: Path) -> None:
 
     count, starts = check_all(crashes(recording), tmp_path, look, start, most=12)
     assert (count > 30, starts > 3) == (True, True), f"{count} states, {starts} of them started from"
+
+
+def test_a_run_with_exports(trained: Path, tmp_path: Path) -> None:
+    """A checkpoint is kept until its export is on the disk; a run's small files are absent or whole; the next
+    start makes up for what is missing. metrics.jsonl is not synced: whatever it has lost stops nothing."""
+    root = tmp_path / "root"
+    root.mkdir()
+    with recorded(root) as recording:
+        train(job_in(root, trained))
+        recording.mark("over")
+    assert same(root / "run/hf", trained / "run/hf")
+
+    def look(place: Path, mark: str) -> tuple[list[str], list[str]]:
+        run = place / "run"
+        saved = {path.name for _, path in commit.committed(run / "checkpoint")}
+        exported = {path.name for path in run.glob("hf/step-*")}
+        for name in exported:
+            assert same(run / "hf" / name, trained / "run/hf" / name), name
+        newest = max((int(name[5:]) for name in saved), default=0)
+        missing = {f"step-{step}" for step in range(1, newest + 1)} - saved - exported
+        assert not missing, f"{missing} are neither saved nor exported"
+        assert (mark != "over") or (newest, len(exported)) == (4, 4)
+        for name in ("env.json", "recipe.json"):
+            if (run / name).exists():
+                assert json.loads((run / name).read_text())
+        return sorted(saved), sorted(exported)
+
+    losses = cycle([lambda data: data, lambda data: data[: len(data) // 2], lambda data: bytes(len(data))])
+
+    def start(place: Path, _: Any) -> None:
+        for metrics in place.glob("run/metrics.jsonl"):
+            metrics.write_bytes(next(losses)(metrics.read_bytes()))
+        train(job_in(place, trained))
+        assert same(place / "run/hf", trained / "run/hf")
+        assert sorted(path.name for path in (place / "run/checkpoint").iterdir())[-2:] == ["step-3", "step-4"]
+        assert not [*place.rglob("*/.partial-*"), *place.rglob("*/.trash-*"), *place.rglob("bad-*")]
+
+    states = crashes(recording, samples=2, settled=("LOCK", "job.toml", "metrics.jsonl"))
+    count, starts = check_all(states, tmp_path, look, start, most=8)
+    assert (count > 500, starts > 3) == (True, True), f"{count} states, {starts} of them started from"

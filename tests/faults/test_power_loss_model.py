@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from safetensors.torch import save_file
 from tests.support.file_operations import Content, Recording, recorded
 from tests.support.power_loss import Link, Tree, crashes, described, replayed, tree_of, without_syncs
 from titanlite.files import make_folder, sync, write_atomically, write_new
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="holds files by O_PATH")
 
 
 def record(root: Path, act: Callable[[], object]) -> Recording:

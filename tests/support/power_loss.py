@@ -16,7 +16,6 @@ The states are those of the model of Pillai et al., "All File Systems Are Not Cr
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import re
@@ -250,11 +249,11 @@ def crashes(
     `settled`: names of files of which only the newest content is tried. `start`: the mark before the first.
     """
     disk, mark, rng = _Disk(recording), start, random.Random(seed)
-    seen: set[tuple[bytes, Any]] = set()
+    seen: set[Any] = set()
 
     def new(trees: Iterator[Tree], at: int) -> Iterator[Crash]:
         for tree in trees:
-            key = (_digest(tree), mark)
+            key = (frozenset(tree.items()), mark)
             if key not in seen:
                 seen.add(key)
                 yield Crash(tree, mark, at)
@@ -282,7 +281,7 @@ def check_all(
     program from one state of each set of names and of what `look` returned, or from each state if
     `all_contents`; from about `most` of them, drawn at random and the same every time. Returns how many there
     were of both."""
-    key_of = (lambda crash: _digest(crash.tree)) if all_contents else (lambda crash: crash.names)
+    key_of = (lambda crash: frozenset(crash.tree.items())) if all_contents else (lambda crash: crash.names)
     if most < 1 << 30:
         states = iter(every := list(states))
         share = most / max(len({key_of(crash) for crash in every}), 1)
@@ -355,14 +354,3 @@ def without_syncs(recording: Recording, unwanted: Callable[[str], bool]) -> Reco
                 continue
         kept.append(operation)
     return replace(recording, operations=kept)
-
-
-def _digest(tree: Tree) -> bytes:
-    sha = hashlib.blake2b(digest_size=16)
-    for path in sorted(tree):
-        what = tree[path]
-        sha.update(f"{path}\0{type(what).__name__}\0".encode())
-        if what is not None:
-            data = what if isinstance(what, bytes) else what.encode()
-            sha.update(len(data).to_bytes(8, "little") + data)
-    return sha.digest()
