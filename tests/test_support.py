@@ -77,6 +77,11 @@ def test_when_one_rank_fails_its_peers_get_sigterm() -> None:
     assert group.exits(signal_peers=True) == [7, -signal.SIGTERM]
 
 
+def test_a_rank_that_should_have_ended_its_process_is_named() -> None:
+    with pytest.raises(AssertionError, match="rank 0 did not end its process: None"):
+        ranks.Ranks(1, print).exits()
+
+
 @pytest.mark.parametrize(("limit", "code"), [("0.1", 1), ("60", 0)])
 def test_the_limit_of_cpu_time_counts_orphans(limit: str, code: int) -> None:
     orphan = f"{sys.executable} -S -c 'sum(range(10**7))' &"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import functools
 import importlib
-import json
 import os
 import re
 import signal
@@ -60,8 +59,6 @@ class Outcome:
     """(rank, target) of the faults that happened."""
     logs: list[str] = field(default_factory=list)
     """By rank."""
-    events: list[Event] = field(default_factory=list)
-    """What was done to files, in order, if it was recorded."""
 
     @property
     def resumed(self) -> list[int]:
@@ -72,18 +69,6 @@ class Outcome:
     def reached(self) -> int:
         """The last step that was logged."""
         return max((int(step) for step in re.findall(r" step +(\d+)/", self.logs[0])), default=0)
-
-
-@dataclass(frozen=True, order=True)
-class Event:
-    """An operation on a file or directory. Inodes tell which, whatever its name becomes."""
-
-    ns: int
-    what: Literal["open", "write", "fsync", "rename"]
-    inode: int = 0
-    size: int = 0
-    path: str = ""
-    target: str = ""
 
 
 class Trainer:
@@ -99,7 +84,6 @@ class Trainer:
         overrides: Sequence[str],
         size: int = 1,
         faults: Sequence[Fault] = (),
-        record: bool = False,
         signal_peers: bool = True,
     ) -> Outcome:
         """Run a job on `size` ranks to its end. `signal_peers`: once a rank dies, the others get SIGTERM, as
@@ -107,14 +91,12 @@ class Trainer:
         self._runs += 1
         scratch = self._scratch / str(self._runs)
         scratch.mkdir(parents=True)
-        ranks = Ranks(size, _train, toml, list(overrides), list(faults), scratch, record)
+        ranks = Ranks(size, _train, toml, list(overrides), list(faults), scratch)
         outcome = Outcome(ranks.exits(signal_peers=signal_peers))
         for rank in range(size):
             outcome.logs.append((scratch / f"log-{rank}").read_text())
             for line in _lines(scratch / f"fired-{rank}"):
                 outcome.fired.append((rank, line))
-            outcome.events += [Event(**json.loads(line)) for line in _lines(scratch / f"events-{rank}")]
-        outcome.events.sort()
         return outcome
 
 
@@ -122,7 +104,7 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def _train(toml: Path, overrides: list[str], faults: list[Fault], scratch: Path, record: bool) -> None:
+def _train(toml: Path, overrides: list[str], faults: list[Fault], scratch: Path) -> None:
     """In a rank: plant the faults, train, and end with the exit code that the program would have."""
     import torch.distributed as dist
 
@@ -136,8 +118,6 @@ def _train(toml: Path, overrides: list[str], faults: list[Fault], scratch: Path,
         write_output_to(scratch / f"log-{rank}")
         (scratch / f"pid-{rank}").write_text(str(os.getpid()))
         writer.FILE_BYTES = FILE_BYTES
-        if record:
-            _record(scratch / f"events-{rank}")
         for fault in faults:
             if fault.rank in (rank, -1):
                 _Planted(fault, rank, scratch).plant()
@@ -312,33 +292,3 @@ ACTIONS: dict[str, Callable[[_Planted, tuple[Any, ...]], Any]] = {
     "do_not_flush": lambda planted, args: args[0]._file.fileno(),
     "return_argument": lambda planted, args: args[1],
 }
-
-
-def _record(path: Path) -> None:
-    """From now on, note what is done to files."""
-    out = open(path, "a", buffering=1)  # noqa: SIM115 -- as long as the process
-
-    def note(what: str, inode: int = 0, size: int = 0, path: Any = "", target: Any = "") -> None:
-        names = {"path": os.fsdecode(path), "target": os.fsdecode(target)}
-        event = {"ns": time.monotonic_ns(), "what": what, "inode": inode, "size": size, **names}
-        out.write(json.dumps(event) + "\n")
-
-    def audit(event: str, args: tuple[Any, ...]) -> None:
-        if event == "os.rename":
-            note("rename", path=args[0], target=args[1])
-        elif event == "open" and isinstance(args[0], (str, bytes)) and args[2] & (os.O_WRONLY | os.O_RDWR):
-            note("open", path=args[0])
-
-    def synced(original: Callable[..., Any], fd: int) -> None:
-        original(fd)
-        status = os.fstat(fd)
-        note("fsync", status.st_ino, status.st_size)
-
-    def written(original: Callable[..., Any], file: Any, data: Any) -> Any:
-        result = original(file, data)
-        note("write", os.fstat(file._file.fileno()).st_ino)
-        return result
-
-    sys.addaudithook(audit)
-    _wrap(os, "fsync", synced)
-    _wrap(*_find("digest:HashingFile.write"), written)

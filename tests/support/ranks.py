@@ -64,7 +64,7 @@ class Ranks:
                     rank = ranks[connection]
                     try:
                         ok, value = pickle.loads(connection.recv_bytes())
-                    except EOFError:
+                    except (EOFError, ConnectionResetError):
                         self.processes[rank].join(GRACE_S)
                         code = self.processes[rank].exitcode
                         raise AssertionError(f"rank {rank} died with exit code {code}") from None
@@ -86,7 +86,10 @@ class Ranks:
         told = False
         with self._ending():
             while living := [process for process in self.processes if process.exitcode is None]:
-                wait([process.sentinel for process in living], min(until - time.monotonic(), 1))
+                ready = wait([*self._open(), *(process.sentinel for process in living)], 1)
+                for rank, connection in enumerate(self._connections):
+                    if connection in ready:
+                        self._assert_silent(rank)
                 if any(process.exitcode for process in self.processes) and not told:
                     told, until = True, min(until, time.monotonic() + GRACE_S)
                     for process in living if signal_peers else ():
@@ -96,6 +99,18 @@ class Ranks:
             hung = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
             assert told or not hung, f"ranks {hung} have not ended in {timeout_s} s"
         return [process.exitcode or 0 for process in self.processes]
+
+    def _open(self) -> list[Connection]:
+        return [connection for connection in self._connections if not connection.closed]
+
+    def _assert_silent(self, rank: int) -> None:
+        """A function that should end its process has returned or raised instead, or the process is gone."""
+        try:
+            _, value = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._connections[rank].close()
+        else:
+            raise AssertionError(f"rank {rank} did not end its process: {value}")
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
