@@ -289,6 +289,5 @@ ACTIONS: dict[str, Callable[[_Planted, tuple[Any, ...]], Any]] = {
     "stop": _stop,
     "terminate": lambda planted, args: os.kill(os.getpid(), signal.SIGTERM),
     "take_a_second": lambda planted, args: time.sleep(1.2),  # more than two of DataWait's looks
-    "do_not_flush": lambda planted, args: args[0]._file.fileno(),
     "return_argument": lambda planted, args: args[1],
 }

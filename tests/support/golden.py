@@ -13,10 +13,8 @@ import argparse
 import base64
 import hashlib
 import json
-import os
 import platform
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -38,8 +36,6 @@ UPDATE = "python -m tests.support.golden --update"
 STEPS = 8
 TOLERANCE = 1e-5  # relative; other instruction sets and two threads give differences of 1e-6 at most
 NUMBERS = ("train/loss", "train/grad_norm", "eval/loss")
-# The last bit of torch.log depends on the instructions that MKL uses: initial weights have a hash for each.
-MKL_INSTRUCTIONS = ("AVX512", "AVX2", "SSE4_2")
 
 DEBUG = "debug"
 # Larger than the tests' smallest model: attention has to matter for the loss, or RoPE would not.
@@ -163,26 +159,10 @@ def measured(folder: Path, threads: int = 1) -> dict[str, Any]:
     return runs
 
 
-def _measured_with(instructions: str) -> dict[str, Any]:
-    """The same from a process of its own, in which MKL uses no later instructions: it decides as it loads."""
-    limited = os.environ | {"MKL_ENABLE_INSTRUCTIONS": instructions, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.support.golden", "--print"]
-    printed = subprocess.run(command, cwd=ROOT, env=limited, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(printed.stdout)
-
-
 def update() -> None:
-    """Write the golden values. Losses are those of the latest instructions."""
-    if (
-        torch.backends.cpu.get_cpu_capability() != MKL_INSTRUCTIONS[0]
-        or not torch.backends.mkl.is_available()
-    ):
-        sys.exit(f"the initial weights are pinned for MKL with each of {', '.join(MKL_INSTRUCTIONS)}; "
-                 "update on a CPU that has all of them, with a torch that uses MKL")  # fmt: skip
-    measurements = {instructions: _measured_with(instructions) for instructions in MKL_INSTRUCTIONS}
-    runs = measurements[MKL_INSTRUCTIONS[0]]
-    for name, values in runs.items():
-        values["initial_weights"] = {i: m[name]["initial_weights"] for i, m in measurements.items()}
+    """Write the golden values."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = measured(Path(folder))
     made_with = {"torch": torch.__version__, "python": platform.python_version(), "by": UPDATE}
     FILE.write_text(json.dumps({"made_with": made_with, "runs": runs}, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {FILE.relative_to(ROOT)}")
@@ -195,8 +175,8 @@ def compare(threads: int) -> int:
         found = measured(Path(folder), threads)
     for name, golden in stored().items():
         told = differences(found[name]["steps"], golden["steps"])
-        if found[name]["initial_weights"] not in golden["initial_weights"].values():
-            told.append(f"initial weights: {found[name]['initial_weights']} is none of the golden hashes")
+        if found[name]["initial_weights"] != golden["initial_weights"]:
+            told.append(f"initial weights {found[name]['initial_weights']} are not the golden ones")
         pairs = zip(found[name]["steps"], golden["steps"])
         errors = [abs(a[key] / b[key] - 1) for a, b in pairs for key in NUMBERS if key in a.keys() & b.keys()]
         print(f"{name}: largest relative difference {max(errors):.1e}; {'; '.join(told) or 'as pinned'}")
@@ -206,18 +186,12 @@ def compare(threads: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.golden", description="Golden losses.")
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--update", action="store_true", help=f"write {FILE.relative_to(ROOT)}")
-    choice.add_argument("--print", action="store_true", help="print the values of this program as JSON")
+    parser.add_argument("--update", action="store_true", help=f"write {FILE.relative_to(ROOT)}")
     parser.add_argument("--threads", type=int, default=1, help="threads of a comparison")
     arguments = parser.parse_args()
-    if arguments.print:
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(measured(Path(folder))))
-    elif arguments.update:
-        update()
-    else:
+    if not arguments.update:
         return compare(arguments.threads)
+    update()
     return 0
 
 

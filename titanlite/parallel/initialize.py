@@ -44,11 +44,14 @@ def fill_normal(
 
 
 def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
-    """Standard normals fp32 for int64 indices: a keyed 64-bit hash, its halves by Box and Muller."""
+    """Standard normals fp32 for int64 indices: a keyed 64-bit hash, its halves by Box and Muller.
+
+    Computed in fp64 and rounded once, since the last bit of an fp32 logarithm depends on the processor.
+    """
     bits = _hash64(index ^ key)
     high, low = (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF
-    radius = torch.sqrt(-2.0 * torch.log((high.float() + 0.5) * 2.0**-32))
-    return radius * torch.cos((2.0 * math.pi * 2.0**-32) * low.float())
+    radius = torch.sqrt(-2.0 * torch.log((high.double() + 0.5) * 2.0**-32))
+    return (radius * torch.cos((2.0 * math.pi * 2.0**-32) * low.double())).float()
 
 
 def _hash64(x: torch.Tensor) -> torch.Tensor:
