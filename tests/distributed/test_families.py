@@ -37,7 +37,7 @@ def assert_same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) 
     ("world_size", "layout"),
     [
         (2, {"tensor": 2}), (2, {"tensor": 2, "tied": False, "compile": "aot_eager"}),
-        (4, {"tensor": 2, "context": 2}),
+        full(4, {"tensor": 2, "context": 2}),
         (2, {"tensor": 2, "recompute": "selective", "what": "norms+attention"}),
         full(4, {"replicate": 2}), full(2, {"context": 2}), full(4, {"recompute": "full"}),
         full(2, {"tensor": 2, "recompute": "selective"}),
@@ -50,7 +50,7 @@ def test_gradient_is_the_same_on_every_layout(run_on, world_size: int, layout: d
 
 
 @pytest.mark.parametrize(
-    "layout", [full({}), {"tensor": 2}, {"recompute": "full", "compile": "aot_eager"}], ids=str
+    "layout", [full({}), {"tensor": 2}, full({"recompute": "full", "compile": "aot_eager"})], ids=str
 )
 def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> None:
     layout = {"tied": False, **QWEN3, **layout}
@@ -94,7 +94,7 @@ def test_control_a_missing_sum_over_heads_is_noticed(run_on) -> None:
     assert not torch.allclose(found[name], whole[name], rtol=1e-2)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", full("rowwise")])
 def test_float8(run_on, recipe: str) -> None:
     """The norms are no linear layers; sharded and whole are the same."""
     layout = {"float8": recipe, **QWEN3}

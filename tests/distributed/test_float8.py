@@ -54,11 +54,11 @@ def train_on_ranks(folder: str, corpus: str, hops: list[tuple[int, tuple[str, ..
 def test_two_hops_equal_one_run(run_on, tmp_path: Path, corpus: Path, mode: str) -> None:
     overrides = (*FLOAT8, f"--checkpoint.async_mode={mode}")
     jobs = {}
-    for name, hops in {"whole": [8], "hops": [3, 8]}.items():
+    for name, hops in {"whole": [5], "hops": [2, 5]}.items():
         run_on(2, train_on_ranks, tmp_path, corpus, [(steps, overrides) for steps in hops], name)
-        jobs[name] = make_job(tmp_path, corpus, "--training.steps=8", *overrides, name=name)
+        jobs[name] = make_job(tmp_path, corpus, "--training.steps=5", *overrides, name=name)
     assert history(jobs["hops"]) == history(jobs["whole"])
-    assert weights_sha(jobs["hops"], 8) == weights_sha(jobs["whole"], 8)
+    assert weights_sha(jobs["hops"], 5) == weights_sha(jobs["whole"], 5)
 
 
 def test_float8_may_be_switched_on_and_off(run_on, tmp_path: Path, corpus: Path) -> None:

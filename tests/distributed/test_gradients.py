@@ -18,20 +18,30 @@ from titanlite.models import decoder, llama3, qwen3  # noqa: F401 -- two of thes
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import apply, tensor
 
+SPLITS = [(1, 4, 1), (4, 1, 1), (2, 2, 1), (4, 2, 2), (4, 1, 4)]  # ranks, micro-batches, replicas
 
-@pytest.mark.parametrize("layout", [{}, {"tied": False}, {"reduce": "micro_batch"}], ids=str)
+
 @pytest.mark.parametrize(
-    ("world_size", "micro_batches", "replicate"), [(1, 4, 1), (4, 1, 1), (2, 2, 1), (4, 2, 2), (4, 1, 4)]
+    ("split", "layout"),
+    [
+        *((split, {}) for split in SPLITS),
+        ((4, 1, 1), {"tied": False}),
+        ((4, 2, 2), {"reduce": "micro_batch"}),
+        *(full(split, {"tied": False}) for split in SPLITS if split != (4, 1, 1)),
+        *(full(split, {"reduce": "micro_batch"}) for split in SPLITS if split != (4, 2, 2)),
+    ],
+    ids=str,
 )
-def test_gradient_is_the_same_for_any_split(run_on, world_size, micro_batches, replicate, layout) -> None:
+def test_gradient_is_the_same_for_any_split(run_on, split, layout) -> None:
+    world_size, micro_batches, replicate = split
     whole = gradients(1, 0, 1, whole_logits=True, **layout)
     if world_size == 1:
-        split = gradients(1, 0, micro_batches, **layout)
+        found = gradients(1, 0, micro_batches, **layout)
     else:
-        split = run_on(world_size, on_rank, world_size, micro_batches, {"replicate": replicate, **layout})[0]
-    assert split.keys() == whole.keys()
+        found = run_on(world_size, on_rank, world_size, micro_batches, {"replicate": replicate, **layout})[0]
+    assert found.keys() == whole.keys()
     for name, value in whole.items():
-        assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
+        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-7), name
 
 
 @pytest.mark.parametrize("layout", [{}, {"tied": False}, {"recompute": "full"}], ids=str)
@@ -54,14 +64,15 @@ def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
 @pytest.mark.parametrize(
     ("world_size", "replicate", "layout"),
     [
-        (2, 1, {}), (2, 1, {"whole_logits": True}),
+        (2, 1, {}), full(2, 1, {"whole_logits": True}),
         (2, 1, {"tied": False, "compile": "aot_eager"}), full(4, 1, {"compile": "inductor"}),
-        (4, 1, {"recompute": "full"}),
+        full(4, 1, {"recompute": "full"}),
         (4, 1, {"recompute": "selective", "reduce": "micro_batch"}), (4, 2, {"tied": False}),
-        (2, 1, {"tensor": 1, "context": 2}), (2, 1, {"tensor": 1, "context": 2, "compile": "aot_eager"}),
+        (2, 1, {"tensor": 1, "context": 2}), full(2, 1, {"tensor": 1, "context": 2, "compile": "aot_eager"}),
         full(4, 1, {"tensor": 1, "context": 2, "compile": "inductor"}),
-        (4, 2, {"tensor": 1, "context": 2, "tied": False}), full(4, 1, {"context": 2, "recompute": "full"}),
-        (4, 1, {"tensor": 1, "context": 4}), (4, 1, {"tensor": 1, "context": 4, "attention": "sdpa"}),
+        full(4, 2, {"tensor": 1, "context": 2, "tied": False}),
+        full(4, 1, {"context": 2, "recompute": "full"}),
+        (4, 1, {"tensor": 1, "context": 4}), full(4, 1, {"tensor": 1, "context": 4, "attention": "sdpa"}),
     ],
     ids=str,
 )  # fmt: skip
@@ -127,9 +138,9 @@ def names_on_rank(world_size: int, layout: dict[str, Any]) -> list[tuple[str, tu
 @pytest.mark.parametrize(
     "layout",
     [
-        {}, {"replicate": 2}, {"recompute": "full", "compile": "aot_eager"}, {"float8": "tensorwise"},
-        {"tensor": 2}, full({"recompute": "full"}), full({"tied": False}), full({"recompute": "selective"}),
-        full({"float8": "rowwise"}),
+        {}, {"tensor": 2}, {"recompute": "full", "compile": "aot_eager"}, full({"replicate": 2}),
+        full({"float8": "tensorwise"}), full({"float8": "rowwise"}), full({"recompute": "full"}),
+        full({"recompute": "selective"}), full({"tied": False}),
     ],
     ids=str,
 )  # fmt: skip

@@ -121,12 +121,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Runs:
 
 
 LAYOUTS = {
-    "replicate 2 x shard 2": combined("replicate", "shard"),
     "tensor 2, compile, recompute": combined("tensor", "compile, recompute full"),
     "tensor 2, float8, offload": combined("tensor", "float8 rowwise", "CPU offload"),
-    "context 2 x shard 2, masked": combined("context", "shard", "masked documents"),
 }
 MORE_LAYOUTS = {
+    "replicate 2 x shard 2": combined("replicate", "shard"),
+    "context 2 x shard 2, masked": combined("context", "shard", "masked documents"),
     "tensor 2 x shard 2, compile, recompute": combined("tensor", "shard", "compile, recompute full"),
     "shard 4": Part(4, ["--training.local_batch_size=1"]),
     "tensor 2": combined("tensor"),

@@ -69,7 +69,7 @@ def test_with_what_else_there_is(run_on, layout: dict[str, Any]) -> None:
     assert_same(union(parts), gradients(1, 0, 1, tied=False, layers=4))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", [full("tensorwise"), "rowwise"])
 def test_float8_in_a_pipeline(run_on, recipe: str) -> None:
     layout = {"layers": 4, "tied": False, "float8": recipe}
     parts = run_on(2, on_rank, 2, 4, {"pipeline": 2, **layout})

@@ -64,7 +64,7 @@ def test_the_run_passes_an_epoch(whole: Job) -> None:
     [
         (),
         ("--data.num_workers=2",),
-        ("--checkpoint.async_mode=disabled",),
+        full(("--checkpoint.async_mode=disabled",)),
         ("--training.local_batch_size=4", "--data.num_workers=1"),
     ],
     ids=["plain", "workers", "sync", "micro-batches"],

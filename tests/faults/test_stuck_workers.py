@@ -21,7 +21,7 @@ from titanlite.job import Job
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks workers")
 STEPS = 8
 OPTIONS = ["--data.num_workers=1"]
-IMPATIENCE_S = 10  # for a batch, where a worker stays stuck; else the default, for machines that are busy
+IMPATIENCE_S = 6  # for a batch, where a worker stays stuck; else the default, for machines that are busy
 WAIT = "titanlite.waiting:DataWait.__call__"
 READ = "titanlite.data.loader:Rows.__getitems__"  # in the worker
 
