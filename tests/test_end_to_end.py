@@ -82,6 +82,7 @@ def test_the_debug_run_learns_and_says_where_everything_is(
     assert samples[0] == samples[1]
 
 
+@pytest.mark.full
 def test_the_code_of_the_rank_that_failed_comes_through(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "dying.py").write_text(PLUGIN)
     plugin = ['--job.imports=["dying"]', "--optimizer.name=dying"]

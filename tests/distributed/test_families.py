@@ -36,7 +36,7 @@ def assert_same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (2, {"tensor": 2}), (2, {"tensor": 2, "tied": False, "compile": "aot_eager"}),
+        (2, {"tensor": 2}), full(2, {"tensor": 2, "tied": False, "compile": "aot_eager"}),
         full(4, {"tensor": 2, "context": 2}),
         (2, {"tensor": 2, "recompute": "selective", "what": "norms+attention"}),
         full(4, {"replicate": 2}), full(2, {"context": 2}), full(4, {"recompute": "full"}),

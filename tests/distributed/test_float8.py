@@ -61,6 +61,7 @@ def test_two_hops_equal_one_run(run_on, tmp_path: Path, corpus: Path, mode: str)
     assert weights_sha(jobs["hops"], 5) == weights_sha(jobs["whole"], 5)
 
 
+@pytest.mark.full
 def test_float8_may_be_switched_on_and_off(run_on, tmp_path: Path, corpus: Path) -> None:
     """The files are the same: a run without float8 goes on from one with it, and on one process."""
     run_on(2, train_on_ranks, tmp_path, corpus, [(3, ()), (6, FLOAT8)], "run")

@@ -32,7 +32,6 @@ from titanlite.train import train
 
 BASE = [
     "--model.overrides.tie_word_embeddings=false",  # a pipeline has the two ends on two ranks
-    "--model.overrides.n_layers=4",
     "--model.overrides.head_dim=16",  # float8 wants multiples of 16 on each rank
     "--metrics.log_freq=1",
 ]
@@ -84,7 +83,7 @@ class Runs:
 
     def alone(self, part: Part, steps: int) -> Job:
         """One process with what changes the numbers: the rows and the precision."""
-        keys = tuple(k for k in part.keys if k.startswith(("--float8", "--data")))
+        keys = tuple(k for k in part.keys if k.startswith(("--float8", "--data", "--model")))
         if (keys, steps) not in self._alone:
             job = job_of(self.folder, self.corpus, Part(1, list(keys)), f"alone-{len(self._alone)}", steps)
             train(job)

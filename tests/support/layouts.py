@@ -12,11 +12,15 @@ class Part(NamedTuple):
     keys: list[str]
 
 
-def axis(name: str, schedule: str = "1F1B") -> Part:
-    keys = [f"--parallelism.{name}_degree=2"]
-    if "pipeline" in name:
-        keys += [f"--parallelism.pipeline_parallel_schedule={schedule}"]
-    return Part(2, keys)
+def axis(name: str, *keys: str) -> Part:
+    """Two ranks along one axis of the mesh."""
+    return Part(2, [f"--parallelism.{name}_degree=2", *keys])
+
+
+def pipeline(schedule: str) -> Part:
+    """Two ranks with two pipeline stages each: a layer per stage."""
+    key = f"--parallelism.pipeline_parallel_schedule={schedule}"
+    return axis("pipeline_parallel", key, "--model.overrides.n_layers=4")
 
 
 AXES = {
@@ -25,8 +29,8 @@ AXES = {
     "tensor": axis("tensor_parallel"),
     "context": axis("context_parallel"),
     "pipeline": axis("pipeline_parallel"),
-    "interleaved": axis("pipeline_parallel", "Interleaved1F1B"),
-    "zero bubble": axis("pipeline_parallel", "ZBVZeroBubble"),
+    "interleaved": pipeline("Interleaved1F1B"),
+    "zero bubble": pipeline("ZBVZeroBubble"),
 }
 FLOAT8 = ["--float8.enable", "--float8.emulate", "--compile.enable=false"]
 TRACED = "--compile.backend=aot_eager"  # as torch.compile traces and divides it, without generated code
