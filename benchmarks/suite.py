@@ -71,8 +71,11 @@ def main() -> None:
 
 def run(command: list[str]) -> tuple[int, float, int, int, str]:
     """Exit code, CPU seconds, processes seen, processes left behind, and the last line that is not empty."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        sys.exit("this process cannot adopt orphans, whose CPU time would be missing: prctl failed")
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     assert process.stdout is not None
     lines = [""]
     reader = threading.Thread(target=_pass_on, args=(process.stdout, lines), daemon=True)

@@ -15,7 +15,7 @@ import re
 import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -115,7 +115,8 @@ def make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
-        sync(folder.parent)
+        with suppress(PermissionError):  # the topmost may be in a folder that others own and nobody may read
+            sync(folder.parent)
 
 
 def open_own(path: Path) -> IO[str]:

@@ -40,7 +40,7 @@ from titanlite.models.base import ModelFamily
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer
 from titanlite.optim.schedule import LRScheduler
-from titanlite.parallel.compile import KEEP_A_BUDGET, Compile
+from titanlite.parallel.compile import BACKENDS_WITH_MEMORY_BUDGET, Compile
 from titanlite.parallel.float8 import MULTIPLE, Float8
 from titanlite.parallel.recompute import ActivationCheckpoint
 from titanlite.profile import Profiling
@@ -119,10 +119,10 @@ class Job:
                     "memory_budget is the compiler's: set compile.enable, or another mode",
                     "activation_checkpoint.mode",
                 )
-            if self.compile.backend not in KEEP_A_BUDGET:
+            if self.compile.backend not in BACKENDS_WITH_MEMORY_BUDGET:
                 raise ConfigError(
-                    f"memory_budget is kept by the backends {' and '.join(KEEP_A_BUDGET)}, and "
-                    f"{self.compile.backend!r} may keep everything",
+                    f"memory_budget needs the backend {' or '.join(BACKENDS_WITH_MEMORY_BUDGET)}; "
+                    f"{self.compile.backend!r} ignores the budget",
                     "compile.backend",
                 )
         if self.float8.enable and not (self.compile.enable or self.float8.emulate):

@@ -155,7 +155,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> 
     ("family", "layout"),
     [
         ("parallel_residual", "tensor"),
-        ("parallel_residual", "pipeline"),
+        full("parallel_residual", "pipeline"),
         full("parallel_residual", "fsdp"),
         full("parallel_residual", "context"),
         *(full("qwen3", layout) for layout in LAYOUTS),

@@ -13,6 +13,7 @@ import torch
 from tests.support.jobs import make_job, metrics_of
 from tests.support.layouts import Part, combined
 from tests.support.non_finite import FAULTS, bad_steps
+from tests.support.runs import FOUR_MICRO_BATCHES
 from tests.support.tiers import full
 from titanlite.errors import Diverged
 from titanlite.train import train
@@ -21,6 +22,7 @@ STEPS = 6
 BASE = [
     f"--training.steps={STEPS}",
     "--checkpoint.interval=100",
+    FOUR_MICRO_BATCHES,
     "--model.overrides.tie_word_embeddings=false",
 ]
 LAYOUTS = {

@@ -72,7 +72,7 @@ def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_o
     ("source", "layout"),
     [
         ("torchtitan", "shard 4"),
-        ("meta", "tensor 2 x shard 2"),
+        full("meta", "tensor 2 x shard 2"),
         full("titanlite", "pipeline 2 x tensor 2"),
     ],
 )

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate
 from tests.support import ranks
 from tests.support.jobs import make_job, metrics_of, write_corpus
 from tests.support.layouts import AXES, FLOAT8, OPTIONS, TRACED, Part, combined
+from tests.support.runs import FOUR_MICRO_BATCHES
 from tests.support.tiers import full
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
@@ -34,6 +35,7 @@ BASE = [
     "--model.overrides.tie_word_embeddings=false",  # a pipeline has the two ends on two ranks
     "--model.overrides.head_dim=16",  # float8 wants multiples of 16 on each rank
     "--metrics.log_freq=1",
+    FOUR_MICRO_BATCHES,
 ]
 STEPS = 3
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
@@ -121,9 +123,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Runs:
 
 LAYOUTS = {
     "tensor 2, compile, recompute": combined("tensor", "compile, recompute full"),
-    "tensor 2, float8, offload": combined("tensor", "float8 rowwise", "CPU offload"),
 }
 MORE_LAYOUTS = {
+    "tensor 2, float8, offload": combined("tensor", "float8 rowwise", "CPU offload"),
     "replicate 2 x shard 2": combined("replicate", "shard"),
     "context 2 x shard 2, masked": combined("context", "shard", "masked documents"),
     "tensor 2 x shard 2, compile, recompute": combined("tensor", "shard", "compile, recompute full"),

@@ -20,6 +20,7 @@ import torch
 from tests.support.jobs import make_job, metrics_of, write_corpus
 from tests.support.runs import (
     CONTEXT,
+    FOUR_MICRO_BATCHES,
     PIPELINE,
     TENSOR,
     UNTIED,
@@ -65,14 +66,12 @@ def test_the_run_passes_an_epoch(whole: Job) -> None:
         (),
         ("--data.num_workers=2",),
         full(("--checkpoint.async_mode=disabled",)),
-        ("--training.local_batch_size=4", "--data.num_workers=1"),
+        (FOUR_MICRO_BATCHES, "--data.num_workers=1"),
     ],
     ids=["plain", "workers", "sync", "micro-batches"],
 )
 def test_two_hops_equal_one_run(whole: Job, tmp_path: Path, corpus: Path, overrides: tuple[str, ...]) -> None:
-    if (
-        "--training.local_batch_size=4" in overrides
-    ):  # another accumulation rounds differently: its own reference
+    if FOUR_MICRO_BATCHES in overrides:  # another accumulation rounds differently: its own reference
         whole = run_in_hops(tmp_path, corpus, [12], *overrides, name="reference")
     hops = run_in_hops(tmp_path, corpus, [5, 9, 12], *overrides)
     assert history(hops) == history(whole)
@@ -118,10 +117,11 @@ def test_resume_does_not_change_the_run_it_came_from(whole: Job) -> None:
 # ---- layouts
 
 
-@pytest.mark.parametrize("path", [(2, 4, 1), full((4, 1, 2)), full((1, 2, 4))], ids=str)
+@pytest.mark.parametrize("path", [full((2, 4, 1)), full((4, 1, 2)), full((1, 2, 4))], ids=str)
 def test_resume_on_another_number_of_ranks(whole: Job, tmp_path: Path, corpus: Path, run_on, path) -> None:
     for steps, world_size in zip((4, 8, 12), path):
         overrides = [f"--training.steps={steps}", "--validation.enable=true", "--validation.freq=4"]
+        overrides.append(FOUR_MICRO_BATCHES)
         if world_size == 1:
             train_on_rank(tmp_path, corpus, overrides, "elastic", 1)
         else:
@@ -133,7 +133,7 @@ def test_a_chain_of_layouts_equals_one_run(untied: Job, tmp_path: Path, corpus: 
     """Weights, moments and rows cross them; validation and samples run on each."""
     extra = [UNTIED, "--validation.enable=true", "--validation.freq=3", "--generation.freq=3"]
     extra += ['--generation.prompts=["ab", "cde"]', "--generation.max_new_tokens=4"]
-    chain = [(4, []), (4, [PIPELINE, TENSOR]), (2, [CONTEXT]), (1, [])]
+    chain = [(4, [FOUR_MICRO_BATCHES]), (4, [PIPELINE, TENSOR]), (2, [CONTEXT]), (1, [])]
     for steps, (world_size, layout) in zip((3, 6, 9, 12), chain):
         overrides = [*extra, *layout, f"--training.steps={steps}"]
         if world_size == 1:
@@ -144,7 +144,9 @@ def test_a_chain_of_layouts_equals_one_run(untied: Job, tmp_path: Path, corpus: 
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"), [(4, []), (2, [PIPELINE]), full(2, [TENSOR]), full(2, [CONTEXT])], ids=str
+    ("world_size", "layout"),
+    [(4, [FOUR_MICRO_BATCHES]), (2, [PIPELINE]), full(2, [TENSOR]), full(2, [CONTEXT])],
+    ids=str,
 )
 def test_validation_is_the_same_number_on_any_ranks(
     tmp_path: Path, corpus: Path, run_on, world_size: int, layout: list[str]
@@ -189,7 +191,7 @@ def refused_on_rank(folder: Path, corpus: Path, world_size: int) -> str:
 def test_a_global_batch_that_follows_the_ranks_is_refused(tmp_path: Path, corpus: Path, run_on) -> None:
     train(make_job(tmp_path, corpus, "--training.global_batch_size=-1", "--training.steps=2", name="batch"))
     messages = run_on(2, refused_on_rank, tmp_path, corpus, 2)
-    assert "this run takes 2 rows a step; global_batch_size = -1 would make it 4" in messages[0]
+    assert "this run takes 4 rows a step; global_batch_size = -1 would make it 8" in messages[0]
     assert messages[0] == messages[1]
 
 

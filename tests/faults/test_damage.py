@@ -17,12 +17,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.support import ranks
-from tests.support.checkpoints import EXTRA, Parts, names, open_run
+from tests.support.checkpoints import EXTRA, Parts, names, open_run, sharded_parts
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import history
 from titanlite import cli
@@ -42,25 +40,16 @@ def save_two(folder: Path, ranks: int = 1, file_bytes: int = FILE_BYTES) -> None
     """The steps 1 and 2 of a one-layer run; on every rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "FILE_BYTES", file_bytes)
-        run, parts = open_run(folder), parts_on(ranks)
+        run, parts = open_run(folder), sharded_parts(ranks, WIDTH)
         for _ in range(2):
             parts.step()
             run.save(parts.net, parts.optimizer, parts.state, EXTRA)
         run.close()
 
 
-def parts_on(ranks: int, seed: int = 0) -> Parts:
-    """A one-layer run, sharded over the ranks of this process's group."""
-    parts = Parts(width=WIDTH, seed=seed)
-    if ranks > 1:
-        fully_shard(parts.net, mesh=init_device_mesh("cpu", (ranks,)))
-        parts.optimizer = torch.optim.AdamW(parts.net.parameters(), lr=0.1)
-    return parts
-
-
 def start(folder: Path, ranks: int = 1, **config: Any) -> Parts:
     """A start of the program: what it goes on from."""
-    run, parts = open_run(folder, **config), parts_on(ranks, seed=7)
+    run, parts = open_run(folder, **config), sharded_parts(ranks, WIDTH, seed=7)
     try:
         run.load(parts.net, parts.optimizer, parts.state)
     finally:

@@ -1,9 +1,9 @@
 """Power loss at any moment of a run's work on its checkpoints, by replay: the file operations are recorded,
-and from every state in which they may have left the disk the run goes on.
+and states in which they may have left the disk are made.
 
-All states get the cheap check: what is committed is whole to the last byte, so that nothing is ever
-quarantined for a power loss, and what was waited for is there. One state of each set of names gets a start of
-the program as well.
+Every state that is made gets the cheap check: what is committed is whole to the last byte, so that nothing is
+ever quarantined for a power loss, and what was waited for is there. From one state of each set of names the
+program is started as well, and the run goes on.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.support.checkpoints import EXTRA, Parts, flip_a_shard, open_run, save_steps
+from tests.support.checkpoints import EXTRA, Parts, flip_a_shard, open_run, save_steps, sharded_parts
 from tests.support.file_operations import Recording, recorded
 from tests.support.power_loss import check_all, crashes, described, without_syncs
 from titanlite.checkpoint import commit
@@ -330,3 +332,55 @@ def test_control_a_deletion_before_the_commit_is_found(
 
     monkeypatch.setattr(commit, "begin", forgetful)
     assert_found(record_saves(tmp_path / "root", last=2), tmp_path, r"step 1 was saved, \[\] are there")
+
+
+# ---- several ranks: the recorder sees one process, so their syncs are compared by time
+
+
+def save_on_rank(folder: Path, lazy: int) -> list[tuple[int, str, int, int]]:
+    """Save one step, sharded over two ranks. Returns (time in ns, what, inode, size) of the syncs and renames
+    of this rank. Rank `lazy` syncs nothing."""
+    noted: list[tuple[int, str, int, int]] = []
+    rank, fsync, rename = dist.get_rank(), os.fsync, os.rename
+
+    def note(what: str, status: os.stat_result) -> None:
+        noted.append((time.monotonic_ns(), what, status.st_ino, status.st_size))
+
+    def syncing(fd: int) -> None:
+        if rank != lazy:
+            fsync(fd)
+            note("sync", os.fstat(fd))
+
+    def renaming(source: Any, target: Any) -> None:
+        note("rename", os.stat(source))
+        rename(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", syncing)
+        patch.setattr(os, "rename", renaming)
+        run, parts = open_run(folder), sharded_parts(2, width=64)
+        parts.step()
+        run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+        run.close()
+    return noted
+
+
+def unsynced_at_the_rename(folder: Path, lazy: int, run_on: Callable[..., Any]) -> list[str]:
+    """Files of the checkpoint that no rank had synced, with all their bytes, when it was committed."""
+    noted = [entry for rank in run_on(2, save_on_rank, folder, lazy) for entry in rank]
+    final = folder / "checkpoint/step-1"
+    (renamed,) = [ns for ns, what, inode, _ in noted if (what, inode) == ("rename", final.stat().st_ino)]
+    synced = {(inode, size) for ns, what, inode, size in noted if what == "sync" and ns < renamed}
+    status = {path.name: path.stat() for path in final.iterdir()}
+    return sorted(name for name, s in status.items() if (s.st_ino, s.st_size) not in synced)
+
+
+def test_every_ranks_files_are_synced_before_one_renames(tmp_path: Path, run_on: Callable[..., Any]) -> None:
+    assert unsynced_at_the_rename(tmp_path, -1, run_on) == []
+    assert {p.name[:4] for p in (tmp_path / "checkpoint/step-1").glob("*.distcp")} == {"__0_", "__1_"}
+
+
+def test_control_a_rank_that_does_not_sync_is_found(tmp_path: Path, run_on: Callable[..., Any]) -> None:
+    found = unsynced_at_the_rename(tmp_path, 1, run_on)
+    assert found
+    assert all(name.startswith("__1_") for name in found)

@@ -173,6 +173,7 @@ class Runs:
     """Runs of the tiny job in a folder, each on from the one before."""
 
     def __init__(self, folder: Path, corpus: Path, *overrides: str):
+        overrides = ("--training.local_batch_size=2", *overrides)  # two micro-batches per step and rank
         self.folder, self.job = folder, make_job(folder, corpus, *overrides, world_size=RANKS)
         self._arguments = [
             str(folder / "job.toml"),
@@ -183,7 +184,10 @@ class Runs:
 
     def __call__(self, *events: Event) -> list[int]:
         """Exit codes, or negative signals, by rank."""
-        return Ranks(RANKS, _train, self.folder, self._arguments, list(events)).exits()
+        try:
+            return Ranks(RANKS, _train, self.folder, self._arguments, list(events)).exits()
+        except AssertionError as e:
+            raise AssertionError(f"{e}\n{self.log}") from None
 
     @property
     def log(self) -> str:
@@ -234,7 +238,7 @@ STOPS = {
 
 
 FULL_TIER = ("loading, with workers", "the first step", "between two micro-batches", "SIGINT, validation")
-FULL_TIER += ("validation", "twice")
+FULL_TIER += ("sampling", "twice", "SIGUSR1")
 
 
 @pytest.mark.parametrize("name", [full(name) if name in FULL_TIER else name for name in STOPS])
@@ -289,6 +293,7 @@ def test_too_late_to_stop_is_done(whole: Job, tmp_path: Path, corpus: Path) -> N
     assert_same(runs.job, whole)
 
 
+@pytest.mark.full
 def test_a_stop_in_every_run(whole: Job, tmp_path: Path, corpus: Path) -> None:
     """Each of them is told in its first step, and takes it."""
     runs = Runs(tmp_path, corpus, WORKERS)
@@ -349,7 +354,7 @@ def test_while_a_checkpoint_is_read(whole: Job, tmp_path: Path, corpus: Path) ->
 # ---- controls
 
 
-@pytest.mark.parametrize("loss", ["lose update", "lose rows"])
+@pytest.mark.parametrize("loss", [full("lose update"), "lose rows"])
 def test_control_a_resume_that_loses_one_step_is_noticed(
     whole: Job, tmp_path: Path, corpus: Path, loss: str
 ) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
@@ -39,6 +41,15 @@ class Parts:
     def values(self) -> list[torch.Tensor]:
         moments = [t for state in self.optimizer.state.values() for t in state.values()]
         return [t.clone() for t in [*self.net.parameters(), *moments]]
+
+
+def sharded_parts(ranks: int, width: int, seed: int = 0) -> Parts:
+    """A one-layer run, sharded over the ranks of this process's group if there are several."""
+    parts = Parts(width, seed)
+    if ranks > 1:
+        fully_shard(parts.net, mesh=init_device_mesh("cpu", (ranks,)))
+        parts.optimizer = torch.optim.AdamW(parts.net.parameters(), lr=0.1)
+    return parts
 
 
 def open_run(folder: Path, /, recipe: dict = RECIPE, **config: object) -> Checkpointer:

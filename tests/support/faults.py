@@ -252,6 +252,13 @@ def _stop(planted: _Planted, args: tuple[Any, ...]) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def _let_the_run_wait(planted: _Planted, args: tuple[Any, ...]) -> None:
+    """In a loader worker: until the rank has looked for the batch in vain, which is a fault of its own."""
+    fired, until = planted.scratch / f"fired-{planted.rank}", time.monotonic() + TIMEOUT_S
+    while "DataWait" not in fired.read_text() and time.monotonic() < until:
+        time.sleep(0.05)
+
+
 _scribbled = threading.Event()
 
 
@@ -288,6 +295,6 @@ ACTIONS: dict[str, Callable[[_Planted, tuple[Any, ...]], Any]] = {
     "nothing": lambda planted, args: None,
     "stop": _stop,
     "terminate": lambda planted, args: os.kill(os.getpid(), signal.SIGTERM),
-    "take_a_second": lambda planted, args: time.sleep(1.2),  # more than two of DataWait's looks
+    "let_the_run_wait": _let_the_run_wait,
     "return_argument": lambda planted, args: args[1],
 }

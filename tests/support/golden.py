@@ -107,8 +107,10 @@ def num_threads(threads: int) -> Iterator[None]:
     """The number of threads decides in which order sums are taken."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def weights_sha(job: Job) -> str:

@@ -31,7 +31,7 @@ name = "bytes"
 
 [training]
 seq_len = 32
-local_batch_size = 2
+local_batch_size = 4
 global_batch_size = 8
 steps = 8
 deterministic = true

@@ -14,5 +14,7 @@ from titanlite.log import logger
 def listening(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """The logger hands nothing on once a run has set it up."""
     logger.addHandler(caplog.handler)
-    yield
-    logger.removeHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(caplog.handler)

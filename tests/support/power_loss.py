@@ -1,5 +1,4 @@
-"""What a disk may hold after a power loss: every state that a crash may leave of what file_operations.py has
-recorded.
+"""What a disk may hold after a power loss, in the middle of what file_operations.py has recorded.
 
 The states are those of the model of Pillai et al., "All File Systems Are Not Created Equal" (ALICE, OSDI
 2014), for POSIX on a journalling file system:
@@ -238,7 +237,8 @@ class Crash:
 def crashes(
     recording: Recording, *, samples: int = 4, seed: int = 0, settled: Sequence[str] = (), start: Any = None
 ) -> Iterator[Crash]:
-    """Every state after a power loss during the recording, each once for a mark.
+    """The states that a power loss during the recording may leave, each once for a mark: all of them while at
+    most EXHAUSTIVE changes of names are unsynced, a sample beyond.
 
     Made are, after every operation: the state that a kill would leave. And before every fsync, before every
     mark and at the end, where a disk may hold most, because only an fsync takes states away: of the unsynced

@@ -43,8 +43,8 @@ class Ranks:
         self.processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            store = str(Path(self._folder.name, "store"))
-            process = context.Process(target=_rank, args=(theirs, rank, world_size, store, function, args))
+            group = (rank, world_size, f"file://{self._folder.name}/store")
+            process = context.Process(target=_rank, args=(theirs, group, dict(os.environ), function, args))
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -54,20 +54,21 @@ class Ranks:
         """What the function returned, by rank. Raises AssertionError with the traceback of the first rank
         that fails, and ends the others, which may be stuck in a collective."""
         found: dict[int, Any] = {}
-        ranks = {connection: rank for rank, connection in enumerate(self._connections)}
         until = time.monotonic() + timeout_s
         with self._ending():
-            while len(found) < len(self.processes):
-                ready = wait([c for c, r in ranks.items() if r not in found], until - time.monotonic())
-                assert ready, f"no answer from ranks {set(ranks.values()) - set(found)} in {timeout_s} s"
-                for connection in ready:
-                    rank = ranks[connection]
+            while missing := [rank for rank in range(len(self.processes)) if rank not in found]:
+                # A rank's loader workers hold its pipe, too: only the process says that it has ended.
+                pipes = {self._connections[rank]: rank for rank in missing}
+                ends = {self.processes[rank].sentinel: rank for rank in missing}
+                ready = wait([*pipes, *ends], max(until - time.monotonic(), 0))
+                assert ready, f"no answer from ranks {missing} in {timeout_s} s"
+                for rank in sorted({(pipes | ends)[one] for one in ready}):
+                    if not self._connections[rank].poll():
+                        raise AssertionError(f"rank {rank} died with exit code {self._code(rank)}")
                     try:
-                        ok, value = pickle.loads(connection.recv_bytes())
+                        ok, value = pickle.loads(self._connections[rank].recv_bytes())
                     except (EOFError, ConnectionResetError):
-                        self.processes[rank].join(GRACE_S)
-                        code = self.processes[rank].exitcode
-                        raise AssertionError(f"rank {rank} died with exit code {code}") from None
+                        raise AssertionError(f"rank {rank} died with exit code {self._code(rank)}") from None
                     assert ok, f"rank {rank}:\n{value}"
                     found[rank] = value
             for connection in self._connections:
@@ -79,8 +80,8 @@ class Ranks:
     def exits(self, timeout_s: float = TIMEOUT_S, signal_peers: bool = False) -> list[int]:
         """The exit codes by rank, a signal's number below zero, of a function that ends its process.
 
-        Once a rank fails, the others have GRACE_S to end before they are killed; with `signal_peers` they
-        get SIGTERM first, as from torchrun. Raises AssertionError if a rank does not end.
+        Once a rank fails, the others have GRACE_S to end; with `signal_peers` they get SIGTERM first, as from
+        torchrun. Raises AssertionError if a rank does not end.
         """
         until = time.monotonic() + timeout_s
         told = False
@@ -96,9 +97,14 @@ class Ranks:
                         process.terminate()
                 if time.monotonic() > until:
                     break
-            hung = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
-            assert told or not hung, f"ranks {hung} have not ended in {timeout_s} s"
+            ended = {rank: process.exitcode for rank, process in enumerate(self.processes)}
+            hung = [rank for rank, code in ended.items() if code is None]
+            assert not hung, f"ranks {hung} have not ended; exit codes by rank: {ended}"
         return [process.exitcode or 0 for process in self.processes]
+
+    def _code(self, rank: int) -> int | None:
+        self.processes[rank].join(GRACE_S)
+        return self.processes[rank].exitcode
 
     def _open(self) -> list[Connection]:
         return [connection for connection in self._connections if not connection.closed]
@@ -152,19 +158,26 @@ def _server() -> Any:
 
 
 def _rank(
-    connection: Connection, rank: int, world_size: int, store: str, function: Callable[..., Any], args: Any
+    connection: Connection,
+    group: tuple[int, int, str],
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
-    """In the forked process."""
+    """In the forked process. `group`: the rank, the number of ranks, where they meet."""
     import torch
     import torch.distributed as dist
 
+    os.environ.clear()  # the server's is that of its start
+    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
     faulthandler.enable()  # says where a rank was that is ended by a signal such as SIGSEGV
     signal.alarm(2 * TIMEOUT_S)  # if the test process was killed and nobody waits
     multiprocessing.set_start_method(None, force=True)  # the loader's workers start as in any run
     torch.set_num_threads(1)
     try:
+        rank, world_size, store = group
         if world_size > 1:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
         answer = (True, function(*args))
     except BaseException:
         answer = (False, traceback.format_exc())

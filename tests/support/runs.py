@@ -54,6 +54,7 @@ def train_on_rank(folder: Path, corpus: Path, overrides: list[str], name: str, w
 
 TENSOR = "--parallelism.tensor_parallel_degree=2"
 CONTEXT = "--parallelism.context_parallel_degree=2"
+FOUR_MICRO_BATCHES = "--training.local_batch_size=2"  # of a global batch of 8, which four ranks can share
 PIPELINE = "--parallelism.pipeline_parallel_degree=2"
 
 

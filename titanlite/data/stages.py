@@ -91,7 +91,7 @@ class Work:
         return left if left.get("key") == key else None
 
     def mark(self, name: str, key: str, left: dict[str, Any]) -> dict[str, Any]:
-        """Say that the stage called `name` is done, once its files' names are on the disk."""
+        """Write the marker of the stage `name`, after the names of its files have been synced."""
         sync(self.folder)
         with self._written(f"{name}.json") as path:
             path.write_text(json.dumps({"key": key, **left}))
@@ -221,7 +221,8 @@ class Work:
         return entry
 
     def _delete(self, names: Iterable[str]) -> None:
-        """When what is done so far is on the disk: a power loss might leave only the deletion."""
+        """Delete files of the work folder. Earlier changes of the folder are synced first: a power loss might
+        otherwise keep the deletion and lose what replaces the files."""
         sync(self.folder)
         for name in names:
             (self.folder / name).unlink(missing_ok=True)

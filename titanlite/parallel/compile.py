@@ -13,7 +13,7 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.log import logger
 from titanlite.models.base import Decoder
 
-KEEP_A_BUDGET = ("inductor", "aot_eager")  # backends that heed activation_checkpoint.memory_budget
+BACKENDS_WITH_MEMORY_BUDGET = ("inductor", "aot_eager")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class Compile:
     enable: bool = False
     """On or off."""
     backend: str = "inductor"
-    """Backend of torch.compile. `inductor` generates kernels; `aot_eager` and `eager` trace the same graphs
-    and run torch's own operators, which tells mistakes of generated code from those of tracing."""
+    """Backend of torch.compile. `inductor` generates kernels. `aot_eager` and `eager` run the traced graphs
+    with torch's own operators: use them to find out whether generated code or tracing causes an error."""
 
     def __post_init__(self) -> None:
         if self.backend != "inductor":  # the list is in a part of torch that takes a second to import

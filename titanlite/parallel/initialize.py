@@ -30,6 +30,8 @@ def fill_normal(
         return
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
     device = device or local.device
+    if device.type == "mps":
+        device = torch.device("cpu")  # MPS has no float64
     index = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
     for dim in reversed(range(1, parameter.ndim)):
@@ -46,7 +48,8 @@ def fill_normal(
 def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
     """Standard normals fp32 for int64 indices: a keyed 64-bit hash, its halves by Box and Muller.
 
-    Computed in fp64 and rounded once, since the last bit of an fp32 logarithm depends on the processor.
+    Computed in fp64 before the rounding, since the last bit of an fp32 logarithm depends on the processor's
+    instruction set. fp64's last bit changes the fp32 value in about one of 1e8 elements.
     """
     bits = _hash64(index ^ key)
     high, low = (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF

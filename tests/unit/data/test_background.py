@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from torch.utils.data import Dataset
+from torch.utils.data._utils import signal_handling
 
 from titanlite.config.component import ConfigError
 from titanlite.data import background, loader
@@ -203,8 +204,9 @@ def test_a_slow_worker_that_answers_in_time_changes_nothing() -> None:
     assert slow.state_dict() == {"sequences": 18}
 
 
-def test_the_handler_of_sigchld_is_left_alone() -> None:
-    """torch's would raise for a killed worker wherever the process is."""
+def test_the_handler_of_sigchld_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's would raise for a killed worker wherever the process is. torch sets it once per process."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     before = signal.getsignal(signal.SIGCHLD)
     next(made(Numbers(), 1))
     assert signal.getsignal(signal.SIGCHLD) == before

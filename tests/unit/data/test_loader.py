@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import random
 import re
-import signal
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
@@ -353,7 +351,7 @@ def read(folder: Path, kill: bool) -> str:
         for step in range(200):
             next(stream)
             if kill and step == 0:
-                os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+                multiprocessing.active_children()[0].kill()
     except LoaderError as e:
         return str(e)
     return "the last step"

@@ -99,7 +99,7 @@ def test_a_run_out_of_memory_says_so(tmp_path: Path, corpus: Path, monkeypatch: 
 
     def small(self: ShardedModel, batch: Any) -> Any:
         calls.append(0)
-        if len(calls) == 10:  # of four a step: in the third
+        if len(calls) == 6:  # of two per step: in the third
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(self, batch)
 
