@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.support.jobs import ROOT, make_job, metrics_of, write_toml
+from tests.support.runs import FOUR_MICRO_BATCHES
 
 
 def trained(
@@ -27,6 +28,7 @@ def trained(
         *(program or [str(ROOT / "run_train.sh")]),
         str(write_toml(folder, corpus)),
         *where,
+        FOUR_MICRO_BATCHES,
         *overrides,
     ]
     path = f"{folder}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
@@ -39,7 +41,7 @@ def trained(
 def run(folder: Path, corpus: Path, *overrides: str, ngpu: int = 1, name: str = "run") -> list[dict]:
     """The base job through run_train.sh; its metrics."""
     trained(folder, corpus, *overrides, name=name, NGPU=str(ngpu))
-    return metrics_of(make_job(folder, corpus, *overrides, name=name, world_size=ngpu))
+    return metrics_of(make_job(folder, corpus, FOUR_MICRO_BATCHES, *overrides, name=name, world_size=ngpu))
 
 
 def column(metrics: list[dict], key: str) -> list[float]:
