@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 
@@ -16,6 +17,8 @@ from hypothesis import settings
 
 settings.register_profile("titanlite", deadline=None)  # no test is a measurement: the machine may be loaded
 settings.load_profile("titanlite")
+
+logging.getLogger("titanlite").setLevel(logging.INFO)  # pytest's log_level takes 1 ms per test
 
 # torch is imported where it is needed: tests/test_architecture.py needs none.
 

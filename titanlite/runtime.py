@@ -419,6 +419,7 @@ def _collecting_only_when_due(gc_freq: int) -> Iterator[None]:
     was_enabled = gc.isenabled()
     if gc_freq:
         gc.disable()
+        gc.freeze()  # what was imported: looking through it takes 0.3 s
     try:
         yield
     finally:

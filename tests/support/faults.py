@@ -156,6 +156,7 @@ class _Planted:
     def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._due(args):
             return original(*args, **kwargs)
+        self.original = original
         if self.fault.when == "half":
             return _halves(self.fault.target, original, lambda: self._act(args), *args, **kwargs)
         if self.fault.when == "after":
@@ -259,6 +260,15 @@ def _let_the_run_wait(planted: _Planted, args: tuple[Any, ...]) -> None:
         time.sleep(0.05)
 
 
+def _wait_for_an_hour(planted: _Planted, args: tuple[Any, ...]) -> None:
+    """Instead of DataWait: once the worker is stopped and its last batches have had time to come, the rank is
+    told that it has waited for an hour."""
+    wait, waited_s, worker = args
+    found = re.search(r"pid (\d+)", worker)
+    stopped = found is not None and ") T " in Path(f"/proc/{found[1]}/stat").read_text()
+    planted.original(wait, waited_s + 3600 * (stopped and waited_s > 2), worker)
+
+
 _scribbled = threading.Event()
 
 
@@ -296,5 +306,6 @@ ACTIONS: dict[str, Callable[[_Planted, tuple[Any, ...]], Any]] = {
     "stop": _stop,
     "terminate": lambda planted, args: os.kill(os.getpid(), signal.SIGTERM),
     "let_the_run_wait": _let_the_run_wait,
+    "wait_for_an_hour": _wait_for_an_hour,
     "return_argument": lambda planted, args: args[1],
 }

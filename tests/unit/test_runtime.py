@@ -23,13 +23,21 @@ def test_garbage_is_collected_when_it_is_due(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str | int] = []
+    frozen: list[int] = []
     report = Meter.report
-    monkeypatch.setattr(gc, "collect", lambda: done.append("by itself" if gc.isenabled() else "due"))
+
+    def collect() -> None:
+        done.append("by itself" if gc.isenabled() else "due")
+        frozen.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(gc, "collect", collect)
     monkeypatch.setattr(
         Meter, "report", lambda self, step, values: (done.append(step), report(self, step, values))
     )
     train(make_job(tmp_path, corpus, "--training.gc_freq=3", "--training.steps=7"))
     assert done == ["due", 1, 2, "due", 3, 4, 5, "due", 6, 7]
+    assert frozen[0] > 100_000, "the first collection looks through all that was imported"
+    assert frozen[-1] > frozen[0], "the later ones look through what the first step left"
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 

@@ -19,7 +19,7 @@ import tomli_w
 from titanlite.config.component import Component, ConfigError
 from titanlite.config.overrides import put, split_overrides
 from titanlite.config.places import Locator, syntax_error
-from titanlite.config.schema import Node, convert, describe, names_imports
+from titanlite.config.schema import Node, convert, describe, names_imports, type_hints
 from titanlite.config.shipped import find_config
 from titanlite.files import FileFault, read_regular
 
@@ -91,7 +91,7 @@ def _make(hint: Any, value: Any, key: str, errors: list[ConfigError]) -> Any:
         value = {k: v for k, v in value.items() if k != "name"}
     if not dataclasses.is_dataclass(hint):
         return value
-    hints, before = typing.get_type_hints(hint), len(errors)
+    hints, before = type_hints(hint), len(errors)
     made = {k: _make(hints[k], v, f"{key}.{k}" if key else k, errors) for k, v in value.items()}
     if len(errors) > before:
         return None

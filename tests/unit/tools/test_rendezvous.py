@@ -123,14 +123,14 @@ def test_a_first_node_that_is_not_there(capfd: Any) -> None:
         s.bind(("127.0.0.1", 0))  # and does not listen: no other program takes the port
         port = s.getsockname()[1]
         with pytest.raises(NotReached, match=f"^no launcher answers at 127.0.0.1:{port} "):
-            rendezvous._create(1, parameters(f"127.0.0.1:{port}", join_timeout=2))
+            rendezvous._create(1, parameters(f"127.0.0.1:{port}", join_timeout=1))
     assert capfd.readouterr().err == f"titanlite: waiting for the first node's launcher at 127.0.0.1:{port}\n"
 
 
 def test_another_program_at_the_first_nodes_port(listener: socket.socket, capfd: Any) -> None:
     endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(NotReached, match=r"does not answer as the first node's launcher; name another port$"):
-        rendezvous._create(1, parameters(endpoint, join_timeout=2, read_timeout=1))
+        rendezvous._create(1, parameters(endpoint, join_timeout=1, read_timeout=1))
     listener.close()
     for thread in threading.enumerate():  # torch's own wait prints pages when it ends
         if thread.name == rendezvous.BACKEND:
