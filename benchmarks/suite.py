@@ -5,14 +5,15 @@
 CPU time is that of the command and of all processes that it starts, whoever waits for them: this process
 adopts those whose parent has ended. It is the limit, and not wall time, because the machine may be busy.
 Processes are counted by looking at /proc twenty times per second, so the shortest ones are missed. The exit
-code is the command's, or 1 if the limit is passed or if a process outlives the command by ten seconds. Linux
-only.
+code is the command's, or 1 if the limit is passed or if a process outlives the command by ten seconds. The
+output file keeps the results of other commands. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import re
 import signal
@@ -61,7 +62,9 @@ def main() -> None:
         f"load average {load[0]:.1f} before"
     )
     if options.output:
-        write_result(options.output, result)
+        known = json.loads(options.output.read_text())["commands"] if options.output.exists() else {}
+        commands = known | {result["command"]: result}
+        write_result(options.output, {"commands": commands}, "torch", "pytest", "pytest-xdist")
     if left:
         sys.exit(f"{left} processes outlived the command by {PATIENCE_S:.0f} s")
     if cpu_s > options.max_cpu_seconds:

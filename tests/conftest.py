@@ -23,6 +23,12 @@ logging.getLogger("titanlite").setLevel(logging.INFO)  # pytest's log_level take
 # torch is imported where it is needed: tests/test_architecture.py needs none.
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Without `-m gpu`, tests run on the CPU, whatever the machine has."""
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests need a GPU."""
     gpu = [item for item in items if "gpu" in item.keywords]
@@ -31,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
         if not torch.cuda.is_available():
             for item in gpu:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and `pytest -m gpu`"))
 
 
 @pytest.hookimpl(optionalhook=True)

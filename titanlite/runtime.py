@@ -185,8 +185,8 @@ class Runtime:
 
     @contextmanager
     def rank_zero_first(self) -> Iterator[None]:
-        """Rank 0 runs the body before the others: what it writes, they find. Its error is everybody's, if it
-        has an exit code."""
+        """Rank 0 runs the body before the other ranks, which find the files that it writes. An error of rank
+        0 that has an exit code is raised on every rank."""
         error: list[Any] = [None]
         if self.world_size > 1 and self.rank > 0:
             dist.broadcast_object_list(error, src=0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.checkpoints import shards
 from tests.support.jobs import make_job, metrics_of
 from tests.support.layouts import Part, combined
 from tests.support.non_finite import FAULTS, bad_steps
@@ -51,10 +52,6 @@ def on_rank(folder: Path, corpus: Path, part: Part, fault: str, stops: tuple[int
                 assert last == 3
 
 
-def shards(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.glob(f"checkpoint/step-{STEPS}/*.distcp")}
-
-
 ONE_FAULT = {"pipeline 2 x tensor 2", "shard 4", "replicate 2 x shard 2", "CPU offload, shard 2"}
 ONE_FAULT |= {"compiled", "shard 2, compiled"}
 DEFAULT_TIER = {"shard 2", "pipeline 2"}
@@ -69,7 +66,8 @@ def test_a_bad_step_on_one_rank_does_nothing_on_any(
     for fault in ("nothing", *faults):
         stops = (3, 4) if fault == "gradient" and name != "pipeline 2" else ()
         run_on(part.ranks, on_rank, tmp_path, corpus, part, fault, stops)
-        found, wanted = shards(tmp_path / fault), shards(tmp_path / "nothing")
+        step = f"checkpoint/step-{STEPS}"
+        found, wanted = shards(tmp_path / fault / step), shards(tmp_path / "nothing" / step)
         assert wanted
         assert found == wanted, fault
     steps = metrics_of(make_job(tmp_path, corpus, name="gradient"))

@@ -22,6 +22,7 @@ import pytest
 from tests.support.faults import Fault, Outcome, Trainer
 from tests.support.jobs import write_toml
 from tests.support.kill_points import ERRORS, MANIFEST, META, RESUME, REWIND, SAVE, SET_ASIDE, SHARD, TRAIN
+from tests.support.runs import KEYS
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.digest import digest_file, first_fault
 
@@ -30,13 +31,6 @@ INTERVAL, STEPS = 2, 8
 MODES = ("async", "disabled")
 ALL = "--checkpoint.keep_latest_k=0"
 TWO = "--checkpoint.keep_latest_k=2"
-KEYS = (
-    "train/loss",
-    "train/grad_norm",
-    "data/batch_sha",
-    "progress/total_tokens",
-    "train/learning_rate",
-)
 FILES = {"LOCK", "last_commit.json", "job.toml", "env.json", "recipe.json", "metrics.jsonl", "checkpoint"}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+import titanlite.job  # noqa: F401  (registers the model families)
 from titanlite.data.batch import IGNORE, Batch
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
 from titanlite.mesh import Parallelism, build_mesh

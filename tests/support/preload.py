@@ -9,6 +9,7 @@ for module in (
     "titanlite.cli",
     "titanlite.train",
     "numpy.ma",  # these are imported late by a run
+    "torch._functorch.aot_autograd",
     "torch._dynamo",
     "torch.distributed.pipelining",
     "torch.testing",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import shards
 from tests.support.jobs import make_job, metrics_of
-from titanlite.checkpoint.commit import SHARD, digests, read_manifest
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
 from titanlite.job import Job
@@ -69,9 +69,8 @@ def assert_same_run(job: Job, whole: Job, steps: int = 12) -> None:
 
 
 def state_of(job: Job, step: int) -> dict[str, str]:
-    """SHA-256 of a checkpoint's files with weights and optimizer state: equal states have equal bytes."""
-    files = digests(read_manifest(job.folder / f"checkpoint/step-{step}"))
-    return {name: digest.sha256 for name, digest in files.items() if name.endswith(SHARD)}
+    """SHA-256 of the weights and optimizer state that a run saved: equal states have equal bytes."""
+    return shards(job.folder / f"checkpoint/step-{step}")
 
 
 def assert_same(job: Job, whole: Job) -> None:

@@ -91,7 +91,7 @@ def _make(hint: Any, value: Any, key: str, errors: list[ConfigError]) -> Any:
         value = {k: v for k, v in value.items() if k != "name"}
     if not dataclasses.is_dataclass(hint):
         return value
-    hints, before = type_hints(hint), len(errors)
+    hints, before = type_hints(typing.cast(type, hint)), len(errors)
     made = {k: _make(hints[k], v, f"{key}.{k}" if key else k, errors) for k, v in value.items()}
     if len(errors) > before:
         return None

@@ -150,6 +150,8 @@ class Pipeline:
                 add_up_gradients(part)
 
             stage.backward_weight_one_chunk = backward  # type: ignore[method-assign]
+            if device.type == "cpu":
+                _greet_only_other_ranks(stage)
         kind = get_schedule_class(self.schedule)
         run = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
@@ -165,6 +167,14 @@ class Pipeline:
             f"a rank waits {waiting:.0%} of the time, if all stages take equally long"
         )
         return run
+
+
+def _greet_only_other_ranks(stage: Any) -> None:
+    """Before the first step, torch 2.11 sends a tensor from each stage to its neighbours, to set up NCCL's
+    connections. Of ZBVZeroBubble's stages two neighbours are on one rank, and gloo cannot send to itself."""
+    greetings = getattr(stage, "_get_init_p2p_neighbors_ops", None)  # no longer there in torch 2.13
+    if greetings is not None:
+        stage._get_init_p2p_neighbors_ops = lambda: [op for op in greetings() if op.peer != dist.get_rank()]
 
 
 COSTS = {"FORWARD": 1, "FULL_BACKWARD": 2, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1}
