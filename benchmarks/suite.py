@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.environment import write_result  # noqa: E402
+from benchmarks.environment import environment  # noqa: E402
 
 PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 LOOK_S, PATIENCE_S = 0.05, 10.0
@@ -45,10 +45,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
+    command, known = " ".join(options.command), {}
+    if options.output and options.output.exists():
+        known = json.loads(options.output.read_text())  # now, lest a file that is broken cost the run
     load, began = os.getloadavg(), time.monotonic()
     code, cpu_s, processes, left, last = run(options.command)
     result = {
-        "command": " ".join(options.command),
         "exit_code": code,
         "wall_s": round(time.monotonic() - began, 1),
         "cpu_s": round(cpu_s, 1),
@@ -62,9 +64,8 @@ def main() -> None:
         f"load average {load[0]:.1f} before"
     )
     if options.output:
-        known = json.loads(options.output.read_text())["commands"] if options.output.exists() else {}
-        commands = known | {result["command"]: result}
-        write_result(options.output, {"commands": commands}, "torch", "pytest", "pytest-xdist")
+        known[command] = result | {"environment": environment("torch", "pytest", "pytest-xdist")}
+        options.output.write_text(json.dumps(known, indent=1) + "\n")
     if left:
         sys.exit(f"{left} processes outlived the command by {PATIENCE_S:.0f} s")
     if cpu_s > options.max_cpu_seconds:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from tests.support.gradients import build, gradients, on_rank, uneven_rows
@@ -181,3 +182,20 @@ def test_all_ranks_hear_of_what_one_misses(run_on, tmp_path) -> None:
     first, second = run_on(2, load_into_other_tensors, tmp_path)
     assert first == second
     assert "model.not there is missing" in first
+
+
+def warm_up_peers() -> tuple[list[int], list[int]]:
+    """The ranks that the second of four stages of ZBVZeroBubble sends to and receives from before the first
+    step: by torch, and by us."""
+    x = torch.empty(1, 1)
+    stage = PipelineStage(torch.nn.Identity(), 1, 4, torch.device("cpu"), input_args=(x,), output_args=(x,))
+    stage.stage_index_to_group_rank = {0: 0, 1: 1, 2: 1, 3: 0}
+    torchs = [op.peer for op in stage._get_init_p2p_neighbors_ops()]
+    pipeline.skip_p2p_to_own_rank(stage)
+    return torchs, [op.peer for op in stage._get_init_p2p_neighbors_ops()]
+
+
+def test_no_rank_sends_to_itself_before_the_first_step(run_on: Any) -> None:
+    torchs, ours = run_on(2, warm_up_peers)[1]
+    assert 1 in torchs, "the reason for skip_p2p_to_own_rank is gone"
+    assert ours == [peer for peer in torchs if peer != 1] != []

@@ -306,7 +306,7 @@ def break_at(place: str, patch: pytest.MonkeyPatch, times: int) -> None:
 
     if place == "a shard":
         patch.setattr(writer, "FILE_BYTES", 64)
-        before(ShardWriter, "_write_file", lambda self, name, *rest: fail_if(name.endswith("_2.distcp")))
+        before(ShardWriter, "write_file", lambda self, name, *rest: fail_if(name.endswith("_2.distcp")))
     elif place == ".metadata":
         before(ShardWriter, "finish", lambda *args: fail_if(True))
     elif place in ("train.json", "manifest"):

@@ -48,10 +48,10 @@ PLACES: dict[str, tuple[Any, str]] = {
     "reading a checkpoint": (SafeReader, "read_data"),
     "reading rows": (Rows, "__getitems__"),  # in a loader worker
     "loading": (SequenceLoader, "__next__"),  # twice a step: two micro-batches
-    "accumulating": (ShardedModel, "_inputs"),  # twice a step; and in each batch of a validation
+    "accumulating": (ShardedModel, "model_inputs"),  # twice a step; and in each batch of a validation
     "sampling": (ShardedModel, "logits"),  # once a token
     "saving": (HostBuffers, "wait"),  # in the thread, before it writes
-    "writing": (ShardWriter, "_write_file"),
+    "writing": (ShardWriter, "write_file"),
 }
 
 
@@ -73,22 +73,36 @@ def _group() -> None:
     workers = multiprocessing.active_children()
     assert [os.getpgid(worker.pid or 0) for worker in workers] == [os.getpgrp()] * 2
     os.killpg(0, signal.SIGTERM)
-    time.sleep(0.3)
+    for worker in workers:
+        ignored = int(_status(worker.pid, "SigIgn"), 16)
+        assert ignored >> (signal.SIGTERM - 1) & 1, "a loader worker would end"
     assert len(multiprocessing.active_children()) == 2, "the loader's workers are gone"
+
+
+def _status(pid: int | None, key: str) -> str:
+    """A value of the main thread's /proc/PID/status."""
+    lines = Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines()
+    return dict(line.split(":\t") for line in lines)[key].strip()
+
+
+def _until_it_waits(pid: int) -> None:
+    """Until the main thread of a process has slept without a break for 0.1 s."""
+    seen, until = "", time.monotonic() + 300
+    while seen != (seen := _status(pid, "voluntary_ctxt_switches")) or _status(pid, "State")[0] != "S":
+        assert time.monotonic() < until, f"process {pid} does not wait"
+        time.sleep(0.1)
 
 
 def _parent() -> None:
     """From a loader worker, to the rank that waits for it."""
-    time.sleep(0.5)
+    _until_it_waits(os.getppid())
     os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(0.1)
 
 
 def _peer() -> None:
     """From rank 0, to the one that waits for it in a collective."""
-    time.sleep(0.3)
-    os.kill(int(Path("pid-1").read_text()), signal.SIGTERM)
-    time.sleep(0.1)
+    _until_it_waits(pid := int(Path("pid-1").read_text()))
+    os.kill(pid, signal.SIGTERM)
 
 
 def _twice() -> None:
@@ -98,7 +112,7 @@ def _twice() -> None:
 
 def _in_flight() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.5)  # meanwhile the main thread stops; nothing is written yet
+    _until_it_waits(os.getpid())  # the main thread, for this one, which has written nothing yet
 
 
 def _disk_full() -> None:

@@ -24,12 +24,12 @@ OPTIONS = ["--data.num_workers=1", "--training.local_batch_size=2"]
 WAIT = "titanlite.waiting:DataWait.__call__"
 READ = "titanlite.data.loader:Rows.__getitems__"  # in the worker
 
-AN_HOUR = Fault(WAIT, when="instead", call=0, during="start", rank=-1, action="wait_for_an_hour")
+LONG_WAIT = Fault(WAIT, when="instead", call=0, during="start", rank=-1, action="wait_for_an_hour")
 until_given_up = pytest.mark.parametrize(
-    ("clock", "timeout_s"),
+    ("hurry", "timeout_s"),
     [
-        pytest.param([AN_HOUR], 600, id="a clock that runs ahead"),
-        # A shorter timeout would end healthy runs on a busy machine.
+        pytest.param([LONG_WAIT], 600, id="an hour is added"),
+        # The real wait; a shorter one would end healthy runs on a busy machine.
         pytest.param([], 15, id="a timeout of 15 s", marks=pytest.mark.full),
     ],
 )
@@ -90,11 +90,11 @@ def test_one_rank_that_is_told_to_stop_saves_its_last_finished_step(
 
 @until_given_up
 def test_one_rank_that_nobody_tells_saves_its_last_finished_step_and_ends(
-    trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any], clock: list[Fault], timeout_s: int
+    trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any], hurry: list[Fault], timeout_s: int
 ) -> None:
     runs = Runs(trainer, tmp_path, corpus, 1)
     stuck = Fault(READ, call=6 * 4 + 1, during="start", action="stop")
-    outcome = runs(stuck, *clock, timeout_s=timeout_s)
+    outcome = runs(stuck, *hurry, timeout_s=timeout_s)
     assert outcome.exits == [1], outcome.logs[0]
     assert runs.saved in ([4, 6], [4, 5])
     assert re.search(r"rank 0: loader worker 0 \(pid \d+\) has given no batch for \d+ s", outcome.logs[0])
@@ -113,11 +113,11 @@ def test_nothing_is_saved_before_the_first_step(trainer: Trainer, tmp_path: Path
 
 @until_given_up
 def test_several_ranks_end_in_time_and_the_stuck_one_names_its_worker(
-    trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any], clock: list[Fault], timeout_s: int
+    trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any], hurry: list[Fault], timeout_s: int
 ) -> None:
     runs = Runs(trainer, tmp_path, corpus, 2)
     stuck = Fault(READ, call=5 * 2 + 1, during="start", rank=1, action="stop")
-    outcome = runs(stuck, *clock, timeout_s=timeout_s)
+    outcome = runs(stuck, *hurry, timeout_s=timeout_s)
     assert outcome.exits == [1, 1], outcome.logs
     assert re.search(r"rank 1: loader worker 0 \(pid \d+\) has given no batch for \d+ s", outcome.logs[1])
     assert "given no batch" not in outcome.logs[0]

@@ -136,6 +136,9 @@ class _Planted:
         self._armed = fault.during == "start"
         self._calls = 0
         self._lock = threading.Lock()  # shards are written by several threads
+        owner, name = _find(fault.target)
+        self.original = getattr(owner, name)
+        self.stopped_at: float | None = None  # of a loader worker, by time.monotonic()
 
     def plant(self) -> None:
         """Wrap the target, and around it what arms the fault."""
@@ -156,7 +159,6 @@ class _Planted:
     def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._due(args):
             return original(*args, **kwargs)
-        self.original = original
         if self.fault.when == "half":
             return _halves(self.fault.target, original, lambda: self._act(args), *args, **kwargs)
         if self.fault.when == "after":
@@ -261,12 +263,14 @@ def _let_the_run_wait(planted: _Planted, args: tuple[Any, ...]) -> None:
 
 
 def _wait_for_an_hour(planted: _Planted, args: tuple[Any, ...]) -> None:
-    """Instead of DataWait: once the worker is stopped and its last batches have had time to come, the rank is
-    told that it has waited for an hour."""
+    """Instead of DataWait: once the worker has been stopped for 2 s, add an hour to the rank's wait."""
     wait, waited_s, worker = args
-    found = re.search(r"pid (\d+)", worker)
-    stopped = found is not None and ") T " in Path(f"/proc/{found[1]}/stat").read_text()
-    planted.original(wait, waited_s + 3600 * (stopped and waited_s > 2), worker)
+    pid = re.findall(r"pid (\d+)", worker)[0]
+    if ") T " in Path(f"/proc/{pid}/stat").read_text():
+        planted.stopped_at = planted.stopped_at or time.monotonic()
+        if time.monotonic() - planted.stopped_at > 2:  # what it sent before has come
+            waited_s += 3600
+    planted.original(wait, waited_s, worker)
 
 
 _scribbled = threading.Event()

@@ -41,7 +41,7 @@ SAVE = {
     "P2 all copied": Point("ranks:Ranks.gather", "after", shared=True),
     "P3 planned": Point("writer:ShardWriter.prepare_global_plan", "after"),
     "P3 before the shards": Point("writer:ShardWriter.write_data", shared=True),
-    "P3 second file": Point("writer:ShardWriter._write_file", "before", 2, shared=True),
+    "P3 second file": Point("writer:ShardWriter.write_file", "before", 2, shared=True),
     "P3 half a write": Point("digest:HashingFile.write", "half", 20, SHARD, shared=True),
     "P3 before fsync": Point("os:fsync", shared=True),
     "P3 after fsync": Point("os:fsync", "after", shared=True),

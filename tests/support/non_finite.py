@@ -47,7 +47,7 @@ def bad_steps(steps: Collection[int], fault: str = "gradient", signal_at: int = 
     `fault` = "nothing": the optimizer's step is left out there instead. `signal_at`: the process sends itself
     SIGTERM in that step.
     """
-    forward_backward, inputs = ShardedModel.forward_backward, ShardedModel._inputs
+    forward_backward, inputs = ShardedModel.forward_backward, ShardedModel.model_inputs
     build, guarded_step = trainer.build, trainer.guarded_step
     runs: list[trainer.Run] = []
     spoiled: list[bool] = []
@@ -85,7 +85,7 @@ def bad_steps(steps: Collection[int], fault: str = "gradient", signal_at: int = 
     with (
         patch.object(trainer, "build", building),
         patch.object(ShardedModel, "forward_backward", with_fault),
-        patch.object(ShardedModel, "_inputs", with_bad_loss),
+        patch.object(ShardedModel, "model_inputs", with_bad_loss),
         patch.object(trainer, "guarded_step", left_out if fault == "nothing" else guarded_step),
     ):
         yield

@@ -65,9 +65,11 @@ def gradients(
         for size, scale in {"usual": 1.0, "large logits": 30.0}.items()
     ],
 )
-def test_value_and_gradients_in_float64(loss: Loss, backend: str | None, scale: float) -> None:
+def test_value_and_gradients_in_float64(
+    loss: Loss, backend: str | None, scale: float, request: pytest.FixtureRequest
+) -> None:
     if backend == "inductor" and isinstance(loss, ChunkedCrossEntropy) and torch.__version__ < "2.12":
-        pytest.skip("torch 2.11 cannot compile the chunked loss for a CPU: KeyError: 'buf1' in inductor")
+        request.applymarker(pytest.mark.xfail(reason="KeyError: 'buf1' in inductor", strict=True))
     hidden, weight, targets = inputs(torch.float32, scale)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     wanted = F.cross_entropy(F.linear(*exact).flatten(0, 1), targets.flatten(), reduction="sum")

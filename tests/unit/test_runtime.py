@@ -34,9 +34,10 @@ def test_garbage_is_collected_when_it_is_due(
     monkeypatch.setattr(
         Meter, "report", lambda self, step, values: (done.append(step), report(self, step, values))
     )
+    imported = len(gc.get_objects())
     train(make_job(tmp_path, corpus, "--training.gc_freq=3", "--training.steps=7"))
     assert done == ["due", 1, 2, "due", 3, 4, 5, "due", 6, 7]
-    assert frozen[0] > 100_000, "the first collection looks through all that was imported"
+    assert frozen[0] > 0.9 * imported, "the first collection looks through all that was imported"
     assert frozen[-1] > frozen[0], "the later ones look through what the first step left"
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0

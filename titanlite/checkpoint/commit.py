@@ -97,7 +97,7 @@ def commit(
         files[name] = write_file(partial / name, text.encode())
     manifest = {"format": FORMAT, "step": step, **about}
     manifest["files"] = {name: files[name]._asdict() for name in sorted(files)}
-    write_file(partial / MANIFEST, _sealed(manifest).encode())
+    write_file(partial / MANIFEST, sealed(manifest).encode())
     sync(partial)
     final = partial.with_name(f"step-{step}")
     os.rename(partial, final)  # fails if there is one: nothing is ever replaced
@@ -235,5 +235,6 @@ def _seal(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _sealed(manifest: dict[str, Any]) -> str:
+def sealed(manifest: dict[str, Any]) -> str:
+    """The text of a manifest file, with the hash of its own content."""
     return json.dumps({**manifest, "sha256": _seal(manifest)}, indent=1) + "\n"

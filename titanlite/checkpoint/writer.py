@@ -85,7 +85,7 @@ class ShardWriter(FileSystemWriter):
             (f"{plan.storage_data.prefix}{i}.distcp", items) for i, items in enumerate(_files(plan.items))
         ]
         with ThreadPoolExecutor(THREADS) as pool:
-            results = list(pool.map(lambda file: self._write_file(file[0], file[1], planner), named))
+            results = list(pool.map(lambda file: self.write_file(file[0], file[1], planner), named))
         sync(self.path)
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for of in results for result in of])
@@ -103,7 +103,8 @@ class ShardWriter(FileSystemWriter):
                 entry.properties.pin_memory = False  # true of a copy in pinned memory, not of the tensor
         super().finish(metadata, results)
 
-    def _write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        """Write items one after another into a new file. Several threads call it, for different files."""
         results = []
         with self.fs.create_stream(self.path / name, "wb") as stream:
             for item in items:

@@ -81,7 +81,7 @@ def describe(cls: type, docs: bool = False) -> Node:
 
 @cache
 def type_hints(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields. Kept: reading them takes three quarters of the time of a job."""
+    """The types of a dataclass's fields. Cached: reading them took 3 of the 4 ms of loading a TOML file."""
     return typing.get_type_hints(cls)
 
 

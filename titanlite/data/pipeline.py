@@ -57,7 +57,7 @@ def prepare(
     `keep`.
     """
     folder = work_folder(output)
-    with _locked(folder, output, part) as unfinished:
+    with locked(folder, output, part) as unfinished:
         if not unfinished:  # another process was faster
             return TokenShards(output)
         try:
@@ -194,7 +194,7 @@ def _work(task: Task) -> Any:
 
 
 @contextmanager
-def _locked(folder: Path, output: Path, part: tuple[int, int]) -> Iterator[bool]:
+def locked(folder: Path, output: Path, part: tuple[int, int]) -> Iterator[bool]:
     """One process a part, and one way to cut the work into parts at a time. False: `output` is there."""
     while True:
         if output.exists():

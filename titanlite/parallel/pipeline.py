@@ -151,7 +151,7 @@ class Pipeline:
 
             stage.backward_weight_one_chunk = backward  # type: ignore[method-assign]
             if device.type == "cpu":
-                _greet_only_other_ranks(stage)
+                skip_p2p_to_own_rank(stage)
         kind = get_schedule_class(self.schedule)
         run = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
@@ -169,12 +169,11 @@ class Pipeline:
         return run
 
 
-def _greet_only_other_ranks(stage: Any) -> None:
-    """Before the first step, torch 2.11 sends a tensor from each stage to its neighbours, to set up NCCL's
-    connections. Of ZBVZeroBubble's stages two neighbours are on one rank, and gloo cannot send to itself."""
-    greetings = getattr(stage, "_get_init_p2p_neighbors_ops", None)  # no longer there in torch 2.13
-    if greetings is not None:
-        stage._get_init_p2p_neighbors_ops = lambda: [op for op in greetings() if op.peer != dist.get_rank()]
+def skip_p2p_to_own_rank(stage: Any) -> None:
+    """torch 2.11 warms up point-to-point connections before the first step (torch 2.13 does not). Two
+    neighbouring stages of ZBVZeroBubble are on the last rank, and gloo cannot send to its own rank."""
+    warm_up = stage._get_init_p2p_neighbors_ops
+    stage._get_init_p2p_neighbors_ops = lambda: [op for op in warm_up() if op.peer != dist.get_rank()]
 
 
 COSTS = {"FORWARD": 1, "FULL_BACKWARD": 2, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1}

@@ -60,12 +60,12 @@ class ShardedModel:
         """
         if self.pipeline is not None:
             return self._share(
-                self.pipeline.forward_backward([self._inputs(b) for b in micro_batches], tokens)
+                self.pipeline.forward_backward([self.model_inputs(b) for b in micro_batches], tokens)
             )
         total = torch.zeros((), device=tokens.device)
         for i, batch in enumerate(micro_batches):
             sync_gradients(self.net, self.reduce_each or i == len(micro_batches) - 1)
-            loss = self.net(*self._inputs(batch)) / tokens.clamp(min=1)
+            loss = self.net(*self.model_inputs(batch)) / tokens.clamp(min=1)
             loss.backward()
             total += loss.detach()
         return self._share(total)
@@ -79,7 +79,7 @@ class ShardedModel:
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """This rank's share of the sum of the token losses of one batch, fp32 scalar. Collective over all
         ranks."""
-        loss = self._apply(self._inputs(batch))
+        loss = self._apply(self.model_inputs(batch))
         reshard(self.net)
         return torch.zeros((), device=batch.inputs.device) if loss is None else self._share(loss)
 
@@ -91,7 +91,8 @@ class ShardedModel:
         """A forward, without gradients; in a pipeline None on ranks that do not have its end."""
         return self.net(*inputs) if self.pipeline is None else self.pipeline.forward(inputs)
 
-    def _inputs(self, batch: Batch) -> Inputs:
+    def model_inputs(self, batch: Batch) -> Inputs:
+        """The arguments of the model for this rank's share of a micro-batch."""
         inputs, targets, positions = batch.inputs, batch.targets, batch.positions
         mask: Mask | None = None
         if self.context is not None:

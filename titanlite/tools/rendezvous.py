@@ -135,11 +135,12 @@ class SeveralNodes(DynamicRendezvousHandler):
 
 def register(node_rank: int) -> None:
     """Make `--rdzv-backend=titanlite` known to torchrun."""
-    rendezvous_handler_registry.register(BACKEND, partial(_create, node_rank))
+    rendezvous_handler_registry.register(BACKEND, partial(create, node_rank))
 
 
-def _create(node_rank: int, parameters: RendezvousParameters) -> RendezvousHandler:
-    """Raises ConfigError for an endpoint that cannot be used, NotReached if the first node is silent."""
+def create(node_rank: int, parameters: RendezvousParameters) -> RendezvousHandler:
+    """What torchrun calls to meet the other nodes. Raises ConfigError for an endpoint that cannot be used,
+    NotReached if the first node is silent."""
     if parameters.max_nodes == 1:
         return OneNode(parameters.run_id)
     endpoint, timeout_s = parameters.endpoint, _timeout_s(parameters)

@@ -113,7 +113,7 @@ def test_another_format_is_an_error_that_says_so(tmp_path: Path) -> None:
     path = make(tmp_path, 7)
     manifest = json.loads((path / commit.MANIFEST).read_text()) | {"format": commit.FORMAT + 1}
     del manifest["sha256"]
-    (path / commit.MANIFEST).write_text(commit._sealed(manifest))
+    (path / commit.MANIFEST).write_text(commit.sealed(manifest))
     with pytest.raises(CheckpointError, match=f"has format {commit.FORMAT + 1}, this titanlite reads"):
         commit.fault(path, 7)
 

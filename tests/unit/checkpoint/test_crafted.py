@@ -34,7 +34,7 @@ def reseal(step: Path, change: Callable[[dict[str, Any]], Any] = lambda manifest
     for name in manifest["files"]:
         manifest["files"][name] = digest_file(step / name)._asdict()
     change(manifest)
-    (step / commit.MANIFEST).write_text(commit._sealed(manifest))
+    (step / commit.MANIFEST).write_text(commit.sealed(manifest))
 
 
 def manifest_with(**values: Any) -> Callable[[Path], None]:

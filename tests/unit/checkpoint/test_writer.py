@@ -152,14 +152,14 @@ def test_an_error_in_one_of_the_threads_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
     monkeypatch.setattr(writer, "FILE_BYTES", 1)
-    write_file = ShardWriter._write_file
+    write_file = ShardWriter.write_file
 
     def failing(self: ShardWriter, name: str, *rest: Any) -> list[Any]:
         if name == f"__0_{broken}.distcp":
             raise OSError(28, "No space left on device")
         return write_file(self, name, *rest)
 
-    monkeypatch.setattr(ShardWriter, "_write_file", failing)
+    monkeypatch.setattr(ShardWriter, "write_file", failing)
     with pytest.raises(CheckpointException, match="No space left"):
         write(tmp_path / "c", some_tensors())
     assert not (tmp_path / "c/.metadata").exists()

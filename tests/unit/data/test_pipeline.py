@@ -344,7 +344,7 @@ def test_another_cut_into_parts_at_the_same_time_is_refused(raw: Path, tmp_path:
     folder = work_folder(tmp_path / "out")
     folder.mkdir()
     with (
-        pipeline._locked(folder, tmp_path / "out", (0, 2)),
+        pipeline.locked(folder, tmp_path / "out", (0, 2)),
         pytest.raises(ConfigError, match="in 2 parts just now"),
     ):
         make(raw, tmp_path / "out", num_processes=1)
@@ -357,7 +357,7 @@ def test_parts_of_other_files_at_the_same_time_are_refused(tmp_path: Path) -> No
     folder = work_folder(tmp_path / "out")
     folder.mkdir()
     make(raw, tmp_path / "out", num_processes=1, part=(0, 3))
-    with pipeline._locked(folder, tmp_path / "out", (0, 3)):
+    with pipeline.locked(folder, tmp_path / "out", (0, 3)):
         (raw / "0.txt").write_text("one more file at the same time")
         with pytest.raises(ConfigError, match="others prepare it just now from other files"):
             make(raw, tmp_path / "out", num_processes=1, part=(1, 3))

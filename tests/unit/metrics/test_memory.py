@@ -94,7 +94,7 @@ def test_the_phases_are_functions_that_there_are() -> None:
 
 
 def test_a_run_out_of_memory_says_so(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = ShardedModel._inputs
+    whole = ShardedModel.model_inputs
     calls: list[int] = []
 
     def small(self: ShardedModel, batch: Any) -> Any:
@@ -103,7 +103,7 @@ def test_a_run_out_of_memory_says_so(tmp_path: Path, corpus: Path, monkeypatch: 
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(self, batch)
 
-    monkeypatch.setattr(ShardedModel, "_inputs", small)
+    monkeypatch.setattr(ShardedModel, "model_inputs", small)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
         OutOfMemory, match=r"out of memory in step 3, forward: .* optimizer .*\n  .*\n  "

@@ -95,7 +95,7 @@ def gradients(net: Decoder, batches: list[Batch]) -> dict[str, torch.Tensor]:
     model = ShardedModel(net, cross_entropy, "sdpa")
     tokens = torch.tensor(sum(b.num_targets for b in batches))
     for b in batches:
-        (model.net(*model._inputs(b)) / tokens).backward()
+        (model.net(*model.model_inputs(b)) / tokens).backward()
     found = {name: p.grad.clone() for name, p in net.named_parameters()}
     net.zero_grad()
     return found

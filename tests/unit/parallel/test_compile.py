@@ -235,7 +235,7 @@ def test_samples_leave_the_compiler_alone() -> None:
 def test_compilations_after_the_first_report_are_told_with_their_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="titanlite")  # torch's own loggers say more
+    caplog.set_level(logging.INFO, logger="titanlite")  # the handler's level, too: torch's loggers say more
     torch.compiler.reset()
     net, compilations = build(), Compilations()
     step(net)

@@ -310,7 +310,7 @@ def test_another_format_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -
     file = run / "checkpoint/step-3/manifest.json"
     manifest = json.loads(file.read_text())
     del manifest["sha256"]
-    file.write_text(commit._sealed({**manifest, "format": 9}))
+    file.write_text(commit.sealed({**manifest, "format": 9}))
     for action in ("list", "verify", "show"):
         assert (
             f"has format 9, this titanlite reads {commit.FORMAT}" in output(capsys, action, run, code=3)[-1]

@@ -123,14 +123,14 @@ def test_a_first_node_that_is_not_there(capfd: Any) -> None:
         s.bind(("127.0.0.1", 0))  # and does not listen: no other program takes the port
         port = s.getsockname()[1]
         with pytest.raises(NotReached, match=f"^no launcher answers at 127.0.0.1:{port} "):
-            rendezvous._create(1, parameters(f"127.0.0.1:{port}", join_timeout=1))
+            rendezvous.create(1, parameters(f"127.0.0.1:{port}", join_timeout=1))
     assert capfd.readouterr().err == f"titanlite: waiting for the first node's launcher at 127.0.0.1:{port}\n"
 
 
 def test_another_program_at_the_first_nodes_port(listener: socket.socket, capfd: Any) -> None:
     endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(NotReached, match=r"does not answer as the first node's launcher; name another port$"):
-        rendezvous._create(1, parameters(endpoint, join_timeout=1, read_timeout=1))
+        rendezvous.create(1, parameters(endpoint, join_timeout=1, read_timeout=1))
     listener.close()
     for thread in threading.enumerate():  # torch's own wait prints pages when it ends
         if thread.name == rendezvous.BACKEND:
@@ -141,7 +141,7 @@ def test_another_program_at_the_first_nodes_port(listener: socket.socket, capfd:
 def test_the_first_node_whose_port_is_taken_says_so_at_once(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: this node cannot open port {port}: "):
-        rendezvous._create(0, parameters(f"127.0.0.1:{port}"))
+        rendezvous.create(0, parameters(f"127.0.0.1:{port}"))
 
 
 def test_the_first_node_opens_the_port_and_the_second_finds_it(free_port: int) -> None:
@@ -150,7 +150,7 @@ def test_the_first_node_opens_the_port_and_the_second_finds_it(free_port: int) -
     made = []
     for number in range(2):
         registry = RendezvousHandlerRegistry()
-        registry.register("titanlite", partial(rendezvous._create, number))
+        registry.register("titanlite", partial(rendezvous.create, number))
         host = {"is_host": number == 0}
         values = RendezvousParameters("titanlite", f"127.0.0.1:{free_port}", "test", 2, 2, **host)
         made.append(registry.create_handler(values))
@@ -171,11 +171,11 @@ def test_the_port_of_another_machine_is_not_this_ones_to_open(listener: socket.s
 @pytest.mark.parametrize("endpoint", ["host.invalid:1234", "host:port", "127.0.0.1:99999"])
 def test_an_endpoint_that_cannot_be_used(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=f"^RDZV_ENDPOINT={re.escape(endpoint)}: .*; expected host:port of"):
-        rendezvous._create(1, parameters(endpoint))
+        rendezvous.create(1, parameters(endpoint))
 
 
 def test_one_node_waits_for_nobody_and_opens_no_port() -> None:
-    handler = rendezvous._create(0, RendezvousParameters("titanlite", "localhost:0", "id", 1, 1))
+    handler = rendezvous.create(0, RendezvousParameters("titanlite", "localhost:0", "id", 1, 1))
     assert isinstance(handler, OneNode)
     info = handler.next_rendezvous()
     assert (info.rank, info.world_size, type(info.store).__name__) == (0, 1, "HashStore")
