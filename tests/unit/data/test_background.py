@@ -30,9 +30,16 @@ LIMIT_S = 120
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks often."""
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Looks often. What a loader leaves to the end of the process is done after the test, without a wait of
+    10 s for each thread that is stuck."""
+    ends: list[Callable[[], None]] = []
     monkeypatch.setattr(background, "LOOK_S", 0.02)
+    monkeypatch.setattr(background, "atexit", SimpleNamespace(register=ends.append, unregister=ends.remove))
+    yield
+    monkeypatch.setattr(background, "END_S", 0.1)
+    for end in ends:
+        end()
 
 
 class Numbers(Dataset):
