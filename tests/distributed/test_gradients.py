@@ -64,7 +64,7 @@ def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
 @pytest.mark.parametrize(
     ("world_size", "replicate", "layout"),
     [
-        (2, 1, {}), full(2, 1, {"whole_logits": True}),
+        (2, 1, {}), (2, 1, {"whole_logits": True}),
         (2, 1, {"tied": False, "compile": "aot_eager"}), full(4, 1, {"compile": "inductor"}),
         full(4, 1, {"recompute": "full"}),
         (4, 1, {"recompute": "selective", "reduce": "micro_batch"}), (4, 2, {"tied": False}),

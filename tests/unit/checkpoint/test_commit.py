@@ -226,6 +226,24 @@ def test_a_deletion_that_fails_leaves_no_half_checkpoint(
     assert {p.name for p in tmp_path.iterdir()} == {"step-3"}
 
 
+def test_one_checkpoint_that_cannot_be_deleted_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    rename = os.rename
+
+    def refuse(path: Path, target: Path) -> None:
+        if path.name == "step-1":
+            raise PermissionError(1, "Operation not permitted")
+        rename(path, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(PermissionError):
+        commit.retain(tmp_path, 1)
+    assert {p.name for p in tmp_path.iterdir()} == {"step-1", "step-3"}
+
+
 def test_a_failed_retention_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
