@@ -16,6 +16,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,15 +40,26 @@ COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|wa
 def main() -> None:
     """Run, print a line, write, and exit."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        usage="python benchmarks/suite.py [--max-cpu-seconds N] [--output FILE] -- COMMAND",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--max-cpu-seconds", type=float, default=float("inf"))
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--max-cpu-seconds", type=float, default=float("inf"), help="fail above this")
+    parser.add_argument("--output", type=Path, help="JSON file to add the result to")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
+    if shutil.which(options.command[0]) is None:
+        parser.error(f"there is no command {options.command[0]!r}")
     command, known = " ".join(options.command), {}
-    if options.output and options.output.exists():
-        known = json.loads(options.output.read_text())  # now, lest a file that is broken cost the run
+    if options.output:  # checked now, lest it cost the run
+        try:
+            known = json.loads(options.output.read_text()) if options.output.exists() else {}
+            if not isinstance(known, dict):
+                raise ValueError("it holds no table")
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as e:
+            parser.error(f"--output={options.output}: {e}")
     load, began = os.getloadavg(), time.monotonic()
     code, cpu_s, processes, left, last = run(options.command)
     result = {
@@ -69,8 +81,8 @@ def main() -> None:
     if left:
         sys.exit(f"{left} processes outlived the command by {PATIENCE_S:.0f} s")
     if cpu_s > options.max_cpu_seconds:
-        sys.exit(f"{cpu_s:.0f} CPU seconds; at most {options.max_cpu_seconds:.0f} are allowed")
-    sys.exit(code)
+        sys.exit(f"{cpu_s:.1f} CPU seconds; at most {options.max_cpu_seconds:g} are allowed")
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def run(command: list[str]) -> tuple[int, float, int, int, str]:

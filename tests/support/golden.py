@@ -187,12 +187,18 @@ def compare(threads: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.golden", description="Golden losses.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.golden",
+        description="Train the golden runs and print how far they are from the pinned values.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--update", action="store_true", help=f"write {FILE.relative_to(ROOT)}")
     parser.add_argument("--threads", type=int, default=1, help="threads of a comparison")
     arguments = parser.parse_args()
     if not arguments.update:
         return compare(arguments.threads)
+    if arguments.threads != 1:
+        parser.error("--update: the golden values are those of one thread")
     update()
     return 0
 

@@ -134,7 +134,12 @@ def chosen(faults: Sequence[Fault], only: Sequence[str]) -> list[Fault]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.planted_faults", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.planted_faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--all-tests", action="store_true")
     parser.add_argument(
@@ -142,8 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.parent}")
     faults = chosen(load_faults(), options.only)
-    if problems := misfits(faults) or ([] if faults else [f"no fault is called like {options.only}"]):
+    if problems := misfits(faults) or (
+        [] if faults else [f"no fault in {FILE.name} has {' or '.join(options.only)} in its name or file"]
+    ):
         print("\n".join(problems), file=sys.stderr)
         return 2
     results: dict[str, Result] = {}

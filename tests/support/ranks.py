@@ -37,6 +37,8 @@ class Ranks:
     """
 
     def __init__(self, world_size: int, function: Callable[..., Any], *args: Any):
+        name = getattr(function, "__qualname__", "")
+        assert "<" not in name, f"{name} is inside another function: ranks import theirs by its name"
         self._folder = tempfile.TemporaryDirectory(prefix="titanlite-ranks-")
         context = _server()
         self._connections: list[Connection] = []
@@ -116,7 +118,8 @@ class Ranks:
         except (EOFError, ConnectionResetError):
             self._connections[rank].close()
         else:
-            raise AssertionError(f"rank {rank} did not end its process: {value}")
+            codes = [process.exitcode for process in self.processes]
+            raise AssertionError(f"rank {rank} did not end its process: {value}\nexit codes: {codes}")
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
