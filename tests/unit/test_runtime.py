@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.jobs import make_job
 from titanlite.checkpoint.commit import CheckpointError
@@ -41,6 +43,28 @@ def test_garbage_is_collected_when_it_is_due(
     assert frozen[-1] > frozen[0], "the later ones look through what the first step left"
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+class Model:
+    """What an earlier run in this process left: it holds itself."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
+def test_what_an_earlier_run_left_gives_its_gpu_memory_back(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, cuda: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda)
+    gc.collect()
+    gc.disable()
+    try:
+        left = weakref.ref(Model())
+        train(make_job(tmp_path, corpus, "--training.steps=1"))
+        assert (left() is None) == cuda, "on the CPU, a collection would take 0.3 s for little memory"
+    finally:
+        gc.enable()
 
 
 def test_garbage_may_be_left_to_python(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
