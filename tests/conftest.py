@@ -18,7 +18,7 @@ from hypothesis import settings
 settings.register_profile("titanlite", deadline=None)  # no test is a measurement: the machine may be loaded
 settings.load_profile("titanlite")
 
-logging.getLogger("titanlite").setLevel(logging.INFO)  # pytest's log_level would take 1 ms per test
+logging.getLogger("titanlite").setLevel(logging.INFO)  # once: pytest's log_level does it for each test
 logging.disable(logging.DEBUG)  # torch's loggers fill pages of a failed test's report
 
 # torch is imported where it is needed: tests/test_architecture.py needs none.

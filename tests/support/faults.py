@@ -136,14 +136,13 @@ class _Planted:
         self._armed = fault.during == "start"
         self._calls = 0
         self._lock = threading.Lock()  # shards are written by several threads
-        owner, name = _find(fault.target)
-        self.original = getattr(owner, name)
+        self._owner, self._name = _find(fault.target)
+        self.original = getattr(self._owner, self._name)
         self.stopped_at: float | None = None  # of a loader worker, by time.monotonic()
 
     def plant(self) -> None:
         """Wrap the target, and around it what arms the fault."""
-        owner, name = _find(self.fault.target)
-        _wrap(owner, name, self._call)
+        _wrap(self._owner, self._name, self._call)
         where = {"write": "Checkpointer._write", "save": "Checkpointer.save"}
         if self.fault.during in where:
             _wrap(*_find(f"checkpointer:{where[self.fault.during]}"), self._arm)

@@ -150,9 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json: there is no folder {options.json.parent}")
     faults = chosen(load_faults(), options.only)
-    if problems := misfits(faults) or (
-        [] if faults else [f"no fault in {FILE.name} has {' or '.join(options.only)} in its name or file"]
-    ):
+    if not faults:
+        parser.error(f"no fault in {FILE.name} has {' or '.join(options.only)} in its name or file")
+    if problems := misfits(faults):
         print("\n".join(problems), file=sys.stderr)
         return 2
     results: dict[str, Result] = {}
