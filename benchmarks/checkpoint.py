@@ -200,7 +200,7 @@ from pathlib import Path
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.job import load_job
-from titanlite.parallel.sharded import ShardedModel
+from titanlite.parallel.sharded_model import ShardedModel
 folder, verify = Path(sys.argv[1]), sys.argv[2]
 job = load_job(folder / "job.toml", world_size=None)
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -29,8 +29,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.environment import write_result  # noqa: E402
-from titanlite.models.attention import causal_attention  # noqa: E402
-from titanlite.parallel.context import Context  # noqa: E402
+from titanlite.attention.base import causal_attention  # noqa: E402
+from titanlite.parallel.context_parallel import Context  # noqa: E402
 
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
 

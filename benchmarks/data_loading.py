@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from titanlite.data.loader import Data, MicroBatches, Rows, SequenceLoader
 from titanlite.data.shards import token_dtype, write_description, write_shard
 from titanlite.data.sources import Tokens
-from titanlite.data.tokenizer import Tiktoken
+from titanlite.tokenizers.tiktoken import Tiktoken
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = ((2048, 8), (8192, 2))  # seq_len, rows of a micro-batch

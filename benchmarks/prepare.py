@@ -21,12 +21,12 @@ from typing import Any
 
 from environment import environment
 
-from titanlite.data.filters import ExactDuplicates, Filter, Length, NearDuplicates
-from titanlite.data.pipeline import prepare
-from titanlite.data.processes import num_cores
-from titanlite.data.sources import stdlib_files
-from titanlite.data.stages import Recipe
-from titanlite.data.tokenizer import Tiktoken
+from titanlite.data.worker_pool import num_cores
+from titanlite.prepare.filters import ExactDuplicates, Filter, Length, NearDuplicates
+from titanlite.prepare.pipeline import prepare
+from titanlite.prepare.sources import stdlib_files
+from titanlite.prepare.stages import Recipe
+from titanlite.tokenizers.tiktoken import Tiktoken
 
 ROOT = Path(__file__).resolve().parents[1]
 REPEATS = 3

@@ -22,8 +22,8 @@ from environment import environment
 
 from titanlite.data import order
 from titanlite.data.loader import Data, MicroBatches, SequenceLoader
-from titanlite.data.sources import Text
-from titanlite.data.tokenizer import Bytes
+from titanlite.prepare.sources import Text
+from titanlite.tokenizers.bytes import Bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 POSITIONS = (0, 10**6, 10**9, 10**12)

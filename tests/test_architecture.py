@@ -13,14 +13,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "titanlite"
 LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
-    {"environment", "files"},
-    {"config", "log", "errors", "host_copy"},
-    {"progress"},
-    {"commands", "models", "optim", "data", "losses", "cost", "mesh"},
-    {"parallel", "checkpoint", "metrics", "runtime", "signals", "profile"},
+    {"files", "errors"},
+    {"config", "log", "host_copy"},
+    {"progress", "commands"},
+    {"attention", "tokenizers", "losses", "mesh", "flops"},
+    {"data", "models", "optim"},
+    {"checkpoint", "parallel", "runtime", "metrics", "prepare"},
+    {"interop"},
     {"evaluate", "generate"},
     {"job"},
-    {"startup", "waiting"},
+    {"startup"},
     {"train", "cli", "tools"},
     {"__main__"},
 ]
@@ -99,15 +101,15 @@ def users(*prefixes: str) -> set[str]:
 
 
 def test_each_thing_is_touched_in_one_place() -> None:
-    # environment.py sets what OpenMP reads while torch is imported, which runtime.py does
-    assert users("os.environ", "os.getenv") == {"environment.py", "runtime.py"}
+    # runtime/environment.py sets what OpenMP reads while torch is imported, which runtime/runtime.py does
+    assert users("os.environ", "os.getenv") == {"runtime/environment.py"}
     assert users("logging") == {"log.py", "tools/launch.py"}  # launch silences torchrun's own report
     assert not {u for u in users("torch.distributed") if u.startswith("models/")}
     assert not {u for u in users("torch") if u.startswith("config/")}
     collectives = {u.split("/")[0] for u in users("torch.distributed")} - {
         "parallel",
         "checkpoint",
-        "runtime.py",
+        "runtime/runtime.py",
     }
     assert collectives == {"mesh.py", "tools"}  # the mesh's type, and torchrun
 
@@ -155,14 +157,15 @@ def test_a_planted_import_of_a_test_module_is_found(tmp_path: Path, line: str) -
     assert len(imported_tests(tmp_path)) == 1
 
 
-def test_the_tree_in_the_readme_names_every_module() -> None:
+def test_the_tree_in_the_readme_names_every_folder_and_module() -> None:
     tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
-    named = set(re.findall(r"[\w]+\.(?:py|md)", tree))
-    there = {path.name for path in PACKAGE.rglob("*.py") if path.parent.name != "tools"} - {"__init__.py"}
+    inside = set(re.findall(r"\w+(?:\.py|/)", tree.partition("titanlite/\n")[2].partition("```")[0]))
+    units = {p.name for p in PACKAGE.glob("*.py")} | {
+        f"{p.parent.name}/" for p in PACKAGE.glob("*/__init__.py")
+    }
+    assert inside - {"apply.py"} == units - {"__init__.py", "__main__.py"}
     docs = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert there | docs <= named
-    tools = {path.name for path in (PACKAGE / "tools").glob("*.py")}
-    assert named <= there | docs | tools | {"CONTRIBUTING.md"}
+    assert docs <= set(re.findall(r"\w+\.md", tree))
 
 
 def test_every_file_says_what_it_is_in_ascii() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from titanlite.config import shipped
-from titanlite.data.tokenizer import Tiktoken
 from titanlite.job import load_job
+from titanlite.tokenizers.tiktoken import Tiktoken
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = [

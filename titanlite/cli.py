@@ -21,11 +21,12 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
-from titanlite import commands, environment
+from titanlite import commands
 from titanlite.config.component import ConfigError
 from titanlite.files import REFUSALS
 from titanlite.log import printable, tell
-from titanlite.signals import Stopped, signals
+from titanlite.runtime import environment
+from titanlite.runtime.signals import Stopped, signals
 
 ROOM = "; make room there (df -h, df -i), or name a folder on another disk"
 FILES = "; raise the limit of open files (ulimit -n)"
@@ -49,8 +50,9 @@ def main() -> int:
         sys.stderr.flush()
     except OSError:  # what cannot be written goes nowhere; else Python would end with 120
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    if runtime := sys.modules.get("titanlite.runtime"):  # loaded by the verb: importing it costs seconds
-        runtime.leave(code)  # a process that may have had process groups must not finalise
+    # Loaded if the verb needed torch. A process that may have had process groups must not finalise.
+    if process := sys.modules.get("titanlite.runtime.process"):
+        process.leave(code)
     return code
 
 
@@ -76,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
                 tell(_reason(error))
             else:  # most such errors are all ranks', and then this one is ended while it waits
                 time.sleep(2)
-                tell(f"local rank {sys.modules['titanlite.runtime'].local_rank()}: {_reason(error)}")
+                tell(f"local rank {environment.local_rank()}: {_reason(error)}")
         return code
 
 
@@ -148,9 +150,8 @@ def _print(text: str) -> None:
 
 
 def _speaks() -> bool:
-    """One rank on each node, for what all of them have to say."""
-    runtime = sys.modules.get("titanlite.runtime")
-    return runtime is None or runtime.local_rank() == 0
+    """True on one rank of each node, which reports what all ranks would report."""
+    return environment.local_rank() == 0
 
 
 def unsupported_torch() -> str | None:

@@ -22,7 +22,7 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.config.overrides import Bare, split_arguments, split_overrides, split_words
 
 ALLOW_IMPORTS = "--allow-imports"  # the option of verbs that do not run a file's imports by themselves
-DTYPES = ("float32", "bfloat16", "float16")  # of exported weights; as in checkpoint/export.py
+DTYPES = ("float32", "bfloat16", "float16")  # of exported weights; as in interop/export.py
 
 KEYS = """
 The command line goes before the file, the file before the defaults; of several values for one key the last

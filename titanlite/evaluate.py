@@ -14,9 +14,9 @@ import torch
 
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import Rows
-from titanlite.parallel.sharded import ShardedModel
+from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.progress import Progress
-from titanlite.runtime import Runtime
+from titanlite.runtime.runtime import Runtime
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from titanlite.attention.kv_cache import Cache
 from titanlite.config.component import ConfigError
-from titanlite.data.tokenizer import TextCodec
 from titanlite.errors import Diverged
 from titanlite.models.base import Decoder
-from titanlite.models.cache import Cache
+from titanlite.tokenizers.base import TextCodec
 
 # ids of each row so far -> logits of their next tokens [B, V]
 NextLogits = Callable[[Sequence[Sequence[int]]], torch.Tensor]

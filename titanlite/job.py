@@ -16,9 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import titanlite.data.huggingface
+# Importing these modules registers the components that ship with titanlite.
 import titanlite.models.llama3
-import titanlite.models.qwen3  # noqa: F401 -- these register their choices
+import titanlite.models.qwen3
+import titanlite.prepare.sources
+import titanlite.tokenizers.bytes
+import titanlite.tokenizers.huggingface  # noqa: F401
+from titanlite.attention.base import AttentionBackend
 from titanlite.checkpoint.commit import MANIFEST
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.commands import ALLOW_IMPORTS
@@ -28,23 +32,24 @@ from titanlite.config.overrides import listed, plain
 from titanlite.config.places import Locator
 from titanlite.config.shipped import PACKAGE
 from titanlite.data.loader import Data
-from titanlite.data.tokenizer import Tiktoken, Tokenizer
 from titanlite.evaluate import Validation
 from titanlite.generate import Generation
 from titanlite.losses import ChunkedCrossEntropy, Loss
 from titanlite.mesh import ZERO_BUBBLE, Parallelism
 from titanlite.metrics.guard import Guard
 from titanlite.metrics.meter import Metrics
-from titanlite.models.attention import AttentionBackend
+from titanlite.metrics.profiling import Profiling
 from titanlite.models.base import ModelFamily
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer
 from titanlite.optim.schedule import LRScheduler
+from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.compile import BACKENDS_WITH_MEMORY_BUDGET, Compile
 from titanlite.parallel.float8 import MULTIPLE, Float8
-from titanlite.parallel.recompute import ActivationCheckpoint
-from titanlite.profile import Profiling
-from titanlite.runtime import Comm, StepPlan, Training
+from titanlite.runtime.process_group import Comm
+from titanlite.runtime.training import StepPlan, Training
+from titanlite.tokenizers.base import Tokenizer
+from titanlite.tokenizers.tiktoken import Tiktoken
 
 
 @dataclass(frozen=True, kw_only=True)

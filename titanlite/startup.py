@@ -13,20 +13,21 @@ import torch
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.opening import Opening
-from titanlite.checkpoint.recipe import differences, spell
+from titanlite.checkpoint.run_identity import differences, spell
 from titanlite.checkpoint.state import TrainState
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.cost import flops_per_token
 from titanlite.data.loader import Rows
-from titanlite.data.tokenizer import TextCodec
 from titanlite.files import write_atomically
+from titanlite.flops import flops_per_token
 from titanlite.job import Job
 from titanlite.log import logger
 from titanlite.losses import ChunkedCrossEntropy
 from titanlite.metrics.memory import MemorySettings
 from titanlite.models.base import Decoder
-from titanlite.runtime import Runtime, device_name, environment
+from titanlite.runtime.process import device_name
+from titanlite.runtime.runtime import Runtime, environment
+from titanlite.tokenizers.base import TextCodec
 
 
 def flops_of(job: Job, net: Decoder) -> int:

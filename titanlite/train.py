@@ -17,30 +17,31 @@ import torch
 
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
-from titanlite.checkpoint.weights import Exchange
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
-from titanlite.cost import peak_bf16_flops
 from titanlite.data.batch import Batch
 from titanlite.data.loader import MicroBatches, Rows, SequenceLoader
-from titanlite.data.tokenizer import TextCodec
 from titanlite.errors import Diverged, LoaderError
 from titanlite.evaluate import validate
+from titanlite.flops import peak_bf16_flops
 from titanlite.generate import generate
+from titanlite.interop.weights import Exchange
 from titanlite.job import Job, load_job
 from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.memory import OutOfMemory, building, explain
 from titanlite.metrics.meter import Meter
+from titanlite.metrics.profiling import Profiler
 from titanlite.optim.base import guarded_step, set_lr
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import clip_divisor, grad_norm
 from titanlite.parallel.compile import Compilations
-from titanlite.parallel.sharded import ShardedModel
-from titanlite.profile import Profiler
-from titanlite.runtime import Runtime, device_name, runtime, world_size
-from titanlite.signals import Signals, Stopped, signals
+from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.runtime.data_wait import DataWait
+from titanlite.runtime.process import device_name, world_size
+from titanlite.runtime.runtime import Runtime, runtime
+from titanlite.runtime.signals import Signals, Stopped, signals
 from titanlite.startup import (
     annotated,
     check_device,
@@ -54,7 +55,7 @@ from titanlite.startup import (
     record,
     resolved,
 )
-from titanlite.waiting import DataWait
+from titanlite.tokenizers.base import TextCodec
 
 
 def train(job: Job) -> int:
@@ -69,7 +70,7 @@ def train(job: Job) -> int:
     ):
         model, optimizer, state, loader = run.model, run.optimizer, run.state, run.loader
         meter, checkpoints, guard = run.meter, run.checkpoints, run.guard
-        loader.while_waiting = DataWait(rt, requests, state)
+        loader.while_waiting = DataWait(rt, requests, lambda: state.step < first_step)
         first_step, last_step = state.step + 1, job.training.steps
         stop, evaluation = False, dict[str, Any]()
         requests.begin(job.folder / "STOP" if rt.rank == 0 else None)

@@ -20,7 +20,7 @@ from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.models import qwen3
 from titanlite.models.qwen3 import Qwen3
-from titanlite.parallel import tensor
+from titanlite.parallel import tensor_parallel as tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3: dict[str, Any] = {"family": "qwen3", "shape": {"head_dim": 16}}  # 4 heads of 16 over a dim of 32

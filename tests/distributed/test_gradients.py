@@ -16,7 +16,8 @@ from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch
 from titanlite.models import decoder, llama3, qwen3  # noqa: F401 -- two of these register their families
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel import apply, tensor
+from titanlite.parallel import apply
+from titanlite.parallel import tensor_parallel as tensor
 
 SPLITS = [(1, 4, 1), (4, 1, 1), (2, 2, 1), (4, 2, 2), (4, 1, 4)]  # ranks, micro-batches, replicas
 

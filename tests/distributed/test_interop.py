@@ -15,10 +15,10 @@ from tests.support.models import family, hugging_face, tensors_in
 from tests.support.runs import CONTEXT, PIPELINE, TENSOR, train_on_rank
 from tests.support.tiers import full
 from titanlite import cli
-from titanlite.checkpoint import initial
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.weights import Weights
 from titanlite.config.component import ConfigError
+from titanlite.interop import initial
+from titanlite.interop.weights import Weights
 from titanlite.models.base import ModelFamily
 from titanlite.train import train
 

@@ -28,7 +28,7 @@ from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
-from titanlite.parallel import tensor
+from titanlite.parallel import tensor_parallel as tensor
 from titanlite.train import train
 
 BASE = [

@@ -19,7 +19,7 @@ from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.data.batch import Batch
 from titanlite.mesh import STAGES_A_RANK, ZERO_BUBBLE
-from titanlite.parallel import pipeline
+from titanlite.parallel import pipeline_parallel as pipeline
 from titanlite.parallel.fsdp import add_up_gradients
 
 UNTIED = {"tied": False, "layers": 8}

@@ -27,9 +27,10 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import HashingFile, first_fault
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
-from titanlite.data import plan, stages
+from titanlite.data import plan
 from titanlite.job import Job
 from titanlite.metrics.meter import Meter
+from titanlite.prepare import stages
 from titanlite.train import train
 
 MODES = pytest.mark.parametrize("mode", ["async", "disabled"])

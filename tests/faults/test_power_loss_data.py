@@ -19,17 +19,17 @@ from tests.support.file_operations import Recording, recorded
 from tests.support.jobs import make_job, write_corpus
 from tests.support.power_loss import check_all, crashes, tree_of, without_syncs
 from titanlite.checkpoint import commit
-from titanlite.data import corpus as corpora
-from titanlite.data import pipeline, stages
-from titanlite.data.corpus import find_files
-from titanlite.data.filters import ExactDuplicates, Length
-from titanlite.data.pipeline import prepare
 from titanlite.data.plan import Plan, open_plan
 from titanlite.data.shards import TokenShards
-from titanlite.data.sources import Text
-from titanlite.data.stages import Recipe
-from titanlite.data.tokenizer import Bytes
 from titanlite.log import logger
+from titanlite.prepare import corpus as corpora
+from titanlite.prepare import pipeline, stages
+from titanlite.prepare.corpus import find_files
+from titanlite.prepare.filters import ExactDuplicates, Length
+from titanlite.prepare.pipeline import prepare
+from titanlite.prepare.sources import Text
+from titanlite.prepare.stages import Recipe
+from titanlite.tokenizers.bytes import Bytes
 from titanlite.tools import export
 from titanlite.train import train
 

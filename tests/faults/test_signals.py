@@ -26,7 +26,7 @@ from tests.support.jobs import make_job, metrics_of, write_corpus
 from tests.support.ranks import Ranks, leave, write_output_to
 from tests.support.runs import assert_same, history, state_of
 from tests.support.tiers import full
-from titanlite import cli, signals
+from titanlite import cli
 from titanlite.checkpoint import resume
 from titanlite.checkpoint.commit import committed
 from titanlite.checkpoint.reader import SafeReader
@@ -34,10 +34,11 @@ from titanlite.checkpoint.staging import HostBuffers
 from titanlite.checkpoint.state import TrainState
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.data.loader import Data, Rows, SequenceLoader
-from titanlite.data.tokenizer import TextCodec
 from titanlite.job import Job
 from titanlite.optim.adamw import AdamW
-from titanlite.parallel.sharded import ShardedModel
+from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.runtime import signals
+from titanlite.tokenizers.base import TextCodec
 
 RANKS, STEPS = 2, 8
 

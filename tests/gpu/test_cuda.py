@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.gpu import column, run
-from titanlite.models.attention import causal_attention, document_mask
+from titanlite.attention.base import causal_attention, document_mask
 from titanlite.parallel.initialize import fill_normal
 
 pytestmark = pytest.mark.gpu

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.gpu import column, run, trained
+from titanlite.attention.base import AttentionBackend
 from titanlite.config.component import ConfigError
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
-from titanlite.models.attention import AttentionBackend
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.data.shards import TokenShards, token_dtype, write_description, write_shard
-from titanlite.data.tokenizer import TextCodec
+from titanlite.tokenizers.base import TextCodec
 
 
 class Codec(TextCodec):

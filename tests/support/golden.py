@@ -27,7 +27,7 @@ import torch
 
 from tests.support.jobs import ROOT, make_job, metrics_of, write_corpus
 from titanlite.job import Job, load_job
-from titanlite.runtime import runtime
+from titanlite.runtime.runtime import runtime
 from titanlite.train import build, train
 
 FILE = ROOT / "tests" / "golden" / "losses.json"

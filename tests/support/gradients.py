@@ -13,13 +13,13 @@ from titanlite.data.batch import IGNORE, Batch
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
 from titanlite.mesh import Parallelism, build_mesh
 from titanlite.models.base import ModelFamily
+from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import grad_norm
 from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.initialize import fill_normal
-from titanlite.parallel.recompute import ActivationCheckpoint
-from titanlite.parallel.sharded import ShardedModel
+from titanlite.parallel.sharded_model import ShardedModel
 
 SHAPE = {
     "dim": 32,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite import train as trainer
-from titanlite.parallel.sharded import ShardedModel
+from titanlite.parallel.sharded_model import ShardedModel
 
 FAULTS = ("gradient", "weight", "loss")
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titanlite.models.attention import Mask, causal_attention
+from titanlite.attention.base import Mask, causal_attention
 from titanlite.models.base import Decoder, DecoderConfig, LossFunction, ModelFamily
 from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, apply_rope, rope_tables
 

@@ -21,9 +21,9 @@ from types import SimpleNamespace
 import pytest
 
 from titanlite import cli, train
-from titanlite.checkpoint import export
 from titanlite.commands import DTYPES, VERBS, Verb, parser
 from titanlite.config.component import ConfigError
+from titanlite.interop import export
 from titanlite.log import for_terminal, logger, set_up_logging
 
 ROOT = Path(__file__).resolve().parents[2]

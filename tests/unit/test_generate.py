@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.support.parallel_residual import ParallelResidual
+from titanlite.attention.kv_cache import Cache
 from titanlite.config.component import ConfigError
-from titanlite.data.tokenizer import Bytes
 from titanlite.generate import CachedRows, Generation, before_any, choose, generate, next_tokens, whole_rows
 from titanlite.models.base import Decoder
-from titanlite.models.cache import Cache
 from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3 import Qwen3
+from titanlite.tokenizers.bytes import Bytes
 
 CPU = torch.device("cpu")
 SHAPE = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "hidden_dim": 64}

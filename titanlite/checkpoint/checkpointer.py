@@ -27,14 +27,12 @@ from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.commit_record import CommitRecord
 from titanlite.checkpoint.digest import FileDigest, gib
-from titanlite.checkpoint.exporter import Exporter
-from titanlite.checkpoint.initial import load_initial
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.opening import Opening
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import MisfitError, cause, load_tensors
-from titanlite.checkpoint.recipe import check_optimizer
 from titanlite.checkpoint.resume import Candidate, Fault, newest_healthy
+from titanlite.checkpoint.run_identity import check_optimizer
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
 from titanlite.checkpoint.state import (
@@ -47,10 +45,12 @@ from titanlite.checkpoint.state import (
     size_of,
     tensors_of,
 )
-from titanlite.checkpoint.weights import Exchange
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
 from titanlite.errors import Diverged
+from titanlite.interop.exporter import Exporter
+from titanlite.interop.initial import load_initial
+from titanlite.interop.weights import Exchange
 from titanlite.log import logger
 
 MAX_FAILURES = 3  # saves in a row

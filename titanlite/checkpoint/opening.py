@@ -9,12 +9,12 @@ from typing import Any
 
 from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.commit_record import CommitRecord
-from titanlite.checkpoint.initial import check_initial
-from titanlite.checkpoint.recipe import before_opening, check_allowed, check_recipe, read_recipe
 from titanlite.checkpoint.resume import Candidate, Fault
+from titanlite.checkpoint.run_identity import before_opening, check_allowed, check_recipe, read_recipe
 from titanlite.checkpoint.section import Checkpoint
-from titanlite.checkpoint.weights import Exchange
 from titanlite.config.component import ConfigError
+from titanlite.interop.initial import check_initial
+from titanlite.interop.weights import Exchange
 from titanlite.log import logger
 
 

@@ -29,7 +29,7 @@ from titanlite.data.batch import Batch, make_batch
 from titanlite.data.order import BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, PackedRows, Row
 from titanlite.data.sources import Source
-from titanlite.data.tokenizer import TextCodec
+from titanlite.tokenizers.base import TextCodec
 
 T = TypeVar("T")
 

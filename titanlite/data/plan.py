@@ -21,8 +21,8 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, expect, load_object
-from titanlite.data.processes import num_cores, worker_pool
 from titanlite.data.shards import TokenShards, file_sha256
+from titanlite.data.worker_pool import num_cores, worker_pool
 from titanlite.files import named, sync
 from titanlite.log import logger
 from titanlite.progress import Progress

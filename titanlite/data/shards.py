@@ -21,8 +21,8 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect, load_object
-from titanlite.data.tokenizer import TextCodec
 from titanlite.files import check_regular, named, sync, write_atomically
+from titanlite.tokenizers.base import TextCodec
 
 FORMAT = 1
 MAX_MAPS = 256  # of files at a time: each map holds a file descriptor, of which a process has 1024

@@ -46,7 +46,7 @@ class Metrics:
 
 @dataclass
 class Meter:
-    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token`, `peak_flops` by cost.py;
+    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token`, `peak_flops` by flops.py;
     `set_up_began`: when the run's set-up did, for the time to the first step."""
 
     device: torch.device

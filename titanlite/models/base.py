@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from titanlite.attention.base import Mask
 from titanlite.config.component import Component, ConfigError, suggest
-from titanlite.models.attention import Mask
 
 # hidden [B, T, D], head weight [V, D], targets int64 [B, T] -> sum over the targets that count, fp32 scalar
 LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from titanlite.attention.base import Mask, causal_attention
 from titanlite.config.component import ConfigError
-from titanlite.models.attention import Mask, causal_attention
 from titanlite.models.base import Decoder, DecoderConfig, LossFunction
 from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, SwiGLU, apply_rope, head, rope_tables
 

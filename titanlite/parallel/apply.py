@@ -8,14 +8,19 @@ import torch
 from titanlite.losses import Loss
 from titanlite.mesh import Mesh, Parallelism
 from titanlite.models.base import Decoder
+from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_recompute
 from titanlite.parallel.compile import Compile, apply_compile, compile_forwards
 from titanlite.parallel.float8 import Float8, apply_float8
 from titanlite.parallel.fsdp import apply_fsdp
-from titanlite.parallel.pipeline import Pipeline, apply_pipeline
+from titanlite.parallel.pipeline_parallel import Pipeline, apply_pipeline
 from titanlite.parallel.precision import apply_precision
-from titanlite.parallel.recompute import ActivationCheckpoint, apply_recompute
-from titanlite.parallel.sharded import ShardedModel
-from titanlite.parallel.tensor import apply_tensor, logits_of_all_tokens, of_all_tokens, vocabulary_part
+from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.parallel.tensor_parallel import (
+    apply_tensor,
+    logits_of_all_tokens,
+    of_all_tokens,
+    vocabulary_part,
+)
 
 
 def parallelize(

@@ -16,13 +16,13 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.dcp import non_finite_in
 from titanlite.checkpoint.digest import first_fault, gib
 from titanlite.checkpoint.reader import read_metadata
-from titanlite.checkpoint.recipe import flatten
 from titanlite.checkpoint.resume import checkpoints_below, find_checkpoint, small_files
+from titanlite.checkpoint.run_identity import flatten
 from titanlite.checkpoint.state import TRAIN, read_train
 from titanlite.config.component import ConfigError, suggest
+from titanlite.interop.dcp import non_finite_in
 from titanlite.log import printable
 
 EXIT_BAD = commit.CheckpointError.exit_code

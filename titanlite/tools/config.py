@@ -15,17 +15,18 @@ from collections.abc import Sequence
 import torch
 
 from titanlite.checkpoint.opening import Opening
-from titanlite.checkpoint.weights import Exchange
 from titanlite.commands import ALLOW_IMPORTS, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
-from titanlite.environment import set_library_defaults
+from titanlite.interop.weights import Exchange
 from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
+from titanlite.parallel.activation_checkpoint import apply_recompute
 from titanlite.parallel.float8 import divide_layers
-from titanlite.parallel.recompute import apply_recompute
-from titanlite.runtime import StepPlan, choose_param_dtype, pick_device
+from titanlite.runtime.environment import set_library_defaults
+from titanlite.runtime.process import pick_device
+from titanlite.runtime.training import StepPlan, choose_param_dtype
 from titanlite.startup import (
     annotated,
     check_device,

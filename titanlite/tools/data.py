@@ -19,9 +19,10 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.data.packing import PACKINGS, PackedRows
 from titanlite.data.shards import TokenShards
-from titanlite.data.tokenizer import TextCodec, Tiktoken, Tokenizer
 from titanlite.job import load_job
 from titanlite.log import for_terminal
+from titanlite.tokenizers.base import TextCodec, Tokenizer
+from titanlite.tokenizers.tiktoken import Tiktoken
 
 
 @dataclass(frozen=True, kw_only=True)

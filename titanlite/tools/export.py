@@ -7,13 +7,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from titanlite.checkpoint.dcp import check_whole, open_titanlite
 from titanlite.checkpoint.digest import gib
-from titanlite.checkpoint.export import DTYPES, write_directory
 from titanlite.checkpoint.resume import find_checkpoint
-from titanlite.checkpoint.weights import Exchange, check_tokenizer
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
+from titanlite.interop.dcp import check_whole, open_titanlite
+from titanlite.interop.export import DTYPES, write_directory
+from titanlite.interop.weights import Exchange, check_tokenizer
 from titanlite.job import check_new, load_recorded_job
 from titanlite.log import set_up_logging, tell
 

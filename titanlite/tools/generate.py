@@ -13,21 +13,21 @@ from pathlib import Path
 import torch
 
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.dcp import check_whole, open_titanlite
-from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.checkpoint.state import listed, model_tensors, non_finite
-from titanlite.checkpoint.weights import Weights, first_of, load_weights, misfits, skeleton
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
-from titanlite.data.huggingface import HuggingFace
-from titanlite.data.tokenizer import TextCodec
 from titanlite.generate import CachedRows, Generation, before_any, next_tokens
+from titanlite.interop.dcp import check_whole, open_titanlite
+from titanlite.interop.huggingface import open_hugging_face
+from titanlite.interop.weights import Weights, first_of, load_weights, misfits, skeleton
 from titanlite.job import load_recorded_job
 from titanlite.log import for_terminal, set_up_logging, tell
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.hf_config import read_family
-from titanlite.runtime import pick_device
+from titanlite.runtime.process import pick_device
+from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.huggingface import HuggingFace
 
 
 @dataclass(frozen=True)

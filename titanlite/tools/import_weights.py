@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titanlite.checkpoint.dcp import check_whole
 from titanlite.checkpoint.digest import gib
-from titanlite.checkpoint.export import DTYPES, write_directory
-from titanlite.checkpoint.huggingface import tell_generation
-from titanlite.checkpoint.initial import TO_CHANGE_IT, open_weights
-from titanlite.checkpoint.weights import Exchange, check_tokenizer
 from titanlite.commands import parser
+from titanlite.interop.dcp import check_whole
+from titanlite.interop.export import DTYPES, write_directory
+from titanlite.interop.huggingface import tell_generation
+from titanlite.interop.initial import TO_CHANGE_IT, open_weights
+from titanlite.interop.weights import Exchange, check_tokenizer
 from titanlite.job import check_new, load_job
 from titanlite.log import set_up_logging, tell
 from titanlite.tools.export import parse_size

@@ -21,11 +21,11 @@ from torch.distributed.launcher import api as launcher
 
 from titanlite import train
 from titanlite.commands import launch_arguments
-from titanlite.environment import prepare_to_launch
 from titanlite.job import load_job
 from titanlite.log import tell
-from titanlite.tools import rendezvous
-from titanlite.tools.agent import Agent, RanksFailed, heard_signals
+from titanlite.runtime import rendezvous
+from titanlite.runtime.agent import Agent, RanksFailed, heard_signals
+from titanlite.runtime.environment import prepare_to_launch
 
 
 def main(argv: Sequence[str]) -> int:

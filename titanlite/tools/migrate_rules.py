@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanlite.checkpoint.foreign import IN_BLOCK
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.places import Locator
-from titanlite.data.tokenizer import Tiktoken
+from titanlite.interop.torchtitan_meta import IN_BLOCK
 from titanlite.job import Job
 from titanlite.models.base import ModelFamily
+from titanlite.tokenizers.tiktoken import Tiktoken
 from titanlite.tools.config import build_on_meta
 from titanlite.tools.torchtitan import (
     DEFAULT_TOKENIZER,

@@ -21,14 +21,15 @@ from typing import Literal
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_words
-from titanlite.data.corpus import Limits, find_files
-from titanlite.data.filters import Filter
-from titanlite.data.pipeline import origin, prepare, work_folder
-from titanlite.data.report import table
 from titanlite.data.shards import TokenShards
-from titanlite.data.stages import Recipe
-from titanlite.data.tokenizer import Tiktoken, Tokenizer
 from titanlite.job import check_writable, import_components
+from titanlite.prepare.corpus import Limits, find_files
+from titanlite.prepare.filters import Filter
+from titanlite.prepare.pipeline import origin, prepare, work_folder
+from titanlite.prepare.report import table
+from titanlite.prepare.stages import Recipe
+from titanlite.tokenizers.base import Tokenizer
+from titanlite.tokenizers.tiktoken import Tiktoken
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,12 +22,13 @@ from titanlite.commands import ALLOW_IMPORTS, Options, take_flag
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.overrides import split_words
-from titanlite.data.corpus import Limits, documents, find_files
-from titanlite.data.sources import stdlib_files
-from titanlite.data.tokenizer import LLAMA3_PATTERN, Tiktoken, Tokenizer
-from titanlite.data.tokenizer_json import byte_alphabet
 from titanlite.files import write_atomically
 from titanlite.job import check_new, load_job
+from titanlite.prepare.corpus import Limits, documents, find_files
+from titanlite.prepare.sources import stdlib_files
+from titanlite.tokenizers.base import Tokenizer
+from titanlite.tokenizers.tiktoken import LLAMA3_PATTERN, Tiktoken
+from titanlite.tokenizers.tokenizer_json import byte_alphabet
 
 
 def main(argv: Sequence[str]) -> int:

@@ -26,9 +26,10 @@ from titanlite.data.batch import IGNORE, Batch, make_batch, row_hash
 from titanlite.data.loader import Data, MicroBatches, Rows, SequenceLoader
 from titanlite.data.order import BLOCK, quotas
 from titanlite.data.packing import Row
-from titanlite.data.sources import Text, Tokens
-from titanlite.data.tokenizer import Bytes
+from titanlite.data.sources import Tokens
 from titanlite.errors import LoaderError
+from titanlite.prepare.sources import Text
+from titanlite.tokenizers.bytes import Bytes
 
 SEQ_LEN, SEED = 16, 7
 SIZES = {

@@ -14,8 +14,8 @@ import pytest
 from titanlite.data import order
 from titanlite.data.loader import Data, MicroBatches, Rows, SequenceLoader
 from titanlite.data.shards import TokenShards
-from titanlite.data.sources import Text
-from titanlite.data.tokenizer import Bytes
+from titanlite.prepare.sources import Text
+from titanlite.tokenizers.bytes import Bytes
 
 POSITIONS = (0, 10**6, 10**9, 10**12)
 MICRO_BATCH = 8

@@ -21,8 +21,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader, worker
 
 from titanlite.data.batch import row_hash
 from titanlite.data.loader import Data, MicroBatches, Rows, SequenceLoader
-from titanlite.data.sources import Text
-from titanlite.data.tokenizer import Bytes
+from titanlite.prepare.sources import Text
+from titanlite.tokenizers.bytes import Bytes
 
 STEP = 24  # sequences
 U64 = 1 << 64

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support.datasets import Codec, write_dataset
 from titanlite.config.component import ConfigError
 from titanlite.data.shards import TokenShards
-from titanlite.data.tokenizer import TextCodec
+from titanlite.tokenizers.base import TextCodec
 from titanlite.tools import data as data_tool
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [], [14, 15], [16], [17, 18, 19, 20]]

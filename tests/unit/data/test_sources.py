@@ -13,10 +13,12 @@ import pytest
 
 from tests.support.datasets import write_dataset
 from titanlite.config.component import ConfigError
-from titanlite.data import pipeline
 from titanlite.data.shards import TokenShards
-from titanlite.data.sources import PythonStdlib, Source, Text, Tokens, stdlib_files
-from titanlite.data.tokenizer import Bytes, TextCodec
+from titanlite.data.sources import Source, Tokens
+from titanlite.prepare import pipeline
+from titanlite.prepare.sources import PythonStdlib, Text, stdlib_files
+from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.bytes import Bytes
 
 
 class Shifted(TextCodec):

@@ -25,7 +25,7 @@ from titanlite.job import Job
 from titanlite.metrics.guard import Guard, StepGuard
 from titanlite.optim.base import Optimizer, guarded_step
 from titanlite.parallel.clip import clip_divisor
-from titanlite.parallel.sharded import ShardedModel
+from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.train import train
 
 CPU, GOOD = torch.device("cpu"), torch.tensor(0.0)

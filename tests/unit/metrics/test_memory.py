@@ -18,7 +18,7 @@ from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.metrics import memory
 from titanlite.metrics.memory import GIB, MemorySettings, OutOfMemory, Usage, phase, remedies, usage
 from titanlite.parallel import clip
-from titanlite.parallel.sharded import ShardedModel
+from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.train import train
 
 SETTINGS = MemorySettings(

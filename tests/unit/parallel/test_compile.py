@@ -14,9 +14,9 @@ from titanlite.losses import ChunkedCrossEntropy, cross_entropy
 from titanlite.models.base import Decoder
 from titanlite.models.decoder import Block
 from titanlite.models.llama3 import Llama3
+from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_recompute
 from titanlite.parallel.compile import Compilations, Compile, apply_compile
-from titanlite.parallel.recompute import ActivationCheckpoint, apply_recompute
-from titanlite.parallel.sharded import ShardedModel
+from titanlite.parallel.sharded_model import ShardedModel
 
 SHAPE = {
     "dim": 32,

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from titanlite.mesh import STAGES_A_RANK, Parallelism
-from titanlite.parallel.pipeline import share_waiting, stages_of
+from titanlite.parallel.pipeline_parallel import share_waiting, stages_of
 
 
 def sizes(layers: int, degree: int, **options: object) -> list[int]:

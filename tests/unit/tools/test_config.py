@@ -13,7 +13,7 @@ import pytest
 from tests.support.datasets import write_dataset
 from tests.support.jobs import make_job, write_toml
 from titanlite import cli
-from titanlite.data.tokenizer import Bytes
+from titanlite.tokenizers.bytes import Bytes
 from titanlite.train import train
 
 Said = tuple[int, str]

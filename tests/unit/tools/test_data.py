@@ -10,7 +10,7 @@ import pytest
 from tests.support.jobs import make_job, write_corpus
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.data.tokenizer import Bytes
+from titanlite.tokenizers.bytes import Bytes
 from titanlite.tools import data, prepare
 
 

@@ -15,10 +15,10 @@ import torch
 
 from tests.support.jobs import make_job
 from titanlite import cli
-from titanlite.checkpoint.huggingface import open_hugging_face
-from titanlite.checkpoint.weights import load_weights
-from titanlite.data.tokenizer import TextCodec
+from titanlite.interop.huggingface import open_hugging_face
+from titanlite.interop.weights import load_weights
 from titanlite.models.base import Decoder
+from titanlite.tokenizers.base import TextCodec
 from titanlite.train import train
 
 transformers = pytest.importorskip("transformers")

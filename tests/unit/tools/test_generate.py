@@ -13,10 +13,11 @@ import torch
 
 from tests.support.jobs import make_job
 from titanlite import cli
-from titanlite.data.tokenizer import Bytes, Tiktoken
 from titanlite.models.base import ModelFamily
 from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3 import Qwen3
+from titanlite.tokenizers.bytes import Bytes
+from titanlite.tokenizers.tiktoken import Tiktoken
 from titanlite.tools.generate import open_source
 from titanlite.train import train
 

@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from tests.support.kinds import WRONG_KINDS
 from tests.support.models import family, random_net
 from titanlite import cli
-from titanlite.checkpoint.foreign import open_meta
-from titanlite.checkpoint.weights import check
 from titanlite.config.component import ConfigError
-from titanlite.data.huggingface import HuggingFace
 from titanlite.data.shards import TokenShards, write_description, write_shard
-from titanlite.data.tokenizer import Bytes
+from titanlite.interop.torchtitan_meta import open_meta
+from titanlite.interop.weights import check
+from titanlite.tokenizers.bytes import Bytes
+from titanlite.tokenizers.huggingface import HuggingFace
 from titanlite.tools.generate import open_source
 
 pytestmark = pytest.mark.usefixtures("no_hang")

@@ -17,9 +17,9 @@ import pytest
 from titanlite import cli
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.data.tokenizer import Tiktoken
 from titanlite.job import Job, load_job
-from titanlite.runtime import StepPlan
+from titanlite.runtime.training import StepPlan
+from titanlite.tokenizers.tiktoken import Tiktoken
 from titanlite.tools.migrate import KINDS, became, era, migrate
 from titanlite.tools.migrate_rules import flatten
 from titanlite.tools.torchtitan import ERAS, FLAVORS, SINCE_0_2_1

@@ -14,7 +14,7 @@ from titanlite.tools import prepare
 
 OWN_FILTER = """
 from dataclasses import dataclass
-from titanlite.data.filters import Filter
+from titanlite.prepare.filters import Filter
 
 @dataclass(frozen=True, kw_only=True)
 class Without(Filter, name="without"):

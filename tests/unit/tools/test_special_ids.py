@@ -14,8 +14,8 @@ from tests.support.jobs import make_job, write_toml
 from tests.support.models import VARIANTS, family, hugging_face, keys_of
 from titanlite import cli
 from titanlite.config.component import ConfigError
-from titanlite.data.huggingface import HuggingFace
-from titanlite.data.tokenizer import Bytes
+from titanlite.tokenizers.bytes import Bytes
+from titanlite.tokenizers.huggingface import HuggingFace
 from titanlite.tools.generate import open_source
 from titanlite.train import train
 

@@ -1,0 +1,155 @@
+"""Pins document masks: what a packed row computes for a document is what the document alone computes, in
+logits and gradients, and without the mask it is not; the kernels are told the same relation; a kernel that a
+device does not have is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from titanlite.attention.base import AttentionBackend, Lengths, causal_attention, document_mask
+from titanlite.config.component import ConfigError
+from titanlite.data.batch import Batch, make_batch
+from titanlite.data.packing import Row
+from titanlite.losses import cross_entropy
+from titanlite.models.base import Decoder
+from titanlite.models.llama3 import Llama3
+from titanlite.parallel.initialize import fill_normal
+from titanlite.parallel.sharded_model import ShardedModel
+
+SHAPE = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 8,
+    "hidden_dim": 64,
+    "vocab_size": 50,
+}
+SEQ_LEN = 24
+ROWS = [[0, 5, 11, 12], [0], [0, 23], [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22]]
+
+
+@pytest.fixture(scope="module")
+def net() -> Decoder:
+    net = Llama3(flavor="debug", overrides=SHAPE).build()
+    for name, parameter in net.named_parameters():
+        mean, _ = net.initial(name)
+        fill_normal(parameter, name, mean, 0.3, seed=0)  # large: weak attention would hide a leak
+    return net
+
+
+def packed() -> tuple[Batch, list[np.ndarray]]:
+    """Rows of documents as a batch, and the documents."""
+    rng = np.random.default_rng(0)
+    rows = [Row(rng.integers(0, 50, SEQ_LEN + 1), np.array(begins)) for begins in ROWS]
+    documents = [d for row in rows for d in np.split(row.tokens, row.begins[1:])]  # type: ignore[index]
+    return make_batch(list(range(len(rows))), rows, seq_len=SEQ_LEN, with_positions=True), documents
+
+
+def alone(document: np.ndarray) -> Batch:
+    return make_batch([0], [Row(document)], seq_len=len(document) - 1)
+
+
+def pieces_of(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
+    """`values` [B, T, ...] cut where documents begin."""
+    assert batch.positions is not None
+    found = []
+    for row, positions in zip(values, batch.positions):
+        begins = (positions == 0).nonzero().flatten().tolist()
+        found += [row[a:b] for a, b in zip(begins, [*begins[1:], None])]
+    return found
+
+
+def logits(net: Decoder, batch: Batch, masked: bool = True) -> torch.Tensor:
+    mask = document_mask("sdpa", batch.positions, batch.num_documents) if masked else None
+    return net(batch.inputs, positions=batch.positions, mask=mask)
+
+
+def test_logits_of_a_packed_row_are_those_of_its_documents_alone(net: Decoder) -> None:
+    batch, documents = packed()
+    ours = pieces_of(batch, logits(net, batch))
+    leaking = pieces_of(batch, logits(net, batch, masked=False))
+    wrong = 0.0
+    for document, a, b in zip(documents, ours, leaking):
+        expected = net(torch.from_numpy(document[: len(a)])[None])[0]
+        assert torch.allclose(a, expected, atol=1e-5)
+        wrong = max(wrong, (b - expected).abs().max().item())
+    assert wrong > 0.1  # the negative control: without a mask, documents see each other
+
+
+def test_it_is_the_mask_that_keeps_documents_apart(net: Decoder) -> None:
+    """Positions that restart do not, and rotary ones, which are relative, need not."""
+    batch, _ = packed()
+    right = logits(net, batch)
+    mask = document_mask("sdpa", batch.positions, batch.num_documents)
+    shifted = net(batch.inputs, positions=None, mask=mask)
+    assert torch.allclose(shifted, right, atol=1e-4)
+    assert not torch.allclose(net(batch.inputs, positions=batch.positions), right, atol=1e-2)
+
+
+def gradients(net: Decoder, batches: list[Batch]) -> dict[str, torch.Tensor]:
+    model = ShardedModel(net, cross_entropy, "sdpa")
+    tokens = torch.tensor(sum(b.num_targets for b in batches))
+    for b in batches:
+        (model.net(*model.model_inputs(b)) / tokens).backward()
+    found = {name: p.grad.clone() for name, p in net.named_parameters()}
+    net.zero_grad()
+    return found
+
+
+def test_gradients_of_packed_rows_are_those_of_their_documents(net: Decoder) -> None:
+    batch, documents = packed()
+    ours = gradients(net, [batch])
+    theirs = gradients(net, [alone(d) for d in documents if len(d) > 1])
+    unmasked = gradients(net, [replace(batch, positions=None)])
+    for name, gradient in ours.items():
+        assert torch.allclose(gradient, theirs[name], atol=1e-5), name
+    assert any(not torch.allclose(unmasked[n], theirs[n], atol=1e-3) for n in theirs)
+
+
+def test_kernels_are_told_the_same_documents() -> None:
+    batch, _ = packed()
+    positions = batch.positions
+    assert positions is not None
+    dense = document_mask("sdpa", positions, batch.num_documents)
+    lengths = document_mask("varlen", positions, batch.num_documents)
+    assert isinstance(lengths, Lengths)
+    assert isinstance(dense, torch.Tensor)
+    ends = lengths.ends.tolist()
+    assert lengths.ends.dtype == torch.int32
+    assert (ends[0], ends[-1]) == (0, positions.numel())
+    of_token = torch.bucketize(torch.arange(positions.numel()), lengths.ends[1:], right=True)
+    same = of_token[:, None] == of_token[None, :]
+    causal = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril()
+    for b in range(len(ROWS)):
+        row = slice(b * SEQ_LEN, (b + 1) * SEQ_LEN)
+        assert torch.equal(dense[b, 0], same[row, row] & causal)
+    sizes = lengths.ends.diff()
+    assert 0 <= sizes.min() <= sizes.max() <= lengths.longest
+
+
+def test_causal_without_a_mask() -> None:
+    q, k, v = (torch.randn(2, 7, n, 8) for n in (4, 2, 2))
+    whole = causal_attention(q, k, v)
+    for t in range(7):
+        first = causal_attention(q[:, : t + 1], k[:, : t + 1], v[:, : t + 1])
+        assert torch.allclose(first, whole[:, : t + 1], atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["flex", "varlen"])
+def test_a_kernel_that_the_device_has_not(backend: str) -> None:
+    section = AttentionBackend(backend=backend)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"does not work on cpu with float32 \(these do: sdpa\)") as e:
+        section.choose(torch.device("cpu"), torch.float32)
+    assert e.value.key == "attention.backend"
+
+
+def test_the_kernel_chosen_where_none_is_named() -> None:
+    auto = AttentionBackend()
+    assert auto.choose(torch.device("cpu"), torch.bfloat16) == "sdpa"
+    assert auto.choose(torch.device("cuda"), torch.float32) == "flex"
+    assert auto.choose(torch.device("cuda"), torch.bfloat16) in ("varlen", "flex")

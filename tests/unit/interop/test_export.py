@@ -1,0 +1,442 @@
+"""`titanlite export` and `titanlite import` as a user starts them: what transformers opens afterwards, what a
+run exports by itself and when, and what is left after a mistake: nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.foreign import random_tensors, reference_logits, write_meta, write_torchtitan
+from tests.support.jobs import make_job, write_toml
+from tests.support.models import SCALED, family, row, tensors_in
+from titanlite import cli
+from titanlite.checkpoint.commit import CheckpointError, committed
+from titanlite.checkpoint.reader import load_tensors
+from titanlite.checkpoint.state import model_tensors
+from titanlite.config.component import ConfigError
+from titanlite.interop import export, exporter
+from titanlite.interop.dcp import open_titanlite
+from titanlite.interop.export import write_directory
+from titanlite.interop.weights import Exchange
+from titanlite.job import Job
+from titanlite.tokenizers.bytes import Bytes
+from titanlite.tools.export import parse_size
+from titanlite.train import train
+
+transformers = pytest.importorskip("transformers")
+UNTIED = "--model.overrides.tie_word_embeddings=false"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
+    """A run with the steps 4 and 8."""
+    job = make_job(tmp_path_factory.mktemp("run"), corpus, UNTIED)
+    train(job)
+    return job
+
+
+def trained(job: Job, step: int) -> dict[str, torch.Tensor]:
+    net = job.model.build()
+    load_tensors(job.folder / f"checkpoint/step-{step}", {"model": model_tensors(net)})
+    return {name: p.detach() for name, p in net.named_parameters()}
+
+
+def test_any_step_is_exported_offline(run: Job, tmp_path: Path, capsys) -> None:
+    steps = {"run": (run.folder, 8), "step": (run.folder / "checkpoint/step-4", 4)}
+    for name, (source, step) in steps.items():
+        target = tmp_path / name
+        assert (
+            cli.run(["export", str(source), str(target), "--dtype", "float32", "--max-shard-size", "20KB"])
+            == 0
+        )
+        said = capsys.readouterr()
+        assert f"{target}: llama3 debug from " in said.out
+        assert said.err.startswith(f"titanlite: using {run.folder}/checkpoint/step-{step}\n")
+        ours, theirs = trained(run, step), tensors_in(target)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        index = json.loads((target / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in theirs.values())
+        files = sorted(target.glob("*.safetensors"))
+        assert sorted({*index["weight_map"].values()}) == [file.name for file in files]
+        assert len(files) > 3
+        for file in files:  # a tensor that is larger has a file of its own
+            assert file.stat().st_size < 21_000 + 1000 or len(tensors_in_file(file)) == 1
+
+
+def tensors_in_file(file: Path) -> list[str]:
+    from safetensors import safe_open
+
+    return list(safe_open(file, framework="pt").keys())
+
+
+def test_what_is_exported_opens_with_nothing_added(run: Job, tmp_path: Path) -> None:
+    assert cli.run(["export", str(run.folder), str(tmp_path / "it")]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "it")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "it")
+    assert model.dtype == torch.bfloat16
+    ids = tokenizer("abc", return_tensors="pt")
+    assert ids.input_ids.tolist() == [[256, 97, 98, 99]]
+    out = model.generate(**ids, max_new_tokens=3, do_sample=False)  # reads generation_config.json
+    assert model.generation_config.eos_token_id == 257
+    assert out.shape[1] <= 7
+    net = run.model.build()
+    net.load_state_dict(trained(run, 8))
+    net.to(torch.bfloat16)
+    with torch.no_grad():
+        assert net(ids.input_ids)[0, -1].argmax() == model(**ids).logits[0, -1].argmax()
+
+
+@pytest.mark.parametrize("source", ["torchtitan", "meta"])
+def test_import_makes_a_directory_of_what_is_foreign(
+    tmp_path: Path, corpus: Path, source: str, capsys
+) -> None:
+    of = family(**SCALED, tie_word_embeddings=False)
+    w = random_tensors(of.config)
+    if source == "meta":
+        path = write_meta(tmp_path / "source", w, of.config, 2)
+    else:
+        path = write_torchtitan(tmp_path / "source", w)
+    config = write_toml(tmp_path, corpus)
+    model = [f"--model.overrides.{key}={str(value).lower()}" for key, value in of.overrides.items()]
+    assert cli.run(["import", str(path), str(tmp_path / "it"), str(config), *model]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "it")
+    assert theirs.dtype == torch.float32  # as it is
+    with torch.no_grad():
+        assert (theirs(row()).logits - reference_logits(w, of.config, row())).abs().max() < 1e-4
+
+
+# ---- by the run itself
+
+
+def test_a_run_exports_at_its_end_and_in_between(tmp_path: Path, corpus: Path) -> None:
+    options = ["--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=4", "--checkpoint.interval=2"]
+    job = make_job(tmp_path, corpus, *options, "--training.steps=7", "--checkpoint.export_dtype=float32")
+    train(job)
+    assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-4", "step-7"]
+    for step in (4, 7):
+        theirs, ours = tensors_in(job.folder / f"hf/step-{step}"), trained(job, step)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    train(make_job(tmp_path, corpus, *options[:1], "--training.steps=8"))  # goes on
+    assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-4", "step-7", "step-8"]
+
+
+def test_a_runs_exports_are_not_taken_for_its_checkpoints(tmp_path: Path, corpus: Path, capsys) -> None:
+    job = make_job(
+        tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.folder=saves", "--training.steps=1"
+    )
+    train(job)
+    assert cli.run(["export", str(job.folder), str(tmp_path / "it")]) == 0
+    for place in ("hf", "hf/step-1"):
+        complaint("export", job.folder / place, tmp_path / "no")
+        assert f"{job.folder / 'hf/step-1'} is no checkpoint but an export" in capsys.readouterr().err
+    again = make_job(
+        tmp_path, corpus, f"--checkpoint.initial_load_path={job.folder / 'hf/step-1'}", name="again"
+    )
+    train(again)
+
+
+def test_a_step_is_exported_while_others_are_saved(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The export of step 2 lasts until step 6 is saved. Steps 2 and 4 are kept until they are exported, then
+    deleted."""
+    job = make_job(
+        tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=2",
+        "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", "--checkpoint.export_dtype=float32",
+    )  # fmt: skip
+    write, seen = exporter.write_directory, []
+
+    def slow(*args: object, **options: object) -> int:
+        if not seen:
+            waited = threading.Event()
+            for _ in range(300):
+                if (job.folder / "checkpoint/step-6").exists() or waited.wait(0.1):
+                    break
+            seen.append({p.name for p in (job.folder / "checkpoint").glob("step-*")})
+        return write(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(exporter, "write_directory", slow)
+    train(job)
+    assert "3 exports wait: they take longer" in capfd.readouterr().err
+    assert sorted(p.name for p in (job.folder / "checkpoint").iterdir()) == ["step-6", "step-8"]  # afterwards
+    assert {"step-2", "step-4", "step-6"} <= seen[0]
+    assert sorted(p.name for p in (job.folder / "hf").iterdir()) == ["step-2", "step-4", "step-6", "step-8"]
+    whole = make_job(
+        tmp_path, corpus, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0", name="whole"
+    )
+    train(whole)
+    for step in (2, 4, 6, 8):
+        theirs, ours = tensors_in(job.folder / f"hf/step-{step}"), trained(whole, step)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_that_is_stopped_gives_its_exports_up(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(
+        tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=4",
+        "--training.steps=4000", "--lr_scheduler.total_steps=4000",
+    )  # fmt: skip
+    write = exporter.write_directory
+
+    def slow(*args: object, given_up: threading.Event, **options: object) -> int:
+        (job.folder / "STOP").touch()
+        assert given_up.wait(60)
+        return write(*args, given_up=given_up, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(exporter, "write_directory", slow)
+    assert train(job) == 75
+    assert re.search(r"not exported yet: step 4.*; the run's next start does it\n", capfd.readouterr().err)
+    assert not list((job.folder / "hf").iterdir())
+    steps = [step for step, _ in committed(job.folder / "checkpoint")]
+    monkeypatch.undo()
+    again = make_job(tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=4",
+        f"--training.steps={steps[-1]}", "--lr_scheduler.total_steps=4000")  # fmt: skip
+    assert train(again) == 0
+    due = ", ".join(str(step) for step in steps if step % 4 == 0)
+    assert f"exporting what an earlier start has not: step {due}\n" in capfd.readouterr().err
+    assert {p.name for p in (job.folder / "hf").iterdir()} == {f"step-{s}" for s in steps}
+
+
+def test_a_finished_run_exports_what_it_has_not(tmp_path: Path, corpus: Path) -> None:
+    train(make_job(tmp_path, corpus, "--training.steps=2"))
+    hf = tmp_path / "run/hf"
+    mine = hf / ".partial-mine-1234"  # of a `titanlite export` beside it
+    mine.mkdir(parents=True)
+    job = make_job(tmp_path, corpus, "--training.steps=2", "--checkpoint.export_hf=true")
+    assert train(job) == 0
+    before = (hf / "step-2").stat().st_ino
+    assert train(job) == 0
+    assert (hf / "step-2").stat().st_ino == before
+    assert sorted(p.name for p in hf.iterdir()) == [mine.name, "step-2"]
+
+
+def test_exports_of_an_abandoned_branch_are_moved_aside(tmp_path: Path, corpus: Path) -> None:
+    options = ["--checkpoint.export_hf=true", "--checkpoint.interval=2", "--training.steps=4"]
+    train(make_job(tmp_path, corpus, *options))
+    before = (tmp_path / "run/hf/step-4").stat().st_ino
+    train(make_job(tmp_path, corpus, *options, "--checkpoint.load_step=2"))
+    assert (tmp_path / "run/hf/abandoned-0/step-4").stat().st_ino == before
+    assert (tmp_path / "run/hf/step-4/config.json").exists()
+
+
+def test_a_failed_export_loses_no_checkpoint(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(tmp_path, corpus, "--checkpoint.export_hf=true", "--training.steps=2")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "_write_shards", fail)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be exported: .*No space left"):
+        train(job)
+    assert "`titanlite export" in capfd.readouterr().err
+    assert (job.folder / "checkpoint/step-2/manifest.json").exists()
+    assert not list((job.folder / "hf").iterdir())
+
+
+def test_a_failed_export_of_an_earlier_step_does_not_fail_a_finished_run(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The last step's export is there; only step 2's is missing, and its checkpoint is damaged."""
+    options = ["--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=2", "--checkpoint.interval=2"]
+    job = make_job(tmp_path, corpus, *options, "--training.steps=4")
+    assert train(job) == 0
+    shutil.rmtree(job.folder / "hf/step-2")
+    next((job.folder / "checkpoint/step-2").glob("*.distcp")).write_bytes(b"")
+    capfd.readouterr()
+    for _ in range(2):
+        assert train(job) == 0
+        said = capfd.readouterr().err
+        assert said.count("step 2 could not be exported: ") == 1
+        assert "Traceback" not in said
+    shutil.rmtree(job.folder / "hf/step-4")  # control
+    monkeypatch.setattr(exporter, "write_directory", lambda *_, **__: 1 / 0)
+    with pytest.raises(CheckpointError, match="step 4 could not be exported: division by zero"):
+        train(job)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=6"], "no multiple of interval = 4"),
+        (["--checkpoint.export_hf_interval=4"], "without export_hf = true"),
+        (["--checkpoint.export_hf=true", "--checkpoint.enable=false"], "enable = false saves none"),
+        (["--checkpoint.export_hf=true", "--checkpoint.folder=hf"], "hf is where exports go"),
+    ],
+)
+def test_keys_that_contradict_each_other(
+    tmp_path: Path, corpus: Path, options: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_job(tmp_path, corpus, *options)
+
+
+def test_what_cannot_be_exported_is_told_before_the_run(tmp_path: Path, corpus: Path, monkeypatch) -> None:
+    monkeypatch.delattr("titanlite.tokenizers.bytes._BytesCodec.hugging_face_files")
+    job = make_job(tmp_path, corpus, "--checkpoint.export_hf=true")
+    with pytest.raises(ConfigError, match="no form that transformers reads"):
+        train(job)
+    assert not job.folder.exists()
+
+
+# ---- bad input
+
+
+def complaint(*argv: object, code: int = 2) -> None:
+    """Run a verb, which must end with this exit code."""
+    assert cli.run([str(a) for a in argv]) == code
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("7", 7),
+        ("20KB", 20_000),
+        ("1.5MB", 1_500_000),
+        ("5GB", 5 * 10**9),
+        ("2 GiB", 2 << 30),
+        ("1mib", 1 << 20),
+    ],
+)
+def test_a_size_is_read_with_its_unit(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_mistakes_are_told_and_leave_nothing(run: Job, tmp_path: Path, capsys, corpus: Path) -> None:
+    target = tmp_path / "it"
+    copy = tmp_path / "copy"
+    shutil.copytree(run.folder / "checkpoint/step-8", copy)
+    shard = next(copy.glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    complaint("export", copy, target, code=3)
+    assert f"{copy} is damaged: {shard.name} is not what was written" in capsys.readouterr().err
+    complaint("export", tmp_path / "nowhere", target)
+    assert "no such directory" in capsys.readouterr().err
+    complaint("export", run.folder, target, "--max-shard-size", "many")
+    assert "--max-shard-size=many is no size" in capsys.readouterr().err
+    target.mkdir()
+    complaint("export", run.folder, target)
+    assert f"{target} exists" in capsys.readouterr().err
+    target.rmdir()
+    config = write_toml(tmp_path, corpus)
+    complaint("import", run.folder, target, config)  # the file's model is tied
+    assert "tie_word_embeddings is False, the job's True" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "job.toml"]
+
+
+def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, capsys, corpus: Path) -> None:
+    ranks = Path(__file__).resolve().parents[3] / "assets/tokenizer/stdlib.tiktoken"
+    shutil.copy(ranks, tmp_path / "mine.tiktoken")
+    job = make_job(
+        tmp_path, corpus, "--training.steps=1", "--model.overrides.vocab_size=8192",
+        f"--tokenizer={{name = 'tiktoken', path = '{tmp_path / 'mine.tiktoken'}'}}",
+    )  # fmt: skip
+    train(job)
+    lines = ranks.read_text().splitlines()
+    (tmp_path / "mine.tiktoken").write_text("\n".join(lines[:-1]) + "\n")
+    complaint("export", job.folder, tmp_path / "it")
+    said = capsys.readouterr().err
+    assert "was trained with another tokenizer" in said
+    step, now = job.folder / "checkpoint/step-1", f"--tokenizer.path={tmp_path / 'mine.tiktoken'}"
+    assert f"mine.tiktoken; if it has moved: `titanlite import {step} DIR CONFIG.toml --tokenizer" in said
+    assert "job.toml" not in said, "a recorded job.toml may come from elsewhere, and its imports with it"
+    complaint("import", step, tmp_path / "it", step / "job.toml")
+    assert "was trained with another tokenizer" in capsys.readouterr().err
+    start = [f"--checkpoint.initial_load_path={step}", now, "--training.steps=1"]
+    start += ["--model.overrides.vocab_size=8192", "--tokenizer.name=tiktoken"]
+    with pytest.raises(ConfigError, match=r"another tokenizer .* take `titanlite export`'s directory"):
+        train(make_job(tmp_path, corpus, *start, name="again"))
+    shutil.copy(ranks, tmp_path / "mine.tiktoken")
+    assert cli.run(["export", str(job.folder), str(tmp_path / "it")]) == 0
+    (tmp_path / "mine.tiktoken").rename(tmp_path / "moved.tiktoken")
+    moved = f"--tokenizer.path={tmp_path / 'moved.tiktoken'}"
+    assert cli.run(["import", str(step), str(tmp_path / "from"), str(step / "job.toml"), moved]) == 0
+
+
+# ---- a family without a Hugging Face form
+
+
+def test_a_family_without_a_hugging_face_form(tmp_path: Path, corpus: Path, capsys) -> None:
+    """It may start from its own runs; an export is refused before the run."""
+    own = [
+        "--job.imports=['tests.support.parallel_residual']",
+        "--model={name='parallel_residual', flavor='tiny'}",
+    ]
+    own.append("--training.steps=1")
+    train(make_job(tmp_path, corpus, *own, name="first"))
+    start = f"--checkpoint.initial_load_path={tmp_path / 'first'}"
+    assert train(make_job(tmp_path, corpus, *own, start, name="second")) == 0
+    with pytest.raises(ConfigError, match="parallel_residual has no Hugging Face form"):
+        train(make_job(tmp_path, corpus, *own, "--checkpoint.export_hf=true", name="third"))
+    assert not (tmp_path / "third").exists()
+    complaint("export", tmp_path / "first", tmp_path / "it")
+    said = capsys.readouterr().err
+    assert (
+        "would run the code of tests.support.parallel_residual; if you trust it, add --allow-imports" in said
+    )
+    complaint("export", tmp_path / "first", tmp_path / "new/it", "--allow-imports")
+    assert not (tmp_path / "new").exists()
+
+
+# ---- memory
+
+
+def kib(name: str) -> int:
+    """Of this process. VmRSS: its memory now, VmHWM: the most there was."""
+    return int(re.search(name + r":\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+
+def peak_of_an_export(step: Path, warm: Path, target: Path, limit: int, of: dict, tiny: dict) -> int:
+    """In a process of its own: bytes that an export in files of `limit` bytes needs at its peak, beyond what
+    the export of a tiny model has left."""
+    small, large = (Exchange(family(**shape), Bytes().build()) for shape in (tiny, of))
+    write_directory(open_titanlite(warm, small.family), target.with_name("warm"), small, torch.bfloat16)
+    Path("/proc/self/clear_refs").write_text("5")  # the most there was is what there is now
+    before = kib("VmRSS")
+    write_directory(open_titanlite(step, large.family), target, large, torch.bfloat16, limit)
+    return (kib("VmHWM") - before) * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_export_holds_less_than_its_largest_file(tmp_path: Path, run_on: Callable[..., list[Any]]) -> None:
+    """A model in the proportions of 8B, with 1/256 of its parameters in as many layers, in files of 1/256 of
+    5 GB; from a checkpoint in fp32 that one rank wrote, so that its chunks are whole tensors."""
+    from tests.support.checkpoints import EXTRA, open_run
+    from titanlite.checkpoint.state import TrainState
+
+    shape = {
+        "dim": 256, "n_layers": 32, "n_heads": 8, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 896,
+        "vocab_size": 8016, "tie_word_embeddings": False,
+    }  # fmt: skip
+    tiny = {**shape, "dim": 64, "n_layers": 1, "vocab_size": 320, "hidden_dim": 64}
+    for name, of in (("large", shape), ("tiny", tiny)):
+        net = family(**of).build()
+        for p in net.parameters():
+            p.data.zero_()
+        recipe = {"model": {"name": "llama3", **vars(family(**of).config)}}
+        run = open_run(tmp_path / name, recipe, async_mode="disabled")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        run.save(net, optimizer, TrainState(1, 0, torch.zeros((), dtype=torch.int64)), EXTRA)
+        run.close()
+        del net, optimizer
+    limit = 5 * 10**9 // 256
+    where = [tmp_path / name for name in ("large", "tiny", "out")]
+    (peak,) = run_on(1, peak_of_an_export, *where, limit, shape, tiny)
+    largest = max(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    model = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    assert model > 2.5 * largest
+    assert 0 < peak < 1.3 * largest, f"{peak:,} bytes, {largest:,} the largest file"

@@ -1,0 +1,402 @@
+"""What comes from Hugging Face and goes there is the same model: bits of the weights, logits, ids; and what
+does not fit is refused by name, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.jobs import make_job, metrics_of
+from tests.support.models import VARIANTS, family, hugging_face, keys_of, random_net, row, tensors_in
+from titanlite import cli
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.config.component import ConfigError
+from titanlite.data.loader import MicroBatches, SequenceLoader
+from titanlite.interop.export import write_directory
+from titanlite.interop.huggingface import open_hugging_face
+from titanlite.interop.initial import check_initial, open_weights
+from titanlite.interop.weights import Exchange, check, load_weights
+from titanlite.models.base import Decoder, ModelFamily
+from titanlite.tokenizers.bytes import Bytes
+from titanlite.train import train
+
+transformers = pytest.importorskip("transformers")
+
+
+def imported(folder: Path, of: ModelFamily, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Our model with the weights of a directory."""
+    weights = open_hugging_face(folder, of)
+    check(weights, of)
+    net = random_net(of, seed=1).to(dtype)
+    load_weights(weights, net)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        ("tied", torch.bfloat16),
+        *(
+            pytest.param(variant, torch.float32, marks=() if variant == "qwen3" else pytest.mark.full)
+            for variant in VARIANTS
+        ),
+    ],
+)
+def test_round_trip_is_bit_equal(tmp_path: Path, corpus: Path, variant: str, dtype: torch.dtype) -> None:
+    """From Hugging Face into a run, through its checkpoint, and back."""
+    of = family(**VARIANTS[variant])
+    hugging_face(of, dtype).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", "--optimizer.lr=1e-30"]  # moves nothing
+    train(make_job(tmp_path, corpus, *start, "--training.steps=1", *keys_of(of)))
+    name = str(dtype).removeprefix("torch.")
+    assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "ours"), "--dtype", name]) == 0
+    theirs, ours = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "ours")
+    assert ours.keys() == theirs.keys()
+    assert all(t.dtype == dtype for t in ours.values())
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert ("lm_head.weight" in ours) == (not of.config.tie_word_embeddings)
+    open_ = transformers.AutoModelForCausalLM.from_pretrained
+    before, after = open_(tmp_path / "theirs"), open_(tmp_path / "ours")
+    assert after.dtype == dtype
+    with torch.no_grad():
+        same = torch.equal(before(row()).logits, after(row()).logits)  # the config says the same, too
+    assert same
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, variant: str) -> None:
+    of = family(**VARIANTS[variant])
+    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    weights, exchange = open_hugging_face(tmp_path / "theirs"), Exchange(of, Bytes().build())
+    write_directory(weights, tmp_path / "fp32", exchange)
+    write_directory(weights, tmp_path / "bf16", exchange, torch.bfloat16, max_shard_bytes=20_000)
+    assert (tmp_path / "bf16/model.safetensors.index.json").exists()
+    tokens = row(256)
+    exact = imported(tmp_path / "theirs", of)
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp32")(tokens).logits
+        difference = (exact(tokens) - theirs).abs().amax(-1)
+    assert difference.shape == (1, 256)
+    assert difference.max() < 1e-4
+
+    # The best two logits of a random model are often closer than a step of bf16 (transformers' bf16 agrees
+    # with its own fp32 at 98.5% of the positions): compared is where they are not.
+    tokens = torch.cat([row(256, seed=seed) for seed in range(4)])
+    rounded = imported(tmp_path / "bf16", of, torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
+    assert model.dtype == torch.bfloat16
+    with torch.no_grad():
+        best = exact(tokens).topk(2).values
+        decided = best[..., 0] - best[..., 1] > best[..., 0].abs() * 2**-7
+        same = rounded(tokens).argmax(-1) == model(tokens).logits.argmax(-1)
+    assert decided.float().mean() > 0.9
+    assert same[decided].float().mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    "variant", ["scaled rope", "qwen3", pytest.param("qwen3, tied", marks=pytest.mark.full)]
+)
+def test_a_run_from_an_imported_model_has_transformers_loss(
+    tmp_path: Path, corpus: Path, variant: str
+) -> None:
+    of = family(**VARIANTS[variant])
+    model = hugging_face(of)
+    model.save_pretrained(tmp_path / "theirs")
+    job = make_job(
+        tmp_path,
+        corpus,
+        f"--checkpoint.initial_load_path={tmp_path / 'theirs'}",
+        "--training.steps=1",
+        *keys_of(of),
+    )
+    train(job)
+    rows = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
+    batch = next(SequenceLoader(rows, MicroBatches(0, 8, 8, 0, 1), num_workers=0, pin_memory=False))
+    with torch.no_grad():
+        logits = model(batch.inputs).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+    assert metrics_of(job)[0]["train/loss"] == pytest.approx(wanted.item(), abs=1e-4)
+    fresh = make_job(tmp_path, corpus, "--training.steps=1", *keys_of(of), name="fresh")
+    train(fresh)
+    assert metrics_of(fresh)[0]["train/loss"] != pytest.approx(wanted.item(), abs=1e-2)  # the control
+
+
+def test_a_run_that_resumes_does_not_read_it_again(tmp_path: Path, corpus: Path, capsys) -> None:
+    of = family()
+    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *keys_of(of)]
+    train(make_job(tmp_path, corpus, *start, "--training.steps=2"))
+    shutil.rmtree(tmp_path / "theirs")
+    job = make_job(tmp_path, corpus, *start, "--training.steps=3")
+    train(job)
+    assert "initial_load_path is not used" in capsys.readouterr().err
+    assert [line["step"] for line in metrics_of(job)] == [1, 2, 3]
+
+
+def test_another_runs_weights_alone_are_taken(tmp_path: Path, corpus: Path) -> None:
+    first = make_job(tmp_path, corpus, "--training.steps=4", name="first")
+    train(first)
+    for place in ("first", "first/checkpoint/step-4"):
+        start = [f"--checkpoint.initial_load_path={tmp_path / place}", "--training.seed=5"]
+        second = make_job(tmp_path, corpus, *start, "--training.steps=1", name=place.replace("/", "-"))
+        if place == "first":
+            second = make_job(tmp_path, corpus, *start, "--training.steps=1", name="second")
+        train(second)
+        line = metrics_of(second)[0]
+        assert line["step"] == 1
+        assert line["train/loss"] < metrics_of(first)[0]["train/loss"] - 0.1
+        assert line["progress/total_tokens"] == 8 * 32
+
+
+# ---- vocabulary
+
+
+def test_rows_that_no_id_needs_are_dropped(tmp_path: Path) -> None:
+    of = family(vocab_size=320, tie_word_embeddings=False)
+    hugging_face(of).save_pretrained(tmp_path / "padded")
+    weights, exchange = open_hugging_face(tmp_path / "padded"), Exchange(of, Bytes().build())
+    write_directory(weights, tmp_path / "dropped", exchange)
+    write_directory(weights, tmp_path / "kept", exchange, keep_padding=True)
+    padded, dropped, kept = (tensors_in(tmp_path / name) for name in ("padded", "dropped", "kept"))
+    assert all(torch.equal(kept[name], padded[name]) for name in padded)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(dropped[name], padded[name][:258])
+    assert json.loads((tmp_path / "dropped/config.json").read_text())["vocab_size"] == 258
+    assert json.loads((tmp_path / "kept/config.json").read_text())["vocab_size"] == 320
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dropped")
+    with torch.no_grad():
+        difference = model(row()).logits - hugging_face(of)(row()).logits[..., :258]
+    assert difference.abs().max() < 1e-5
+
+
+def test_rows_that_the_source_lacks_stay_a_new_models(tmp_path: Path) -> None:
+    small, large = family(), family(vocab_size=320)
+    hugging_face(small).save_pretrained(tmp_path / "small")
+    net = imported(tmp_path / "small", large)
+    new, theirs = random_net(large, seed=1), hugging_face(small)
+    embedding = net.get_parameter("model.embed_tokens.weight")
+    assert torch.equal(embedding[:258], theirs.get_parameter("model.embed_tokens.weight"))
+    assert torch.equal(embedding[258:], new.get_parameter("model.embed_tokens.weight")[258:])
+    with pytest.raises(
+        ConfigError, match=r"embed_tokens.* has shape \(258, 32\), the model's has \(128, 32\)"
+    ):
+        imported(tmp_path / "small", family(vocab_size=128))
+
+
+# ---- bad input
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lie_about_length(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 1 << 40) + file.read_bytes()[8:])
+
+
+def split_badly(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "gone.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def only_an_adapter(folder: Path) -> None:
+    for file in folder.glob("*"):
+        file.unlink()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"base_model.lm_head.lora_A.weight": torch.ones(2, 2)}, folder / "adapter_model.safetensors")
+
+
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+NORM = "model.norm.weight"
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing": (lambda d: edit(d, lambda t: t.pop(NORM)), r"model\.norm\.weight of shape \(32,\) is missing"),
+    "extra": (
+        lambda d: edit(d, lambda t: t.update(more=torch.ones(1))),
+        r"more in model\.safetensors is unexpected",
+    ),
+    "shape": (
+        lambda d: edit(d, lambda t: t.update({NORM: torch.ones(31)})),
+        r"model\.norm\.weight in model\.safetensors has shape \(31,\), the model's has \(32,\)",
+    ),
+    "dtype": (
+        lambda d: edit(d, lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})),
+        r"model\.norm\.weight .* is torch\.int8; quantized",
+    ),
+    "other head": (
+        lambda d: edit(d, lambda t: t.update({"lm_head.weight": torch.ones(258, 32)})),
+        r"lm_head\.weight .*differs from the embedding",
+    ),
+    "vocabulary": (
+        lambda d: edit(d, lambda t: t.update({"model.embed_tokens.weight": torch.ones(300, 32)})),
+        r"embed_tokens\.weight .*has shape \(300, 32\), the model's has \(258, 32\)",
+    ),
+    "architecture": (
+        lambda d: edit_config(d, model_type="qwen3"),
+        r"model_type is 'qwen3', the job's 'llama' \(--model\.name=qwen3\)",
+    ),
+    "unknown architecture": (
+        lambda d: edit_config(d, model_type="qwen2"),
+        r'model_type "qwen2" is not supported \(known: llama, qwen3\)',
+    ),
+    "adapter": (only_an_adapter, "is a PEFT adapter, not a whole model; merge it into its base model"),
+    "rope type": (
+        lambda d: edit_config(
+            d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}, rope_theta=500000.0
+        ),
+        r"rope_type \"yarn\" is not supported",
+    ),
+    "rope theta": (
+        lambda d: edit_config(d, rope_parameters=None, rope_theta=1e4),
+        "rope_theta is 10000.0, the job's 500000.0",
+    ),
+    "eps": (lambda d: edit_config(d, rms_norm_eps=1e-6), "norm_eps is 1e-06, the job's 1e-05"),
+    "heads": (lambda d: edit_config(d, num_attention_heads=8), "n_heads is 8, the job's 4"),
+    "window": (lambda d: edit_config(d, use_sliding_window=True), "use_sliding_window = true; only false"),
+    "unscaled rope": (
+        lambda d: edit_config(
+            d, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **BANDS}
+        ),
+        r"rope_factor is 8\.0, the job's 1\.0; its rope_original_max_position is 64, the job's 8192; "
+        r"'--model\.overrides=\{rope_factor = 8\.0, rope_original_max_position = 64\}' makes the job's model",
+    ),
+    "quantized": (lambda d: edit_config(d, quantization_config={}), "quantized"),
+    "truncated": (truncate, r"model\.safetensors is no whole safetensors file"),
+    "header": (lie_about_length, r"model\.safetensors is no whole safetensors file"),
+    "index": (split_badly, "names 'gone.safetensors', which is not there"),
+    "config": (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read"),
+    "pickle": (only_a_pickle, r"pytorch_model\.bin"),
+    "nothing": (lambda d: shutil.rmtree(d), "no such directory"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, corpus: Path, case: str
+) -> None:
+    damage, message = BAD[case]
+    of = family()
+    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    check(open_hugging_face(tmp_path / "theirs", of), of)  # the control
+    damage(tmp_path / "theirs")
+    job = make_job(tmp_path, corpus, f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *keys_of(of))
+    with pytest.raises(ConfigError, match=message) as error:
+        train(job)
+    assert error.value.key == "checkpoint.initial_load_path"
+    assert "\n" not in str(error.value)
+    assert not job.folder.exists()
+
+
+def test_one_message_has_all_that_a_job_of_another_shape_needs(tmp_path: Path, corpus: Path) -> None:
+    theirs = family(
+        dim=48, n_layers=3, n_heads=3, n_kv_heads=1, head_dim=16, hidden_dim=80, vocab_size=300,
+        tie_word_embeddings=False, rope_theta=1e4,
+    )  # fmt: skip
+    hugging_face(theirs).save_pretrained(tmp_path / "theirs")
+    start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", "--training.steps=1"]
+    with pytest.raises(ConfigError) as error:
+        train(make_job(tmp_path, corpus, *start))
+    option = re.search(r"'(--model\.overrides=\{.*\})' makes the job's model this one", str(error.value))
+    assert option is not None, str(error.value)
+    job = make_job(tmp_path, corpus, *start, option[1])
+    check_initial(tmp_path / "theirs", Exchange(job.model, job.tokenizer.build()))
+    assert job.model.config.vocab_size == 300
+
+
+def test_a_file_instead_of_its_folder_is_told(tmp_path: Path) -> None:
+    hugging_face(family()).save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs/model.safetensors"
+    with pytest.raises(ConfigError, match=rf"is a file; name the directory that holds it: {file.parent}$"):
+        open_weights(file, family())
+
+
+def test_a_tied_directory_may_repeat_its_head(tmp_path: Path) -> None:
+    of = family()
+    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    edit(tmp_path / "theirs", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    imported(tmp_path / "theirs", of)
+
+
+def test_both_eras_of_rope_are_understood(tmp_path: Path) -> None:
+    of = family(**VARIANTS["scaled rope"])
+    hugging_face(of).save_pretrained(tmp_path / "new")
+    config = json.loads((tmp_path / "new/config.json").read_text())
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    rope = config.pop("rope_parameters")
+    theta = rope.pop("rope_theta")
+    (tmp_path / "old/config.json").write_text(
+        json.dumps({**config, "rope_theta": theta, "rope_scaling": rope})
+    )
+    for folder in ("new", "old"):
+        check(open_hugging_face(tmp_path / folder, of), of)
+        other = family(**{**VARIANTS["scaled rope"], "rope_factor": 4.0})
+        with pytest.raises(ConfigError, match=r"rope_factor is 8\.0, the job's 4\.0"):
+            check(open_hugging_face(tmp_path / folder, other), other)
+
+
+def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = family()
+    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    weights, exchange = open_hugging_face(tmp_path / "theirs"), Exchange(of, Bytes().build())
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="there exists"):
+        write_directory(weights, tmp_path / "there", exchange)
+    monkeypatch.setattr("os.rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(CheckpointError, match=r"could not be written: OSError: .*No space"):
+        write_directory(weights, tmp_path / "out", exchange)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs", "there"]
+
+
+def test_what_is_replaced_is_there_until_the_new_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, target = family(), tmp_path / "out"
+    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    weights, exchange = open_hugging_face(tmp_path / "theirs"), Exchange(of, Bytes().build())
+    target.mkdir()
+    (target / "before").touch()
+    rename = os.rename
+
+    def fail(source: Path, to: Path) -> None:
+        if Path(source).name.startswith(".partial-"):
+            raise OSError(28, "No space left on device")
+        rename(source, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", fail)
+        with pytest.raises(CheckpointError, match="No space"):
+            write_directory(weights, target, exchange, replace=True)
+    assert [p.name for p in target.iterdir()] == ["before"]
+    write_directory(weights, target, exchange, replace=True)
+    assert not (target / "before").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "theirs"]

@@ -1,0 +1,638 @@
+"""Pins the formats of corpus files: plain and compressed lines (gzip and Zstandard, of any number of
+members), compressed text and parquet give the same documents, each once, however finely files are cut into
+units; a file that is cut off at any byte or damaged is an error that names it and never passes for a whole
+one; one broken line or row is handed to `bad` with its place, and what stands around it is read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from titanlite.config.component import ConfigError
+from titanlite.prepare import corpus
+from titanlite.prepare.corpus import Unit, content_sha256, documents, find_files, plan_units, read_unit, where
+
+Compress = Callable[[bytes], bytes]
+
+
+def zst(data: bytes) -> bytes:
+    """A frame as the `zstd` command writes it: with a checksum."""
+    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
+
+
+def in_members(compress: Compress, data: bytes, count: int) -> bytes:
+    """Cut anywhere, also within lines; each piece compressed by itself, with an empty one among them."""
+    step = len(data) // count + 1
+    pieces = [data[i : i + step] for i in range(0, len(data), step)]
+    return b"".join(map(compress, [*pieces[:1], b"", *pieces[1:]]))
+
+
+COMPRESSED: dict[str, tuple[str, Compress]] = {
+    "gz": (".gz", gzip.compress),
+    "gz of members": (".gz", lambda data: in_members(gzip.compress, data, 5)),
+    "gz, padded": (".gz", lambda data: gzip.compress(data) + bytes(512)),
+    "zst": (".zst", zst),
+    "zst of frames": (".zst", lambda data: in_members(zst, data, 5)),
+    "zst without size and checksum": (
+        ".zst",
+        zstandard.ZstdCompressor(write_content_size=False, write_checksum=False).compress,
+    ),
+    "zst with a seek table": (  # a frame that decoders skip
+        ".zst",
+        lambda data: in_members(zst, data, 3) + struct.pack("<II9s", 0x184D2A5E, 9, b"123456789"),
+    ),
+    "zst, long window": (
+        ".zst",
+        zstandard.ZstdCompressor(
+            compression_params=zstandard.ZstdCompressionParameters(window_log=30, enable_ldm=True),
+        ).compress,
+    ),
+}
+
+
+def texts_of_many_kinds(count: int) -> list[str]:
+    """Short and long, some of them equal, of several scripts."""
+    rng = random.Random(0)
+    words = ["a", "caf\u00e9", "\u4f60\u597d", "\U0001f600", "\u2028", "line\nbreak", "\r", "\x00", '"', "\\"]
+    return [f"{i % 390} " + " ".join(rng.choices(words, k=rng.choice([0, 1, 5, 40]))) for i in range(count)]
+
+
+TEXTS = texts_of_many_kinds(400)
+SMALL = [f"document {i}: {random.Random(i).randbytes(9).hex()}" for i in range(20)]
+
+
+def lines(texts: Iterable[str], field: str = "text") -> bytes:
+    """As .jsonl."""
+    return "".join(
+        json.dumps({"n": 0, field: t}, ensure_ascii=len(t) % 2 == 0) + "\n" for t in texts
+    ).encode()
+
+
+def write(file: Path, content: bytes) -> Path:
+    """The file."""
+    file.write_bytes(content)
+    return file
+
+
+def write_parquet(
+    file: Path, texts: list[str | None], kind: Any = None, rows: int = 30, **options: Any
+) -> Path:
+    """Row groups of `rows`; the text is the second of three columns."""
+    columns = {"id": range(len(texts)), "text": pa.array(texts, kind or pa.string()), "z": ["z"] * len(texts)}
+    pq.write_table(pa.table(columns), file, row_group_size=rows, **options)
+    return file
+
+
+def collect(errors: list[ConfigError]) -> corpus.Bad:
+    """What to do with a bad line, as an error that says where."""
+    return lambda file, place, reason: errors.append(ConfigError(f"{where(file, place)}: {reason}"))
+
+
+def read(*files: Path, field: str = "text", bad: corpus.Bad = corpus.stop) -> list[str]:
+    """All documents of all units."""
+    return [d.text for u in plan_units(files, field) for d in read_unit(u, field, bad)]
+
+
+@pytest.fixture(params=[1, 50, 10**9])
+def unit_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """From a unit for every byte to one for all."""
+    monkeypatch.setattr(corpus, "UNIT_BYTES", request.param)
+    return request.param
+
+
+@pytest.fixture
+def cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of about a line, and blocks of three."""
+    monkeypatch.setattr(corpus, "UNIT_BYTES", 50)
+    monkeypatch.setattr(corpus, "BLOCK_LINES", 3)
+
+
+# ---- the same documents
+
+
+def test_lines(tmp_path: Path, unit_bytes: int) -> None:
+    content = lines(TEXTS[:60] if unit_bytes == 1 else TEXTS)
+    file = write(tmp_path / "a.jsonl", content)
+    units = plan_units([file], "text")
+    assert len(units) == -(-len(content) // unit_bytes)
+    assert sum(u.size for u in units) == len(content)
+    assert read(file) == (TEXTS[:60] if unit_bytes == 1 else TEXTS)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".ndjson", ".json"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_lines_by_any_name(tmp_path: Path, ending: str, suffix: str) -> None:
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zst}[suffix]
+    assert read(write(tmp_path / f"a.b{ending}{suffix}", compress(lines(TEXTS)))) == TEXTS
+
+
+@pytest.mark.parametrize("block_lines", [1, 64])
+@pytest.mark.parametrize("how", COMPRESSED)
+def test_compressed_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, block_lines: int, unit_bytes: int
+) -> None:
+    """The parts take turns: in order within one, and together all of it."""
+    monkeypatch.setattr(corpus, "BLOCK_LINES", block_lines)
+    suffix, compress = COMPRESSED[how]
+    file = write(tmp_path / f"a.jsonl{suffix}", compress(lines(TEXTS)))
+    units = plan_units([file], "text")
+    assert len(units) == (1 if unit_bytes == 10**9 else corpus.PARTS)
+    parts = [[d.text for d in read_unit(u, "text")] for u in units]
+    assert sorted(t for part in parts for t in part) == sorted(TEXTS)
+    for p, part in enumerate(parts):
+        assert part == [t for i, t in enumerate(TEXTS) if i // block_lines % len(units) == p]
+
+
+@pytest.mark.parametrize("how", COMPRESSED)
+def test_compressed_text_is_one_document(tmp_path: Path, how: str) -> None:
+    suffix, compress = COMPRESSED[how]
+    text = "one\ufeff\r\n\n" + "\n".join(TEXTS)
+    assert read(write(tmp_path / f"a.txt{suffix}", compress(text.encode()))) == [text]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
+@pytest.mark.parametrize(("rows", "compression"), [(5, "none"), (30, "snappy"), (70, "zstd"), (100, "gzip")])
+def test_parquet(tmp_path: Path, kind: Any, rows: int, compression: str, unit_bytes: int) -> None:
+    texts = TEXTS[:100]
+    file = write_parquet(tmp_path / "a.parquet", [*texts], kind, rows, compression=compression)
+    units = plan_units([file], "text")
+    ends = [0, *(u.end for u in units)]
+    assert [u.begin for u in units] == ends[:-1]
+    assert ends[-1] == -(-len(texts) // rows)
+    assert len(units) == (1 if unit_bytes == 10**9 else ends[-1])
+    assert read(file) == texts
+
+
+def test_parquet_row_groups_make_a_unit_until_it_is_large_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of about 1000, 1000 and 3000 bytes, then of 100."""
+    table = pa.table({"text": ["x" * size for size in (1000, 1000, 3000, 100, 100)]})
+    pq.write_table(
+        table,
+        tmp_path / "a.parquet",
+        row_group_size=1,
+        compression="none",
+        use_dictionary=False,
+        write_statistics=False,
+    )
+    monkeypatch.setattr(corpus, "UNIT_BYTES", 2000)
+    units = plan_units([tmp_path / "a.parquet"], "text")
+    assert [(u.begin, u.end) for u in units] == [(0, 2), (2, 3), (3, 5)]
+    assert 5200 <= sum(u.size for u in units) < 6000
+
+
+@pytest.mark.parametrize("field", ["body", "a.b", "caf\u00e9"])
+def test_parquet_with_another_column(tmp_path: Path, field: str) -> None:
+    table = pa.table({"text": ["no", "no"], field: ["x", "y"], "s": [{"text": 1}, {"text": 2}]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", field=field) == ["x", "y"]
+
+
+@pytest.mark.parametrize("num_groups", [0, 3])
+def test_parquet_without_rows(tmp_path: Path, num_groups: int) -> None:
+    table = pa.table({"text": pa.array([], pa.string())})
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        for _ in range(num_groups):
+            writer.write_table(table)
+    assert read(tmp_path / "a.parquet") == []
+
+
+@pytest.mark.usefixtures("cut_finely")
+def test_a_corpus_of_all_formats(tmp_path: Path) -> None:
+    """In the files' order, each unit of one kind; the hash over the content is of the bytes as they are."""
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "a.jsonl", lines(TEXTS[:30]))
+    write(tmp_path / "in" / "b.jsonl.gz", gzip.compress(lines(TEXTS[30:60])))
+    write_parquet(tmp_path / "in" / "c.parquet", [*TEXTS[60:90]], rows=7)
+    write(tmp_path / "in" / "d.txt", TEXTS[90].encode())
+    write(tmp_path / "in" / "e.txt.zst", zst(TEXTS[91].encode()))
+    write(tmp_path / "in" / "f.ndjson.zst", zst(lines(TEXTS[92:120])))
+    for name in ("g.bin.gz", "g.parquet.gz", "dataset_infos.json", "README.md", "g.gz"):
+        write(tmp_path / "in" / name, b"not read unless it is named")
+    files = find_files([str(tmp_path / "in")], "key")
+    assert [f.name for f in files] == [
+        "a.jsonl",
+        "b.jsonl.gz",
+        "c.parquet",
+        "d.txt",
+        "e.txt.zst",
+        "f.ndjson.zst",
+    ]
+    assert sorted(read(*files)) == sorted(TEXTS[:120])
+    before = content_sha256(files)
+    write(files[4], zst(TEXTS[91].encode()) + zst(b""))
+    assert content_sha256(files) != before
+
+
+def test_small_texts_share_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to its size; a file is never split, and other kinds of file come between."""
+    monkeypatch.setattr(corpus, "UNIT_BYTES", 10)
+    sizes = {"a.txt": 4, "b.txt": 6, "c.txt": 1, "d.md": 30, "e.jsonl": 0, "f.txt": 2, "g.txt": 3}
+    files = [write(tmp_path / name, b"x" * size) for name, size in sizes.items()]
+    units = plan_units(files, "text")
+    names = [[f.name for f in u.files] for u in units]
+    assert names == [["a.txt", "b.txt"], ["c.txt"], ["d.md"], ["e.jsonl"], ["f.txt", "g.txt"]]
+    assert [u.size for u in units] == [10, 1, 30, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("count", "parts"), [(1, 8), (8, 8), (9, 8), (10, 7), (32, 2), (33, 2), (63, 2), (64, 1), (100, 1)]
+)
+def test_few_compressed_files_are_cut_finer(tmp_path: Path, count: int, parts: int) -> None:
+    """Large ones; the plan looks at sizes alone."""
+    files = [tmp_path / f"{i:03}.jsonl.gz" for i in range(count)]
+    for file in files:
+        with open(file, "wb") as f:
+            f.truncate(1 << 30)  # no byte of it is stored
+    units = plan_units([*files, write(tmp_path / "z.txt", b"x")], "text")
+    assert [(u.files[0], u.begin, u.end) for u in units[:-1]] == [
+        (file, part, parts) for file in files for part in range(parts)
+    ]
+
+
+ODD_LINES = {
+    "blank lines": (b'\n\n{"text": "a"}\n \t\n\x0b\n{"text": "b"}\n\n\n', ["a", "b"]),
+    "no last newline": (b'{"text": "a"}\n{"text": "b"}', ["a", "b"]),
+    "blanks at the end": (b'{"text": "a"}\n   ', ["a"]),
+    "CRLF": (b'{"text": "a"}\r\n\r\n{"text": "b\\r\\n"}\r\n', ["a", "b\r\n"]),
+    "empty texts": (b'{"text": ""}\n{"text": "a"}\n{"text": ""}', ["a"]),
+    "separators within text": (
+        '{"text": "a\u2028b\u0085c"}\n{"text": "d"}'.encode(),
+        ["a\u2028b\u0085c", "d"],
+    ),
+    "a line of many units": (b'{"text": "%s"}\n{"text": "b"}\n' % (b"a" * 5000), ["a" * 5000, "b"]),
+    "nothing": (b"", []),
+    "only blanks": (b"\n \n\t", []),
+}
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("case", ODD_LINES)
+def test_odd_lines(tmp_path: Path, case: str, suffix: str, unit_bytes: int) -> None:
+    content, expected = ODD_LINES[case]
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zst}[suffix]
+    assert sorted(read(write(tmp_path / f"a.jsonl{suffix}", compress(content)))) == expected
+
+
+def test_content_larger_than_what_is_read_at_once(tmp_path: Path) -> None:
+    """With lines across the border."""
+    data = random.Random(1).randbytes((1 << 20) + 5000).hex()  # compresses to half of that at best
+    texts = [data[i : i + 30_011] for i in range(0, len(data), 30_011)]
+    for suffix, compress in ((".gz", gzip.compress), (".zst", zst)):
+        file = write(tmp_path / f"a.jsonl{suffix}", compress(lines(texts)))
+        assert file.stat().st_size > 1 << 20
+        assert read(file) == texts
+
+
+def gz_filler(size: int) -> bytes:
+    """A member of nothing, with a long name in its header."""
+    empty = gzip.compress(b"")
+    return b"\x1f\x8b\x08\x08" + empty[4:10] + b"n" * (size - len(empty) - 1) + b"\0" + empty[10:]
+
+
+def zst_filler(size: int) -> bytes:
+    """A frame that decoders skip."""
+    return struct.pack("<II", 0x184D2A50, size - 8) + bytes(size - 8)
+
+
+@pytest.mark.parametrize("offset", [-9, -1, 0, 1, 9])
+@pytest.mark.parametrize(
+    ("suffix", "compress", "filler"),
+    [(".gz", gzip.compress, gz_filler), (".zst", zst, zst_filler)],
+    ids=["gz", "zst"],
+)
+def test_members_that_end_where_a_read_ends(
+    tmp_path: Path, suffix: str, compress: Compress, filler: Callable[[int], bytes], offset: int
+) -> None:
+    """A mebibyte is read at once; a line goes on in the next member."""
+    content = lines(SMALL)
+    first, second = compress(content[:100]), compress(content[100:])
+    fill = filler((1 << 20) + offset - len(first))
+    assert len(first + fill) == (1 << 20) + offset
+    assert read(write(tmp_path / f"a.jsonl{suffix}", first + fill + second)) == SMALL
+    with pytest.raises(ConfigError, match=rf"a\.jsonl{suffix}: cut off"):
+        read(write(tmp_path / f"a.jsonl{suffix}", first + fill + second[:-1]))
+
+
+# ---- cut off and damaged
+
+
+def all_of(file: Path) -> list[str] | None:
+    """What a whole pass gives: the documents, or none of them and an error that names the file."""
+    try:
+        return sorted(read(file))
+    except ConfigError as e:
+        if str(file) not in str(e):
+            raise
+        return None
+
+
+@pytest.mark.usefixtures("cut_finely")
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zst)], ids=["gz", "zst"])
+@pytest.mark.parametrize("ending", [".jsonl", ".txt"])
+def test_a_file_cut_off_at_any_byte(tmp_path: Path, ending: str, suffix: str, compress: Compress) -> None:
+    """From nothing at all (an empty file is no whole compressed one) to all but the last byte, in every
+    part."""
+    whole = compress(lines(SMALL))
+    assert 300 < len(whole) < 700
+    file = write(tmp_path / f"a{ending}{suffix}", whole)
+    assert len(read(file)) == (len(SMALL) if ending == ".jsonl" else 1)
+    for length in range(len(whole)):
+        write(file, whole[:length])
+        for unit in plan_units([file], "text"):
+            with pytest.raises(ConfigError, match=r"cut off after [\d,]+ bytes of its content") as e:
+                list(read_unit(unit, "text"))
+            assert str(file) in str(e.value)
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zst)], ids=["gz", "zst"])
+def test_a_file_of_members_cut_off_at_any_byte(tmp_path: Path, suffix: str, compress: Compress) -> None:
+    """Between members it is whole, by the formats' definition, and has the lines before."""
+    members = [compress(lines(SMALL[i : i + 5])) for i in range(0, 20, 5)]
+    whole = b"".join(members)
+    ends = {sum(map(len, members[:i])): SMALL[: 5 * i] for i in range(1, 5)}
+    file = tmp_path / f"a.jsonl{suffix}"
+    for length in range(len(whole) + 1):
+        found = all_of(write(file, whole[:length]))
+        if length in ends:
+            assert found == sorted(ends[length])
+        else:
+            assert found is None
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zst)], ids=["gz", "zst"])
+def test_a_flipped_bit_is_an_error_or_does_no_harm(tmp_path: Path, suffix: str, compress: Compress) -> None:
+    """Headers hold bits that mean nothing here, such as the time; the content is guarded."""
+    whole = compress(lines(SMALL[:6]))
+    harmless = 0
+    for i in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[i] ^= 1 << i % 8
+        found = all_of(write(tmp_path / f"a.jsonl{suffix}", bytes(flipped)))
+        if found is not None:
+            assert found == sorted(SMALL[:6])
+            harmless += 1
+    assert harmless < 12
+
+
+@pytest.mark.parametrize("how", ["gz", "zst"])
+def test_a_byte_changed_in_the_middle(tmp_path: Path, how: str) -> None:
+    suffix, compress = COMPRESSED[how]
+    content = bytearray(compress(lines(SMALL)))
+    content[len(content) // 2] ^= 0xFF
+    with pytest.raises(ConfigError, match=rf"a\.jsonl\{suffix}: damaged after [\d,]+ bytes of its content"):
+        read(write(tmp_path / f"a.jsonl{suffix}", bytes(content)))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("ending", [".jsonl", ".txt"])
+def test_what_is_not_compressed_at_all(tmp_path: Path, ending: str, suffix: str) -> None:
+    with pytest.raises(ConfigError, match=rf"a{ending}\{suffix}: damaged after 0 bytes"):
+        read(write(tmp_path / f"a{ending}{suffix}", lines(SMALL)))
+
+
+@pytest.mark.parametrize("how", ["gz", "zst"])
+def test_rubbish_after_the_end(tmp_path: Path, how: str) -> None:
+    suffix, compress = COMPRESSED[how]
+    with pytest.raises(ConfigError, match=r"a\.jsonl.*damaged after [1-9]"):
+        read(write(tmp_path / f"a.jsonl{suffix}", compress(lines(SMALL)) + b"rubbish, long enough"))
+
+
+def test_parquet_cut_off_at_any_byte(tmp_path: Path) -> None:
+    whole = write_parquet(tmp_path / "whole.parquet", [*SMALL[:4]], rows=2).read_bytes()
+    file = tmp_path / "a.parquet"
+    for length in range(len(whole)):
+        write(file, whole[:length])
+        with pytest.raises(ConfigError, match=r"a\.parquet: not a whole parquet file"):
+            plan_units([file], "text")
+
+
+def test_a_page_of_parquet_that_does_not_decompress(tmp_path: Path) -> None:
+    """The row that is named is the first of those that could not be read."""
+    file = write_parquet(tmp_path / "a.parquet", [*TEXTS], rows=300, compression="zstd", use_dictionary=False)
+    page = pq.read_metadata(file).row_group(1).column(1)
+    content = bytearray(file.read_bytes())
+    begin, size = page.data_page_offset, page.total_compressed_size
+    content[begin + size // 2 : begin + size] = bytes(size - size // 2)
+    write(file, bytes(content))
+    found = list[str]()
+    with pytest.raises(ConfigError, match=r"a\.parquet: row 257 or later: damaged parquet"):
+        found.extend(d.text for u in plan_units([file], "text") for d in read_unit(u, "text"))
+    assert found == TEXTS[:256]
+
+
+def test_parquet_compressed_in_a_way_that_pyarrow_does_not_read(tmp_path: Path) -> None:
+    """Told of as any file that cannot be read."""
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet", compression="snappy")
+    content = (tmp_path / "a.parquet").read_bytes()
+    snappy, lzo = b"\x04text\x15\x02\x16", b"\x04text\x15\x06\x16"  # the codec in the file's metadata
+    assert content.count(snappy) == 1
+    write(tmp_path / "a.parquet", content.replace(snappy, lzo))
+    with pytest.raises(ConfigError, match=r"a\.parquet: row 1 or later: damaged parquet.*LZO"):
+        read(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1PAR1", lines(SMALL), bytes(1000)])
+def test_what_is_no_parquet(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(ConfigError, match=r"a\.parquet: not a whole parquet file"):
+        read(write(tmp_path / "a.parquet", content))
+
+
+def test_parquet_without_the_column(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", ["x"])
+    with pytest.raises(ConfigError, match=r"a\.parquet: no column 'body' \(columns: id, text, z\)"):
+        read(file, field="body")
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [([1], "int64"), ([b"x"], "binary"), ([["x"]], "list<"), ([{"text": "x"}], "struct<"), ([None], "null")],
+    ids=str,
+)
+def test_a_column_of_another_type(tmp_path: Path, values: list[object], kind: str) -> None:
+    pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=rf"a\.parquet: column 'text' holds {kind}.*, not strings"):
+        read(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "gone.jsonl.gz", "gone.txt.zst", "gone.parquet"])
+def test_a_file_that_vanished_after_the_plan(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}.*No such file"):
+        list(read_unit(Unit((tmp_path / name,), 0, 1, 1), "text"))
+
+
+@pytest.mark.parametrize(
+    ("library", "name"), [("zstandard", "a.jsonl.zst"), ("zstandard", "a.txt.zst"), ("pyarrow", "a.parquet")]
+)
+def test_a_missing_library_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=rf"{name}: reading \.?\w+ needs {library}: pip install"):
+        read(write(tmp_path / name, b"x"))
+
+
+# ---- one bad line or row
+
+
+BROKEN = {
+    b"{": "not valid JSON",
+    b'{"text": "\xff"}': "not UTF-8 at byte 10",
+    b'{"txt": "x"}': "no field 'text'",
+    b"[1]": "no field 'text'",
+    b'{"text": 1}': "'text' is not a string",
+    b'{"text": "\\udc00"}': "lone surrogate",
+    b'{"text": "x", "n": %s}' % (b"1" * 5000): "4300",  # more digits than Python converts
+    b"[" * 100_000: "not valid JSON",
+}
+
+
+@pytest.mark.usefixtures("cut_finely")
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_good_lines_around_broken_ones_are_read(tmp_path: Path, suffix: str) -> None:
+    """Every third line is broken, every fifth blank."""
+    content, good, expected = list[bytes](), list[str](), dict[int, str]()
+    for line in range(1, 80):
+        if line % 3 == 0:
+            broken = [*BROKEN][line // 3 % len(BROKEN)]
+            content.append(broken)
+            expected[line] = BROKEN[broken]
+        elif line % 5 == 0:
+            content.append(b" ")
+        else:
+            content.append(b'{"text": "good %d"}' % line)
+            good.append(f"good {line}")
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zst}[suffix]
+    file = write(tmp_path / f"a.jsonl{suffix}", compress(b"\n".join(content)))
+    errors = list[ConfigError]()
+    found = read(file, bad=collect(errors))
+    assert sorted(found) == sorted(good)
+    assert suffix or found == good
+    told = {int(str(e).removeprefix(f"{file}:").split(":")[0]): str(e) for e in errors}
+    assert len(errors) == len(told)
+    assert told.keys() == expected.keys()
+    for line, reason in expected.items():
+        assert reason in told[line]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_broken_line_stops_unless_told_otherwise(tmp_path: Path, suffix: str) -> None:
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zst}[suffix]
+    content = compress(b'{"text": "x"}\n\n{"text": 1}\n{"text": "y"}\n')
+    with pytest.raises(ConfigError, match=rf"a\.jsonl{suffix}:3: field 'text' is not a string"):
+        read(write(tmp_path / f"a.jsonl{suffix}", content))
+
+
+def test_a_file_cut_off_is_no_bad_line(tmp_path: Path) -> None:
+    """Skipping bad lines skips no file; nor is its last, half line told of."""
+    file = write(tmp_path / "a.jsonl.gz", gzip.compress(lines(SMALL))[:-9])
+    errors = list[ConfigError]()
+    with pytest.raises(ConfigError, match="cut off"):
+        read(file, bad=collect(errors))
+    assert errors == []
+
+
+def test_texts_around_a_broken_one_are_read(tmp_path: Path) -> None:
+    contents = {"a.txt": b"a", "b.txt": b"\xff", "c.txt.gz": gzip.compress(b"c\xc3"), "d.txt.zst": zst(b"d")}
+    files = [write(tmp_path / name, content) for name, content in contents.items()]
+    errors = list[ConfigError]()
+    assert read(*files, bad=collect(errors)) == ["a", "d"]
+    assert [str(e).split(": ")[0] for e in errors] == [str(f) for f in files[1:3]]
+    assert all("not UTF-8" in str(e) for e in errors)
+
+
+def test_rows_around_a_null_are_read(tmp_path: Path, unit_bytes: int) -> None:
+    """Rows are counted from 1 over all row groups; empty ones count too."""
+    texts: list[str | None] = [*TEXTS]
+    texts[0] = texts[31] = texts[299] = texts[399] = None
+    texts[30] = texts[100] = ""
+    file = write_parquet(tmp_path / "a.parquet", texts)
+    errors = list[ConfigError]()
+    assert read(file, bad=collect(errors)) == [t for t in texts if t]
+    assert [str(e) for e in errors] == [f"{file}: row {n}: field 'text' is null" for n in (1, 32, 300, 400)]
+    with pytest.raises(ConfigError, match=r"a\.parquet: row 1: field 'text' is null"):
+        read(file)
+
+
+def test_rows_around_one_that_is_not_utf8_are_read(tmp_path: Path) -> None:
+    values = [b"%d" % i for i in range(1, 301)]
+    values[270] = b"\xff"
+    offsets = [0]
+    for value in values:
+        offsets.append(offsets[-1] + len(value))
+    buffers = pa.array(offsets, pa.int32()).buffers()[1], pa.py_buffer(b"".join(values))
+    pq.write_table(pa.table({"text": pa.StringArray.from_buffers(300, *buffers)}), tmp_path / "a.parquet")
+    errors = list[ConfigError]()
+    found = read(tmp_path / "a.parquet", bad=collect(errors))
+    assert found == [str(i) for i in range(1, 301) if i != 271]
+    assert [str(e).split(": ")[1] for e in errors] == ["row 271"]
+
+
+# ---- places
+
+
+def test_where_a_line_of_a_plain_file_is(tmp_path: Path) -> None:
+    """Beyond a mebibyte too, and of a file with blank lines and CRLF."""
+    content = [
+        b'{"text": "%d"}' % i + b" " * 90 + (b"\r" if i % 3 else b"") + b"\n" * (1 + i % 2)
+        for i in range(20_000)
+    ]
+    file = write(tmp_path / "a.jsonl", b"".join(content))
+    assert file.stat().st_size > 3 << 19
+    numbers, line = dict[str, int](), 1
+    for i, lines_of_it in enumerate(content):
+        numbers[str(i)] = line
+        line += lines_of_it.count(b"\n")
+    (unit,) = plan_units([file], "text")
+    documents = list(read_unit(unit, "text"))
+    assert len(documents) == len(content)
+    for document in [*documents[:3], *documents[14_000:14_003], documents[-1]]:
+        assert where(document.file, document.place) == f"{file}:{numbers[document.text]}"
+
+
+@pytest.mark.usefixtures("cut_finely")
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt", "a.txt.gz"])
+def test_where_every_document_is(tmp_path: Path, name: str) -> None:
+    """By the units that it was read in, also after blank lines."""
+    file = tmp_path / name
+    content = b"\n \n" + lines(SMALL)
+    if name == "a.parquet":
+        write_parquet(file, [*SMALL], rows=3)
+    else:
+        write(file, {".gz": gzip.compress, ".zst": zst}.get(file.suffix, bytes)(content))
+    documents = [d for u in plan_units([file], "text") for d in read_unit(u, "text")]
+    places = {d.text: where(d.file, d.place) for d in documents}
+    if "txt" in name:
+        assert [*places.values()] == [str(file)]
+    else:
+        form, first = ("{}: row {}", 1) if name == "a.parquet" else ("{}:{}", 3)
+        assert places == {text: form.format(file, i) for i, text in enumerate(SMALL, first)}
+
+
+def test_a_schema_that_pyarrow_does_not_know(tmp_path: Path) -> None:
+    """Its own class of error is none of Python's."""
+    pq.write_table(pa.table({"text": ["x"], "n": [1]}), tmp_path / "a.parquet")
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    place = content.rindex(b"ARROW:schema")
+    refused = 0
+    for offset in range(140, 170):
+        damaged = bytearray(content)
+        damaged[place + offset] ^= 2
+        write(tmp_path / "a.parquet", bytes(damaged))
+        try:
+            list(documents([tmp_path / "a.parquet"], "text"))
+        except ConfigError:
+            refused += 1
+    assert refused > 3

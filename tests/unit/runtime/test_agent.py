@@ -1,0 +1,163 @@
+"""The launcher's agent with ranks that are shell scripts: what is restarted, and which rank is blamed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+from titanlite.runtime.agent import Agent, Ending, RanksFailed, blame, heard_signals
+from titanlite.runtime.environment import NOTES
+from titanlite.runtime.rendezvous import OneNode
+from titanlite.runtime.signals import SAVE, STOP
+
+NOTE = '"$TITANLITE_NOTES/rank-$RANK"'
+BEGIN, DONE = "echo $RANK >> starts;", f"rm {NOTE};"
+UNTIL_ENDED = "for i in $(seq 3000); do sleep 0.05; done"
+GLOO = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:2188"
+
+
+@pytest.fixture
+def launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> Iterator[Callable[..., tuple[int, str]]]:
+    """`launch(script, restarts)`: the exit code and what the agent of two ranks said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(NOTES, "")  # restored after the agent has set it
+    numbers = (*STOP, *SAVE, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def launch(script: str, restarts: int = 0) -> tuple[int, str]:
+        Path("rank.sh").write_text(BEGIN + script)
+        spec = WorkerSpec(
+            role="default", local_world_size=2, entrypoint="sh", args=("rank.sh",),
+            rdzv_handler=OneNode("test"), max_restarts=restarts, monitor_interval=0.02,
+        )  # fmt: skip
+        try:
+            Agent(spec, DefaultLogsSpecs(log_dir=str(tmp_path / "logs"))).run()
+            code = 0
+        except RanksFailed as failed:
+            code = failed.exit_code
+        said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("titanlite:")]
+        return code, "\n".join(line.removeprefix("titanlite: ") for line in said)
+
+    yield launch
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def starts() -> int:
+    """How many ranks were started."""
+    return len(Path("starts").read_text().splitlines())
+
+
+def test_ranks_that_are_done_are_no_failure(launch: Callable) -> None:
+    assert launch(DONE) == (0, "")
+
+
+def test_a_rank_that_leaves_with_0_is_blamed_and_the_others_are_not_waited_for(launch: Callable) -> None:
+    code, said = launch(f'[ $RANK = 1 ] || {{ trap "echo {GLOO!r} > {NOTE}; exit 1" TERM; {UNTIL_ENDED}; }}')
+    assert (code, said) == (1, "rank 1 left with exit code 0 before training was done")
+
+
+def test_a_note_that_is_lost_is_no_traceback(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something empties the folder for temporary files while a rank leaves."""
+    notes = Agent._note
+
+    def last_time(self: Agent, rank: int) -> str | None:
+        note = notes(self, rank)
+        if rank == 1 and 1 in self._ended:
+            Path(str(self._notes), "rank-1").unlink(missing_ok=True)
+        return note
+
+    monkeypatch.setattr(Agent, "_note", last_time)
+    code, said = launch(f"[ $RANK = 1 ] || {UNTIL_ENDED}")
+    assert (code, said) == (1, "rank 1 left with exit code 0 before training was done")
+
+
+def test_a_rank_that_is_stopped_is_blamed_by_name(launch: Callable) -> None:
+    """The one that waits for it fails first."""
+    stopped = "[ $RANK = 1 ] && { echo $$ > pid; kill -STOP $$; };"
+    wait = 'until grep -qs "^State:.T" /proc/$(cat pid || echo self)/status; do sleep 0.02; done;'
+    code, said = launch(f"{stopped} {wait} echo 'RuntimeError: Timed out' > {NOTE}; exit 1")
+    assert code == 1
+    assert said == (
+        "rank 1 does not answer (it is stopped); rank 0 ended with exit code 1: RuntimeError: Timed out; "
+        "its message is above"
+    )
+
+
+def test_the_rank_that_failed_is_blamed_with_its_error(launch: Callable) -> None:
+    code, said = launch(f"[ $RANK = 0 ] && {UNTIL_ENDED}; echo 'ValueError: bad\nmore' > {NOTE}; exit 1")
+    assert (code, said) == (1, "rank 1 ended with exit code 1: ValueError: bad; its message is above")
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 75])
+def test_what_a_restart_would_meet_again_is_not_restarted(launch: Callable, code: int) -> None:
+    ended, said = launch(f"[ $RANK = 0 ] && {UNTIL_ENDED}; exit {code}", 2)
+    assert ended == code
+    assert starts() == 2
+    assert said == ("" if code == 75 else f"rank 1 ended with exit code {code}; its message is above")
+
+
+@pytest.mark.parametrize("end", ["exit 1", "exit 7", "kill -9 $$", "exit 0"])
+def test_a_crash_is_restarted_and_said(launch: Callable, end: str) -> None:
+    code, said = launch(f"[ $RANK = 0 ] && {UNTIL_ENDED}; {end}", 1)
+    assert code == (7 if end == "exit 7" else 1)
+    assert starts() == 4
+    first, last = said.splitlines()
+    assert first == f"{last}; starting all ranks again (1 of 1)"
+
+
+def test_a_rank_that_is_told_to_end_after_a_crash_does_not_stop_the_restart(launch: Callable) -> None:
+    """Before the first step SIGTERM ends a rank with 75, which was not asked of the run."""
+    told = "{ trap 'exit 75' TERM; : > ready; " + UNTIL_ENDED + "; }"
+    code, said = launch(
+        f"[ $RANK = 0 ] && {told}; until [ -e ready ]; do sleep 0.02; done; rm ready; kill -9 $$", 1
+    )
+    assert code == 1
+    assert starts() == 4
+    assert said.splitlines()[-1].startswith("rank 1 was ended by SIGKILL")
+
+
+def test_nohup_is_heeded(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the launcher, and by the ranks, which it starts with the signals ignored that are ignored here."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    names = ",".join(number.name for number in heard_signals())
+    assert names == "SIGTERM,SIGINT,SIGUSR1,SIGUSR2"
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", names)  # as torchrun's option does
+    assert launch(f"kill -HUP $$; {DONE}") == (0, "")
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_without_nohup_a_hangup_is_passed_on(launch: Callable, hangups: None) -> None:
+    assert signal.SIGHUP in heard_signals()
+    assert launch(f"kill -HUP $$; {DONE}")[1].startswith("rank 0 was ended by SIGHUP")
+
+
+# ---- whom to blame
+
+
+def test_an_error_that_follows_from_a_peers_is_not_blamed_if_there_is_another() -> None:
+    endings = [Ending(0, 1, GLOO), Ending(1, -9, "")]
+    assert blame(endings, 1)[1].startswith("rank 1 was ended by SIGKILL (the kernel does that when memory")
+
+
+def test_an_abort_of_nccls_watchdog_points_at_the_rank_that_does_not_answer() -> None:
+    code, text = blame([Ending(0, -6, ""), Ending(1, None, silent="it did not end when it was told to")], 1)
+    assert code == 1
+    assert text.startswith("rank 1 does not answer (it did not end when it was told to); rank 0 was ended by")
+
+
+def test_a_rank_that_is_slow_to_end_is_not_blamed_for_a_peers_own_error() -> None:
+    endings = [Ending(0, 1, "ValueError: bad"), Ending(1, None, silent="it did not end when it was told to")]
+    assert blame(endings, 1)[1] == "rank 0 ended with exit code 1: ValueError: bad; its message is above"
+
+
+def test_of_several_nodes_another_may_be_the_first() -> None:
+    assert blame([Ending(4, 1, GLOO)], 2)[1].endswith("; it may have begun on another node: see its log")
+    assert "node" not in blame([Ending(4, 1, "ValueError: bad")], 2)[1]

@@ -1,0 +1,174 @@
+"""What `AutoTokenizer.from_pretrained` opens gives the ids that were trained on, for every kind of tokenizer,
+on whatever text."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.config.component import ConfigError
+from titanlite.tokenizers.base import BOS, EOS, TextCodec, Tokenizer
+from titanlite.tokenizers.bytes import Bytes
+from titanlite.tokenizers.huggingface import HuggingFace
+from titanlite.tokenizers.tiktoken import Tiktoken
+from titanlite.tokenizers.tokenizer_json import LONGEST_RUN
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[3]
+STDLIB = str(ROOT / "assets" / "tokenizer" / "stdlib.tiktoken")
+
+TEXTS = [
+    "",
+    " ",
+    "def main(argv):\n    return 0\n",
+    "Hello, world! It's 12345678 o'clock; they'LL see.",
+    "  two  spaces   three\n\n\n\tand\ttabs \r\n windows\r\n\r\n  ",
+    " " * 300 + "x" + "\n" * 40,
+    "na\u00efve caf\u00e9 \u00c5ngstr\u00f6m e\u0301 \u212b",  # composed and not: nothing is normalised
+    "\u65e5\u672c\u8a9e\u306e\u30c6\u30ad\u30b9\u30c8 \u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+    "\u0939\u093f\u0928\u094d\u0926\u0940 \u0e44\u0e17\u0e22",
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \u2028 \u00a0 \ufeff \x00 \x7f \x1b[0m",
+    "a" * 97 + "ab" * 51 + "=" * 33 + "-" * 200,
+    "x = {'a': [1, 2.5e-10, 0xFF], \"b\": None}  # comment",
+]
+
+
+def random_texts(n: int) -> list[str]:
+    """Strings of a few kinds of characters, so that every rule of the split meets every other."""
+    rng = random.Random(0)
+    alphabets = [
+        "ab \n",
+        "aA1 '",
+        " \t\r\n",
+        "e\u0301\u00e9 ",
+        "\u65e5\u672c a",
+        "()[]{}=+-*/ _",
+        "0123456789.",
+    ]
+    return [
+        "".join(rng.choice(rng.choice(alphabets)) for _ in range(rng.randint(1, 60))) for _ in range(n)
+    ] + ["".join(chr(c) for c in (rng.randrange(0x20, 0xD7FF) for _ in range(30))) for _ in range(n)]
+
+
+def opened(codec: TextCodec, folder: Path) -> Any:
+    """As a user opens an export."""
+    folder.mkdir()
+    for name, content in codec.hugging_face_files().items():
+        (folder / name).write_bytes(content)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+KINDS: dict[str, Tokenizer] = {
+    "tiktoken": Tiktoken(path=STDLIB),
+    "reserved tokens": Tiktoken(path=STDLIB, num_special_tokens=256),
+    "another split": Tiktoken(path=STDLIB, pattern=r"\p{L}+|\p{N}|[^\p{L}\p{N}]+"),
+    "bytes": Bytes(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_equal_on_varied_text(tmp_path: Path, kind: str) -> None:
+    codec = KINDS[kind].build()
+    theirs = opened(codec, tmp_path / "it")
+    assert len(theirs) == codec.vocab_size
+    for text in [*TEXTS, *random_texts(200), (ROOT / "docs/data.md").read_text()]:
+        ids = codec.encode(text)
+        assert theirs.encode(text, add_special_tokens=False) == ids, text
+        assert theirs.decode(ids) == codec.decode(ids), text
+        assert theirs(text).input_ids == [codec.bos, *ids]  # as a document begins
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (codec.bos, codec.eos)
+
+
+@pytest.mark.parametrize("kind", ["tiktoken", "another split"])
+def test_ids_are_equal_on_runs_that_are_cut(tmp_path: Path, kind: str) -> None:
+    """Of more than 25,000 blanks or others; on both sides of the limit, in a row, and within other text."""
+    codec = KINDS[kind].build()
+    theirs = opened(codec, tmp_path / "it")
+    ours = HuggingFace(path=str(tmp_path / "it")).build()
+    n = LONGEST_RUN
+    texts = [character * (n + more) for character in "0 \u00e9\u3000\x1c\x85\u200b" for more in (0, 1)]
+    texts += [
+        "ab" * 30_000,
+        "x " + "z" * (3 * n + 1) + "\n" + " " * (2 * n + 1) + "end",
+        "b" * n + " " * n + "c" * 2 * n,
+    ]
+    texts += ["a\n" * 20_000, "1" * (n - 1) + " " + "2" * (n + 2), "q" * (n - 1) + "\x1f" + "q" * (n + 1)]
+    for text in texts:
+        ids = codec.encode(text)
+        assert theirs.encode(text, add_special_tokens=False) == ids == ours.encode(text), (
+            text[:9],
+            len(text),
+        )
+
+
+def test_special_tokens_in_text_are_read_as_such() -> None:
+    """transformers reads them always, ours when `special_tokens_in_text` says so."""
+    import tempfile
+
+    text = f"a{EOS}{BOS} b <|reserved_special_token_3|><|nothing|>{EOS}\n"
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"path": STDLIB, "num_special_tokens": 16}
+        codec = Tiktoken(**options, special_tokens_in_text=True).build()
+        theirs = opened(codec, Path(folder) / "it")
+        ids = theirs.encode(text, add_special_tokens=False)
+    assert ids == codec.encode(text)
+    assert ids != Tiktoken(**options).build().encode(text)
+    assert {codec.bos, codec.eos} <= set(ids)
+
+
+def test_a_tokenizer_json_goes_out_as_it_came_in(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    opened(Tiktoken(path=STDLIB).build(), source)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ messages }}"}))
+    codec = HuggingFace(path=str(source)).build()
+    theirs = opened(codec, tmp_path / "it")
+    assert (tmp_path / "it/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert theirs.chat_template == "{{ messages }}"
+    for text in [*TEXTS, *random_texts(50)]:
+        assert theirs.encode(text, add_special_tokens=False) == codec.encode(text)
+
+
+def test_a_lone_tokenizer_json_gets_a_configuration(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    opened(Tiktoken(path=STDLIB, num_special_tokens=4).build(), source)
+    (source / "tokenizer_config.json").unlink()
+    codec = HuggingFace(path=str(source), bos=BOS, eos="<|reserved_special_token_0|>").build()
+    theirs = opened(codec, tmp_path / "it")
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (codec.bos, codec.eos)
+
+
+def test_a_map_of_special_tokens_does_not_override_the_chosen_ones(tmp_path: Path) -> None:
+    source, eos = tmp_path / "source", "<|reserved_special_token_0|>"
+    opened(Tiktoken(path=STDLIB, num_special_tokens=4).build(), source)
+    tokens = {"bos_token": BOS, "eos_token": {"content": EOS}, "pad_token": EOS}
+    (source / "special_tokens_map.json").write_text(json.dumps(tokens))
+    codec = HuggingFace(path=str(source), bos=BOS, eos=eos).build()
+    theirs = opened(codec, tmp_path / "it")
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (codec.bos, codec.eos)
+    written = json.loads((tmp_path / "it/special_tokens_map.json").read_text())
+    assert written == {"bos_token": BOS, "eos_token": eos, "pad_token": EOS}
+
+
+def test_a_configuration_that_is_no_object_is_told(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    opened(Tiktoken(path=STDLIB, num_special_tokens=4).build(), source)
+    (source / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json .* is no JSON object"):
+        HuggingFace(path=str(source)).build()
+    codec = HuggingFace(path=str(source), bos=BOS, eos=EOS).build()
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json .* is no JSON object"):
+        codec.hugging_face_files()
+
+
+def test_a_tokenizer_without_such_a_form_says_so() -> None:
+    class Own(TextCodec):
+        pass
+
+    with pytest.raises(ConfigError, match="no form that transformers reads"):
+        Own().hugging_face_files()

@@ -1,0 +1,1 @@
+"""Weights of other formats: Hugging Face, torchtitan, Meta. Import, export, initial weights."""

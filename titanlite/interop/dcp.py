@@ -1,0 +1,119 @@
+"""Reading tensors of a DCP checkpoint, titanlite's or another's, a region at a time and without DCP's
+planner: each rank for itself, in any dtype, under other names. Nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view  # as DCP's own reader
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.digest import first_fault
+from titanlite.checkpoint.reader import read_metadata
+from titanlite.checkpoint.resume import find_checkpoint, small_files
+from titanlite.checkpoint.state import TRAIN, read_train
+from titanlite.config.component import ConfigError
+from titanlite.config.json_file import expect
+from titanlite.interop.weights import Chunk, Region, Stored, Weights
+from titanlite.models.base import ModelFamily
+
+MODEL = "model."  # where a titanlite checkpoint has the weights
+
+
+def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
+    """The weights of a step folder, or of the newest checkpoint of a run. Raises CheckpointError if it is not
+    whole; the shards' contents are not looked at. `family`: to tell what the recorded model computes."""
+    path = find_checkpoint(path)
+    if reason := first_fault(path, small_files(path)):
+        raise CheckpointError(f"{path} is damaged: {reason}")
+    metadata = read_metadata(path)
+    names = {
+        name.removeprefix(MODEL): name for name in metadata.state_dict_metadata if name.startswith(MODEL)
+    }
+    try:
+        recipe = read_train(path)["recipe"]
+        expect(recipe, model=dict)
+        expect(recipe["model"], name=str)
+        data = recipe.get("data", {})
+        expect(data)
+        tokenizer = data.get("tokenizer", "")
+    except ValueError as e:
+        raise CheckpointError(f"{path} is damaged: its {TRAIN} cannot be trusted: {e}") from None
+    numbers = _recorded(recipe["model"], family, path) if family is not None else {}
+    return Weights(path, "titanlite", stored_tensors(path, metadata, names), numbers, tokenizer)
+
+
+def stored_tensors(path: Path, metadata: Metadata, names: Mapping[str, str]) -> dict[str, Stored]:
+    """The tensors `names`: the name to give to the one DCP has. What is not a tensor raises
+    CheckpointError."""
+    sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+    return {ours: _stored(path, metadata, theirs, sizes) for ours, theirs in names.items()}
+
+
+def _stored(path: Path, metadata: Metadata, name: str, sizes: Mapping[str, int]) -> Stored:
+    try:
+        entry = metadata.state_dict_metadata[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{path}: {name} is not a tensor")
+        chunks, file = [], path / ".metadata"
+        for chunk in entry.chunks:
+            info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            file = path / info.relative_path
+            if getattr(info, "transform_descriptors", None):
+                raise CheckpointError(f"{file}: {name} is compressed, which is not read")
+            size = sizes.get(info.relative_path, 0)
+            if size < info.offset + info.length:
+                raise CheckpointError(f"{file} has {size:,} bytes: {name} is not, or not all, in it")
+            load = functools.partial(_load, file, name, info.offset, info.length)
+            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), load))
+        return Stored(tuple(entry.size), entry.properties.dtype, file, chunks)
+    except (KeyError, TypeError, AttributeError) as e:  # unpickled, but not what DCP wrote
+        raise CheckpointError(f"{path}: .metadata is damaged: {type(e).__name__}: {e}") from None
+
+
+def _load(file: Path, name: str, offset: int, length: int, region: Region) -> torch.Tensor:
+    try:
+        with open(file, "rb") as f:
+            view = cast(IO[bytes], _create_file_view(f, offset, length))
+            chunk = torch.load(view, map_location="cpu", weights_only=True)
+        return chunk[region]
+    except Exception as e:  # torch.load of damaged bytes raises nearly anything
+        what = str(e).strip().partition("\n")[0]
+        raise CheckpointError(f"{file}: {name} cannot be read: {type(e).__name__}: {what}") from None
+
+
+def _recorded(model: Mapping[str, Any], family: ModelFamily, path: Path) -> dict[str, Any]:
+    """The numbers of the model that a recipe records, if it is of the same family."""
+    if model["name"] != family.name:
+        raise ConfigError(f"{path} is of a {model['name']}, the job's model is a {family.name}")
+    fields = {f.name for f in dataclasses.fields(family.config)}
+    known = {key: value for key, value in model.items() if key in fields}
+    return dataclasses.replace(family, overrides=known).config.numbers()
+
+
+def non_finite_in(path: Path) -> list[str]:
+    """Names of a checkpoint's tensors, weights and optimizer state, that hold NaN or infinity; scalars do not
+    count. Reads all of them, one block at a time. Raises CheckpointError if one cannot be read."""
+    metadata = read_metadata(path)
+    names = {n: n for n, entry in metadata.state_dict_metadata.items() if getattr(entry, "size", ())}
+    found = []
+    for name, stored in stored_tensors(path, metadata, names).items():
+        blocks = stored.bands(stored.shape[0]) if stored.dtype.is_floating_point else []
+        if not all(stored.read(block).isfinite().all() for block in blocks):
+            found.append(name)
+    return found
+
+
+def check_whole(path: Path) -> None:
+    """Hash every file of a checkpoint of titanlite's. Raises CheckpointError if one is not what was
+    written."""
+    if reason := first_fault(path, commit.digests(commit.read_manifest(path))):
+        raise CheckpointError(f"{path} is damaged: {reason}")

@@ -1,0 +1,208 @@
+"""Writing weights as a Hugging Face directory that transformers opens with nothing added: safetensors with an
+index, config.json, generation_config.json, the tokenizer.
+
+A safetensors file is a header that says where each tensor will be, and their bytes: the header is known
+before the first tensor is read, so tensors pass through one chunk at a time, and a model of any size is
+written in the memory of its largest chunk. The directory is written aside, synced and renamed, like a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.digest import write_file
+from titanlite.config.component import ConfigError
+from titanlite.config.json_file import as_json
+from titanlite.files import make_folder, sync
+from titanlite.interop import huggingface
+from titanlite.interop.huggingface import INDEX, SINGLE
+from titanlite.interop.weights import Exchange, Stored, Weights, check, vocabulary_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
+MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default was 5 GB for long
+PIECE_BYTES = 32 << 20  # converted at a time
+
+
+class _Output(NamedTuple):
+    """A tensor as it will be written: the first `shape[0]` rows of `stored`."""
+
+    name: str
+    stored: Stored
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_directory(
+    weights: Weights,
+    target: Path,
+    exchange: Exchange,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    keep_padding: bool = False,
+    replace: bool = False,
+    given_up: threading.Event | None = None,
+) -> int:
+    """Write `weights` of the exchange's model to the new directory `target`; returns the bytes of its
+    tensors.
+
+    `dtype`: None for the one each tensor has. Rows of the vocabulary that the tokenizer has no ids for are
+    left out, unless `keep_padding`. `replace`: a target that is there, when the new one is whole. `given_up`:
+    stop when it is set. Raises ConfigError if the weights are of another model or `target` is there,
+    CheckpointError if it cannot be written; then nothing is left.
+    """
+    check(weights, exchange.family)
+    if not replace and (target.exists() or target.is_symlink()):
+        raise ConfigError(f"{target} exists; choose another directory, or delete it")
+    outputs, vocab_size = _outputs(weights, exchange, dtype, keep_padding)
+    small = _small_files(exchange, outputs, vocab_size)
+    size = sum(output.size for output in outputs)
+    partial = target.with_name(f".partial-{target.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        make_folder(target.parent)
+        partial.mkdir()
+        commit.check_space(target.parent, size, "the export")
+        for name, content in small.items():
+            write_file(partial / name, content)
+        _write_shards(partial, _in_shards(outputs, max_shard_bytes), size, given_up or threading.Event())
+        sync(partial)
+        _put(partial, target, replace)
+    except OSError as e:
+        commit.discard(partial)
+        raise CheckpointError(f"{target} could not be written: {type(e).__name__}: {e}") from e
+    except BaseException:
+        commit.discard(partial)
+        raise
+    return size
+
+
+def _put(partial: Path, target: Path, replace: bool) -> None:
+    """Give it its name; what had that before is deleted afterwards."""
+    old = target.with_name(f".trash-{target.name}-{uuid.uuid4().hex[:8]}")
+    if replace and target.exists():
+        os.rename(target, old)
+    try:
+        os.rename(partial, target)
+    except OSError:
+        if old.exists():
+            os.rename(old, target)
+        raise
+    sync(target.parent)
+    commit.discard(old)
+
+
+def _outputs(
+    weights: Weights, exchange: Exchange, dtype: torch.dtype | None, keep_padding: bool
+) -> tuple[list[_Output], int]:
+    """What is written, in the model's order, and the rows of its vocabulary."""
+    with torch.device("meta"):
+        net = exchange.family.build()
+    vocabulary, outputs, vocab_size = vocabulary_of(net), [], net.vocab_size
+    for name, _ in net.named_parameters():
+        stored = weights.tensors[name]
+        shape = stored.shape
+        if name in vocabulary:
+            if shape[0] < exchange.codec.vocab_size:
+                raise ConfigError(
+                    f"{weights.path}: {name} has {shape[0]} rows, the tokenizer has "
+                    f"{exchange.codec.vocab_size} ids"
+                )
+            vocab_size = shape[0] if keep_padding else exchange.codec.vocab_size
+            shape = (vocab_size, *shape[1:])
+        outputs.append(_Output(name, stored, shape, dtype or stored.dtype))
+    return outputs, vocab_size
+
+
+def _small_files(exchange: Exchange, outputs: Sequence[_Output], vocab_size: int) -> dict[str, bytes]:
+    most = Counter(output.dtype for output in outputs).most_common(1)[0][0]
+    # `torch_dtype` is what all versions of transformers read; the later ones prefer `dtype`.
+    config = {
+        **exchange.family.hf_config(),
+        "vocab_size": vocab_size,
+        **exchange.codec.model_ids(),
+        "torch_dtype": str(most).removeprefix("torch."),
+    }
+    return {
+        "config.json": as_json(config),
+        "generation_config.json": as_json(exchange.codec.generation_config()),
+        **exchange.codec.hugging_face_files(),
+    }
+
+
+def _in_shards(outputs: Sequence[_Output], max_bytes: int) -> list[list[_Output]]:
+    """Files of at most `max_bytes`, or of one tensor that is larger."""
+    shards: list[list[_Output]] = [[]]
+    for output in outputs:
+        if shards[-1] and sum(o.size for o in shards[-1]) + output.size > max_bytes:
+            shards.append([])
+        shards[-1].append(output)
+    return shards
+
+
+def _write_shards(
+    folder: Path, shards: Sequence[Sequence[_Output]], size: int, given_up: threading.Event
+) -> None:
+    if len(shards) == 1:
+        return _write_shard(folder / SINGLE, shards[0], given_up)
+    placed: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        _write_shard(folder / file, shard, given_up)
+        placed |= {output.name: file for output in shard}
+    write_file(folder / INDEX, as_json({"metadata": {"total_size": size}, "weight_map": placed}))
+    return None
+
+
+def _write_shard(file: Path, shard: Sequence[_Output], given_up: threading.Event) -> None:
+    """A safetensors file: the header's length, the header, the tensors' bytes
+    (https://huggingface.co/docs/safetensors)."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for output in shard:
+        begin, end = end, end + output.size
+        header[output.name] = {
+            "dtype": NAMES[output.dtype],
+            "shape": list(output.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin where any dtype may
+    with open(file, "xb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for output in shard:
+            for region in output.stored.bands(output.shape[0]):
+                if given_up.is_set():
+                    raise CheckpointError("it is given up")
+                band = output.stored.read(region)
+                rows = max(PIECE_BYTES // max(band[:1].numel() * output.dtype.itemsize, 1), 1)
+                for piece in band.split(rows):
+                    values = piece.to(output.dtype)
+                    if not values.isfinite().all():
+                        raise CheckpointError(_not_finite(output, piece))
+                    f.write(values.flatten().view(torch.uint8).numpy().data)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _not_finite(output: _Output, values: torch.Tensor) -> str:
+    """Why these values of a tensor are not written."""
+    where = f"{output.stored.file}: {output.name}"
+    if values.isfinite().all():
+        return f"{where} has values that are too large for {NAMES[output.dtype]}; nothing is exported"
+    return f"{where} has values that are not finite; nothing is exported"

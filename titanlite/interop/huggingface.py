@@ -1,0 +1,126 @@
+"""Reading a Hugging Face directory: safetensors, one file or several with an index, beside a config.json.
+
+Names and layouts are the model's own, so nothing is converted. Files are mapped, and their headers say what
+is in them: a truncated file is found when it is opened.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from titanlite.config.component import ConfigError
+from titanlite.config.json_file import read_object
+from titanlite.files import FileFault, check_regular
+from titanlite.interop.weights import Chunk, Region, Stored, Weights
+from titanlite.log import logger
+from titanlite.models.base import ModelFamily
+from titanlite.models.hf_config import read_family
+from titanlite.tokenizers.base import TextCodec
+
+KIND = "Hugging Face"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8,
+    "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether there are safetensors in the directory."""
+    return (path / INDEX).exists() or any(path.glob("*.safetensors"))
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether the directory has a PEFT adapter and no model."""
+    whole = (path / SINGLE).exists() or (path / INDEX).exists()
+    return (path / "adapter_config.json").exists() and not whole
+
+
+def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
+    """The tensors of a directory. `family`: the model that they are for, which reads config.json. Raises
+    ConfigError, naming the file, for one that is missing or not whole, or not what the index says."""
+    tensors: dict[str, Stored] = {}
+    placed = _index(path)
+    for file in sorted({*placed.values()}) if placed else [_single(path)]:
+        for name, stored in _tensors(path / file):
+            if placed.get(name, file) != file or name in tensors:
+                raise ConfigError(f"{name} is in {path / file}, {INDEX} has it in {placed.get(name)}")
+            if not name.endswith("rotary_emb.inv_freq"):  # old directories hold what is computed from config
+                tensors[name] = stored
+            placed.pop(name, None)
+    if placed:
+        name, file = next(iter(placed.items()))
+        raise ConfigError(f"{name} is not in {path / file}, where {INDEX} has it")
+    return Weights(path, KIND, tensors, _numbers(path, family))
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Tensor to file, if there is an index that counts: transformers, too, takes the single file first."""
+    if (path / SINGLE).exists() or not (path / INDEX).exists():
+        return {}
+    tree = read_object(path / INDEX)
+    placed = tree.get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise ConfigError(f"{path / INDEX} has no weight_map")
+    for file in placed.values():
+        if not isinstance(file, str) or file != Path(file).name or not (path / file).is_file():
+            raise ConfigError(f"{path / INDEX} names {file!r}, which is not there")
+    return placed
+
+
+def _single(path: Path) -> str:
+    files = [file.name for file in sorted(path.glob("*.safetensors"))]
+    if SINGLE in files or len(files) == 1:
+        return SINGLE if SINGLE in files else files[0]
+    raise ConfigError(f"{path} has {len(files)} safetensors, but no {INDEX} that says what is where")
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Stored]]:
+    try:
+        check_regular(file)
+        opened = safe_open(file, framework="pt")
+        for name in opened.keys():  # noqa: SIM118 -- it is no dict
+            piece = opened.get_slice(name)
+            shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
+            if dtype not in DTYPES:
+                raise ConfigError(f"{file}: {name} is {dtype}, which is not read")
+            load = functools.partial(_load, file, name, piece)
+            yield name, Stored(shape, DTYPES[dtype], file, [Chunk((0,) * len(shape), shape, load)])
+    except (SafetensorError, OSError, FileFault) as e:
+        raise ConfigError(f"{file} is no whole safetensors file: {e}") from None
+
+
+def _load(file: Path, name: str, piece: Any, region: Region) -> torch.Tensor:
+    try:
+        return piece[region] if region else piece[...]
+    except SafetensorError as e:
+        raise ConfigError(f"{file}: {name} cannot be read: {e}") from None
+
+
+def tell_generation(weights: Weights, codec: TextCodec) -> None:
+    """Warn of the settings in a Hugging Face directory's generation_config.json that an export will not
+    have: it has those of the tokenizer's own folder."""
+    file = weights.path / "generation_config.json"
+    if weights.kind != KIND or not file.exists():
+        return
+    ours = codec.generation_config()
+    lost = [key for key, value in read_object(file).items() if ours.get(key) != value]
+    if lost := [key for key in lost if key != "transformers_version" and not key.startswith("_")]:
+        logger.warning(
+            f"{file}: {', '.join(lost)} will not be in an export, which has those of the tokenizer's folder: "
+            f"--tokenizer.name=huggingface --tokenizer.path={weights.path} keeps them"
+        )
+
+
+def _numbers(path: Path, family: ModelFamily | None) -> dict[str, Any]:
+    """What config.json says; empty if there is none (torchtitan writes none) or the family reads none."""
+    if family is None or not family.hf_model_type or not (path / "config.json").exists():
+        return {}
+    return read_family(path, family).config.numbers()

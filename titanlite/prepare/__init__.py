@@ -1,0 +1,1 @@
+"""What makes training data: documents in, token shards out."""

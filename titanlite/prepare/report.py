@@ -1,0 +1,109 @@
+"""What preparation read, removed and kept: counts that add up, and a few samples of each removal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlite.prepare.corpus import Document, where
+
+Place = tuple[Path, int]  # a document's file, and where in it: what corpus.where() puts in words
+SAMPLES = 5  # of each filter
+EXCERPT = 200  # characters of a sample
+
+
+class Report:
+    """Counts of documents, characters and tokens in one unit; `tree` is what report.json holds."""
+
+    def __init__(self, filters: Sequence[str]):
+        self.tree: dict[str, Any] = {
+            "read": {"documents": 0, "characters": 0},
+            "bad_lines": {"documents": 0, "samples": []},
+            "filters": [{"name": n, "documents": 0, "characters": 0, "samples": []} for n in filters],
+            "kept": {"documents": 0, "characters": 0, "tokens": 0},
+        }
+
+    def read(self, document: Document) -> None:
+        """Count a document that was read."""
+        _count(self.tree["read"], document)
+
+    def bad(self, file: Path, place: int, reason: str) -> None:
+        """Count a line or row that could not be read."""
+        self.tree["bad_lines"]["documents"] += 1
+        _sample(self.tree["bad_lines"], {"where": (str(file), place), "reason": reason})
+
+    def removed(self, index: int, document: Document, reason: str, original: Place | None = None) -> None:
+        """Count a document that filter `index` removed, maybe as a copy of `original`."""
+        entry = self.tree["filters"][index]
+        _count(entry, document)
+        if self.wants_sample(index):
+            sample = {"where": (str(document.file), document.place), "reason": reason}
+            if original:
+                sample["original"] = (str(original[0]), original[1])
+            _sample(entry, sample | {"text": document.text[:EXCERPT]})
+
+    def wants_sample(self, index: int) -> bool:
+        """Whether filter `index` has few samples yet; finding reasons may cost something."""
+        return len(self.tree["filters"][index]["samples"]) < SAMPLES
+
+    def kept(self, document: Document, num_tokens: int) -> None:
+        """Count a document that goes into the dataset."""
+        _count(self.tree["kept"], document)
+        self.tree["kept"]["tokens"] += num_tokens
+
+
+def _count(entry: dict[str, Any], document: Document) -> None:
+    entry["documents"] += 1
+    entry["characters"] += len(document.text)
+
+
+def _sample(entry: dict[str, Any], sample: Any) -> None:
+    if len(entry["samples"]) < SAMPLES:
+        entry["samples"].append(sample)
+
+
+def merge(trees: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The sum of reports, with the first samples."""
+    first, *others = trees
+    for other in others:
+        _add(first, other)
+    return first
+
+
+def _add(a: Any, b: Any) -> None:
+    for key in a if isinstance(a, dict) else range(len(a)):
+        if key == "samples":
+            a[key] = [*a[key], *b[key]][:SAMPLES]
+        elif isinstance(a[key], int):
+            a[key] += b[key]
+        elif not isinstance(a[key], str):
+            _add(a[key], b[key])
+
+
+def located(tree: dict[str, Any]) -> dict[str, Any]:
+    """The merged report with its samples' places in words. Only now, and only for these few: finding a line's
+    number reads the file up to it."""
+    for entry in (tree["bad_lines"], *tree["filters"]):
+        for sample in entry["samples"]:
+            sample["where"] = where(Path(sample["where"][0]), sample["where"][1])
+            if original := sample.pop("original", None):
+                sample["reason"] += f" {where(Path(original[0]), original[1])}"
+    return tree
+
+
+def table(tree: dict[str, Any]) -> str:
+    """The report for people, a line a filter."""
+    read = tree["read"]
+    filters = [(f["name"], f, "-" if f["documents"] else "") for f in tree["filters"]]
+    rows = [("read", read, ""), *filters, ("kept", tree["kept"], "")]
+    width = max(len(name) for name, *_ in rows)
+    lines = [f"{'':{width}}  {'documents':>16}  {'characters':>20}  share of documents"]
+    for name, entry, sign in rows:
+        documents, characters = f"{sign}{entry['documents']:,}", f"{sign}{entry['characters']:,}"
+        share = entry["documents"] / max(read["documents"], 1)
+        lines.append(f"{name:{width}}  {documents:>16}  {characters:>20}  {sign}{share:.2%}")
+    if bad := tree["bad_lines"]["documents"]:
+        first = tree["bad_lines"]["samples"][0]
+        lines.append(f"{bad:,} bad lines were skipped; the first: {first['where']}: {first['reason']}")
+    return "\n".join(lines)

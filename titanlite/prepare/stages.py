@@ -1,0 +1,333 @@
+"""The stages of preparation, each a function of its inputs that leaves files in the work folder:
+
+    scan every unit -> resolve duplicates  (only where a filter compares documents)
+    encode a shard's units -> assemble the shard
+
+A stage writes its marker last: a JSON file with the key of all it was made from. Where a marker has the
+current key, its stage is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from titanlite.config import toml
+from titanlite.config.component import ConfigError
+from titanlite.config.json_file import load_object
+from titanlite.data.order import key_of, permute
+from titanlite.data.shards import token_dtype, write_shard
+from titanlite.files import named, sync
+from titanlite.prepare.corpus import Document, Limits, Unit, plan_units, read_unit, stop, where
+from titanlite.prepare.dedup import first_of_each
+from titanlite.prepare.filters import Bands, Filter
+from titanlite.prepare.report import Place, Report, merge
+from titanlite.tokenizers.base import TextCodec
+
+VERSION = 2  # of these functions: raise it when the same input gives other bytes
+SHARD_BYTES = 256 << 20  # of text: 128 MiB of uint16 tokens from 32 units
+BATCH, BATCH_CHARACTERS = 64, 8 << 20  # documents handed to the tokenizer at once, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Limits):
+    """What decides a dataset besides its files and tokenizer."""
+
+    field: str = "text"
+    seed: int = 0
+    bad_lines: Literal["stop", "skip"] = "stop"
+    filters: Sequence[Filter] = ()
+
+
+class Work:
+    """The plan of one preparation: the same for the same input, wherever it is made.
+
+    `units` of the corpus; `shards`: of each, its units by number. Picklable: every worker process has a copy.
+    """
+
+    def __init__(self, files: Sequence[Path], folder: Path, codec: TextCodec, recipe: Recipe):
+        self.files, self.folder, self.codec, self.recipe = files, folder, codec, recipe
+        self.units = plan_units(files, recipe.field)
+        self.shards = _grouped(self.units, recipe.seed)
+        filters = toml.as_tree(list(recipe.filters))
+        self.identities = identities = [_identity(u) for u in self.units]
+        self.scan_keys = [
+            _key(VERSION, identity, recipe.field, recipe.bad_lines, recipe.max_document_mib, filters)
+            for identity in identities
+        ]
+        self.filters = [f.build() for f in recipe.filters]
+        self.compares = any(isinstance(f, Bands) for f in self.filters)
+        self.resolve_key = _key(*self.scan_keys) if self.compares else ""
+        self.unit_keys = [_key(k, codec.fingerprint, self.resolve_key) for k in self.scan_keys]
+        self.shard_keys = [
+            _key(recipe.seed, i, *map(self.unit_keys.__getitem__, s)) for i, s in enumerate(self.shards)
+        ]
+        self.key = _key(*self.shard_keys)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"filters": []}  # closures do not travel
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self.filters = [f.build() for f in self.recipe.filters]
+
+    # ---- markers
+
+    def marker(self, name: str, key: str) -> dict[str, Any] | None:
+        """What the stage called `name` left if it is done for `key`, else None."""
+        try:
+            left = load_object(self.folder / f"{name}.json")
+        except (OSError, ValueError):
+            return None
+        return left if left.get("key") == key else None
+
+    def mark(self, name: str, key: str, left: dict[str, Any]) -> dict[str, Any]:
+        """Write the marker of the stage `name`, after the names of its files have been synced."""
+        sync(self.folder)
+        with self._written(f"{name}.json") as path:
+            path.write_text(json.dumps({"key": key, **left}))
+        return left
+
+    def _unmark(self, name: str) -> None:
+        """Before a stage's files are replaced: an old marker must not vouch for new ones."""
+        marker = self.folder / f"{name}.json"
+        if marker.exists():
+            marker.unlink(missing_ok=True)
+            sync(self.folder)
+
+    @contextmanager
+    def _written(self, name: str) -> Iterator[Path]:
+        """A file under another name, until it is whole and on the disk."""
+        path = self.folder / f".{name}-{uuid.uuid4().hex[:8]}"
+        try:
+            with named(self.folder / name):
+                yield path
+            sync(path)
+            os.replace(path, self.folder / name)
+        finally:
+            path.unlink(missing_ok=True)
+
+    # ---- stages
+
+    def scan(self, u: int) -> dict[str, Any]:
+        """Which filter removes each document of a unit by itself, and the signatures of the others."""
+        if done := self.marker(f"scan-{u:06}", self.scan_keys[u]):  # by another part, meanwhile
+            return done
+        self._unmark(f"scan-{u:06}")
+        unit, bands = self.units[u], sum(f.count for f in self.filters if isinstance(f, Bands))
+        removed, places, signatures = list[int](), list[tuple[int, int]](), list[np.ndarray]()
+        numbers = {file: i for i, file in enumerate(unit.files)}
+        for document in self._read(unit, Report([])):
+            removed.append(self._judge(document.text)[0])
+            places.append((numbers[document.file], document.place))
+            signatures.append(self._signature(document.text, removed[-1], bands))
+        self._check_unchanged(u)
+        columns = np.array(signatures, dtype=np.uint64).reshape(-1, bands).T
+        arrays: dict[str, Any] = {f"band{b}": np.ascontiguousarray(c) for b, c in enumerate(columns)}
+        with self._written(f"scan-{u:06}.npz") as path, open(path, "wb") as f:
+            np.savez(
+                f,
+                removed=np.array(removed, np.uint8),
+                places=np.array(places, np.int64).reshape(-1, 2),
+                **arrays,
+            )
+        return self.mark(f"scan-{u:06}", self.scan_keys[u], {"documents": len(removed), "tokens": 0})
+
+    def resolve(self, progress: Callable[[str], None]) -> None:
+        """Find the duplicates among all units' documents: which filter removes each document, and for which
+        other one."""
+        self._unmark("resolve")
+        counts = [self._scanned(u)["removed"].size for u in range(len(self.units))]
+        offsets = np.cumsum([0, *counts])
+        removed = np.concatenate([self._scanned(u)["removed"] for u in range(len(self.units))])
+        original, done = np.full(len(removed), -1, dtype=np.int64), 0
+        for i, bands in enumerate(self.filters):
+            if not isinstance(bands, Bands):
+                continue
+            candidates = np.flatnonzero((removed == 0) | (removed > i + 1))
+
+            def band(
+                b: int,
+                *,
+                name: str = self.recipe.filters[i].name,
+                start: int = done,
+                among: np.ndarray = candidates,
+            ) -> np.ndarray:
+                progress(f"{name}, band {b + 1}")
+                return np.concatenate([self._scanned(u)[f"band{start + b}"] for u in range(len(self.units))])[
+                    among
+                ]
+
+            first = first_of_each(len(candidates), bands.count, band)
+            later = np.flatnonzero(first != np.arange(len(first)))
+            removed[candidates[later]] = i + 1
+            original[candidates[later]] = candidates[first[later]]
+            done += bands.count
+        for name, array in {"removed": removed, "original": original, "offsets": offsets}.items():
+            with self._written(f"{name}.npy") as path, open(path, "wb") as f:
+                np.save(f, array)
+        self.mark("resolve", self.resolve_key, {})
+
+    def encode(self, u: int) -> dict[str, Any]:
+        """A unit's remaining documents as tokens, in order."""
+        self._unmark(f"unit-{u:06}")
+        report = Report([f.name for f in self.recipe.filters])
+        dtype, vocab_size = token_dtype(self.codec.vocab_size), self.codec.vocab_size
+        documents, lengths = self._remaining(u, report), list[int]()
+        with self._written(f"unit-{u:06}.bin") as path, open(path, "wb") as f:
+            for batch in _batches(documents):
+                for document, ids in zip(batch, self.codec.encode_documents([d.text for d in batch])):
+                    if len(ids) and ids.max() >= vocab_size:
+                        place = where(document.file, document.place)
+                        raise ConfigError(
+                            f"{place}: token id {ids.max()} outside the vocabulary of {vocab_size}"
+                        )
+                    f.write(ids.astype(dtype).tobytes())
+                    lengths.append(len(ids))
+                    report.kept(document, len(ids))
+        with self._written(f"unit-{u:06}.npy") as path, open(path, "wb") as f:
+            np.save(f, np.array(lengths, np.int64))
+        left = {"documents": len(lengths), "tokens": sum(lengths), "report": report.tree}
+        return self.mark(f"unit-{u:06}", self.unit_keys[u], left)
+
+    def assemble(self, s: int) -> dict[str, Any]:
+        """A shard of its units' documents, shuffled; their files are deleted."""
+        dtype, units = token_dtype(self.codec.vocab_size), self.shards[s]
+        reports = [self.marker(f"unit-{u:06}", self.unit_keys[u]) for u in units]
+        lengths = [np.load(self.folder / f"unit-{u:06}.npy") for u in units]
+        tokens = [_mapped(self.folder / f"unit-{u:06}.bin", dtype) for u in units]
+        if None in reports or [len(t) for t in tokens] != [of.sum() for of in lengths]:
+            raise RuntimeError(f"{self.folder}: files were replaced while shard {s} was made; run it again")
+        self._unmark(f"shard-{s:05}")
+        ends = [np.cumsum(of) for of in lengths]
+        unit = np.repeat(np.arange(len(units)), [len(of) for of in lengths])
+        begin, end = np.concatenate([e - of for e, of in zip(ends, lengths)]), np.concatenate(ends)
+        order = permute(np.arange(len(unit)), len(unit), key_of("documents", self.recipe.seed, s))
+        shuffled = (tokens[unit[i]][begin[i] : end[i]] for i in order)
+        entry = write_shard(self.folder, f"{s:05}", shuffled, dtype)
+        report = merge(r["report"] for r in reports if r is not None)
+        self.mark(f"shard-{s:05}", self.shard_keys[s], {"entry": entry, "report": report})
+        self._delete([f"unit-{u:06}.json" for u in units])  # the markers first
+        self._delete([f"unit-{u:06}.{suffix}" for u in units for suffix in ("npy", "bin")])
+        return entry
+
+    def _delete(self, names: Iterable[str]) -> None:
+        """Delete files of the work folder. Earlier changes of the folder are synced first: a power loss might
+        otherwise keep the deletion and lose what replaces the files."""
+        sync(self.folder)
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+
+    # ---- documents
+
+    def _read(self, unit: Unit, report: Report) -> Iterator[Document]:
+        bad = stop if self.recipe.bad_lines == "stop" else report.bad
+        return read_unit(unit, self.recipe.field, bad, self.recipe)
+
+    def _remaining(self, u: int, report: Report) -> Iterator[Document]:
+        """The documents that no filter removes."""
+        number, scanned = 0, self._resolved(u)
+        for number, document in enumerate(self._read(self.units[u], report), 1):
+            report.read(document)
+            if scanned is None:
+                index, reason = self._judge(document.text)
+            else:
+                index, reason = int(scanned[number - 1]) if number <= len(scanned) else 0, ""
+            if not index:
+                yield document
+                continue
+            original = None
+            if scanned is not None and report.wants_sample(index - 1):
+                reason, original = self._reason(index, document.text, u, number - 1)
+            report.removed(index - 1, document, reason, original)
+        self._check_unchanged(u)
+        if scanned is not None and number != len(scanned):
+            raise ConfigError(f"{self.units[u].files[0]}: its documents changed since they were scanned")
+
+    def _check_unchanged(self, u: int) -> None:
+        if _identity(self.units[u]) != self.identities[u]:
+            raise ConfigError(f"{self.units[u].files[0]}: changed while it was being prepared; run it again")
+
+    def _judge(self, text: str) -> tuple[int, str]:
+        """The first filter (from 1) that removes the text by itself and why, or 0."""
+        for i, judge in enumerate(self.filters, 1):
+            if not isinstance(judge, Bands) and (reason := judge(text)):
+                return i, reason
+        return 0, ""
+
+    def _signature(self, text: str, removed: int, bands: int) -> np.ndarray:
+        """The bands of all comparing filters; 0 from the filter on that removes the document."""
+        out, done = np.zeros(bands, dtype=np.uint64), 0
+        for i, f in enumerate(self.filters, 1):
+            if isinstance(f, Bands):
+                if not removed or i < removed:
+                    out[done : done + f.count] = f.of(text)
+                done += f.count
+        return out
+
+    def _scanned(self, u: int) -> Any:
+        return np.load(self.folder / f"scan-{u:06}.npz")
+
+    def _resolved(self, u: int) -> np.ndarray | None:
+        if not self.compares:
+            return None
+        begin, end = np.load(self.folder / "offsets.npy", mmap_mode="r")[u : u + 2]
+        return np.array(np.load(self.folder / "removed.npy", mmap_mode="r")[begin:end])
+
+    def _reason(self, index: int, text: str, u: int, number: int) -> tuple[str, Place | None]:
+        """Why filter `index` removed document `number` of unit `u`, and in favour of which one."""
+        judge = self.filters[index - 1]
+        if not isinstance(judge, Bands):
+            return judge(text) or "", None
+        offsets = np.load(self.folder / "offsets.npy", mmap_mode="r")
+        kept = int(np.load(self.folder / "original.npy", mmap_mode="r")[offsets[u] + number])
+        unit = int(np.searchsorted(offsets, kept, side="right")) - 1
+        file, place = self._scanned(unit)["places"][kept - offsets[unit]]
+        return "duplicate of", (self.units[unit].files[file], int(place))
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, size = list[Document](), 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if len(batch) == BATCH or size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _grouped(units: Sequence[Unit], seed: int) -> list[list[int]]:
+    """Units drawn at random into groups of about SHARD_BYTES."""
+    groups, size = list[list[int]](), SHARD_BYTES
+    for u in permute(np.arange(len(units)), len(units), key_of("units", seed)).tolist():
+        if size >= SHARD_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(u)
+        size += units[u].size
+    return groups
+
+
+def _identity(unit: Unit) -> list[object]:
+    """What tells an edited file from the one that was read."""
+    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in unit.files]
+    return [stats, unit.begin, unit.end]
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _mapped(file: Path, dtype: np.dtype) -> np.ndarray:
+    return np.asarray(np.memmap(file, dtype, mode="r")) if file.stat().st_size else np.empty(0, dtype)

@@ -1,0 +1,1 @@
+"""The process and its devices, distributed set-up, signals, and the launcher's side of them."""

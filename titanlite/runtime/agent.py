@@ -1,0 +1,225 @@
+"""The launcher's agent, which starts and watches this node's ranks, and tells which of them a failure began
+with."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from titanlite.log import printable, tell
+from titanlite.runtime.environment import set_notes_folder
+from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped
+
+FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # a restart would only meet them again
+# Errors of a rank whose peer has gone or does not answer, as gloo, NCCL and torch's stores word them.
+OF_A_PEER = re.compile("Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|Dist[A-Z][a-z]+Error")
+
+
+class RanksFailed(Exception):
+    """A rank failed, and no restart is left."""
+
+    def __init__(self, exit_code: int):
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended, or that it did not."""
+
+    rank: int
+    code: int | None
+    """Its exit code, or a signal's number below zero; None: it was running when the failure was seen."""
+    note: str | None = None
+    """What it left in the launcher's folder: its error, "" if it was still at work, None if it was done."""
+    silent: str = ""
+    """For a rank that was running: why it is said not to answer."""
+
+    @property
+    def left_early(self) -> bool:
+        """Whether it ended as if all were well, before its work was done."""
+        return self.code == 0 and self.note is not None
+
+    @property
+    def of_a_peer(self) -> bool:
+        """Whether its end may follow from another rank's."""
+        return self.code == -signal.SIGABRT or (self.code == 1 and bool(OF_A_PEER.search(self.note or "")))
+
+
+def blame(endings: Sequence[Ending], nodes: int) -> tuple[int, str]:
+    """The exit code of a failure, and one line on the rank that it began with. `endings`: this node's ranks,
+    in the order in which they ended, of which one at least has failed or left early."""
+    for ending in endings:
+        if ending.left_early:
+            return 1, f"rank {ending.rank} left with exit code 0 before training was done"
+    failed = [ending for ending in endings if ending.code]
+    first = min(failed, key=lambda ending: ending.of_a_peer)  # the earliest, if there are several
+    code = first.code if first.code and first.code > 0 else 1
+    text = f"rank {first.rank} {_describe(first)}"
+    if first.of_a_peer:
+        silent = [f"rank {e.rank} does not answer ({e.silent})" for e in endings if e.silent]
+        if silent:
+            return code, f"{', '.join(silent)}; {text}"
+        if nodes > 1:
+            text += "; it may have begun on another node: see its log"
+    return code, text
+
+
+def _describe(ending: Ending) -> str:
+    code = ending.code or 0
+    if code > 0:
+        lines = (ending.note or "").strip().splitlines() if code == 1 else []
+        what = f": {lines[0][:200]}" if lines else ""
+        return f"ended with exit code {code}{what}; its message is above"
+    cause = " (the kernel does that when memory is short)" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{cause}; what is above came after it"
+
+
+def heard_signals() -> list[signal.Signals]:
+    """What the launcher passes to the ranks: not SIGHUP under nohup, which has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in (*STOP, *SAVE) if number != signal.SIGHUP or not ignored]
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent, with differences: signals are passed to the ranks, which get the time they need to
+    save; only a crash is restarted; one line says with which rank a failure began."""
+
+    _stop_at: float | None = None
+    _ended_at: float | None = None
+    _notes: Path | None = None
+    _exit_code = 1
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._ended: dict[int, int] = {}  # exit codes by local rank, in the order in which they ended
+
+    def run(self, *args: Any, **kwargs: Any) -> RunResult:
+        """Raises RanksFailed."""
+        result = super().run(*args, **kwargs)
+        if result.is_failed():
+            raise RanksFailed(self._exit_code)
+        return result
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._stop_at is not None:
+            raise Stopped("stopped before the ranks were started again; nothing is lost")
+        self._ended = {}
+        self._notes = Path(tempfile.mkdtemp(dir=self._logs_specs.root_log_dir))
+        set_notes_folder(str(self._notes))
+        for worker in worker_group.workers:  # which the rank takes away when its work is done
+            (self._notes / f"rank-{worker.global_rank}").touch()
+        heard = heard_signals()
+        # Ranks inherit the mask and lift it when they have handlers: a signal before that waits, and kills
+        # none.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP, *SAVE))
+        try:
+            pids = super()._start_workers(worker_group)
+            for number in heard:  # after torchrun has set handlers of its own
+                signal.signal(number, self._forward)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP, *SAVE))
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        stopped = self._look()
+        for local_rank in stopped if any(self._ended.values()) else ():
+            os.kill(
+                self._pids()[local_rank], signal.SIGKILL
+            )  # it cannot heed the signal that ends the others
+        endings = self._endings(worker_group, stopped)
+        if any(ending.left_early for ending in endings):  # the others might wait for it for minutes
+            result = RunResult(WorkerState.FAILED)
+        elif any(self._ended.values()) or len(self._ended) == len(worker_group.workers):
+            result = super()._monitor_workers(worker_group)  # ends the others, if one has failed
+            endings = self._endings(worker_group, stopped)
+        else:
+            return RunResult(WorkerState.HEALTHY)
+        if self._stop_at is not None:
+            self._remaining_restarts = 0
+        if result.state is WorkerState.FAILED:
+            if {ending.code for ending in endings} & FINAL_CODES:
+                self._remaining_restarts = 0
+                # other nodes end with the same code; the first may host the store
+                self._exit_barrier_timeout = 30
+                self._exit_barrier()
+            self._tell(endings, worker_group)
+        return result
+
+    def _look(self) -> set[int]:
+        """Note which ranks have ended since the last look; returns the local ranks that are stopped."""
+        for local_rank, code in self._codes().items():
+            if code is not None:
+                self._ended.setdefault(local_rank, code)
+        return {r for r, pid in self._pids().items() if r not in self._ended and _is_stopped(pid)}
+
+    def _codes(self) -> dict[int, int | None]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
+
+    def _pids(self) -> dict[int, int]:
+        return self._pcontext.pids() if self._pcontext is not None else {}
+
+    def _note(self, rank: int) -> str | None:
+        try:
+            assert self._notes is not None
+            return printable((self._notes / f"rank-{rank}").read_text("utf-8", errors="replace"))
+        except OSError:
+            return None
+
+    def _endings(self, worker_group: WorkerGroup, stopped: set[int]) -> list[Ending]:
+        """In the order in which ranks ended; those that were running when the others were told to end are
+        last."""
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        endings = [Ending(ranks[r], code, self._note(ranks[r])) for r, code in self._ended.items()]
+        for local_rank, code in self._codes().items():
+            if local_rank not in self._ended:
+                silent = "it is stopped" if local_rank in stopped else ""
+                if not silent and code == -signal.SIGKILL:
+                    silent = "it did not end when it was told to"
+                endings.append(Ending(ranks[local_rank], None, silent=silent))
+        return endings
+
+    def _tell(self, endings: list[Ending], worker_group: WorkerGroup) -> None:
+        self._exit_code, text = blame(endings, worker_group.group_world_size or 1)
+        if self._exit_code == Stopped.exit_code:
+            return
+        if self._remaining_restarts > 0:
+            total = worker_group.spec.max_restarts
+            text += f"; starting all ranks again ({total - self._remaining_restarts + 1} of {total})"
+        tell(text)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        now, name = time.monotonic(), signal.Signals(number)
+        if number in END:
+            if self._ended_at is not None and now - self._ended_at > AGAIN_S:
+                raise SignalException(f"{name.name} again: not waiting any longer", sigval=name)
+            self._ended_at = self._ended_at or now
+        if number in STOP:
+            self._stop_at = self._stop_at or now
+            if self._worker_group.state is not WorkerState.HEALTHY and not self._in_exit_barrier:
+                raise Stopped(f"stopped by {name.name} while no ranks were running; nothing is lost")
+        for pid in self._pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal, or a debugger, has stopped the process; Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False

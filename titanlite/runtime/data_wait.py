@@ -1,0 +1,39 @@
+"""How long a rank waits for its data, and what ends the wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from titanlite.errors import LoaderError
+from titanlite.runtime.runtime import Runtime
+from titanlite.runtime.signals import Signals, Stopped
+
+SHARE = 0.9  # of the timeout of collectives, so that the stuck rank is named before the others give up
+STOP_S = 20.0  # several ranks: for a batch after a stop; launchers kill 30 s after it
+
+
+class DataWait:
+    """Called while a batch does not come; raises to end the wait.
+
+    Stopped: one rank was asked to stop. LoaderError: the batch took too long. One rank can save what it has;
+    of several, the others wait for this one in a collective, and the run can only end.
+    """
+
+    def __init__(self, rt: Runtime, requests: Signals, is_first_step: Callable[[], bool]):
+        self._rt, self._requests, self._is_first_step = rt, requests, is_first_step
+        self._stop_at: float | None = None
+
+    def __call__(self, waited_s: float, worker: str) -> None:
+        now, comm = time.monotonic(), self._rt.comm
+        if self._requests.stop:
+            self._stop_at = self._stop_at or now
+            if self._rt.world_size == 1:
+                raise Stopped("stopped while waiting for data; nothing is lost")
+        timeout = comm.init_timeout_seconds if self._is_first_step() else comm.train_timeout_seconds
+        asked_s = 0.0 if self._stop_at is None else min(waited_s, now - self._stop_at)
+        if waited_s > SHARE * timeout or asked_s > STOP_S:
+            raise LoaderError(
+                f"rank {self._rt.rank}: {worker} has given no batch for {waited_s:.0f} s: it is stopped, or "
+                "its file system hangs. The run ends; started again, it goes on from its last checkpoint"
+            )

@@ -1,0 +1,109 @@
+"""Environment variables: the only module of titanlite that reads or sets them.
+
+A variable that the user has set is left alone. The module imports no torch, because OpenMP reads its
+variables while torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+_LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
+NOTES = "TITANLITE_NOTES"
+
+
+def global_rank() -> int:
+    """Rank of this process in the job, as the launcher set it; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def num_ranks() -> int:
+    """Number of processes in the job, as the launcher set it; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Number of this process among the processes of its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def num_local_ranks() -> int:
+    """Number of processes of the job on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def logs_progress(rank: int) -> bool:
+    """Whether `rank` logs progress and not only warnings: the ranks listed in LOG_RANK, by default rank 0."""
+    return str(rank) in os.environ.get("LOG_RANK", "0").split(",")
+
+
+def is_under_torchrun() -> bool:
+    """Whether torchrun, or titanlite's launcher on top of it, started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def launcher_pid() -> int | None:
+    """Process id of titanlite's launcher; None if another program started this process."""
+    pid = os.environ.get(_LAUNCHER_PID)
+    return int(pid) if pid else None
+
+
+def notes_folder() -> str | None:
+    """Folder made by the launcher in which the ranks of one start meet and leave error notes; None without
+    titanlite's launcher."""
+    return os.environ.get(NOTES) or None
+
+
+def set_notes_folder(folder: str) -> None:
+    """Called by the launcher: the notes folder of the ranks that it starts next."""
+    os.environ[NOTES] = folder
+
+
+def set_thread_defaults() -> None:
+    """Let idle OpenMP threads sleep after a short wait. Call this before torch is imported.
+
+    libgomp, which torch uses on Linux, otherwise lets idle threads spin for milliseconds. When other
+    processes run too, the spinning threads take the cores from the threads that they wait for
+    (benchmarks/threads.py).
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "1000"
+
+
+def set_library_defaults() -> None:
+    """Set what torch and torchao read from the environment. Call this before CUDA is used."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the variable's older name
+        # Activations of many sizes leave gaps between segments that cannot grow.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # torchao's compiled extensions are for inference and for one version of torch: loading them fails with a
+    # long warning.
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+
+
+def set_deterministic_defaults() -> None:
+    """Give cuBLAS the fixed workspace without which torch refuses deterministic algorithms."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def stay_on_this_node() -> None:
+    """Make gloo and NCCL listen on the loopback interface only, so that the network cannot reach them. Call
+    this before a process group is made, when all ranks are on one node."""
+    names = {name for _, name in socket.if_nameindex()}
+    for loopback in {"lo", "lo0"} & names:  # Linux, macOS
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def prepare_to_launch() -> None:
+    """Called by the launcher: tell the ranks its process id, and give each restart a store of its own.
+
+    torchrun's shared store still has the addresses of ranks that died, and a new gloo group may wait for them
+    forever (seen with torch 2.13).
+    """
+    set_library_defaults()
+    # torch's C++ code warns of things that are not the user's doing: gloo groups without options, files that
+    # time a trace.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ[_LAUNCHER_PID] = str(os.getpid())

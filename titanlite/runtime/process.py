@@ -1,0 +1,133 @@
+"""This process: its device, its launcher, its garbage collection and its end."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.component import ConfigError
+from titanlite.runtime.environment import (
+    launcher_pid,
+    local_rank,
+    notes_folder,
+    num_local_ranks,
+    num_ranks,
+    set_deterministic_defaults,
+)
+
+
+def world_size() -> int:
+    """Number of ranks of this job."""
+    return dist.get_world_size() if dist.is_initialized() else num_ranks()
+
+
+def pick_device() -> torch.device:
+    """This rank's CUDA device, else Apple's GPU, else the CPU."""
+    if torch.cuda.is_available():
+        wanted, found = num_local_ranks(), torch.cuda.device_count()
+        if wanted > found:
+            raise ConfigError(f"{wanted} processes on this node, which has {found} GPUs; lower NGPU")
+        device = torch.device("cuda", local_rank())
+        torch.cuda.set_device(device)
+        return device
+    if torch.backends.mps.is_available() and world_size() == 1:
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name, as the vendor's driver gives it."""
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else (platform.processor() or platform.machine())
+    )
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once with `code`.
+
+    An interpreter that finalises while gloo's threads run can abort a finished run (pytorch issue 179291), so
+    a distributed process skips finalisation. Close writers and loaders before.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the reader of a pipe may be gone
+            stream.flush()
+    if code == 1 and world_size() > 1:
+        time.sleep(2)  # another rank probably failed first; let the launcher see its exit code
+    os._exit(code)
+
+
+def error_note(rank: int) -> str:
+    """Path of the file in which `rank` tells the launcher why it ended; /dev/null without a launcher."""
+    folder = notes_folder()
+    return os.path.join(folder, f"rank-{rank}") if folder else os.devnull
+
+
+def write_error_note(note: str, error: BaseException) -> None:
+    """Write `error` into the error note at path `note`. A disk that does not take it is ignored."""
+    with suppress(OSError), open(note, "w", encoding="utf-8", errors="backslashreplace") as f:
+        f.write(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def reporting_to_launcher(rank: int) -> Iterator[None]:
+    """Delete this rank's error note, which the launcher has made, when the body is done, and write an error
+    of the body into it. The note of a rank that leaves without either tells the launcher that the rank
+    crashed."""
+    folder, note = notes_folder(), error_note(rank)
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        write_error_note(note, error)
+        raise
+    if folder:
+        with suppress(OSError):
+            os.unlink(note)
+
+
+def die_with_launcher() -> None:
+    """On Linux, let the kernel kill this rank when the launcher dies. Ranks left behind by a launcher that
+    was killed with SIGKILL would keep the devices and the run folder's lock."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if launcher_pid() not in (None, os.getppid()):
+            os._exit(1)  # the launcher died before the call to prctl
+
+
+@contextmanager
+def explicit_garbage_collection(gc_freq: int) -> Iterator[None]:
+    """Switch Python's automatic garbage collection off in the body, unless `gc_freq` is 0; Runtime collects
+    every `gc_freq` steps instead."""
+    was_enabled = gc.isenabled()
+    if gc_freq:
+        gc.disable()
+        if torch.cuda.is_initialized():
+            gc.collect()  # objects left by an earlier run in this process may hold GPU memory
+        gc.freeze()  # a collection that visits all imported modules takes 0.3 s
+    try:
+        yield
+    finally:
+        if gc_freq:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def set_determinism(on: bool) -> None:
+    """Make torch choose deterministic kernels only, or allow all kernels again."""
+    if on:
+        set_deterministic_defaults()
+    torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.benchmark = False

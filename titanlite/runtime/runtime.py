@@ -1,0 +1,215 @@
+"""What a process needs before it can train: device, process groups, mesh, seeds, the plan of a step -- and a
+clean exit.
+
+The only module that reads the environment, and the home of the collectives that the loop itself uses. A
+single process needs no process group and makes none.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.component import ConfigError
+from titanlite.host_copy import HostCopy
+from titanlite.log import set_up_logging
+from titanlite.mesh import Mesh, Parallelism, build_mesh
+from titanlite.runtime.environment import global_rank, is_under_torchrun, logs_progress, set_library_defaults
+from titanlite.runtime.process import (
+    device_name,
+    die_with_launcher,
+    error_note,
+    explicit_garbage_collection,
+    pick_device,
+    reporting_to_launcher,
+    set_determinism,
+    world_size,
+    write_error_note,
+)
+from titanlite.runtime.process_group import Comm, init_process_group
+from titanlite.runtime.training import StepPlan, Training, choose_param_dtype
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process among its peers."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    mesh: Mesh
+    plan: StepPlan
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    comm: Comm
+    gc_freq: int
+    began: float
+    """When this run's set-up began, by time.perf_counter()."""
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` summed over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def sum_scalars(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        """fp32 scalars, each summed over all ranks, in one all-reduce."""
+        on_device = [value.to(self.device, torch.float32) for value in values]
+        return list(self.sum(torch.stack(on_device)))
+
+    def sum_u64(self, value: int) -> str:
+        """The sum mod 2^64 of an unsigned integer over the data-parallel ranks, as 16 hex digits."""
+        value = value if self.mesh.leads else 0
+        signed = (value + (1 << 63)) % (1 << 64) - (1 << 63)  # int64 addition wraps, which is what is wanted
+        total = self.sum(torch.tensor(signed, dtype=torch.int64, device=self.device))
+        return f"{total.item() % (1 << 64):016x}"
+
+    def count(self, number: int) -> torch.Tensor:
+        """The sum of an integer over the data-parallel ranks, int64 on the device; no host sync."""
+        number = number if self.mesh.leads else 0
+        return self.sum(torch.full((), number, dtype=torch.int64, device=self.device))
+
+    def vote(self, *flags: bool) -> Vote:
+        """Ask every rank; the answer to each flag is whether any rank says so."""
+        return Vote(flags, self.device, self.world_size)
+
+    def check_equal(self, what: str, value: str) -> None:
+        """Raises ConfigError on every rank if `value` differs between ranks."""
+        values: list[Any] = [None] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+            different = [r for r, v in enumerate(values) if v != values[0]]
+            if different:
+                other = different[0]
+                raise ConfigError(
+                    f"rank {other} has another {what} than rank 0: {values[other]}, {values[0]}"
+                )
+
+    @contextmanager
+    def rank_zero_first(self) -> Iterator[None]:
+        """Rank 0 runs the body before the other ranks, which find the files that it writes. An error of rank
+        0 that has an exit code is raised on every rank."""
+        error: list[Any] = [None]
+        if self.world_size > 1 and self.rank > 0:
+            dist.broadcast_object_list(error, src=0)
+            if error[0] is not None:
+                raise error[0]
+        try:
+            yield
+        except BaseException as e:
+            if isinstance(e, Exception):
+                error = [
+                    e
+                    if isinstance(e, (ConfigError, OSError)) or hasattr(e, "exit_code")
+                    else RuntimeError(f"rank 0: {type(e).__name__}: {e}")
+                ]
+            with suppress(RuntimeError):  # of peers that are gone: a stop was for them, too
+                self._tell(error)
+            raise
+        self._tell(error)
+
+    def note_error(self, error: BaseException) -> None:
+        """Tell the launcher now what ends this rank."""
+        if isinstance(error, (Exception, SystemExit)):
+            write_error_note(error_note(self.rank), error)
+
+    def _tell(self, error: list[Any]) -> None:
+        """From rank 0 to the others."""
+        if self.world_size > 1 and self.rank == 0:
+            dist.broadcast_object_list(error, src=0)
+
+    def synchronize(self) -> None:
+        """Wait for the device's work, not for copies beside it: for clocks."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def collect_garbage(self, step: int) -> None:
+        """When it is due."""
+        if self.gc_freq and step % self.gc_freq == 0:
+            gc.collect()
+
+    def first_step_done(self) -> None:
+        """From here on, a collective that takes long is a hang, and what is there stays."""
+        if self.gc_freq:
+            gc.collect()
+            gc.freeze()  # so that a collection looks only at what is new, and takes no time
+        if self.world_size == 1:
+            return
+        assert self.mesh.device_mesh is not None
+        timeout = timedelta(seconds=self.comm.train_timeout_seconds)
+        for group in (None, *self.mesh.device_mesh.get_all_groups()):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+class Vote:
+    """Flags on their way to all ranks. Sent when it is made and read later, so that no rank waits: on CUDA
+    the device has then long passed the all-reduce."""
+
+    def __init__(self, flags: Sequence[bool], device: torch.device, world_size: int):
+        votes = torch.tensor(flags, dtype=torch.int32)
+        if world_size > 1:
+            if device.type == "cuda":
+                votes = votes.pin_memory().to(device, non_blocking=True)
+            dist.all_reduce(votes, dist.ReduceOp.MAX)
+        self._votes = HostCopy(votes)
+
+    def result(self) -> list[bool]:
+        """The same on all ranks."""
+        return [bool(vote) for vote in self._votes.result()]
+
+
+@contextmanager
+def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterator[Runtime]:
+    """Set the process up, and tear it down on a clean exit. On an error the peers are left to the launcher: a
+    rank that waits for them in a teardown would only hide the message."""
+    began, rank, size = time.perf_counter(), global_rank(), world_size()
+    if dist.is_initialized():
+        rank = dist.get_rank()
+    set_up_logging(rank, verbose=logs_progress(rank))
+    set_library_defaults()
+    if is_under_torchrun():
+        die_with_launcher()
+    plan = StepPlan.of(training, parallelism.degrees(size).data_parallel)
+    device = pick_device()
+    param_dtype = choose_param_dtype(training, device)
+    offload = training.enable_cpu_offload  # by FSDP, also of one process
+    ours = (size > 1 or offload) and not dist.is_initialized()
+    if ours:
+        init_process_group(device, comm, rank, size)
+    set_determinism(training.deterministic)
+    mesh = build_mesh(parallelism, device.type, rank, size, always=offload)
+    reduce_dtype = getattr(torch, training.mixed_precision_reduce)
+    with explicit_garbage_collection(training.gc_freq), reporting_to_launcher(rank):
+        yield Runtime(
+            device, rank, size, mesh, plan, param_dtype, reduce_dtype, comm, training.gc_freq, began
+        )
+    set_determinism(False)
+    if ours:
+        dist.destroy_process_group()
+        time.sleep(0.1)  # gloo's worker thread still needs the interpreter's lock once; see leave()
+
+
+def environment(rt: Runtime) -> dict[str, Any]:
+    """What the numbers of a run depend on besides its job: versions and hardware."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device_name(rt.device),
+        "cuda": torch.version.cuda,
+        "world_size": rt.world_size,
+        "cpu_threads": torch.get_num_threads(),
+        "command": sys.argv,
+    }

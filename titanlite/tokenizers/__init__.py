@@ -1,0 +1,1 @@
+"""Tokenizers: tiktoken, Hugging Face, bytes."""
