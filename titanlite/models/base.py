@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from titanlite.config.component import Component, ConfigError, suggest
 
 # hidden [B, T, D], head weight [V, D], targets int64 [B, T] -> sum over the targets that count, fp32 scalar
 LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+Role = Literal["embedding", "matrix", "head", "norm", "router", "expert"]
 
 
 class Inputs(NamedTuple):
@@ -79,6 +81,20 @@ class Decoder(nn.Module):
     def initial(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation of the normal that the parameter `name` starts from."""
         raise NotImplementedError
+
+    def parameter_role(self, name: str) -> Role:
+        """What the parameter `name` does, for optimizers that treat weights by their purpose.
+
+        Default: within the blocks, parameters of two or more dims are matrices and all others norms; outside
+        the blocks, the weight of an nn.Embedding is the embedding (also where it serves as the head, too),
+        another matrix the head, and all others norms. A family with routers or experts overrides this method.
+        """
+        module = self.get_submodule(name.rpartition(".")[0])
+        if self.get_parameter(name).ndim < 2:
+            return "norm"
+        if any(module is inner for inner in self.blocks().modules()):
+            return "matrix"
+        return "embedding" if isinstance(module, nn.Embedding) else "head"
 
     def num_matmul_parameters(self) -> int:
         """Parameters that every token is multiplied with: all but an embedding that is only looked up."""

@@ -130,3 +130,16 @@ def test_missing_ends_pass_through() -> None:
         assert {n for n, _ in [*first.named_parameters(), *last.named_parameters()]} == dict(
             net.named_parameters()
         ).keys()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_has_a_role(tied: bool) -> None:
+    _, net = build(tie_word_embeddings=tied)
+    by_role: dict[str, set[str]] = {}
+    for name, _ in net.named_parameters():
+        by_role.setdefault(net.parameter_role(name), set()).add(name.removeprefix("model.layers.0."))
+    assert by_role["embedding"] == {"model.embed_tokens.weight"}
+    assert by_role.get("head", set()) == (set() if tied else {"lm_head.weight"})
+    assert {"self_attn.q_proj.weight", "mlp.down_proj.weight"} < by_role["matrix"]
+    assert {"input_layernorm.weight", "model.norm.weight"} < by_role["norm"]
+    assert by_role.keys() <= {"embedding", "head", "matrix", "norm"}
