@@ -20,6 +20,9 @@ from titanlite.config.component import ConfigError
 from titanlite.data.loader import Rows
 from titanlite.files import write_atomically
 from titanlite.flops import flops_per_token
+from titanlite.interop.exporter import Exporter
+from titanlite.interop.initial import check_initial
+from titanlite.interop.weights import Exchange
 from titanlite.job import Job
 from titanlite.log import logger
 from titanlite.losses import ChunkedCrossEntropy
@@ -27,6 +30,7 @@ from titanlite.metrics.memory import MemorySettings
 from titanlite.models.base import Decoder
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
+from titanlite.runtime.signals import Signals
 from titanlite.tokenizers.base import TextCodec
 
 
@@ -73,11 +77,29 @@ def open_tokenizer(job: Job) -> TextCodec:
     return codec
 
 
+def check_interop(job: Job, codec: TextCodec) -> None:
+    """Raises ConfigError unless the initial weights, which only a new run needs, can be read, and unless the
+    model and its tokenizer have the Hugging Face form that an export needs."""
+    config, exchange = job.checkpoint, Exchange(job.model, codec)
+    if config.initial_load_path and Opening(config, job.folder, None).is_new_run():
+        check_initial(Path(config.initial_load_path), exchange)
+    if config.export_hf:
+        job.model.hf_config(), codec.hugging_face_files()
+
+
 def check_run_folder(job: Job, codec: TextCodec) -> None:
     """Raises ConfigError if the run folder holds a run with which this job does not go on, as far as that is
     known before any source is opened."""
     data = job.data.known(codec, seq_len=job.training.seq_len, seed=job.training.seed)
     Opening(job.checkpoint, job.folder, job.recipe(data, {})).check_known()
+
+
+def exporter(job: Job, codec: TextCodec, requests: Signals) -> Exporter | None:
+    """What exports this run's checkpoints, until the run is asked to stop; None for a run without exports."""
+    if not job.checkpoint.export_hf:
+        return None
+    exchange = Exchange(job.model, codec)
+    return Exporter(job.checkpoint, job.folder, exchange, job.training.steps, lambda: requests.stop)
 
 
 def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> None:

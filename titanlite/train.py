@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +27,7 @@ from titanlite.errors import Diverged, LoaderError
 from titanlite.evaluate import validate
 from titanlite.flops import peak_bf16_flops
 from titanlite.generate import generate
-from titanlite.interop.weights import Exchange
+from titanlite.interop.initial import load_initial
 from titanlite.job import Job, load_job
 from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
@@ -46,8 +47,10 @@ from titanlite.startup import (
     annotated,
     check_device,
     check_global_batch,
+    check_interop,
     check_run_folder,
     describe,
+    exporter,
     flops_of,
     log_changes,
     memory_settings,
@@ -65,7 +68,7 @@ def train(job: Job) -> int:
     with (
         signals() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
-        build(job, rt) as run,
+        build(job, rt, requests) as run,
         run.profiler() as profiler,
     ):
         model, optimizer, state, loader = run.model, run.optimizer, run.state, run.loader
@@ -120,7 +123,7 @@ def train(job: Job) -> int:
         return finish(run, evaluation, trained=state.step - first_step + 1, requests=requests)
 
 
-def build(job: Job, rt: Runtime) -> Run:
+def build(job: Job, rt: Runtime, requests: Signals) -> Run:
     """All parts of the run: model, data, optimizer, and the state they continue from. Cheap checks of whether
     they fit together run first; nothing is written before all of them have passed."""
     kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
@@ -145,12 +148,13 @@ def build(job: Job, rt: Runtime) -> Run:
 
     with rt.rank_zero_first():
         check_run_folder(job, codec)  # first: tokenising and packing may take long
+        check_interop(job, codec)
         rows = job.data.build(codec, seq_len=job.training.seq_len, seed=job.training.seed)
     recipe = job.recipe(rows.recipe, rows.names)
     rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))
     # Opening the checkpoints refuses a folder that holds another recipe's run, before it is written to.
-    text, exchange = annotated(job, about), Exchange(job.model, codec)
-    checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, text, exchange)
+    exports = exporter(job, codec, requests)
+    checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, annotated(job, about), exports)
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)
 
     describe(job, rt, about, rows, kernel)
@@ -158,6 +162,8 @@ def build(job: Job, rt: Runtime) -> Run:
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(model.net.named_parameters())
         state = TrainState(step=0, sequences=0, tokens=rt.count(0))
+        if checkpoints.resumed is None and job.checkpoint.initial_load_path:
+            load_initial(Path(job.checkpoint.initial_load_path), job.model, model.net, checkpoints.ranks)
         checkpoints.load(model.net, optimizer, state)
         model.weights_changed()
         guard = StepGuard(job.guard, rt.device)

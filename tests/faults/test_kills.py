@@ -256,8 +256,8 @@ def test_exports_that_a_kill_interrupted_are_made_up_for(
     assert missing
     outcome = ours.start()
     assert outcome.exits == [0], outcome.logs
-    said = f"exporting what an earlier start has not: step {', '.join(map(str, missing))}\n"
-    assert outcome.logs[0].count("exporting what") == outcome.logs[0].count(said) == 1
+    said = f"exporting checkpoints that have no export yet: step {', '.join(map(str, missing))}\n"
+    assert outcome.logs[0].count("exporting checkpoints") == outcome.logs[0].count(said) == 1
     assert exports(ours) == exports(whole)
     assert set(ours.committed()) == {*outcome.resumed, 6, 8}  # what was kept for its export is deleted
 
@@ -430,7 +430,7 @@ def test_control_what_is_left_is_noticed(run: Start, whole: Whole) -> None:
 # ---- what is saved is the state at the save
 
 SCRIBBLE = [
-    Fault("checkpointer:Checkpointer._write", rank=-1, action="wait_for_scribble"),
+    Fault("saver:Saver._save", rank=-1, action="wait_for_scribble"),
     Fault("checkpointer:Checkpointer.save", "after", during="save", rank=-1, action="scribble"),
 ]
 

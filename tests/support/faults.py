@@ -143,12 +143,12 @@ class _Planted:
     def plant(self) -> None:
         """Wrap the target, and around it what arms the fault."""
         _wrap(self._owner, self._name, self._call)
-        where = {"write": "Checkpointer._write", "save": "Checkpointer.save"}
+        where = {"write": "saver:Saver._save", "save": "checkpointer:Checkpointer.save"}
         if self.fault.during in where:
-            _wrap(*_find(f"checkpointer:{where[self.fault.during]}"), self._arm)
+            _wrap(*_find(where[self.fault.during]), self._arm)
 
     def _arm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        step = args[1] if self.fault.during == "write" else args[3].step
+        step = args[1].step if self.fault.during == "write" else args[3].step
         self._armed = step == self.fault.step
         try:
             return original(*args, **kwargs)
@@ -291,7 +291,7 @@ def _scribble(planted: _Planted, args: tuple[Any, ...]) -> None:
             t.fill_(7)
         state.step, state.sequences = 7, 7
         _scribbled.set()
-        checkpointer._pending.result()
+        checkpointer.saver.in_flight.result()
         for t, before in zip(local, kept):
             t.copy_(before)
         state.step, state.sequences = small

@@ -64,7 +64,7 @@ SAVE = {
     "P6 renamed": Point("os:rename", "after", 1, FINAL, commits=True),
     "P6 parent synced": Point("commit:sync", "after", 2, commits=True),
     "P7 agreed": Point("ranks:Ranks.agree", "after", 2, shared=True, commits=True),
-    "P7 written": Point("checkpointer:Checkpointer._write", "after", shared=True, commits=True),
+    "P7 written": Point("saver:Saver._save", "after", shared=True, commits=True),
     "P8 before retention": Point("commit:retain", commits=True, step=6),
     "P8 before .trash": Point("os:rename", "before", 1, TRASH, commits=True, step=6),
     "P8 .trash": Point("os:rename", "after", 1, TRASH, commits=True, step=6),

@@ -13,8 +13,6 @@ from titanlite.checkpoint.resume import Candidate, Fault
 from titanlite.checkpoint.run_identity import before_opening, check_allowed, check_recipe, read_recipe
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.config.component import ConfigError
-from titanlite.interop.initial import check_initial
-from titanlite.interop.weights import Exchange
 from titanlite.log import logger
 
 
@@ -27,14 +25,10 @@ class Opening:
         self._folder, self._recipe_file = dump_folder / config.folder, dump_folder / "recipe.json"
         self._record = CommitRecord(dump_folder, config)
 
-    def check_exchange(self, exchange: Exchange) -> None:
-        """Raises ConfigError unless initial_load_path, which only a new run needs, can be read, and unless an
-        export will be possible."""
-        initial = self._config.initial_load_path
-        if initial and (self._record.restarts() or not commit.committed(self._folder)):
-            check_initial(Path(initial), exchange)
-        if self._config.export_hf:
-            exchange.family.hf_config(), exchange.codec.hugging_face_files()
+    def is_new_run(self) -> bool:
+        """Whether the run starts at step 1: it has no checkpoint, or checkpoint.restart is to be carried
+        out."""
+        return self._record.restarts() or not commit.committed(self._folder)
 
     def check_known(self) -> None:
         """Raises ConfigError if the folder's run has another recipe than this job, whose sources are not

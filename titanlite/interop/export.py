@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,16 +56,15 @@ def write_directory(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     keep_padding: bool = False,
     replace: bool = False,
-    given_up: threading.Event | None = None,
+    gives_up: Callable[[], bool] = lambda: False,
 ) -> int:
     """Write `weights` of the exchange's model to the new directory `target`; returns the bytes of its
     tensors.
 
     `dtype`: None for the one each tensor has. Rows of the vocabulary that the tokenizer has no ids for are
-    left out, unless `keep_padding`. `replace`: a target that is there, when the new one is whole. `given_up`:
-    stop when it is set. Raises ConfigError if the weights are of another model or `target` is there,
-    CheckpointError if it cannot be written; then nothing is left.
-    """
+    left out, unless `keep_padding`. `replace`: a target that is there, when the new one is whole. `gives_up`:
+    polled while files are written; stop when it is true. Raises ConfigError if the weights are of another
+    model or `target` is there, CheckpointError if it cannot be written; then nothing is left."""
     check(weights, exchange.family)
     if not replace and (target.exists() or target.is_symlink()):
         raise ConfigError(f"{target} exists; choose another directory, or delete it")
@@ -80,7 +78,7 @@ def write_directory(
         commit.check_space(target.parent, size, "the export")
         for name, content in small.items():
             write_file(partial / name, content)
-        _write_shards(partial, _in_shards(outputs, max_shard_bytes), size, given_up or threading.Event())
+        _write_shards(partial, _in_shards(outputs, max_shard_bytes), size, gives_up)
         sync(partial)
         _put(partial, target, replace)
     except OSError as e:
@@ -156,20 +154,20 @@ def _in_shards(outputs: Sequence[_Output], max_bytes: int) -> list[list[_Output]
 
 
 def _write_shards(
-    folder: Path, shards: Sequence[Sequence[_Output]], size: int, given_up: threading.Event
+    folder: Path, shards: Sequence[Sequence[_Output]], size: int, gives_up: Callable[[], bool]
 ) -> None:
     if len(shards) == 1:
-        return _write_shard(folder / SINGLE, shards[0], given_up)
+        return _write_shard(folder / SINGLE, shards[0], gives_up)
     placed: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        _write_shard(folder / file, shard, given_up)
+        _write_shard(folder / file, shard, gives_up)
         placed |= {output.name: file for output in shard}
     write_file(folder / INDEX, as_json({"metadata": {"total_size": size}, "weight_map": placed}))
     return None
 
 
-def _write_shard(file: Path, shard: Sequence[_Output], given_up: threading.Event) -> None:
+def _write_shard(file: Path, shard: Sequence[_Output], gives_up: Callable[[], bool]) -> None:
     """A safetensors file: the header's length, the header, the tensors' bytes
     (https://huggingface.co/docs/safetensors)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -187,8 +185,8 @@ def _write_shard(file: Path, shard: Sequence[_Output], given_up: threading.Event
         f.write(len(text).to_bytes(8, "little") + text)
         for output in shard:
             for region in output.stored.bands(output.shape[0]):
-                if given_up.is_set():
-                    raise CheckpointError("it is given up")
+                if gives_up():
+                    raise CheckpointError("the export was given up")
                 band = output.stored.read(region)
                 rows = max(PIECE_BYTES // max(band[:1].numel() * output.dtype.itemsize, 1), 1)
                 for piece in band.split(rows):

@@ -1,132 +1,106 @@
-"""A run's own exports, made from its committed checkpoints beside the training.
+"""The exports of a run: Hugging Face directories made from its committed checkpoints.
 
-An export is due for every committed checkpoint that should have one and has none, whoever saved it: what a
-killed or stopped run has not exported, its next start does. A checkpoint is kept until its export is made.
-"""
+An export is due for every committed checkpoint whose step asks for one and that has no export yet, whoever
+saved it. So the next save makes up for an export that a killed or stopped run has left out."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import gib
-from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.section import Checkpoint
+from titanlite.checkpoint.section import EXPORTS, Checkpoint
 from titanlite.interop.dcp import check_whole, open_titanlite
 from titanlite.interop.export import DTYPES, write_directory
 from titanlite.interop.weights import Exchange
 from titanlite.log import logger
 
-WAIT_S = 60.0  # far below the timeout of the ranks that wait for the one that exports
-MANY = 3  # exports that wait: they take longer than the steps between them
-
 
 class Exporter:
-    """Exports the checkpoints in `ranks.folder` as `exports`/step-N, on rank 0, one after the other. A failed
-    export is an error in the log, and its checkpoint is not kept for it."""
+    """Exports checkpoints of the run in `run_folder`; it implements checkpointer.Exports.
 
-    def __init__(self, config: Checkpoint, ranks: Ranks, exports: Path, exchange: Exchange):
-        self._config, self._ranks, self._exchange = config, ranks, exchange
-        self._folder = exports
-        self._thread = ThreadPoolExecutor(1, "export")
-        self._begun: dict[int, Future[None]] = {}
-        self._saved: set[int] = set()  # by this process
-        self._last = -1  # the step with which the run is over, once it is
+    `last_step`: the step with which the run is over, always exported. `is_stopping`: polled on the saving
+    thread; an export in flight is given up when it becomes true. A failed export is logged as an error, tried
+    again by the next start of the run, and loses no checkpoint."""
+
+    def __init__(
+        self,
+        config: Checkpoint,
+        run_folder: Path,
+        exchange: Exchange,
+        last_step: int,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ):
+        self._config, self._exchange, self._last_step = config, exchange, last_step
+        self._checkpoints, self._exports = run_folder / config.folder, run_folder / EXPORTS
+        self._is_stopping = is_stopping
         self._given_up = threading.Event()
+        self._failed: dict[int, CheckpointError] = {}  # by step; not tried again by this process
 
-    @property
-    def steps(self) -> list[int]:
-        """The steps whose checkpoints are still to be read."""
-        return [step for step, export in self._begun.items() if not export.done()]
+    def make(self, committed: int | None) -> None:
+        """Export every checkpoint that is due and has no export, and `committed`, the step that was just
+        saved, even over an export of that step from before."""
+        due = [
+            (step, path)
+            for step, path in commit.committed(self._checkpoints)
+            if self._is_due(step) and (step == committed or not self._has_export(path))
+        ]
+        due = [(step, path) for step, path in due if step not in self._failed]
+        if missed := [str(step) for step, _ in due if step != committed]:
+            logger.info(f"exporting checkpoints that have no export yet: step {', '.join(missed)}")
+        for i, (step, path) in enumerate(due):
+            if self.gives_up():
+                rest = ", ".join(str(step) for step, _ in due[i:])
+                logger.warning(f"not exported yet: step {rest}; the next start of the run does it")
+                return
+            self._export(step, path, verify=step != committed)
 
-    def committed(self, step: int, checkpoint: Path) -> None:
-        """On rank 0: export a checkpoint that has just been committed, if it is due."""
-        self._saved.add(step)
-        if self._is_periodic(step):
-            self._begin(step, checkpoint)
-            if len(self.steps) == MANY:
-                logger.warning(
-                    f"{MANY} exports wait: they take longer than export_hf_interval; checkpoints are kept "
-                    "until they are exported"
-                )
+    def check_last(self) -> None:
+        """Raises the CheckpointError of the last step's export, if that has failed."""
+        if error := self._failed.get(self._last_step):
+            raise error
 
-    def catch_up(self) -> None:
-        """Collective: begin the exports that are due and were not made by an earlier start."""
-        self._ranks.agree(lambda: self._begin_due(is_over=False))
-
-    def finish(self, retain: Callable[[], None]) -> None:
-        """Collective: export what is due, the last step too, and wait for it; `retain` deletes checkpoints
-        that were kept until now. Raises the CheckpointError of the last step's export; that of an earlier
-        step's is in the log, and the run's next start tries it again."""
-        self._ranks.agree(lambda: self._begin_due(is_over=True))
-        while not self._ranks.agree(lambda: self._is_done(retain)):
-            pass
-
-    def close(self) -> None:
-        """Give up what is not done yet; nothing half-written stays."""
+    def give_up(self) -> None:
+        """Stop an export in flight; nothing half-written stays."""
         self._given_up.set()
-        if waiting := [str(step) for step in self.steps]:
-            logger.warning(f"not exported yet: step {', '.join(waiting)}; the run's next start does it")
-        self._thread.shutdown(cancel_futures=True)
 
-    def _begin_due(self, is_over: bool) -> None:
-        there = commit.committed(self._ranks.folder)
-        self._last = there[-1][0] if there and is_over else -1
-        due = {
-            step: path
-            for step, path in there
-            if (self._is_periodic(step) or step == self._last)
-            and step not in self._begun
-            and (step in self._saved or not (self._folder / path.name).exists())
-        }
-        if missed := [str(step) for step in due if step not in self._saved]:
-            logger.info(f"exporting what an earlier start has not: step {', '.join(missed)}")
-        for step, path in due.items():
-            self._begin(step, path)
+    def gives_up(self) -> bool:
+        """Whether exports are to stop."""
+        return self._given_up.is_set() or self._is_stopping()
 
-    def _is_done(self, retain: Callable[[], None]) -> bool:
-        """Whether all exports are done, after waiting a while."""
-        waiting = wait(self._begun.values(), WAIT_S).not_done
-        retain()
-        if not waiting and (last := self._begun.get(self._last)):
-            last.result()
-        return not waiting
+    def _is_due(self, step: int) -> bool:
+        interval = self._config.export_hf_interval
+        return step == self._last_step or (interval > 0 and step % interval == 0)
 
-    def _is_periodic(self, step: int) -> bool:
-        every = self._config.export_hf_interval
-        return every > 0 and step % every == 0
+    def _has_export(self, checkpoint: Path) -> bool:
+        return (self._exports / checkpoint.name).exists()
 
-    def _begin(self, step: int, checkpoint: Path) -> None:
-        self._begun[step] = self._thread.submit(self._export, step, checkpoint)
-
-    def _export(self, step: int, checkpoint: Path) -> None:
-        target = self._folder / checkpoint.name
+    def _export(self, step: int, checkpoint: Path, verify: bool) -> None:
+        target = self._exports / checkpoint.name
         try:
-            commit.clean(self._folder, "step-*")  # what a killed run left
+            commit.clean(self._exports, "step-*")  # left by a run that was killed
             if target.exists():
-                logger.info(f"{target} is of the step as it was saved before, and will be replaced")
-            if step not in self._saved:
+                logger.info(f"{target} is an export of an earlier save of this step, and will be replaced")
+            if verify:
                 check_whole(checkpoint)
-            weights = open_titanlite(checkpoint, self._exchange.family)
             size = write_directory(
-                weights,
+                open_titanlite(checkpoint, self._exchange.family),
                 target,
                 self._exchange,
                 DTYPES[self._config.export_dtype],
                 replace=True,
-                given_up=self._given_up,
+                gives_up=self.gives_up,
             )
             logger.info(f"exported {target} ({gib(size)})")
         except Exception as e:  # the checkpoint is there, whatever happened
-            if self._given_up.is_set():  # close() has said so
+            if self.gives_up():
+                logger.warning(f"not exported yet: step {step}; the next start of the run does it")
                 return
-            problem = CheckpointError(
-                f"step {step} could not be exported: {e}; the run's next start tries again while "
-                f"{checkpoint} is there, and so does `titanlite export {checkpoint} DIR`"
+            self._failed[step] = CheckpointError(
+                f"step {step} could not be exported: {e}; the run tries again when it is started again while "
+                f"{checkpoint} exists, and so does `titanlite export {checkpoint} DIR`"
             )
-            logger.error(str(problem))
-            raise problem from e
+            logger.error(str(self._failed[step]))

@@ -19,7 +19,6 @@ from titanlite.commands import ALLOW_IMPORTS, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
-from titanlite.interop.weights import Exchange
 from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
 from titanlite.parallel.activation_checkpoint import apply_recompute
@@ -31,6 +30,7 @@ from titanlite.startup import (
     annotated,
     check_device,
     check_global_batch,
+    check_interop,
     check_run_folder,
     open_tokenizer,
     resolved,
@@ -79,6 +79,7 @@ def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
     unchecked = check_this_device(job, ranks)
     codec = open_tokenizer(job)
     check_run_folder(job, codec)
+    check_interop(job, codec)
     plan = StepPlan.of(job.training, job.parallelism.degrees(ranks).data_parallel)
     rows = job.data.check(codec, seq_len=job.training.seq_len, seed=job.training.seed)
     if rows is not None:
@@ -87,7 +88,6 @@ def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
         unchecked.append("what depends on sources that a run tokenises or packs when it first starts")
     recipe = None if rows is None else job.recipe(rows.recipe, rows.names)
     opening = Opening(job.checkpoint, job.folder, recipe)
-    opening.check_exchange(Exchange(job.model, codec))
     found = opening.candidate([])
     check_global_batch(job, plan.rows, found.train if found else None)
     return codec.vocab_size, unchecked

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import EXTRA, RECIPE, Parts, names, open_run, save_steps
-from titanlite.checkpoint import checkpointer, commit, lock, resume
+from titanlite.checkpoint import commit, lock, resume, saver
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
 from titanlite.checkpoint.reader import load_tensors
@@ -202,9 +202,9 @@ def test_a_save_in_flight_becomes_whole_after_an_error_elsewhere(tmp_path: Path)
 
 def look_often(monkeypatch: pytest.MonkeyPatch, size: Callable[[Path], int]) -> None:
     """Make the waits short, and have a save in flight grow as `size` says."""
-    monkeypatch.setattr(checkpointer, "LOOK_S", 0.001, raising=False)
-    monkeypatch.setattr(checkpointer, "STALL_S", 0.005, raising=False)
-    monkeypatch.setattr(commit, "partial_size", size, raising=False)
+    monkeypatch.setattr(saver, "LOOK_S", 0.001)
+    monkeypatch.setattr(saver, "STALL_S", 0.005)
+    monkeypatch.setattr(commit, "partial_size", size)
 
 
 def test_a_slow_save_is_waited_for_after_an_error_elsewhere(
@@ -253,9 +253,9 @@ def test_of_several_ranks_a_save_is_waited_for_while_it_grows(
 
     look_often(monkeypatch, size)
     run = open_run(tmp_path)
-    run._pending, run._ranks.size = save, 2
+    run.saver.in_flight, run.saver.ranks.size = save, 2
     run.close_after_error()
-    lost = "the checkpoint that was being written is lost: TimeoutError: nothing has been written for"
+    lost = "the checkpoint that was being written is lost: TimeoutError: no file has grown for"
     assert (lost in capsys.readouterr().err) == (not grows)
     assert len(looks) == (100 if grows else 6)
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support.checkpoints import EXTRA, Parts, names, open_run, save_steps
-from titanlite.checkpoint import checkpointer, commit, digest, resume
+from titanlite.checkpoint import checkpointer, commit, digest, resume, saver
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
 from titanlite.log import logger
@@ -429,11 +429,11 @@ def test_random_histories_never_lose_the_run(
         patch.setattr(os, "rename", failing_rename)
         patch.setattr(shutil, "rmtree", history.change(shutil.rmtree))
         patch.setattr(commit, "write_file", history.change(write_file))
-        for module in (checkpointer, resume, digest):
+        for module in (saver, resume, digest):
             patch.setattr(module, "ThreadPoolExecutor", Inline)
-        patch.setattr(checkpointer, "save", history.save_shard)
+        patch.setattr(saver, "save", history.save_shard)
         patch.setattr(checkpointer, "load_tensors", lambda *args: None)
-        patch.setattr(checkpointer, "MAX_FAILURES", 1 << 30)
+        patch.setattr(saver, "MAX_FAILURES", 1 << 30)
         for action, *values in actions:
             there = sorted(history.expected)
             if action == "save":

@@ -311,6 +311,6 @@ def test_a_record_that_cannot_be_written_does_not_fail_the_save(
     run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     run.close()
     monkeypatch.undo()
-    assert f"{RECORD} could not be written: [Errno 28] No space left on device\n[" in capsys.readouterr().err
+    assert f"{RECORD} could not be written: [Errno 28] No space left on device\n" in capsys.readouterr().err
     assert go(tmp_path, 2) == 1
     assert recorded(tmp_path)["step"] == 2
