@@ -26,7 +26,7 @@ from titanlite.config.component import ConfigError
 from titanlite.files import REFUSALS
 from titanlite.log import printable, tell
 from titanlite.runtime import environment
-from titanlite.runtime.signals import Stopped, signals
+from titanlite.runtime.signals import Stopped, stop_requests
 
 ROOM = "; make room there (df -h, df -i), or name a folder on another disk"
 FILES = "; raise the limit of open files (ulimit -n)"
@@ -111,7 +111,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     trains = name in ("train", "launch")
     if name == "launch" and sys.stderr.isatty():
         tell("starting (importing PyTorch takes some seconds)")
-    with signals() if trains else nullcontext():  # a stop is heard from here on
+    with stop_requests() if trains else nullcontext():  # a stop is heard from here on
         return _main_of(verb.module, words)
 
 

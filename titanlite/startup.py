@@ -30,7 +30,7 @@ from titanlite.metrics.memory import MemorySettings
 from titanlite.models.base import Decoder
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
-from titanlite.runtime.signals import Signals
+from titanlite.runtime.signals import StopRequests
 from titanlite.tokenizers.base import TextCodec
 
 
@@ -94,7 +94,7 @@ def check_run_folder(job: Job, codec: TextCodec) -> None:
     Opening(job.checkpoint, job.folder, job.recipe(data, {})).check_known()
 
 
-def exporter(job: Job, codec: TextCodec, requests: Signals) -> Exporter | None:
+def exporter(job: Job, codec: TextCodec, requests: StopRequests) -> Exporter | None:
     """What exports this run's checkpoints, until the run is asked to stop; None for a run without exports."""
     if not job.checkpoint.export_hf:
         return None

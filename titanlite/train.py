@@ -42,7 +42,7 @@ from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.runtime.data_wait import DataWait
 from titanlite.runtime.process import device_name, world_size
 from titanlite.runtime.runtime import Runtime, runtime
-from titanlite.runtime.signals import Signals, Stopped, signals
+from titanlite.runtime.signals import Stopped, StopRequests, stop_requests
 from titanlite.startup import (
     annotated,
     check_device,
@@ -66,7 +66,7 @@ def train(job: Job) -> int:
     code: 0, or 75 when it was asked to stop, and has saved. Raises Diverged when too many steps in a row were
     not finite."""
     with (
-        signals() as requests,
+        stop_requests() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
         build(job, rt, requests) as run,
         run.profiler() as profiler,
@@ -123,7 +123,7 @@ def train(job: Job) -> int:
         return finish(run, evaluation, trained=state.step - first_step + 1, requests=requests)
 
 
-def build(job: Job, rt: Runtime, requests: Signals) -> Run:
+def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     """All parts of the run: model, data, optimizer, and the state they continue from. Cheap checks of whether
     they fit together run first; nothing is written before all of them have passed."""
     kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
@@ -220,7 +220,7 @@ class Run:
         apart = partial(self.meter.apart, "time/profiling_s")
         return Profiler(self.job.profiling, folder, self.rt.rank, self.state.step + 1, steps, apart)
 
-    def ends_without_data(self, error: Stopped | LoaderError, first_step: int, requests: Signals) -> int:
+    def ends_without_data(self, error: Stopped | LoaderError, first_step: int, requests: StopRequests) -> int:
         """No batch comes. One rank, which needs no other, saves the last finished step. Raises `error`, or
         returns the exit code if the run was asked to stop and there was a step to save."""
         state, finished = self.state, self.state.step - first_step + 1
@@ -287,7 +287,7 @@ def due(freq: int, step: int, last_step: int) -> bool:
     return step == last_step or (freq > 0 and step % freq == 0)
 
 
-def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: Signals) -> int:
+def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: StopRequests) -> int:
     """Say what came of the run and where it is; a run that was finished already is evaluated again. Returns
     the exit code."""
     job, guard = run.job, run.guard

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from titanlite.errors import LoaderError
 from titanlite.runtime.runtime import Runtime
-from titanlite.runtime.signals import Signals, Stopped
+from titanlite.runtime.signals import Stopped, StopRequests
 
 SHARE = 0.9  # of the timeout of collectives, so that the stuck rank is named before the others give up
 STOP_S = 20.0  # several ranks: for a batch after a stop; launchers kill 30 s after it
@@ -20,7 +20,7 @@ class DataWait:
     of several, the others wait for this one in a collective, and the run can only end.
     """
 
-    def __init__(self, rt: Runtime, requests: Signals, is_first_step: Callable[[], bool]):
+    def __init__(self, rt: Runtime, requests: StopRequests, is_first_step: Callable[[], bool]):
         self._rt, self._requests, self._is_first_step = rt, requests, is_first_step
         self._stop_at: float | None = None
 

@@ -32,7 +32,7 @@ class Stopped(BaseException):
     exit_code = 75
 
 
-class Signals:
+class StopRequests:
     """What this process was asked for."""
 
     def __init__(self) -> None:
@@ -94,9 +94,9 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def signals() -> Iterator[Signals]:
+def stop_requests() -> Iterator[StopRequests]:
     """Handle signals in the body; in the main thread, the only one that gets them."""
-    requests = Signals()
+    requests = StopRequests()
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         heard = [n for n in (*STOP, *SAVE) if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from titanlite.runtime import signals as module
-from titanlite.runtime.signals import AGAIN_S, END, LOOK_S, STOP, Signals, Stopped, signals
+from titanlite.runtime.signals import AGAIN_S, END, LOOK_S, STOP, Stopped, StopRequests
 
 pytestmark = pytest.mark.usefixtures("hangups")
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -37,13 +37,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def end_of(act: Callable[[Signals], object]) -> int:
+def end_of(act: Callable[[StopRequests], object]) -> int:
     """The exit code, or the negative signal, of a forked process that does `act` while it trains."""
     pid = os.fork()
     if pid == 0:
         code = 99
         try:
-            with signals() as requests:
+            with stop_requests() as requests:
                 requests.begin(None)
                 act(requests)
                 code = 0
@@ -54,7 +54,7 @@ def end_of(act: Callable[[Signals], object]) -> int:
 
 @pytest.mark.parametrize("number", STOP)
 def test_while_training_a_stop_is_noted_and_nothing_else(number: int) -> None:
-    with signals() as requests:
+    with stop_requests() as requests:
         requests.begin(None)
         assert not requests.stop
         signal.raise_signal(number)
@@ -64,7 +64,7 @@ def test_while_training_a_stop_is_noted_and_nothing_else(number: int) -> None:
 
 
 def test_a_save_is_taken_once() -> None:
-    with signals() as requests:
+    with stop_requests() as requests:
         requests.begin(None)
         assert not requests.take_save()
         signal.raise_signal(USR2)
@@ -78,13 +78,13 @@ def test_a_save_is_taken_once() -> None:
 @pytest.mark.parametrize("number", STOP)
 def test_before_the_first_step_a_stop_is_raised(number: int) -> None:
     with pytest.raises(Stopped, match=f"{signal.Signals(number).name} before the first step") as stopped:  # noqa: SIM117
-        with signals():
+        with stop_requests():
             signal.raise_signal(number)
     assert stopped.value.exit_code == 75
 
 
 def test_before_the_first_step_a_save_waits() -> None:
-    with signals() as requests:
+    with stop_requests() as requests:
         signal.raise_signal(USR2)
         requests.begin(None)
         assert requests.take_save()
@@ -96,7 +96,7 @@ def test_before_the_first_step_a_save_waits() -> None:
 @pytest.mark.parametrize("number", END)
 @pytest.mark.parametrize("first", END)
 def test_the_same_again_after_a_while_ends_the_process(clock: Clock, first: int, number: int) -> None:
-    def twice(requests: Signals) -> None:
+    def twice(requests: StopRequests) -> None:
         signal.raise_signal(first)
         clock.now += AGAIN_S + 0.01
         signal.raise_signal(number)
@@ -106,7 +106,7 @@ def test_the_same_again_after_a_while_ends_the_process(clock: Clock, first: int,
 
 @pytest.mark.parametrize("number", END)
 def test_the_same_again_at_once_is_one_request(clock: Clock, number: int) -> None:
-    def twice(requests: Signals) -> None:
+    def twice(requests: StopRequests) -> None:
         signal.raise_signal(number)
         for _ in range(3):
             clock.now += AGAIN_S / 3 - 0.01
@@ -117,7 +117,7 @@ def test_the_same_again_at_once_is_one_request(clock: Clock, number: int) -> Non
 
 
 def test_the_time_runs_from_the_first_one(clock: Clock) -> None:
-    def thrice(requests: Signals) -> None:
+    def thrice(requests: StopRequests) -> None:
         for _ in range(3):
             signal.raise_signal(TERM)
             clock.now += AGAIN_S * 0.6
@@ -127,7 +127,7 @@ def test_the_time_runs_from_the_first_one(clock: Clock) -> None:
 
 @pytest.mark.parametrize("number", [USR1, USR2])
 def test_what_only_asks_never_ends_the_process(clock: Clock, number: int) -> None:
-    def ask(requests: Signals) -> None:
+    def ask(requests: StopRequests) -> None:
         for _ in range(5):
             signal.raise_signal(TERM if number == USR2 and not requests.stop else number)
             clock.now += 10 * AGAIN_S
@@ -140,7 +140,7 @@ def test_the_first_sigterm_after_a_warning_does_not_end_the_process(clock: Clock
     """Slurm sends the signal of --signal=USR1@120 first, and SIGTERM when the time is up: half a minute
     before SIGKILL, in which a save may still become whole."""
 
-    def warn(requests: Signals) -> None:
+    def warn(requests: StopRequests) -> None:
         signal.raise_signal(USR1)
         clock.now += 100 * AGAIN_S
         signal.raise_signal(TERM)
@@ -152,7 +152,7 @@ def test_the_first_sigterm_after_a_warning_does_not_end_the_process(clock: Clock
 def test_the_first_sigterm_after_a_stop_file_does_not_end_the_process(clock: Clock, tmp_path: Path) -> None:
     (tmp_path / "STOP").touch()
 
-    def stop(requests: Signals) -> None:
+    def stop(requests: StopRequests) -> None:
         requests.begin(tmp_path / "STOP")
         assert requests.stop
         clock.now += 100 * AGAIN_S
@@ -167,7 +167,7 @@ def test_the_first_sigterm_after_a_stop_file_does_not_end_the_process(clock: Clo
 def test_the_file_is_seen_where_it_is_looked_for_and_taken_away_when_it_is_done(tmp_path: Path) -> None:
     file = tmp_path / "STOP"
     file.touch()
-    rank0, rank1 = Signals(), Signals()
+    rank0, rank1 = StopRequests(), StopRequests()
     assert not rank0.stop
     rank0.begin(file)
     rank1.begin(None)
@@ -181,7 +181,7 @@ def test_the_file_is_seen_where_it_is_looked_for_and_taken_away_when_it_is_done(
 
 
 def test_the_file_is_looked_for_once_a_second(clock: Clock, tmp_path: Path) -> None:
-    requests = Signals()
+    requests = StopRequests()
     requests.begin(tmp_path / "STOP")
     assert not requests.stop
     (tmp_path / "STOP").touch()
@@ -192,7 +192,7 @@ def test_the_file_is_looked_for_once_a_second(clock: Clock, tmp_path: Path) -> N
 
 
 def test_no_folder_is_needed(tmp_path: Path) -> None:
-    requests = Signals()
+    requests = StopRequests()
     requests.begin(tmp_path / "no such folder" / "STOP")
     assert not requests.stop
     requests.done()
@@ -208,10 +208,10 @@ def test_handlers_are_put_back() -> None:
     numbers = (TERM, INT, HUP, USR1, USR2)
     before = {number: signal.signal(number, ours) for number in numbers}
     try:
-        with signals():
+        with stop_requests():
             assert all(signal.getsignal(number) is not ours for number in numbers)
         assert all(signal.getsignal(number) is ours for number in numbers)
-        with pytest.raises(Stopped), signals():
+        with pytest.raises(Stopped), stop_requests():
             signal.raise_signal(TERM)
         assert all(signal.getsignal(number) is ours for number in numbers)
     finally:
@@ -222,7 +222,7 @@ def test_handlers_are_put_back() -> None:
 def test_nohup_is_heeded() -> None:
     before = signal.signal(HUP, signal.SIG_IGN)
     try:
-        with signals() as requests:
+        with stop_requests() as requests:
             requests.begin(None)
             signal.raise_signal(HUP)
             assert not requests.stop
@@ -236,7 +236,7 @@ def test_one_rank_answers_at_once(
 ) -> None:
     """A step may take a minute: who presses Ctrl-C must see that it was heard, or presses it again."""
 
-    def twice(requests: Signals) -> None:
+    def twice(requests: StopRequests) -> None:
         requests.begin(tmp_path / "STOP" if rank_zero else None)
         signal.raise_signal(INT)
         clock.now += 0.1
@@ -258,7 +258,7 @@ def test_a_thread_goes_without() -> None:
 
     def body() -> None:
         before = signal.getsignal(TERM)
-        with signals() as requests:
+        with stop_requests() as requests:
             requests.begin(None)
             seen.append(signal.getsignal(TERM) is before and not requests.stop)
 
