@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from titanlite.runtime import signals as module
-from titanlite.runtime.signals import AGAIN_S, END, LOOK_S, STOP, Stopped, StopRequests
+from titanlite.runtime.signals import AGAIN_S, END, LOOK_S, STOP, Stopped, StopRequests, stop_requests
 
 pytestmark = pytest.mark.usefixtures("hangups")
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
