@@ -43,6 +43,7 @@ from titanlite.models.base import ModelFamily
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer
 from titanlite.optim.schedule import LRScheduler
+from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.compile import BACKENDS_WITH_MEMORY_BUDGET, Compile
 from titanlite.parallel.float8 import MULTIPLE, Float8
@@ -81,7 +82,7 @@ class Job:
     training: Training = field(default_factory=Training)
     loss: Loss = field(default_factory=ChunkedCrossEntropy)
     optimizer: Optimizer = field(default_factory=AdamW)
-    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    lr_scheduler: LRScheduler = field(default_factory=WarmupStableDecay)
     parallelism: Parallelism = field(default_factory=Parallelism)
     attention: AttentionBackend = field(default_factory=AttentionBackend)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

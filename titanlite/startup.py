@@ -168,11 +168,10 @@ def resolved(job: Job, size: int, num_ids: int | None) -> list[str]:
     parameters, and the schedule. `num_ids`: of the tokenizer, where it is known."""
     changed = " with overrides" if job.model.overrides else ""
     ids = "" if num_ids is None else f"; the tokenizer has {num_ids} ids"
-    total = job.lr_scheduler.total_steps or job.training.steps
     return [
         f"{job.model.name} {job.model.flavor}{changed}: {size:,} parameters",
         f"{job.model.shape()}{ids}",
-        f"a schedule of {total:,} steps, {job.lr_scheduler.warmup(job.training.steps):,} of them warmup",
+        f"learning rate: {job.lr_scheduler.describe(job.training.steps)}",
     ]
 
 

@@ -250,7 +250,7 @@ def test_an_unknown_backend_of_the_compiler_is_told(complaint):
         (
             ["--lr_scheduler.warmup_steps=100"],
             "command line, --lr_scheduler.warmup_steps: 100 steps of warmup leave nothing of a schedule of "
-            "100; set --lr_scheduler.warmup_steps=10, or -1, which stands for 10 here",
+            "100 steps; set --lr_scheduler.warmup_steps=10, or -1, which stands for 10 here",
         ),
     ],
 )

@@ -26,7 +26,7 @@ def test_the_resolved_shape_and_warmup_are_logged_and_recorded(tmp_path: Path, c
     lines = [
         "llama3 debug with overrides: 280,736 parameters",
         f"{SHAPE} rope_theta=10000.0; the tokenizer has 258 ids",
-        "a schedule of 30 steps, 3 of them warmup",
+        "learning rate: warmup_stable_decay over 30 steps, 3 of them warmup",
     ]
     log = capfd.readouterr().err
     recorded = [job.folder / "job.toml", job.folder / "checkpoint/step-1/job.toml"]
@@ -52,7 +52,7 @@ def test_config_shows_the_resolved_shape(tmp_path: Path, corpus: Path, capsys) -
     assert out.startswith("# llama3 debug with overrides: ")
     shape = SHAPE.replace("8192", "258").replace("dim=32", "dim=36", 1)
     assert f"\n# {shape}\n" in out  # n_heads x head_dim is not dim: legal, and there to be seen
-    assert "\n# a schedule of 16 steps, 1 of them warmup\n" in out
+    assert "\n# learning rate: warmup_stable_decay over 16 steps, 1 of them warmup\n" in out
     (tmp_path / "again.toml").write_text(out)
     assert load_job(tmp_path / "again.toml").model.config.dim == 36
 

@@ -1,81 +1,31 @@
-"""The learning rate as a function of the step: warmup, stable, decay. Nothing to save, nothing to restore."""
+"""The contract of a learning-rate schedule: a pure function of the step, so that there is nothing to save and
+nothing to restore."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
-from titanlite.config.component import ConfigError
-
-LONGEST_AUTO_WARMUP = 200  # steps, with warmup_steps = -1
+from titanlite.config.component import Component
 
 
 @dataclass(frozen=True, kw_only=True)
-class LRScheduler:
-    """Warmup to the peak, hold, decay to min_lr_factor: torchtitan's schedule. By default there is no hold.
-    The formula is in docs/numerics.md."""
-
-    warmup_steps: int = -1
-    """Steps of linear warmup; warmup step s has factor s / warmup_steps. -1: a tenth of the schedule, at most
-    200 steps."""
-    total_steps: int = 0
-    """Length of the schedule; 0: training.steps. A run may stop before its schedule ends."""
-    decay_ratio: float = -1.0
-    """Share of total_steps that the decay at the end takes. 0.2: the last fifth; at most what warmup leaves.
-    Below 0: decay from the end of warmup on. 0: never decay."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the decay: linear, 1 - sqrt (Haegele et al. 2024), or cosine."""
-    min_lr_factor: float = 0.0
-    """Where the decay ends, as a share of the peak. The last step of the schedule is one step above it."""
-
-    def __post_init__(self) -> None:
-        if self.warmup_steps < -1:
-            raise ConfigError(f"{self.warmup_steps} is neither -1 nor at least 0", "warmup_steps")
-        if self.total_steps < 0:
-            raise ConfigError(f"{self.total_steps} is below 0; 0 means training.steps", "total_steps")
-        if not self.decay_ratio <= 1:
-            raise ConfigError(f"{self.decay_ratio} is above 1", "decay_ratio")
-        if not 0 <= self.min_lr_factor <= 1:
-            raise ConfigError(f"{self.min_lr_factor} is not in [0, 1]", "min_lr_factor")
-
-    def warmup(self, training_steps: int) -> int:
-        """Steps of warmup in a run of `training_steps`: warmup_steps, with -1 resolved."""
-        total = self.total_steps or training_steps
-        return self.warmup_steps if self.warmup_steps >= 0 else min(LONGEST_AUTO_WARMUP, total // 10)
-
-    def check(self, training_steps: int) -> None:
-        """Raises ConfigError unless the schedule covers the run and warmup ends before the schedule does."""
-        total = self.total_steps or training_steps
-        if total < training_steps:
-            raise ConfigError(
-                f"{total} is below training.steps = {training_steps}: the rest has no schedule",
-                "lr_scheduler.total_steps",
-            )
-        if self.warmup_steps >= total:
-            short = replace(self, warmup_steps=-1).warmup(training_steps)
-            raise ConfigError(
-                f"{self.warmup_steps} steps of warmup leave nothing of a schedule of {total}; set "
-                f"--lr_scheduler.warmup_steps={short}, or -1, which stands for {short} here",
-                "lr_scheduler.warmup_steps",
-            )
+class LRScheduler(Component, kind="learning-rate schedule"):
+    """Kind: `[lr_scheduler] name = ...`. The learning rate of a step is the peak rate of its parameter group
+    times `factor`. A schedule keeps no state: a resumed run asks for the factors of the steps that it takes.
+    """
 
     def factor(self, step: int, training_steps: int) -> float:
-        """Factor of the peak rate at `step` = 1, 2, ...; min_lr_factor past the end of a
-        schedule that decays."""
-        total, warmup = self.total_steps or training_steps, self.warmup(training_steps)
-        if step < warmup:
-            return step / warmup
-        decay_steps = total - warmup
-        if self.decay_ratio >= 0:
-            decay_steps = min(round(total * self.decay_ratio), decay_steps)
-        last_at_peak = total + 1 - decay_steps  # + 1: the end point is reached after the last step, not at it
-        if decay_steps <= 0 or step <= last_at_peak:
-            return 1.0
-        progress = min((step - last_at_peak) / decay_steps, 1.0)
-        shape = {
-            "linear": 1 - progress,
-            "sqrt": 1 - math.sqrt(progress),
-            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-        }[self.decay_type]
-        return self.min_lr_factor + (1 - self.min_lr_factor) * shape
+        """Factor of the peak learning rate at `step` = 1, 2, ..., in a run of `training_steps` steps.
+
+        Depends on the arguments and the schedule's own keys alone; it is also asked for steps that are not
+        trained.
+        """
+        raise NotImplementedError
+
+    def check(self, training_steps: int) -> None:
+        """Raises ConfigError if the schedule does not fit a run of `training_steps` steps, with the full name
+        of the key, such as "lr_scheduler.warmup_steps". Default: every length fits."""
+
+    def describe(self, training_steps: int) -> str:
+        """The schedule of such a run in a few words, with resolved defaults, for the log."""
+        return f"{self.name} over {training_steps:,} steps"
