@@ -200,6 +200,7 @@ from pathlib import Path
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.job import load_job
+from titanlite.mesh import ALONE
 from titanlite.parallel.sharded_model import ShardedModel
 folder, verify = Path(sys.argv[1]), sys.argv[2]
 job = load_job(folder / "job.toml", world_size=None)
@@ -207,7 +208,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 with torch.device("meta"):
     net = job.model.build()
 ShardedModel(net, job.loss.build(), "sdpa").materialize(torch.device(device), 0)
-optimizer = job.optimizer.build(net.named_parameters())
+optimizer = job.optimizer.build(net, ALONE)
 state = TrainState(0, 0, torch.zeros((), dtype=torch.int64, device=device))
 recipe = json.loads((folder / "recipe.json").read_text())
 began = time.perf_counter()

@@ -26,8 +26,8 @@ from titanlite.optim.adamw import AdamW
 class Dying(AdamW, name="dying"):
     "AdamW that ends the process of rank 1 at its third step, the first time."
 
-    def build(self, parameters):
-        optimizer, steps = super().build(parameters), []
+    def build(self, model, mesh):
+        optimizer, steps = super().build(model, mesh), []
         def die(*args):
             steps.append(0)
             first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"

@@ -163,14 +163,16 @@ def learning_rate(job: Job, step: int) -> float:
     return job.optimizer.lr * job.lr_scheduler.factor(step, job.training.steps)
 
 
-def resolved(job: Job, size: int, num_ids: int | None) -> list[str]:
-    """What follows from the configuration and is not written in it: the shape of the model, which has `size`
-    parameters, and the schedule. `num_ids`: of the tokenizer, where it is known."""
+def resolved(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
+    """What follows from the configuration but is not written in it: the model's shape, the optimizer's groups
+    and the schedule. `net`: the whole model. `num_ids`: ids of the tokenizer; None: unknown."""
+    size = sum(p.numel() for p in net.parameters())
     changed = " with overrides" if job.model.overrides else ""
     ids = "" if num_ids is None else f"; the tokenizer has {num_ids} ids"
     return [
         f"{job.model.name} {job.model.flavor}{changed}: {size:,} parameters",
         f"{job.model.shape()}{ids}",
+        *job.optimizer.describe(net),
         f"learning rate: {job.lr_scheduler.describe(job.training.steps)}",
     ]
 

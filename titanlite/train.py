@@ -130,8 +130,9 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     codec = open_tokenizer(job)
     with torch.device("meta"):
         net = job.model.build()
+    job.optimizer.check(net)
     cost, size = flops_of(job, net), sum(p.numel() for p in net.parameters())
-    about = resolved(job, size, codec.vocab_size)
+    about = resolved(job, net, codec.vocab_size)
     model = parallelize(
         net,
         job.loss,
@@ -160,7 +161,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     describe(job, rt, about, rows, kernel)
     with building(size, rt.mesh.shards):
         model.materialize(rt.device, job.training.seed)
-        optimizer = job.optimizer.build(model.net.named_parameters())
+        optimizer = job.optimizer.build(model.net, rt.mesh)
         state = TrainState(step=0, sequences=0, tokens=rt.count(0))
         if checkpoints.resumed is None and job.checkpoint.initial_load_path:
             load_initial(Path(job.checkpoint.initial_load_path), job.model, model.net, checkpoints.ranks)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +35,8 @@ from titanlite.checkpoint.state import TrainState
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.log import logger
+from titanlite.mesh import Mesh
+from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
 from titanlite.tools import generate
 from titanlite.train import train
@@ -398,9 +399,8 @@ def test_another_optimizer_is_told_in_words(
         momentum: float = 0.9
         """Decay of the mean."""
 
-        def build(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-            groups = [{"params": [p for _, p in parameters], "peak_lr": self.lr}]
-            return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum)
+        def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.groups(model), lr=self.lr, momentum=self.momentum)
 
     def complaint(folder: Path, *overrides: str) -> str:
         with pytest.raises(ConfigError) as error:

@@ -45,8 +45,8 @@ END = {
 class Walking(AdamW, name="walking"):
     "AdamW that takes its time. KILL: the rank, the restart and the step at which the process ends; HOW: how."
 
-    def build(self, parameters):
-        optimizer, steps = super().build(parameters), []
+    def build(self, model, mesh):
+        optimizer, steps = super().build(model, mesh), []
         def before(*args):
             seconds("STEP_S")
             steps.append(0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.llama3 import Llama3
@@ -25,6 +26,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"name": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
     "qwen3, tied": {"name": "qwen3", "tie_word_embeddings": True},
 }
+
+
+class Parameters(Decoder):
+    """A model of nothing but named parameters, which are outside its blocks."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]):
+        super().__init__()
+        for name, parameter in parameters.items():
+            self.register_parameter(name, parameter)
+
+    def blocks(self) -> nn.ModuleDict:
+        return nn.ModuleDict()
 
 
 def family(name: str = "llama3", **overrides: Any) -> ModelFamily:

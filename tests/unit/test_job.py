@@ -366,9 +366,8 @@ class SGD(Optimizer, name="sgd"):
     momentum: float = 0.0
     """Of the gradient."""
 
-    def build(self, parameters):
-        params = [p for _, p in parameters]
-        return torch.optim.SGD([{"params": params, "peak_lr": self.lr}], lr=self.lr, momentum=self.momentum)
+    def build(self, model, mesh):
+        return torch.optim.SGD(self.groups(model), lr=self.lr, momentum=self.momentum)
 '''
 
 
@@ -398,7 +397,9 @@ def test_imports_register_components(path, plugin, imports):
     with pytest.raises(ConfigError, match="unknown optimizer 'sgd'"):
         load_job(path, ["--job.imports=[]", "--optimizer.name=sgd"])
     job = load_job(path, [*overrides, "--optimizer.name=sgd", "--optimizer.momentum=0.5"], allow_imports=True)
-    assert toml.as_tree(job.optimizer) == {"name": "sgd", "lr": 3e-4, "momentum": 0.5}
+    assert toml.as_tree(job.optimizer) == {
+        "name": "sgd", "lr": 3e-4, "weight_decay": 0.1, "param_groups": [], "momentum": 0.5
+    }  # fmt: skip
 
 
 def test_the_dump_of_a_job_with_imports_reads_back_equal(path, plugin, tmp_path):

@@ -1,5 +1,6 @@
 """The start of a run says what follows from its configuration and is not written there: the model's resolved
-shape, its size, the tokenizer's ids, the warmup. So do `titanlite config` and the recorded job.toml.
+shape, its size, the tokenizer's ids, the parameter groups, the schedule. So do `titanlite config` and the
+recorded job.toml.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def test_the_resolved_shape_and_warmup_are_logged_and_recorded(tmp_path: Path, c
     lines = [
         "llama3 debug with overrides: 280,736 parameters",
         f"{SHAPE} rope_theta=10000.0; the tokenizer has 258 ids",
+        "adamw: 15 tensors of 280,576 parameters, peak learning rate 0.003, weight decay 0.1",
+        "adamw: 5 tensors of 160 parameters, peak learning rate 0.003, weight decay 0",
         "learning rate: warmup_stable_decay over 30 steps, 3 of them warmup",
     ]
     log = capfd.readouterr().err
@@ -33,7 +36,7 @@ def test_the_resolved_shape_and_warmup_are_logged_and_recorded(tmp_path: Path, c
     for line in lines:
         assert f" {line}\n" in log
     for file in recorded:
-        assert file.read_text().splitlines()[:3] == [f"# {line}" for line in lines]
+        assert file.read_text().splitlines()[: len(lines)] == [f"# {line}" for line in lines]
         again = load_job(file)
         assert again == job, "comments do not change the job"
         assert again.lr_scheduler.warmup_steps == -1

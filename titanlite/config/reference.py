@@ -84,8 +84,11 @@ def _inside(table: Node, path: str) -> Iterator[Section]:
         if node["type"] == "table":
             yield Section(where, "", node["doc"], list(_keys(node)))
             yield from _inside(node, where)
+        shared: dict[str, Section] = {}  # tables inside the choices, which mostly have the same ones
         for choice, inner in node.get("choices", {}).items():
             yield Section(where, choice, inner["doc"], list(_keys(inner)))
+            shared |= {section.path: section for section in _inside(inner, where)}
+        yield from shared.values()
 
 
 def _keys(table: Node) -> Iterator[Key]:

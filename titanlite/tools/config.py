@@ -57,8 +57,7 @@ def main(argv: Sequence[str]) -> int:
         net = build_on_meta(job)
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None
-    size = sum(p.numel() for p in net.parameters())
-    print(annotated(job, [*resolved(job, size, num_ids), *about]), end="")
+    print(annotated(job, [*resolved(job, net, num_ids), *about]), end="")
     return 0
 
 
@@ -66,6 +65,7 @@ def build_on_meta(job: Job) -> Decoder:
     """The model without memory. Raises ConfigError for a key that names parts which it does not have."""
     with torch.device("meta"):
         net = job.model.build()
+    job.optimizer.check(net)
     if job.float8.enable:
         divide_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
     apply_recompute(net, job.activation_checkpoint)

@@ -22,7 +22,9 @@ from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import non_finite
 from titanlite.errors import Diverged
 from titanlite.job import Job
+from titanlite.mesh import Mesh
 from titanlite.metrics.guard import Guard, StepGuard
+from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer, guarded_step
 from titanlite.parallel.clip import clip_divisor
 from titanlite.parallel.sharded_model import ShardedModel
@@ -415,9 +417,8 @@ def test_an_optimizer_from_outside_skips_too(
     class PlainSGD(Optimizer, name="plain_sgd"):
         """An optimizer that knows nothing of the guard."""
 
-        def build(self, parameters: Any) -> torch.optim.Optimizer:
-            group = {"params": [p for _, p in parameters], "peak_lr": self.lr}
-            return torch.optim.SGD([group], lr=self.lr, momentum=0.9)
+        def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.groups(model), lr=self.lr, momentum=0.9)
 
     keys = ["--optimizer.name=plain_sgd", "--training.steps=4"]
     jobs = [make_job(tmp_path, corpus, *keys, name=fault) for fault in ("gradient", "nothing")]

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.models import Parameters
 from titanlite.config.component import ConfigError
+from titanlite.mesh import ALONE
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer, set_lr
 
@@ -18,7 +20,7 @@ from titanlite.optim.base import Optimizer, set_lr
 def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
     """A matrix, a stack of matrices, a bias and a scalar."""
     g = torch.Generator().manual_seed(seed)
-    shapes = {"linear.weight": (4, 3), "experts": (2, 3, 3), "linear.bias": (4,), "scale": ()}
+    shapes = {"weight": (4, 3), "experts": (2, 3, 3), "bias": (4,), "scale": ()}
     return {name: nn.Parameter(torch.randn(shape, generator=g)) for name, shape in shapes.items()}
 
 
@@ -42,7 +44,7 @@ def test_five_steps_equal_adamw_written_by_hand():
     expected = {name: p.detach().double() for name, p in params.items()}
     m = {name: torch.zeros_like(w) for name, w in expected.items()}
     v = {name: torch.zeros_like(w) for name, w in expected.items()}
-    optimizer = config.build(params.items())
+    optimizer = config.build(Parameters(params), ALONE)
     for step in range(1, 6):
         lr = set_lr(optimizer, step / 5)
         for name, gradient in gradients(params, seed=step).items():
@@ -59,19 +61,19 @@ def test_five_steps_equal_adamw_written_by_hand():
 def test_vectors_and_scalars_do_not_decay():
     params = parameters()
     before = {name: p.detach().clone() for name, p in params.items()}
-    optimizer = AdamW(lr=0.1, weight_decay=0.5).build(params.items())
+    optimizer = AdamW(lr=0.1, weight_decay=0.5).build(Parameters(params), ALONE)
     for p in params.values():
         p.grad = torch.zeros_like(p)  # a gradient of zero: what moves is decay
     optimizer.step()
-    for name in ("linear.bias", "scale"):
+    for name in ("bias", "scale"):
         assert torch.equal(params[name], before[name])
-    for name in ("linear.weight", "experts"):
+    for name in ("weight", "experts"):
         torch.testing.assert_close(params[name].detach(), before[name] * (1 - 0.1 * 0.5))
 
 
 def test_every_parameter_is_in_one_group():
     params = parameters()
-    optimizer = AdamW().build(params.items())
+    optimizer = AdamW().build(Parameters(params), ALONE)
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in params.values())
 
@@ -79,29 +81,37 @@ def test_every_parameter_is_in_one_group():
 def test_frozen_parameters_are_left_out():
     params = parameters()
     params["experts"].requires_grad_(False)
-    optimizer = AdamW().build(params.items())
+    optimizer = AdamW().build(Parameters(params), ALONE)
     assert not any(p is params["experts"] for group in optimizer.param_groups for p in group["params"])
 
 
-@pytest.mark.parametrize("names", [["linear.weight"], ["linear.bias"]])
+@pytest.mark.parametrize("names", [["weight"], ["bias"]])
 def test_a_group_without_parameters_is_left_out(names):
     params = parameters()
-    optimizer = AdamW().build((name, params[name]) for name in names)
+    optimizer = AdamW().build(Parameters({name: params[name] for name in names}), ALONE)
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
 
 
 def test_set_lr_scales_the_peak_and_not_what_was_set_before():
-    optimizer = AdamW(lr=0.2).build(parameters().items())
+    optimizer = AdamW(lr=0.2).build(Parameters(parameters()), ALONE)
     assert set_lr(optimizer, 0.5) == pytest.approx(0.1)
     assert set_lr(optimizer, 0.5) == pytest.approx(0.1)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
 
 
 def test_groups_keep_their_own_peaks():
-    optimizer = AdamW(lr=0.2).build(parameters().items())
-    optimizer.param_groups[1]["peak_lr"] = 0.8
-    set_lr(optimizer, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.2])
+    optimizer = torch.optim.SGD(
+        [{"params": [p], "lr": lr} for p, lr in zip(parameters().values(), (0.2, 0.8))]
+    )
+    for _ in range(2):
+        assert set_lr(optimizer, 0.25) == pytest.approx(0.05)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.2])
+
+
+def test_an_optimizer_that_was_built_without_groups_has_a_peak_too():
+    optimizer = torch.optim.SGD(parameters().values(), lr=0.4)
+    assert set_lr(optimizer, 0.5) == pytest.approx(0.2)
+    assert set_lr(optimizer, 1.0) == pytest.approx(0.4)
 
 
 def test_it_is_chosen_by_name():

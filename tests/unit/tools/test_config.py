@@ -142,7 +142,7 @@ def test_a_good_job_is_printed_with_what_was_checked(place, corpus, capsys) -> N
     assert cli.run(["config", *job, "--ranks=1", "--training.steps=3"]) == 0
     about = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
     assert about[1].endswith("; the tokenizer has 258 ids")
-    assert about[3] == "# checked with --ranks=1: rules and files"
+    assert "# checked with --ranks=1: rules and files" in about
     text = write_toml(place, corpus)
     before = sorted(place.rglob("*"))
     assert cli.run(["config", str(text), "--ranks=2", f"--job.dump_folder={place / 'new'}"]) == 0
