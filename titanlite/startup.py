@@ -22,7 +22,7 @@ from titanlite.files import write_atomically
 from titanlite.flops import flops_per_token
 from titanlite.interop.exporter import Exporter
 from titanlite.interop.initial import check_initial
-from titanlite.interop.weights import Exchange
+from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import Job
 from titanlite.log import logger
 from titanlite.losses import ChunkedCrossEntropy
@@ -80,7 +80,7 @@ def open_tokenizer(job: Job) -> TextCodec:
 def check_interop(job: Job, codec: TextCodec) -> None:
     """Raises ConfigError unless the initial weights, which only a new run needs, can be read, and unless the
     model and its tokenizer have the Hugging Face form that an export needs."""
-    config, exchange = job.checkpoint, Exchange(job.model, codec)
+    config, exchange = job.checkpoint, ModelAndTokenizer(job.model, codec)
     if config.initial_load_path and Opening(config, job.folder, None).is_new_run():
         check_initial(Path(config.initial_load_path), exchange)
     if config.export_hf:
@@ -98,7 +98,7 @@ def exporter(job: Job, codec: TextCodec, requests: StopRequests) -> Exporter | N
     """What exports this run's checkpoints, until the run is asked to stop; None for a run without exports."""
     if not job.checkpoint.export_hf:
         return None
-    exchange = Exchange(job.model, codec)
+    exchange = ModelAndTokenizer(job.model, codec)
     return Exporter(job.checkpoint, job.folder, exchange, job.training.steps, lambda: requests.stop)
 
 

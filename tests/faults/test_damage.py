@@ -140,8 +140,8 @@ def test_a_start_passes_over_flipped_bits(
             parts = start(run)
             assert parts.state.as_json() == {"step": 1, "sequences": 8, "tokens": 80}, f"flip {number}"
             assert equal(parts, values[1])
-            assert names(run) == ["bad-step-2-0", "step-1"]
-            step.with_name("bad-step-2-0").rename(step)
+            assert names(run) == ["quarantined-step-2-0", "step-1"]
+            step.with_name("quarantined-step-2-0").rename(step)
     assert equal(start(run), values[2])
 
 
@@ -213,7 +213,7 @@ def test_a_missing_file_is_found(run: Path, values: dict[int, list[torch.Tensor]
         assert reason_of(step) == f"{file.name} is missing"
         parts = start(run)
         assert equal(parts, values[1]), file.name
-        step.with_name("bad-step-2-0").rename(step)
+        step.with_name("quarantined-step-2-0").rename(step)
         (run / "elsewhere").rename(file)
     assert equal(start(run), values[2])
 
@@ -250,7 +250,7 @@ def test_what_verify_finds(run: Path, values: dict[int, list[torch.Tensor]], ver
     ):  # half of one is always found, at last by loading it
         with holding(step / name, LARGER["half"]((step / name).read_bytes())):
             assert start(run, verify=verify).state.step == 1
-            step.with_name("bad-step-2-0").rename(step)
+            step.with_name("quarantined-step-2-0").rename(step)
     flip_a_weight(step, values[2][0].detach())
     parts = start(run, verify=verify)
     if verify == "full":
@@ -313,7 +313,7 @@ def test_all_ranks_pass_over_what_one_of_them_found(
     assert (one, good[0]) == (other, 2)
     assert one[0] == 1
     assert one[1] != good[1]
-    assert names(run) == ["bad-step-2-0", "step-1"]
+    assert names(run) == ["quarantined-step-2-0", "step-1"]
     (run / "checkpoint/step-1/__1_0.distcp").write_bytes(b"")
     errors = run_on(2, outcome_on_rank, run, {})
     assert errors[0] == errors[1]
@@ -413,7 +413,7 @@ def test_the_run_goes_on_from_the_one_before(
     job = make_job(tmp_path, corpus, "--training.steps=12")
     train(job)
     assert history(job) == history(whole[12])
-    assert names(job.folder) == ["bad-step-8-0", "step-12", "step-4", "step-8"]
+    assert names(job.folder) == ["quarantined-step-8-0", "step-12", "step-4", "step-8"]
     for step in (8, 12):
         assert state(job, step) == state(whole[12], step)
 
@@ -430,7 +430,7 @@ def test_a_run_of_damaged_checkpoints_ends(whole: dict[int, Job], tmp_path: Path
 
     before, metrics = contents(), history(job)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"no usable checkpoint in .*to start afresh") as e:
+        with pytest.raises(CheckpointError, match=r"no usable checkpoint in .*to start at step 1") as e:
             train(job)
         assert e.value.exit_code == 3
     where = [str(tmp_path / "job.toml"), f"--job.dump_folder={job.folder}"]

@@ -370,8 +370,8 @@ def test_a_kill_while_rewinding(run: Start, whole: Whole, name: str) -> None:
     there = ours.committed()
     assert there == [2, 4, 6, 8][: len(there)]  # no gap
     moves = (there != [2, 4, 6, 8]) + (there != [2]) + (name == "before the first")  # that one left it empty
-    finish(ours, whole(1), 2, left=[f"abandoned-{i}" for i in range(moves)])
-    moved = sorted(p.name for p in ours.checkpoints.glob("abandoned-*/*"))
+    finish(ours, whole(1), 2, left=[f"archived-{i}" for i in range(moves)])
+    moved = sorted(p.name for p in ours.checkpoints.glob("archived-*/*"))
     assert moved == ["step-4", "step-6", "step-8"]
 
 
@@ -381,7 +381,7 @@ def test_a_kill_on_the_branch_after_a_rewind(run: Start, whole: Whole, name: str
     ours = run(1, "--checkpoint.load_step=2", ALL)
     shutil.copytree(whole(1).folder, ours.folder)
     assert kill(ours, SAVE[name]).resumed == [2]
-    finish(ours, whole(1), newest, left=["abandoned-0"])
+    finish(ours, whole(1), newest, left=["archived-0"])
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_a_kill_while_bad_checkpoints_are_set_aside(run: Start, whole: Whole, na
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
     kill(ours, SET_ASIDE[name])
-    finish(ours, whole(1), 2, left=["bad-step-4-0", "bad-step-6-0"])
+    finish(ours, whole(1), 2, left=["quarantined-step-4-0", "quarantined-step-6-0"])
 
 
 # ---- controls: what the tests above say when something is wrong

@@ -180,7 +180,7 @@ def test_a_rewind(tmp_path: Path, values: Values) -> None:
     def look(place: Path, step: int) -> list[Any]:
         run = place / "run"
         there = committed(run / "checkpoint")
-        aside = [committed(path) for path in sorted((run / "checkpoint").glob("abandoned-*"))]
+        aside = [committed(path) for path in sorted((run / "checkpoint").glob("archived-*"))]
         ours = [s for s in there if branch_of(run, s) == 2]
         assert set(there) - set(ours) | {s for of in aside for s in of} == {1, 2, 3, 4}
         assert len(list(run.rglob("step-4.keep"))) == 1
@@ -191,7 +191,7 @@ def test_a_rewind(tmp_path: Path, values: Values) -> None:
     def start(place: Path, found: list[Any]) -> None:
         there, ours = found
         resumes(place / "run", max(ours) if ours == there[-1:] else 2, values, **GONE_BACK)
-        assert all(name.startswith("abandoned-") for name in leftovers(place / "run"))
+        assert all(name.startswith("archived-") for name in leftovers(place / "run"))
         look(place, 3)
 
     count, starts = check_all(crashes(recording, settled=UNREAD, start=2), tmp_path, look, start)
@@ -217,13 +217,16 @@ def test_a_start_that_cleans_up_and_sets_bad_checkpoints_aside(tmp_path: Path, v
     def look(place: Path, step: int) -> list[Any]:
         run = place / "run"
         names = {path.name for path in (run / "checkpoint").glob("*step-*") if path.is_dir()}
-        new = (run / "checkpoint/step-3").exists() and "bad-step-3-0" in names
+        new = (run / "checkpoint/step-3").exists() and "quarantined-step-3-0" in names
         good = committed(run / "checkpoint", damaged=(4,) if new else (3, 4))
         assert good == [1, 2, 3] if new else [1, 2]
         assert step in (2, *good)
-        assert {"step-3", "bad-step-3-0"} & names
-        assert {"step-4", "bad-step-4-0"} & names
-        assert not {name for name in names if name.startswith("bad-")} - {"bad-step-3-0", "bad-step-4-0"}
+        assert {"step-3", "quarantined-step-3-0"} & names
+        assert {"step-4", "quarantined-step-4-0"} & names
+        assert not {name for name in names if name.startswith("quarantined-")} - {
+            "quarantined-step-3-0",
+            "quarantined-step-4-0",
+        }
         assert [*run.rglob("*step-4*.keep")]
         recorded_step(run)
         return [good[-1]]
@@ -231,7 +234,7 @@ def test_a_start_that_cleans_up_and_sets_bad_checkpoints_aside(tmp_path: Path, v
     def start(place: Path, found: list[int]) -> None:
         resumes(place / "run", found[0], values)
         assert {n for n in leftovers(place / "run") if not n.endswith(".keep")} == {
-            "bad-step-3-0", "bad-step-4-0"
+            "quarantined-step-3-0", "quarantined-step-4-0"
         }  # fmt: skip
 
     count, starts = check_all(crashes(recording, settled=UNREAD, start=2), tmp_path, look, start)
@@ -248,7 +251,7 @@ def test_a_restart(tmp_path: Path, values: Values) -> None:
     def look(place: Path, step: int) -> list[Any]:
         run = place / "run"
         there = committed(run / "checkpoint")
-        aside = [committed(path) for path in sorted((run / "checkpoint").glob("abandoned-*"))]
+        aside = [committed(path) for path in sorted((run / "checkpoint").glob("archived-*"))]
         begun = CommitRecord(run, Checkpoint(restart=True)).restarts() is False
         new = there if begun else []
         assert {s for of in aside for s in of} | (set() if begun else set(there)) == {1, 2}
@@ -257,7 +260,7 @@ def test_a_restart(tmp_path: Path, values: Values) -> None:
 
     def start(place: Path, found: list[int]) -> None:
         resumes(place / "run", found[0], values, restart=True)
-        assert all(name.startswith("abandoned-") for name in leftovers(place / "run"))
+        assert all(name.startswith("archived-") for name in leftovers(place / "run"))
 
     count, starts = check_all(crashes(recording, settled=UNREAD, start=0), tmp_path, look, start)
     assert (count > 30, starts > 8) == (True, True), f"{count} states, {starts} of them started from"

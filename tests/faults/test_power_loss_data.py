@@ -289,7 +289,7 @@ def test_a_run_with_exports(trained: Path, tmp_path: Path) -> None:
         train(job_in(place, trained))
         assert same(place / "run/hf", trained / "run/hf")
         assert sorted(path.name for path in (place / "run/checkpoint").iterdir())[-2:] == ["step-3", "step-4"]
-        assert not [*place.rglob("*/.partial-*"), *place.rglob("*/.trash-*"), *place.rglob("bad-*")]
+        assert not [*place.rglob("*/.partial-*"), *place.rglob("*/.trash-*"), *place.rglob("quarantined-*")]
 
     states = crashes(recording, samples=2, settled=("LOCK", "job.toml", "metrics.jsonl"))
     count, starts = check_all(states, tmp_path, look, start, most=8)

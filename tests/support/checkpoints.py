@@ -86,9 +86,9 @@ def go(folder: Path, to_step: int, **config: Any) -> int | None:
     return start
 
 
-def abandoned(folder: Path) -> list[list[int]]:
-    """The steps in abandoned-0, abandoned-1, ..."""
-    found = sorted((folder / "checkpoint").glob("abandoned-*"), key=lambda p: int(p.name[10:]))
+def archived(folder: Path) -> list[list[int]]:
+    """The steps in archived-0, archived-1, ..."""
+    found = sorted((folder / "checkpoint").glob("archived-*"), key=lambda p: int(p.name.removeprefix("archived-")))
     return [[step for step, _ in commit.committed(path)] for path in found]
 
 

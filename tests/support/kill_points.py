@@ -115,18 +115,18 @@ RESUME = {
     "first step": Point("titanlite.train:grad_norm", shared=True),
 }
 REWIND = {
-    "before the moves": Point("commit:abandon"),
-    "before the first": Point("os:rename", "before", 1, "abandoned-"),
-    "one moved": Point("os:rename", "after", 1, "abandoned-"),
-    "two moved": Point("os:rename", "after", 2, "abandoned-"),
-    "all moved": Point("os:rename", "after", 3, "abandoned-"),
-    "moved": Point("commit:abandon", "after"),
+    "before the moves": Point("commit:archive_after"),
+    "before the first": Point("os:rename", "before", 1, "archived-"),
+    "one moved": Point("os:rename", "after", 1, "archived-"),
+    "two moved": Point("os:rename", "after", 2, "archived-"),
+    "all moved": Point("os:rename", "after", 3, "archived-"),
+    "moved": Point("commit:archive_after", "after"),
 }
 SET_ASIDE = {
-    "before": Point("commit:set_aside"),
-    "one": Point("os:rename", "after", 1, "bad-"),
-    "before the second": Point("commit:set_aside", "before", 2),
-    "both": Point("os:rename", "after", 2, "bad-"),
+    "before": Point("commit:quarantine"),
+    "one": Point("os:rename", "after", 1, "quarantined-"),
+    "before the second": Point("commit:quarantine", "before", 2),
+    "both": Point("os:rename", "after", 2, "quarantined-"),
 }
 for points in (RESUME, REWIND, SET_ASIDE):
     points.update({name: replace(point, during="start") for name, point in points.items()})

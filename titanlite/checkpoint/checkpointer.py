@@ -319,7 +319,7 @@ class Checkpointer:
     def _start(self, step: int | None) -> None:
         """On rank 0, once a checkpoint is loaded and verified, or none was ever saved: only now are damaged
         ones renamed, so that a run with no usable one keeps all of them as they are."""
-        resume.set_all_aside(self._faults)
+        resume.quarantine_all(self._faults)
         if not self._record.restarts():  # else _restart() does, when the remains are archived
             self._record.start(step)
 
@@ -332,13 +332,13 @@ class Checkpointer:
         """Having begun a new run: the remains of the one before are no longer this run's."""
         if self._record.restarts():
             self._archive(after=0)
-            self._record.set_aside_if_damaged()
+            self._record.quarantine_if_damaged()
             self._record.start(None)
             logger.info("checkpoint.restart = true: a new run begins at step 1")
 
     def _archive(self, after: int) -> None:
         for folder in (self._recipe_file.parent / EXPORTS, self.folder):
-            for path in commit.abandon(folder, after):
+            for path in commit.archive_after(folder, after):
                 logger.warning(f"saved after step {after}, and archived: {path}")
 
     def _branch(self) -> int | None:

@@ -89,12 +89,12 @@ class CommitRecord:
             return True
         return last is None or not last.restarted
 
-    def set_aside_if_damaged(self) -> None:
+    def quarantine_if_damaged(self) -> None:
         """Before a new run replaces the file: keep a damaged one under another name."""
         try:
             self.read()
         except CheckpointError:
-            logger.warning(f"{self._file} is damaged, and archived as {commit.set_aside(self._file).name}")
+            logger.warning(f"{self._file} is damaged, and archived as {commit.quarantine(self._file).name}")
 
     def check_nothing_was_saved(self) -> None:
         """Raises CheckpointError if the run has committed a checkpoint, none being left to go on from."""

@@ -31,10 +31,10 @@ class Checkpoint:
     """Also keep those whose step is a multiple of this; 0: none."""
     load_step: int = -1
     """-1: the newest. Else go back to this step: later checkpoints, and exports, are moved to
-    `abandoned-<n>/`, once; a restart with the same value goes on from the newest one saved since."""
+    `archived-<n>/`, once; a restart with the same value goes on from the newest one saved since."""
     restart: bool = False
     """Begin a new run at step 1 in a folder that holds another: its checkpoints and exports are moved to
-    `abandoned-<n>/`, its metrics to `*.superseded.*`, once; a start with the same arguments goes on from the
+    `archived-<n>/`, its metrics to `*.superseded.*`, once; a start with the same arguments goes on from the
     newest checkpoint saved since."""
     verify: Literal["full", "sizes", "off"] = "full"
     """What is checked of a checkpoint that is loaded: `full`: SHA-256 of all files; `sizes`: of the small

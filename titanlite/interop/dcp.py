@@ -22,7 +22,7 @@ from titanlite.checkpoint.resume import find_checkpoint, small_files
 from titanlite.checkpoint.state import TRAIN, read_train
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect
-from titanlite.interop.weights import Chunk, Region, Stored, Weights
+from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
 from titanlite.models.base import ModelFamily
 
 MODEL = "model."  # where a titanlite checkpoint has the weights
@@ -51,14 +51,14 @@ def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
     return Weights(path, "titanlite", stored_tensors(path, metadata, names), numbers, tokenizer)
 
 
-def stored_tensors(path: Path, metadata: Metadata, names: Mapping[str, str]) -> dict[str, Stored]:
+def stored_tensors(path: Path, metadata: Metadata, names: Mapping[str, str]) -> dict[str, LazyTensor]:
     """The tensors `names`: the name to give to the one DCP has. What is not a tensor raises
     CheckpointError."""
     sizes = {file.name: file.stat().st_size for file in path.iterdir()}
     return {ours: _stored(path, metadata, theirs, sizes) for ours, theirs in names.items()}
 
 
-def _stored(path: Path, metadata: Metadata, name: str, sizes: Mapping[str, int]) -> Stored:
+def _stored(path: Path, metadata: Metadata, name: str, sizes: Mapping[str, int]) -> LazyTensor:
     try:
         entry = metadata.state_dict_metadata[name]
         if not isinstance(entry, TensorStorageMetadata):
@@ -74,7 +74,7 @@ def _stored(path: Path, metadata: Metadata, name: str, sizes: Mapping[str, int])
                 raise CheckpointError(f"{file} has {size:,} bytes: {name} is not, or not all, in it")
             load = functools.partial(_load, file, name, info.offset, info.length)
             chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), load))
-        return Stored(tuple(entry.size), entry.properties.dtype, file, chunks)
+        return LazyTensor(tuple(entry.size), entry.properties.dtype, file, chunks)
     except (KeyError, TypeError, AttributeError) as e:  # unpickled, but not what DCP wrote
         raise CheckpointError(f"{path}: .metadata is damaged: {type(e).__name__}: {e}") from None
 
@@ -106,7 +106,7 @@ def non_finite_in(path: Path) -> list[str]:
     names = {n: n for n, entry in metadata.state_dict_metadata.items() if getattr(entry, "size", ())}
     found = []
     for name, stored in stored_tensors(path, metadata, names).items():
-        blocks = stored.bands(stored.shape[0]) if stored.dtype.is_floating_point else []
+        blocks = stored.row_blocks(stored.shape[0]) if stored.dtype.is_floating_point else []
         if not all(stored.read(block).isfinite().all() for block in blocks):
             found.append(name)
     return found

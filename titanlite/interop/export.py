@@ -27,7 +27,7 @@ from titanlite.config.json_file import as_json
 from titanlite.files import make_folder, sync
 from titanlite.interop import huggingface
 from titanlite.interop.huggingface import INDEX, SINGLE
-from titanlite.interop.weights import Exchange, Stored, Weights, check, vocabulary_of
+from titanlite.interop.weights import LazyTensor, ModelAndTokenizer, Weights, check, vocabulary_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
@@ -39,7 +39,7 @@ class _Output(NamedTuple):
     """A tensor as it will be written: the first `shape[0]` rows of `stored`."""
 
     name: str
-    stored: Stored
+    stored: LazyTensor
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -51,7 +51,7 @@ class _Output(NamedTuple):
 def write_directory(
     weights: Weights,
     target: Path,
-    exchange: Exchange,
+    exchange: ModelAndTokenizer,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     keep_padding: bool = False,
@@ -106,7 +106,7 @@ def _put(partial: Path, target: Path, replace: bool) -> None:
 
 
 def _outputs(
-    weights: Weights, exchange: Exchange, dtype: torch.dtype | None, keep_padding: bool
+    weights: Weights, exchange: ModelAndTokenizer, dtype: torch.dtype | None, keep_padding: bool
 ) -> tuple[list[_Output], int]:
     """What is written, in the model's order, and the rows of its vocabulary."""
     with torch.device("meta"):
@@ -127,7 +127,9 @@ def _outputs(
     return outputs, vocab_size
 
 
-def _small_files(exchange: Exchange, outputs: Sequence[_Output], vocab_size: int) -> dict[str, bytes]:
+def _small_files(
+    exchange: ModelAndTokenizer, outputs: Sequence[_Output], vocab_size: int
+) -> dict[str, bytes]:
     most = Counter(output.dtype for output in outputs).most_common(1)[0][0]
     # `torch_dtype` is what all versions of transformers read; the later ones prefer `dtype`.
     config = {
@@ -184,7 +186,7 @@ def _write_shard(file: Path, shard: Sequence[_Output], gives_up: Callable[[], bo
     with open(file, "xb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for output in shard:
-            for region in output.stored.bands(output.shape[0]):
+            for region in output.stored.row_blocks(output.shape[0]):
                 if gives_up():
                     raise CheckpointError("the export was given up")
                 band = output.stored.read(region)

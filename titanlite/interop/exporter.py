@@ -15,7 +15,7 @@ from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
 from titanlite.interop.dcp import check_whole, open_titanlite
 from titanlite.interop.export import DTYPES, write_directory
-from titanlite.interop.weights import Exchange
+from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.log import logger
 
 
@@ -30,7 +30,7 @@ class Exporter:
         self,
         config: Checkpoint,
         run_folder: Path,
-        exchange: Exchange,
+        exchange: ModelAndTokenizer,
         last_step: int,
         is_stopping: Callable[[], bool] = lambda: False,
     ):

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
 from titanlite.files import FileFault, check_regular
-from titanlite.interop.weights import Chunk, Region, Stored, Weights
+from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
 from titanlite.log import logger
 from titanlite.models.base import ModelFamily
 from titanlite.models.hf_config import read_family
@@ -46,7 +46,7 @@ def is_adapter(path: Path) -> bool:
 def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
     """The tensors of a directory. `family`: the model that they are for, which reads config.json. Raises
     ConfigError, naming the file, for one that is missing or not whole, or not what the index says."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, LazyTensor] = {}
     placed = _index(path)
     for file in sorted({*placed.values()}) if placed else [_single(path)]:
         for name, stored in _tensors(path / file):
@@ -82,7 +82,7 @@ def _single(path: Path) -> str:
     raise ConfigError(f"{path} has {len(files)} safetensors, but no {INDEX} that says what is where")
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Stored]]:
+def _tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
     try:
         check_regular(file)
         opened = safe_open(file, framework="pt")
@@ -92,7 +92,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, Stored]]:
             if dtype not in DTYPES:
                 raise ConfigError(f"{file}: {name} is {dtype}, which is not read")
             load = functools.partial(_load, file, name, piece)
-            yield name, Stored(shape, DTYPES[dtype], file, [Chunk((0,) * len(shape), shape, load)])
+            yield name, LazyTensor(shape, DTYPES[dtype], file, [Chunk((0,) * len(shape), shape, load)])
     except (SafetensorError, OSError, FileFault) as e:
         raise ConfigError(f"{file} is no whole safetensors file: {e}") from None
 

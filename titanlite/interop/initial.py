@@ -21,7 +21,7 @@ from titanlite.interop.dcp import open_titanlite
 from titanlite.interop.huggingface import is_adapter, is_hugging_face, open_hugging_face, tell_generation
 from titanlite.interop.torchtitan_meta import is_foreign_dcp, is_meta, open_meta, open_torchtitan
 from titanlite.interop.weights import (
-    Exchange,
+    ModelAndTokenizer,
     Weights,
     check,
     check_tokenizer,
@@ -60,7 +60,7 @@ def open_weights(path: Path, family: ModelFamily) -> Weights:
     return open_titanlite(path, family)
 
 
-def check_initial(path: Path, exchange: Exchange) -> None:
+def check_initial(path: Path, exchange: ModelAndTokenizer) -> None:
     """Raises ConfigError unless there are weights for the exchange's model and tokenizer at `path`. On one
     rank."""
     family = exchange.family

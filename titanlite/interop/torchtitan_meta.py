@@ -23,7 +23,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
 from titanlite.files import check_regular
 from titanlite.interop.dcp import stored_tensors
-from titanlite.interop.weights import Chunk, Region, Stored, Weights
+from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
 from titanlite.models.base import ModelFamily
 
 ENDS = {
@@ -92,7 +92,7 @@ def open_meta(path: Path, family: ModelFamily) -> Weights:
     return Weights(path, "Meta", _ours(tensors, family, path), _params(path, family))
 
 
-def _ours(tensors: Mapping[str, Stored], family: ModelFamily, path: Path) -> dict[str, Stored]:
+def _ours(tensors: Mapping[str, LazyTensor], family: ModelFamily, path: Path) -> dict[str, LazyTensor]:
     """Under our names, q and k in our order. A name that is not Meta's stays, to be told as unexpected."""
     if family.hf_model_type != "llama":
         raise ConfigError(
@@ -113,7 +113,7 @@ def _ours(tensors: Mapping[str, Stored], family: ModelFamily, path: Path) -> dic
     return found
 
 
-def _rotate_half(stored: Stored, head_dim: int) -> Stored:
+def _rotate_half(stored: LazyTensor, head_dim: int) -> LazyTensor:
     """The rows of each head in the order 0, 2, 4, ..., 1, 3, 5, ...: those that Meta's layout turns together
     come to be half a head apart."""
 
@@ -144,7 +144,7 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def _joined(name: str, parts: list[dict[str, torch.Tensor]], files: list[Path]) -> Stored:
+def _joined(name: str, parts: list[dict[str, torch.Tensor]], files: list[Path]) -> LazyTensor:
     """A tensor of which each file has a part, along the dim that Meta's tensor parallelism divides, or all of
     it (norms)."""
     pieces = [part[name] for part in parts]
@@ -165,7 +165,7 @@ def _joined(name: str, parts: list[dict[str, torch.Tensor]], files: list[Path]) 
         offsets = tuple(begin if i == dim else 0 for i in range(piece.ndim))
         chunks.append(Chunk(offsets, tuple(piece.shape), functools.partial(torch.Tensor.__getitem__, piece)))
     whole = tuple(n * len(pieces) if i == dim else n for i, n in enumerate(shape))
-    return Stored(whole, pieces[0].dtype, files[0], chunks)
+    return LazyTensor(whole, pieces[0].dtype, files[0], chunks)
 
 
 def _number_of_files(part: Mapping[str, torch.Tensor], family: ModelFamily) -> int:

@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stored:
+class LazyTensor:
     """A tensor in files; `file` is one that holds some of it."""
 
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class Stored:
             raise CheckpointError(f"{self.file} does not hold all of a tensor of shape {self.shape}")
         return found
 
-    def bands(self, num_rows: int) -> list[Region]:
+    def row_blocks(self, num_rows: int) -> list[Region]:
         """The first `num_rows` rows, each of them, cut where chunks begin, so that none is loaded twice."""
         begins = sorted({0, *(o for chunk in self.chunks if (o := chunk.offsets[0]) < num_rows)})
         rest = tuple(slice(0, n) for n in self.shape[1:])
@@ -90,12 +90,12 @@ class Weights:
 
     path: Path
     kind: str
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, LazyTensor]
     numbers: Mapping[str, Any]
     tokenizer: str = ""
 
 
-class Exchange(NamedTuple):
+class ModelAndTokenizer(NamedTuple):
     """What other programs need to know of a run: its model, and the tokenizer whose ids the first rows of the
     vocabulary are."""
 
@@ -216,7 +216,7 @@ def _same(a: Any, b: Any) -> bool:
     return math.isclose(a, b, rel_tol=1e-9) if numbers else a == b
 
 
-def _have_equal_values(a: Stored, b: Stored | None) -> bool:
+def _have_equal_values(a: LazyTensor, b: LazyTensor | None) -> bool:
     """Whether two tensors have the same values."""
     if b is None or a.shape != b.shape or len(a.shape) != 2:
         return False

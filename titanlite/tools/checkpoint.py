@@ -50,7 +50,7 @@ def _list(paths: list[Path]) -> int:
     _say(found[0][1].parent)
     _say(f"{'step':>10}  {'saved at':25}  {'size':>10}  {'ranks':>5}  ")
     for step, path in found:
-        notes = ["kept by step-N.keep"] if commit.is_pinned(path) else []
+        notes = ["kept by step-N.keep"] if commit.is_kept(path) else []
         if reason := faults[path]:
             _say(f"{step:>10}  BAD: {reason}")
             continue
@@ -61,11 +61,11 @@ def _list(paths: list[Path]) -> int:
     for path in sorted(found[0][1].parent.iterdir()):
         if path.name.startswith(".partial-"):
             _say(f"{path.name}: being written, or left by a killed run; the next start removes it")
-        elif path.name.startswith("bad-"):
+        elif path.name.startswith("quarantined-"):
             _say(
                 f"{path.name}: quarantined at a start, because it was damaged; delete it when you have looked"
             )
-        elif path.name.startswith("abandoned-"):
+        elif path.name.startswith("archived-"):
             steps = ", ".join(str(step) for step, _ in commit.committed(path)) or "that were damaged"
             _say(f"{path.name}: steps {steps}, archived when the run went back with load_step, or restarted")
     return 0

@@ -13,7 +13,7 @@ from titanlite.commands import parser
 from titanlite.config.component import ConfigError
 from titanlite.interop.dcp import check_whole, open_titanlite
 from titanlite.interop.export import DTYPES, write_directory
-from titanlite.interop.weights import Exchange, check_tokenizer
+from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
 from titanlite.job import check_new, load_recorded_job
 from titanlite.log import set_up_logging, tell
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     again = f"titanlite import {path} DIR CONFIG.toml --tokenizer.path=..."
     why = f"it is not what is now in {now}; if it has moved: `{again}`, with your own file of the run"
     check_tokenizer(weights, codec, why)
-    exchange = Exchange(job.model, codec)
+    exchange = ModelAndTokenizer(job.model, codec)
     dtype = DTYPES.get(options.dtype)
     tell(f"using {path}")
     size = write_directory(weights, options.target, exchange, dtype, size_limit, options.keep_padding)

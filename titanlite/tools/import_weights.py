@@ -14,7 +14,7 @@ from titanlite.interop.dcp import check_whole
 from titanlite.interop.export import DTYPES, write_directory
 from titanlite.interop.huggingface import tell_generation
 from titanlite.interop.initial import TO_CHANGE_IT, open_weights
-from titanlite.interop.weights import Exchange, check_tokenizer
+from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
 from titanlite.job import check_new, load_job
 from titanlite.log import set_up_logging, tell
 from titanlite.tools.export import parse_size
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     weights = open_weights(options.source, job.model)
     if weights.kind == "titanlite":
         check_whole(weights.path)
-    exchange = Exchange(job.model, job.tokenizer.build())
+    exchange = ModelAndTokenizer(job.model, job.tokenizer.build())
     check_tokenizer(weights, exchange.codec, TO_CHANGE_IT)
     tell(f"using {weights.path}")
     size = write_directory(

@@ -77,7 +77,7 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
 def test_retention_does_not_count_what_is_not_committed(tmp_path: Path) -> None:
     save_steps(tmp_path, 2, keep_latest_k=2)
     commit.partial_path(tmp_path / "checkpoint", 9).mkdir()
-    (tmp_path / "checkpoint/bad-step-8-0").mkdir()
+    (tmp_path / "checkpoint/quarantined-step-8-0").mkdir()
     commit.retain(tmp_path / "checkpoint", 2)
     assert {"step-1", "step-2"} <= set(names(tmp_path))
 
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(tmp_path: Pat
     assert run.resumed["step"] == 1
     assert names(tmp_path) == ["step-1", "step-2"]  # step 1 might be damaged, too
     run.load(parts.net, parts.optimizer, parts.state)
-    assert names(tmp_path) == ["bad-step-2-0", "step-1"]
+    assert names(tmp_path) == ["quarantined-step-2-0", "step-1"]
 
 
 def test_only_damaged_ones_end_the_run_instead_of_starting_afresh(tmp_path: Path) -> None:
@@ -296,9 +296,9 @@ def test_a_newer_format_is_not_damage(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint/step-2/manifest.json"
     manifest = json.loads(file.read_text())
     del manifest["sha256"]
-    file.write_text(commit.sealed({**manifest, "format": commit.FORMAT + 1}))
+    file.write_text(commit.manifest_text({**manifest, "format": commit.FORMAT + 1}))
     with pytest.raises(
-        CheckpointError, match=f"has format {commit.FORMAT + 1}, this titanlite reads {commit.FORMAT}"
+        CheckpointError, match=f"has checkpoint format {commit.FORMAT + 1}, this version of titanlite reads {commit.FORMAT}"
     ):
         open_run(tmp_path)
     assert names(tmp_path) == ["step-1", "step-2"]
@@ -334,7 +334,7 @@ def start_on_rank(folder: Path, elsewhere: Path, kind: str) -> tuple[str, str]:
             elif kind == "none":
                 patch.setattr(resume, "write_file", into_none)
             elif kind == "another checkpoint":
-                patch.setattr(resume, "_seal", lambda path: "0" * 64)
+                patch.setattr(resume, "_manifest_sha256", lambda path: "0" * 64)
         try:
             open_run(folder).close()
         except ConfigError as e:
@@ -345,7 +345,7 @@ def start_on_rank(folder: Path, elsewhere: Path, kind: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("another", "what rank 1 writes into {}, rank 0 does not see; the run folder must be on storage"),
+        ("another", "rank 0 does not see files that rank 1 writes into {}; the run folder must be on storage"),
         ("none", "rank 1 cannot write into {}: [Errno 2] No such file or directory"),
         ("another checkpoint", "rank 1 does not see the {}/step-2 that rank 0 sees"),
     ],

@@ -92,7 +92,7 @@ def test_what_is_no_manifest_is_a_fault(tmp_path: Path, data: bytes) -> None:
 
 def test_faults_are_named(tmp_path: Path) -> None:
     path = make(tmp_path, 7)
-    assert commit.fault(path, 8) == "its manifest is of step 7"
+    assert commit.fault(path, 8) == "its manifest belongs to step 7"
     shard = path / "__0_0.distcp"
     shard.write_bytes(b"shar")
     assert commit.fault(path, 7) == "__0_0.distcp has 4 bytes, 5 were written"
@@ -100,7 +100,7 @@ def test_faults_are_named(tmp_path: Path) -> None:
     shard.unlink()
     assert commit.fault(path, 7) == "__0_0.distcp is missing"
     shard.mkdir()
-    assert commit.fault(path, 7) == "__0_0.distcp is no file"
+    assert commit.fault(path, 7) == "__0_0.distcp is not a regular file"
     shard.rmdir()
     shard.write_bytes(b"shard")
     (path / "__1_0.distcp").touch()
@@ -113,8 +113,8 @@ def test_another_format_is_an_error_that_says_so(tmp_path: Path) -> None:
     path = make(tmp_path, 7)
     manifest = json.loads((path / commit.MANIFEST).read_text()) | {"format": commit.FORMAT + 1}
     del manifest["sha256"]
-    (path / commit.MANIFEST).write_text(commit.sealed(manifest))
-    with pytest.raises(CheckpointError, match=f"has format {commit.FORMAT + 1}, this titanlite reads"):
+    (path / commit.MANIFEST).write_text(commit.manifest_text(manifest))
+    with pytest.raises(CheckpointError, match=f"has checkpoint format {commit.FORMAT + 1}, this version of titanlite reads"):
         commit.fault(path, 7)
 
 
@@ -161,7 +161,14 @@ def test_what_a_failed_save_left_is_not_in_the_way(tmp_path: Path) -> None:
 
 
 def test_only_whole_names_count(tmp_path: Path) -> None:
-    for name in ("step-x", "step-", "step-3.keep", "bad-step-3-0", ".trash-step-3", ".partial-step-3"):
+    for name in (
+        "step-x",
+        "step-",
+        "step-3.keep",
+        "quarantined-step-3-0",
+        ".trash-step-3",
+        ".partial-step-3",
+    ):
         (tmp_path / name).mkdir()
     (tmp_path / "step-5").write_text("a file")
     for step in (10, 9, 100):
@@ -170,17 +177,17 @@ def test_only_whole_names_count(tmp_path: Path) -> None:
     assert steps(tmp_path / "nothing here") == []
 
 
-def test_set_aside_and_abandoned_ones_get_numbers(tmp_path: Path) -> None:
+def test_quarantined_and_archived_checkpoints_get_numbers(tmp_path: Path) -> None:
     for number in range(3):
-        assert commit.set_aside(make(tmp_path, 2)).name == f"bad-step-2-{number}"
+        assert commit.quarantine(make(tmp_path, 2)).name == f"quarantined-step-2-{number}"
     for number in range(2):
         for step in (1, 2, 3) if number == 0 else (2, 3):
             make(tmp_path, step)
-        assert [p.name for p in commit.abandon(tmp_path, after=1)] == ["step-2", "step-3"]
+        assert [p.name for p in commit.archive_after(tmp_path, after=1)] == ["step-2", "step-3"]
         assert steps(tmp_path) == [1]
-        assert steps(tmp_path / f"abandoned-{number}") == [2, 3]
-    assert commit.abandon(tmp_path, after=1) == []
-    assert not (tmp_path / "abandoned-2").exists()
+        assert steps(tmp_path / f"archived-{number}") == [2, 3]
+    assert commit.archive_after(tmp_path, after=1) == []
+    assert not (tmp_path / "archived-2").exists()
 
 
 # ---- retention

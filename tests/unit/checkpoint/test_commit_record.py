@@ -18,7 +18,7 @@ from tests.support.checkpoints import (
     EXTRA,
     RECIPE,
     Parts,
-    abandoned,
+    archived,
     flip_a_shard,
     go,
     kill_before_moving,
@@ -140,19 +140,19 @@ def test_restart_archives_what_was_there_once(tmp_path: Path, capsys: pytest.Cap
     run.load(parts.net, parts.optimizer, parts.state)
     assert parts.state.step == 0
     run.close()
-    assert names(tmp_path) == ["abandoned-0"]
-    kept = sorted(p.name for p in (tmp_path / "checkpoint/abandoned-0").iterdir())
-    assert kept == ["bad-step-4-0", "step-1", "step-2", "step-2.keep", "step-3"]
+    assert names(tmp_path) == ["archived-0"]
+    kept = sorted(p.name for p in (tmp_path / "checkpoint/archived-0").iterdir())
+    assert kept == ["quarantined-step-4-0", "step-1", "step-2", "step-2.keep", "step-3"]
     assert [p.name for p in (tmp_path / "hf").glob("*/*")] == ["step-2"]
     begun = "checkpoint.restart = true: a new run begins at step 1\n"
     assert capsys.readouterr().err.count(begun) == 1
     assert go(tmp_path, 2, restart=True) is None  # it ended before its first save
     assert go(tmp_path, 3, restart=True) == 2  # as Slurm starts it again: it goes on
-    assert abandoned(tmp_path) == [[1, 2, 3]]
+    assert archived(tmp_path) == [[1, 2, 3]]
     assert begun not in capsys.readouterr().err
     assert go(tmp_path, 3) == 3
     assert go(tmp_path, 1, restart=True) is None  # asked for anew
-    assert abandoned(tmp_path) == [[1, 2, 3], [1, 2, 3]]
+    assert archived(tmp_path) == [[1, 2, 3], [1, 2, 3]]
 
 
 def test_restart_where_the_checkpoints_are_gone(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_kill_between_two_moves_of_a_restart(tmp_path: Path, monkeypatch: pyte
     assert recorded(run)["restarted"] is False
     shutil.copytree(run, tmp_path / "copy")
     assert go(run, 1, restart=True) is None
-    assert abandoned(run) == [[3, 4], [1, 2]]
+    assert archived(run) == [[3, 4], [1, 2]]
     assert go(tmp_path / "copy", 2) == 2  # who drops restart now goes on from what is there
 
 
@@ -192,7 +192,7 @@ def test_a_whole_run_restarts(tmp_path: Path, corpus: Path) -> None:
         train(job)
     assert [row["step"] for row in metrics_of(job)] == list(range(1, 7))
     assert (job.folder / "metrics.superseded.jsonl").read_text() == first
-    assert abandoned(job.folder) == [[4, 8]]
+    assert archived(job.folder) == [[4, 8]]
     assert [step for step, _ in commit.committed(job.folder / "checkpoint")] == [4, 6]
 
 
@@ -267,8 +267,8 @@ def test_restart_over_a_damaged_record(tmp_path: Path, damage: Callable[[Path], 
     if gone:
         shutil.rmtree(tmp_path / "checkpoint")
     assert go(tmp_path, 1, restart=True) is None
-    assert abandoned(tmp_path) == ([] if gone else [[1, 2]])
-    assert stat.S_IFMT(os.lstat(tmp_path / f"bad-{RECORD}-0").st_mode) == kind
+    assert archived(tmp_path) == ([] if gone else [[1, 2]])
+    assert stat.S_IFMT(os.lstat(tmp_path / f"quarantined-{RECORD}-0").st_mode) == kind
     assert recorded(tmp_path) == {"step": 1, "folder": "checkpoint", "restarted": True}
     assert go(tmp_path, 2, restart=True) == 1  # once
 
@@ -286,7 +286,7 @@ def test_a_record_that_cannot_be_read_now_restarts_nothing(
         patch.setattr(commit_record, "read_regular", stale)
         with pytest.raises((OSError, RuntimeError), match="Stale file handle"):
             go(tmp_path, 1, restart=True)
-    assert abandoned(tmp_path) == []
+    assert archived(tmp_path) == []
     assert go(tmp_path, 2) == 2
 
 

@@ -34,7 +34,7 @@ def reseal(step: Path, change: Callable[[dict[str, Any]], Any] = lambda manifest
     for name in manifest["files"]:
         manifest["files"][name] = digest_file(step / name)._asdict()
     change(manifest)
-    (step / commit.MANIFEST).write_text(commit.sealed(manifest))
+    (step / commit.MANIFEST).write_text(commit.manifest_text(manifest))
 
 
 def manifest_with(**values: Any) -> Callable[[Path], None]:
@@ -82,7 +82,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {
     **{
-        f"{name} is {kind}": (replaced(name, kind), r"not a file|no file|cannot be trusted")
+        f"{name} is {kind}": (replaced(name, kind), r"not a file|regular file|cannot be trusted")
         for name in ("manifest.json", "train.json", ".metadata")
         for kind in ("a named pipe", "a directory", "a link to itself", "/dev/zero")
     },
@@ -94,7 +94,7 @@ CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {
     "files a list": (manifest_with(files=["a"]), "files is .*, not an object"),
     "a file without size": (manifest_with(files={"x": {"sha256": "0"}}), "size is missing"),
     "a file with NUL": (manifest_with(files={"x\0": {"size": 1, "sha256": "0"}}), "null"),
-    "a file of a long name": (manifest_with(files={"x" * 300: {"size": 1, "sha256": "0"}}), "is no file"),
+    "a file of a long name": (manifest_with(files={"x" * 300: {"size": 1, "sha256": "0"}}), "is not a regular file"),
     "something nested in the manifest": (manifest_with(more=nested(900)), "nested too deep"),
     "train.json empty": (train_is(""), "its train.json cannot be trusted"),
     "train.json a list": (train_is("[]"), "its train.json cannot be trusted: it is no JSON object"),
@@ -129,7 +129,7 @@ def test_the_checkpoint_before_is_used(
         run.load(other.net, other.optimizer, other.state)
     run.close()
     assert other.state.step == 1
-    assert names(tmp_path) == ["bad-step-2-0", "step-1"]
+    assert names(tmp_path) == ["quarantined-step-2-0", "step-1"]
     assert re.search(reason, caplog.text), caplog.text
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import (
-    abandoned,
+    archived,
     flip,
     flip_a_shard,
     go,
@@ -41,7 +41,7 @@ def test_a_train_json_that_cannot_be_used_is_damage(tmp_path: Path, text: str) -
     file = tmp_path / "checkpoint/step-3/train.json"
     file.write_text(text.ljust(file.stat().st_size))
     assert go(tmp_path, 3) == 2
-    assert "bad-step-3-0" in names(tmp_path)
+    assert "quarantined-step-3-0" in names(tmp_path)
 
 
 @pytest.mark.parametrize(("before", "after"), [('"seed": 0', '"seed": 1'), ('"dim": 4', '"dim": 5')])
@@ -62,7 +62,13 @@ def test_several_bad_ones_are_passed_over_at_once(tmp_path: Path) -> None:
     flip_a_shard(folder / "step-3")
     (folder / "step-2/manifest.json").unlink()
     assert go(tmp_path, 1) == 1
-    assert names(tmp_path) == ["bad-step-2-0", "bad-step-3-0", "bad-step-4-0", "bad-step-5-0", "step-1"]
+    assert names(tmp_path) == [
+        "quarantined-step-2-0",
+        "quarantined-step-3-0",
+        "quarantined-step-4-0",
+        "quarantined-step-5-0",
+        "step-1",
+    ]
     assert go(tmp_path, 5) == 1  # their steps can be saved again
     assert go(tmp_path, 5) == 5
 
@@ -90,7 +96,7 @@ def test_if_none_is_usable_all_stay_as_they_are(tmp_path: Path) -> None:
         assert contents() == before
     flip_a_shard(folder / "step-3")  # as it was
     assert go(tmp_path, 3) == 3
-    assert names(tmp_path) == ["bad-step-4-0", "bad-step-5-0", "step-1", "step-2", "step-3"]
+    assert names(tmp_path) == ["quarantined-step-4-0", "quarantined-step-5-0", "step-1", "step-2", "step-3"]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "train.json"])
@@ -149,10 +155,10 @@ def test_load_step_goes_back_and_moves_what_came_after(tmp_path: Path) -> None:
     go(tmp_path, 5)
     before = {step: shards(tmp_path / f"checkpoint/step-{step}") for step in (3, 4, 5)}
     assert go(tmp_path, 4, load_step=2) == 2
-    assert names(tmp_path) == ["abandoned-0", "step-1", "step-2", "step-3", "step-4"]
-    assert abandoned(tmp_path) == [[3, 4, 5]]
+    assert names(tmp_path) == ["archived-0", "step-1", "step-2", "step-3", "step-4"]
+    assert archived(tmp_path) == [[3, 4, 5]]
     for step, found in before.items():
-        assert shards(tmp_path / f"checkpoint/abandoned-0/step-{step}") == found
+        assert shards(tmp_path / f"checkpoint/archived-0/step-{step}") == found
         assert step == 5 or shards(tmp_path / f"checkpoint/step-{step}") == found  # the same run again
 
 
@@ -161,9 +167,9 @@ def test_a_restart_with_the_same_load_step_goes_on(tmp_path: Path) -> None:
     go(tmp_path, 4, load_step=2)
     assert go(tmp_path, 6, load_step=2) == 4
     assert go(tmp_path, 7) == 6  # and so does one without it
-    assert abandoned(tmp_path) == [[3, 4, 5]]
+    assert archived(tmp_path) == [[3, 4, 5]]
     assert go(tmp_path, 3, load_step=2) == 2  # after which it goes back once more
-    assert abandoned(tmp_path) == [[3, 4, 5], [3, 4, 5, 6, 7]]
+    assert archived(tmp_path) == [[3, 4, 5], [3, 4, 5, 6, 7]]
 
 
 def test_before_the_first_save_a_restart_begins_at_load_step_again(tmp_path: Path) -> None:
@@ -171,13 +177,13 @@ def test_before_the_first_save_a_restart_begins_at_load_step_again(tmp_path: Pat
     for _ in range(2):
         assert go(tmp_path, 2, load_step=2) == 2
     assert go(tmp_path, 2) == 2
-    assert abandoned(tmp_path) == [[3, 4, 5]]
+    assert archived(tmp_path) == [[3, 4, 5]]
 
 
 def test_going_back_to_the_newest_moves_nothing(tmp_path: Path) -> None:
     go(tmp_path, 3)
     assert go(tmp_path, 4, load_step=3) == 3
-    assert abandoned(tmp_path) == []
+    assert archived(tmp_path) == []
     assert go(tmp_path, 5, load_step=3) == 4
 
 
@@ -186,11 +192,11 @@ def test_going_back_twice(tmp_path: Path) -> None:
     (tmp_path / "checkpoint/step-5.keep").touch()
     go(tmp_path, 6, load_step=3)
     assert not (tmp_path / "checkpoint/step-5.keep").exists(), "the pin of another step 5"
-    assert (tmp_path / "checkpoint/abandoned-0/step-5.keep").exists()
+    assert (tmp_path / "checkpoint/archived-0/step-5.keep").exists()
     assert go(tmp_path, 7, load_step=5) == 5  # on the branch of 3
-    assert abandoned(tmp_path) == [[4, 5, 6], [6]]
+    assert archived(tmp_path) == [[4, 5, 6], [6]]
     assert go(tmp_path, 7, load_step=3) == 3  # another value than the last one: back once more
-    assert abandoned(tmp_path) == [[4, 5, 6], [6], [4, 5, 6, 7]]
+    assert archived(tmp_path) == [[4, 5, 6], [6], [4, 5, 6, 7]]
     assert go(tmp_path, 4, load_step=2) == 2
     assert names(tmp_path)[-4:] == ["step-1", "step-2", "step-3", "step-4"]
 
@@ -203,8 +209,8 @@ def test_a_bad_checkpoint_on_the_branch(tmp_path: Path, damage: Callable[[Path],
     assert go(tmp_path, 3, load_step=2) == 3  # the one before on the branch
     damage(tmp_path / "checkpoint/step-3")
     assert go(tmp_path, 3, load_step=2) == 2  # none is left on it: where it began
-    assert abandoned(tmp_path) == [[3, 4, 5]]
-    assert {"bad-step-3-0", "bad-step-4-0"} <= set(names(tmp_path))
+    assert archived(tmp_path) == [[3, 4, 5]]
+    assert {"quarantined-step-3-0", "quarantined-step-4-0"} <= set(names(tmp_path))
 
 
 def test_a_kill_between_two_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +222,7 @@ def test_a_kill_between_two_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert names(tmp_path)[1:] == ["step-1", "step-2", "step-3", "step-4"]  # no gap
     shutil.copytree(tmp_path, tmp_path / "copy")
     assert go(tmp_path, 3, load_step=2) == 2
-    assert abandoned(tmp_path) == [[5], [3, 4]]
+    assert archived(tmp_path) == [[5], [3, 4]]
     assert go(tmp_path / "copy", 5) == 4  # who drops load_step now goes on from what is there
 
 
@@ -259,7 +265,7 @@ def test_load_step_of_an_empty_folder(tmp_path: Path) -> None:
 def test_the_one_gone_back_to_outlives_retention(tmp_path: Path) -> None:
     go(tmp_path, 5)
     go(tmp_path, 9, load_step=2, keep_latest_k=2)
-    assert names(tmp_path) == ["abandoned-0", "step-2", "step-8", "step-9"]
+    assert names(tmp_path) == ["archived-0", "step-2", "step-8", "step-9"]
     assert go(tmp_path, 9, load_step=2, keep_latest_k=2) == 9
 
 
@@ -287,14 +293,14 @@ def test_a_run_that_went_back_equals_the_original(whole: Job, tmp_path: Path, co
         assert shards(job.folder / f"checkpoint/step-{step}") == shards(
             whole.folder / f"checkpoint/step-{step}"
         )
-    assert abandoned(job.folder) == [[8, 12]]
+    assert archived(job.folder) == [[8, 12]]
 
     again = make_job(tmp_path, corpus, "--training.steps=14", "--checkpoint.load_step=4")
     train(again)
     assert [row["step"] for row in metrics_of(again)] == list(range(1, 15))
     assert history(again)[:12] == history(whole)
     assert (job.folder / "metrics.superseded.jsonl").read_text().splitlines() == superseded
-    assert abandoned(job.folder) == [[8, 12]]
+    assert archived(job.folder) == [[8, 12]]
 
 
 def test_control_another_branch_is_another_run(whole: Job, tmp_path: Path, corpus: Path) -> None:

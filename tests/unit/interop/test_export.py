@@ -26,7 +26,7 @@ from titanlite.config.component import ConfigError
 from titanlite.interop import export, exporter
 from titanlite.interop.dcp import open_titanlite
 from titanlite.interop.export import write_directory
-from titanlite.interop.weights import Exchange
+from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import Job
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tools.export import parse_size
@@ -138,7 +138,7 @@ def test_a_runs_exports_are_not_taken_for_its_checkpoints(tmp_path: Path, corpus
     assert cli.run(["export", str(job.folder), str(tmp_path / "it")]) == 0
     for place in ("hf", "hf/step-1"):
         complaint("export", job.folder / place, tmp_path / "no")
-        assert f"{job.folder / 'hf/step-1'} is no checkpoint but an export" in capsys.readouterr().err
+        assert f"{job.folder / 'hf/step-1'} is not a checkpoint but an export" in capsys.readouterr().err
     again = make_job(
         tmp_path, corpus, f"--checkpoint.initial_load_path={job.folder / 'hf/step-1'}", name="again"
     )
@@ -225,12 +225,12 @@ def test_a_finished_run_exports_what_it_has_not(tmp_path: Path, corpus: Path) ->
     assert sorted(p.name for p in hf.iterdir()) == [mine.name, "step-2"]
 
 
-def test_exports_of_an_abandoned_branch_are_moved_aside(tmp_path: Path, corpus: Path) -> None:
+def test_exports_of_an_archived_branch_are_archived(tmp_path: Path, corpus: Path) -> None:
     options = ["--checkpoint.export_hf=true", "--checkpoint.interval=2", "--training.steps=4"]
     train(make_job(tmp_path, corpus, *options))
     before = (tmp_path / "run/hf/step-4").stat().st_ino
     train(make_job(tmp_path, corpus, *options, "--checkpoint.load_step=2"))
-    assert (tmp_path / "run/hf/abandoned-0/step-4").stat().st_ino == before
+    assert (tmp_path / "run/hf/archived-0/step-4").stat().st_ino == before
     assert (tmp_path / "run/hf/step-4/config.json").exists()
 
 
@@ -407,7 +407,7 @@ def kib(name: str) -> int:
 def peak_of_an_export(step: Path, warm: Path, target: Path, limit: int, of: dict, tiny: dict) -> int:
     """In a process of its own: bytes that an export in files of `limit` bytes needs at its peak, beyond what
     the export of a tiny model has left."""
-    small, large = (Exchange(family(**shape), Bytes().build()) for shape in (tiny, of))
+    small, large = (ModelAndTokenizer(family(**shape), Bytes().build()) for shape in (tiny, of))
     write_directory(open_titanlite(warm, small.family), target.with_name("warm"), small, torch.bfloat16)
     Path("/proc/self/clear_refs").write_text("5")  # the most there was is what there is now
     before = kib("VmRSS")

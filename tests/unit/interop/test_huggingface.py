@@ -24,7 +24,7 @@ from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.interop.export import write_directory
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.initial import check_initial, open_weights
-from titanlite.interop.weights import Exchange, check, load_weights
+from titanlite.interop.weights import ModelAndTokenizer, check, load_weights
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.train import train
@@ -77,7 +77,7 @@ def test_round_trip_is_bit_equal(tmp_path: Path, corpus: Path, variant: str, dty
 def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, variant: str) -> None:
     of = family(**VARIANTS[variant])
     hugging_face(of).save_pretrained(tmp_path / "theirs")
-    weights, exchange = open_hugging_face(tmp_path / "theirs"), Exchange(of, Bytes().build())
+    weights, exchange = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(of, Bytes().build())
     write_directory(weights, tmp_path / "fp32", exchange)
     write_directory(weights, tmp_path / "bf16", exchange, torch.bfloat16, max_shard_bytes=20_000)
     assert (tmp_path / "bf16/model.safetensors.index.json").exists()
@@ -164,7 +164,7 @@ def test_another_runs_weights_alone_are_taken(tmp_path: Path, corpus: Path) -> N
 def test_rows_that_no_id_needs_are_dropped(tmp_path: Path) -> None:
     of = family(vocab_size=320, tie_word_embeddings=False)
     hugging_face(of).save_pretrained(tmp_path / "padded")
-    weights, exchange = open_hugging_face(tmp_path / "padded"), Exchange(of, Bytes().build())
+    weights, exchange = open_hugging_face(tmp_path / "padded"), ModelAndTokenizer(of, Bytes().build())
     write_directory(weights, tmp_path / "dropped", exchange)
     write_directory(weights, tmp_path / "kept", exchange, keep_padding=True)
     padded, dropped, kept = (tensors_in(tmp_path / name) for name in ("padded", "dropped", "kept"))
@@ -329,7 +329,7 @@ def test_one_message_has_all_that_a_job_of_another_shape_needs(tmp_path: Path, c
     option = re.search(r"'(--model\.overrides=\{.*\})' makes the job's model this one", str(error.value))
     assert option is not None, str(error.value)
     job = make_job(tmp_path, corpus, *start, option[1])
-    check_initial(tmp_path / "theirs", Exchange(job.model, job.tokenizer.build()))
+    check_initial(tmp_path / "theirs", ModelAndTokenizer(job.model, job.tokenizer.build()))
     assert job.model.config.vocab_size == 300
 
 
@@ -367,7 +367,7 @@ def test_both_eras_of_rope_are_understood(tmp_path: Path) -> None:
 def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = family()
     hugging_face(of).save_pretrained(tmp_path / "theirs")
-    weights, exchange = open_hugging_face(tmp_path / "theirs"), Exchange(of, Bytes().build())
+    weights, exchange = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(of, Bytes().build())
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="there exists"):
         write_directory(weights, tmp_path / "there", exchange)
@@ -382,7 +382,7 @@ def test_what_is_replaced_is_there_until_the_new_one_is(
 ) -> None:
     of, target = family(), tmp_path / "out"
     hugging_face(of).save_pretrained(tmp_path / "theirs")
-    weights, exchange = open_hugging_face(tmp_path / "theirs"), Exchange(of, Bytes().build())
+    weights, exchange = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(of, Bytes().build())
     target.mkdir()
     (target / "before").touch()
     rename = os.rename

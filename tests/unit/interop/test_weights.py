@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.interop.weights import Chunk, Region, Stored, contradictions
+from titanlite.interop.weights import Chunk, LazyTensor, Region, contradictions
 from titanlite.models.llama3 import Llama3
 
 WHOLE = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
 ROWS, COLUMNS = (0, 3, 4, 7), (0, 2, 6)
 
 
-def stored(leave_out: int | None = None, dtype: torch.dtype = torch.float32) -> tuple[Stored, list[Region]]:
+def stored(
+    leave_out: int | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[LazyTensor, list[Region]]:
     """WHOLE in uneven chunks along both dims, and what of them is loaded."""
     loaded: list[Region] = []
     chunks = []
@@ -32,7 +34,7 @@ def stored(leave_out: int | None = None, dtype: torch.dtype = torch.float32) -> 
         chunks.append(Chunk((a, c), tuple(part.shape), load))
     if leave_out is not None:
         del chunks[leave_out]
-    return Stored((7, 6), dtype, Path("some.file"), chunks), loaded
+    return LazyTensor((7, 6), dtype, Path("some.file"), chunks), loaded
 
 
 def test_every_region_is_read() -> None:
@@ -45,8 +47,8 @@ def test_every_region_is_read() -> None:
 def test_a_chunk_is_loaded_once_when_all_rows_are() -> None:
     for num_rows in range(1, 8):
         tensor, loaded = stored()
-        bands = tensor.bands(num_rows)
-        assert torch.equal(torch.cat([tensor.read(band) for band in bands]), WHOLE[:num_rows])
+        row_blocks = tensor.row_blocks(num_rows)
+        assert torch.equal(torch.cat([tensor.read(band) for band in row_blocks]), WHOLE[:num_rows])
         assert len(loaded) == 2 * sum(begin < num_rows for begin in ROWS)
 
 
@@ -61,7 +63,7 @@ def test_rows_before_the_first_chunk_are_missed() -> None:
     tensor, _ = stored()
     lower = replace(tensor, chunks=[chunk for chunk in tensor.chunks if chunk.offsets[0]])
     with pytest.raises(CheckpointError, match=r"some\.file does not hold all of"):
-        [lower.read(band) for band in lower.bands(7)]
+        [lower.read(band) for band in lower.row_blocks(7)]
 
 
 def test_a_chunk_that_is_not_what_it_is_said_to_be() -> None:

@@ -356,7 +356,7 @@ def test_a_run_never_goes_on_from_a_state_that_is_not_finite(
 ) -> None:
     assert train(make_job(tmp_path, corpus)) == 0
     err = capsys.readouterr().err
-    assert re.search("bad-step-4-0: .*model.norm.weight are not finite", err)
+    assert re.search("quarantined-step-4-0: .*model.norm.weight are not finite", err)
     assert f"resumed from {poisoned.folder}/checkpoint/step-2" in err
 
 

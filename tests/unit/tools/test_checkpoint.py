@@ -74,7 +74,7 @@ def test_list_tells_what_else_is_there(run: Path, capsys: pytest.CaptureFixture[
     lines = output(capsys, "list", run)[1:]
     assert lines[2].startswith("         2  BAD: its manifest cannot be trusted: ")
     assert lines[3] == ".partial-step-9: being written, or left by a killed run; the next start removes it"
-    assert lines[4].startswith("bad-step-3-0: quarantined at a start, because it was damaged")
+    assert lines[4].startswith("quarantined-step-3-0: quarantined at a start, because it was damaged")
 
 
 def test_list_tells_of_a_run_that_went_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def test_list_tells_of_a_run_that_went_back(run: Path, capsys: pytest.CaptureFix
     back.load(parts.net, parts.optimizer, parts.state)
     back.close()
     assert output(capsys, "list", run)[3:] == [
-        "abandoned-0: steps 2, 3, archived when the run went back with load_step, or restarted"
+        "archived-0: steps 2, 3, archived when the run went back with load_step, or restarted"
     ]
 
 
@@ -95,8 +95,8 @@ def several(run: Path) -> Path:
     """A folder with the runs `run`, `deep/other` and `only bad`, and what is no run."""
     outputs = run.parent
     save_steps(outputs / "deep/other", 1)[1].close()
-    (outputs / "only bad/checkpoint/bad-step-1-0").mkdir(parents=True)
-    shutil.copytree(run / "checkpoint/step-1", run / "checkpoint/abandoned-0/step-1")
+    (outputs / "only bad/checkpoint/quarantined-step-1-0").mkdir(parents=True)
+    shutil.copytree(run / "checkpoint/step-1", run / "checkpoint/archived-0/step-1")
     (outputs / "run/hf/step-3").mkdir(parents=True)
     (outputs / "run/hf/step-3/config.json").touch()
     (outputs / "latest").symlink_to(run)
@@ -151,7 +151,7 @@ def test_one_run_below_stands_for_itself(several: Path, capsys: pytest.CaptureFi
     (several / "run/checkpoint").symlink_to(several / "disk")
     assert output(capsys, "show", several / "run")[0] == str(several / "run/checkpoint/step-3")
     (line,) = output(capsys, "show", several / "only bad", code=3)
-    assert "holds only checkpoints that are quarantined: bad-step-1-0" in line
+    assert "holds only checkpoints that are quarantined: quarantined-step-1-0" in line
 
 
 # ---- verify
@@ -216,7 +216,7 @@ def test_verify_finds_what_is_missing_or_torn(
 
 def test_verify_tells_a_renamed_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoint/step-3").rename(run / "checkpoint/step-30")
-    assert output(capsys, "verify", run, code=3)[-1].endswith("step-30: BAD: its manifest is of step 3")
+    assert output(capsys, "verify", run, code=3)[-1].endswith("step-30: BAD: its manifest belongs to step 3")
 
 
 # ---- show
@@ -252,7 +252,7 @@ def test_show_tensors_of_an_older_step(run: Path, capsys: pytest.CaptureFixture[
 def test_show_of_a_torn_one_is_an_error(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (run / "checkpoint/step-3" / name).write_bytes(b"")
     (line,) = output(capsys, "show", run, code=3)
-    assert "step-3 is not whole: " in line
+    assert "step-3 is damaged: " in line
 
 
 @pytest.mark.parametrize("name", [".metadata", "train.json"])
@@ -310,8 +310,8 @@ def test_another_format_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -
     file = run / "checkpoint/step-3/manifest.json"
     manifest = json.loads(file.read_text())
     del manifest["sha256"]
-    file.write_text(commit.sealed({**manifest, "format": 9}))
+    file.write_text(commit.manifest_text({**manifest, "format": 9}))
     for action in ("list", "verify", "show"):
         assert (
-            f"has format 9, this titanlite reads {commit.FORMAT}" in output(capsys, action, run, code=3)[-1]
+            f"has checkpoint format 9, this version of titanlite reads {commit.FORMAT}" in output(capsys, action, run, code=3)[-1]
         )
