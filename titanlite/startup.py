@@ -4,6 +4,8 @@ continues."""
 from __future__ import annotations
 
 import json
+import re
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,8 @@ from titanlite.checkpoint.state import TrainState
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import Rows
-from titanlite.files import write_atomically
-from titanlite.flops import flops_per_token
+from titanlite.files import FileFault, read_regular, write_atomically
+from titanlite.flops import flops_per_token, peak_bf16_flops
 from titanlite.interop.exporter import Exporter
 from titanlite.interop.initial import check_initial
 from titanlite.interop.weights import ModelAndTokenizer
@@ -27,6 +29,8 @@ from titanlite.job import Job
 from titanlite.log import logger
 from titanlite.losses import ChunkedCrossEntropy
 from titanlite.metrics.memory import MemorySettings
+from titanlite.metrics.meter import Meter, StepCost
+from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.models.base import Decoder
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
@@ -197,6 +201,44 @@ def describe(job: Job, rt: Runtime, about: Sequence[str], rows: Rows, kernel: st
     masked = ", documents masked from each other" if job.data.mask_documents else ""
     logger.info(f"attention by {kernel}{masked}; recompute {job.activation_checkpoint.mode}; {job.loss.name}")
     logger.info("initialising the weights")
+
+
+def run_id(folder: Path, is_new: bool) -> str:
+    """The id of the run in a folder. It is made when a run starts at its first step, and kept by its resumes
+    in <run folder>/run_id.txt; one that cannot be read is made again."""
+    file = folder / "run_id.txt"
+    try:
+        recorded = "" if is_new else read_regular(file).decode().strip()
+    except (OSError, FileFault, UnicodeDecodeError):
+        recorded = ""
+    if re.fullmatch("[0-9a-f]{32}", recorded):
+        return recorded
+    made = uuid.uuid4().hex
+    write_atomically(file, f"{made}\n")
+    return made
+
+
+def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -> Meter:
+    """The meter of a run that goes on after `resumed_step` (0: a new run), and on rank 0 its open sinks."""
+    sinks = Sinks({})
+    if rt.rank == 0:
+        run = RunInfo(
+            folder=job.folder,
+            run_id=run_id(job.folder, is_new=resumed_step == 0),
+            job=toml.as_tree(job),
+            resumed_step=resumed_step,
+            total_steps=job.training.steps,
+        )
+        sinks = job.metrics.open_sinks(run)
+        if resumed_step:
+            sinks.event(resumed_step, "resumed")
+    cost = StepCost(
+        tokens=rt.plan.tokens,
+        world_size=rt.world_size,
+        flops_per_token=flops_per_token,
+        peak_flops=peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None,
+    )
+    return Meter(rt.device, sinks, cost, rt.synchronize, rt.began)
 
 
 def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Checkpointer) -> None:

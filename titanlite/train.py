@@ -25,7 +25,6 @@ from titanlite.data.batch import Batch
 from titanlite.data.loader import MicroBatches, Rows, SequenceLoader
 from titanlite.errors import Diverged, LoaderError
 from titanlite.evaluate import validate
-from titanlite.flops import peak_bf16_flops
 from titanlite.generate import generate
 from titanlite.interop.initial import load_initial
 from titanlite.job import Job, load_job
@@ -40,7 +39,7 @@ from titanlite.parallel.clip import clip_divisor, grad_norm
 from titanlite.parallel.compile import Compilations
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.runtime.data_wait import DataWait
-from titanlite.runtime.process import device_name, world_size
+from titanlite.runtime.process import world_size
 from titanlite.runtime.runtime import Runtime, runtime
 from titanlite.runtime.signals import Stopped, StopRequests, stop_requests
 from titanlite.startup import (
@@ -54,6 +53,7 @@ from titanlite.startup import (
     flops_of,
     log_changes,
     memory_settings,
+    open_meter,
     open_tokenizer,
     record,
     resolved,
@@ -102,8 +102,7 @@ def train(job: Job) -> int:
             rt.collect_garbage(state.step)
             if state.step == first_step:
                 run.first_step_done()
-            guard.read(leave=1)  # what the device decided on the step before
-            run.end_if(guard.diverged)
+            run.read_guard(leave=1)  # what the device decided on the step before
 
             evaluation = {}
             if job.validation.enable and due(job.validation.freq, state.step, last_step):
@@ -117,8 +116,7 @@ def train(job: Job) -> int:
             if save_failed:
                 checkpoints.settle()
             if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):
-                with meter.apart("checkpoint/stall_s"):  # now that the step's line is written
-                    checkpoints.save(model.net, optimizer, state, run.small_state())
+                run.save()  # now that the step's line is written
 
         return finish(run, evaluation, trained=state.step - first_step + 1, requests=requests)
 
@@ -131,7 +129,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     with torch.device("meta"):
         net = job.model.build()
     job.optimizer.check(net)
-    cost, size = flops_of(job, net), sum(p.numel() for p in net.parameters())
+    flops, size = flops_of(job, net), sum(p.numel() for p in net.parameters())
     about = resolved(job, net, codec.vocab_size)
     model = parallelize(
         net,
@@ -177,9 +175,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
 
     log_changes(job, rt, checkpoints)
     record(job, rt, rows, state, checkpoints)
-    sinks = job.metrics.sinks(job.folder, state.step, job.training.steps) if rt.rank == 0 else []
-    peak = peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None
-    meter = Meter(rt.device, sinks, rt.plan.tokens, cost, rt.world_size, peak, rt.synchronize, rt.began)
+    meter = open_meter(job, rt, flops, state.step)
     return Run(job, rt, codec, rows, loader, model, optimizer, state, checkpoints, meter, guard)
 
 
@@ -209,7 +205,7 @@ class Run:
             self.rt.note_error(error)  # before a wait in which the launcher may end this rank
             self.checkpoints.close_after_error(error)
         self.loader.close()
-        self.meter.close()
+        self.meter.sinks.close()
         if isinstance(error, torch.OutOfMemoryError):
             peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
             settings, step = memory_settings(self.job, self.rt), self.state.step
@@ -227,7 +223,7 @@ class Run:
         state, finished = self.state, self.state.step - first_step + 1
         can_save = self.rt.world_size == 1 and finished and self.job.checkpoint.enable
         if can_save and not self.checkpoints.has(state.step):
-            self.checkpoints.save(self.model.net, self.optimizer, state, self.small_state())
+            self.save()
         if isinstance(error, LoaderError) or not finished:
             raise error
         return finish(self, {}, finished, requests)
@@ -237,10 +233,20 @@ class Run:
         self.rt.first_step_done()
         self.checkpoints.warm_up(self.model.net, self.optimizer)
 
-    def end_if(self, diverged: bool) -> None:
-        """Raises Diverged, with the way back, if that is so."""
-        if diverged:
+    def read_guard(self, leave: int = 0) -> None:
+        """Report the skipped steps among all steps but the newest `leave`. Raises Diverged, with the way
+        back, if there are too many in a row, or if the last step of the run is one of them."""
+        for step in self.guard.read(leave):
+            self.meter.sinks.event(step, "skipped")
+        is_over = leave == 0 and self.state.step >= self.job.training.steps
+        if self.guard.diverged or (is_over and self.guard.ended_in_streak(self.state.step)):
             raise Diverged(f"{self.guard.reason()}; {self.checkpoints.way_back()}")
+
+    def save(self) -> None:
+        """Save a checkpoint of the step that was just taken."""
+        self.meter.sinks.event(self.state.step, "saving")
+        with self.meter.apart("checkpoint/stall_s"):
+            self.checkpoints.save(self.model.net, self.optimizer, self.state, self.small_state())
 
     def values(
         self, loss: torch.Tensor, norm: torch.Tensor, lr: float, micro_batches: Sequence[Batch]
@@ -280,7 +286,7 @@ class Run:
                     return
                 logger.info(f"sample at step {self.state.step}:\n{text}")
                 if keep:
-                    self.meter.sample(self.state.step, text)
+                    self.meter.sinks.sample(self.state.step, text)
 
 
 def due(freq: int, step: int, last_step: int) -> bool:
@@ -291,12 +297,10 @@ def due(freq: int, step: int, last_step: int) -> bool:
 def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: StopRequests) -> int:
     """Say what came of the run and where it is; a run that was finished already is evaluated again. Returns
     the exit code."""
-    job, guard = run.job, run.guard
+    job = run.job
     run.checkpoints.close(is_over=run.state.step >= job.training.steps)
     requests.done()
-    guard.read()
-    is_over = run.state.step >= job.training.steps
-    run.end_if(guard.diverged or (is_over and guard.ended_in_streak(run.state.step)))
+    run.read_guard()
     if run.state.step < job.training.steps:
         if not job.checkpoint.enable:
             logger.warning(

@@ -31,7 +31,16 @@ INTERVAL, STEPS = 2, 8
 MODES = ("async", "disabled")
 ALL = "--checkpoint.keep_latest_k=0"
 TWO = "--checkpoint.keep_latest_k=2"
-FILES = {"LOCK", "last_commit.json", "job.toml", "env.json", "recipe.json", "metrics.jsonl", "checkpoint"}
+FILES = {
+    "LOCK",
+    "last_commit.json",
+    "job.toml",
+    "env.json",
+    "recipe.json",
+    "run_id.txt",
+    "metrics.jsonl",
+    "checkpoint",
+}
 
 
 @dataclass

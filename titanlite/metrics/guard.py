@@ -86,10 +86,11 @@ class StepGuard:
         self._unread.append(_Decision(step, first_sequence, last, HostCopy(values)))
         return apply
 
-    def read(self, leave: int = 0) -> None:
-        """Read the decisions on all steps but the newest `leave`; log those that were skipped, and set
-        `diverged` if as many in a row as the limit were. With `leave` = 1 this waits for no work that was
-        just queued."""
+    def read(self, leave: int = 0) -> list[int]:
+        """Read the decisions on all steps but the newest `leave`. Returns and logs the steps that were
+        skipped; sets `diverged` if as many in a row as the limit were. With `leave` = 1 this waits for no
+        work that was just queued."""
+        skipped_steps = []
         while len(self._unread) > leave:
             step, first, last, values = self._unread.popleft()
             skipped, streak, loss, grad_norm = values.result().tolist()
@@ -101,6 +102,8 @@ class StepGuard:
                 )
                 self._last_streak = (step - int(streak) + 1, step)
                 self.diverged = streak >= self.config.limit
+                skipped_steps.append(step)
+        return skipped_steps
 
     def in_streak(self) -> bool:
         """Whether the newest step was skipped. Waits for the device."""

@@ -1,4 +1,4 @@
-"""Meter: times the steps and turns what a log step knows into the metrics that sinks get.
+"""Meter: times the steps, and turns a step's values into the metrics that sinks get.
 
 Time spent outside training (validation, checkpoints, samples) is taken out of the step time and reported on
 its own.
@@ -8,53 +8,83 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from titanlite.config.component import ConfigError
 from titanlite.metrics.device import peak_memory
-from titanlite.metrics.sinks import Console, JsonLines, Samples, Sink, TensorBoard
+from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks
+from titanlite.metrics.sinks.console import Console
+from titanlite.metrics.sinks.jsonl import JsonLines
+from titanlite.metrics.sinks.samples import Samples
+from titanlite.metrics.sinks.tensorboard import TensorBoard
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What is reported, and how often."""
+    """Which metrics are reported, where and how often. The console, metrics.jsonl and samples.txt always get
+    them; `[[metrics.sinks]]` tables add more sinks. Naming a sink twice is an error."""
 
     log_freq: int = 10
-    """Steps between reports; the first and the last step always report."""
+    """Steps between reports. The first and the last step always report."""
     enable_tensorboard: bool = True
-    """Also write TensorBoard files to <dump_folder>/tb."""
+    """Write TensorBoard files to <dump_folder>/tb, like `[[metrics.sinks]]` with name = "tensorboard"."""
+    sinks: list[Sink] = field(default_factory=list)
+    """Sinks beside the console, metrics.jsonl and samples.txt."""
 
     def __post_init__(self) -> None:
         if self.log_freq < 1:
             raise ConfigError(f"{self.log_freq} is below 1", "log_freq")
+        names = [sink.name for sink in self.sinks]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise ConfigError(f"{name!r} is named twice", f"sinks.{i}.name")
+            if name == TensorBoard.name and self.enable_tensorboard:
+                raise ConfigError(
+                    f"{name!r} is also on by metrics.enable_tensorboard; set that to false, or leave this "
+                    "table out",
+                    f"sinks.{i}.name",
+                )
 
-    def sinks(self, folder: Path, from_step: int, total_steps: int) -> list[Sink]:
-        """The sinks of a run that continues after `from_step`; for rank 0."""
-        sinks: list[Sink] = [
-            Console(total_steps),
-            JsonLines(folder / "metrics.jsonl", from_step),
-            Samples(folder / "samples.txt", from_step),
-        ]
-        return [*sinks, TensorBoard(folder / "tb", from_step)] if self.enable_tensorboard else sinks
+    def open_sinks(self, run: RunInfo) -> Sinks:
+        """All sinks of a run; for rank 0. Raises ConfigError for one that cannot work as it is set."""
+        sinks = Sinks(
+            {
+                "console": Console(run.total_steps),
+                "metrics.jsonl": JsonLines(run.folder / "metrics.jsonl", run.resumed_step),
+                "samples.txt": Samples(run.folder / "samples.txt", run.resumed_step),
+            }
+        )
+        for sink in [*([TensorBoard()] if self.enable_tensorboard else []), *self.sinks]:
+            sinks.add(sink, run)
+        return sinks
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """What a step costs, for throughput and MFU."""
+
+    tokens: int
+    """Tokens per step over all ranks."""
+    world_size: int
+    flops_per_token: int
+    """Model FLOPs of forward and backward, by flops.py."""
+    peak_flops: float | None
+    """Peak FLOP/s of one device; None: unknown, there is no MFU."""
 
 
 @dataclass
 class Meter:
-    """Of one rank. `tokens_per_step` over all ranks; `flops_per_token`, `peak_flops` by flops.py;
-    `set_up_began`: when the run's set-up did, for the time to the first step."""
+    """The clock of one rank. `synchronize` waits for the device. `set_up_began`: when the set-up of the run
+    began, for the time to the first step."""
 
     device: torch.device
-    sinks: Sequence[Sink]
-    tokens_per_step: int
-    flops_per_token: int
-    world_size: int
-    peak_flops: float | None
+    sinks: Sinks
+    cost: StepCost
     synchronize: Callable[[], None]
     set_up_began: float | None = None
     _began: float = field(default_factory=time.perf_counter)
@@ -73,7 +103,7 @@ class Meter:
     @contextmanager
     def apart(self, key: str) -> Iterator[None]:
         """Keeps the body's time out of the step time and reports it, in seconds, under `key`."""
-        self.synchronize()  # what the device still has to do of the steps is theirs
+        self.synchronize()  # work of the steps that is still queued on the device counts as theirs
         began = time.perf_counter()
         yield
         self.synchronize()
@@ -86,19 +116,19 @@ class Meter:
         self._steps += 1
 
     def report(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
-        """Add the measured metrics to `values`, send all to the sinks, start a new window. The caller has
-        synchronised the device (by reading the loss)."""
+        """Add the measured metrics to `values`, send them to the sinks and start a new window of steps. The
+        caller has synchronised the device by reading the loss."""
         now = time.perf_counter()
         window_s, steps = now - self._began, max(self._steps, 1)
         training_s = max(window_s - self._paused_s, 1e-9)
         step_s = training_s / steps
-        tokens_per_s = self.tokens_per_step / step_s
-        flops = tokens_per_s / self.world_size * self.flops_per_token
+        tokens_per_s = self.cost.tokens / step_s
+        flops = tokens_per_s / self.cost.world_size * self.cost.flops_per_token
         values = {
             **values,
             "train/perplexity": _exp(values["train/loss"]),
             "throughput/tokens_per_second": tokens_per_s,
-            "throughput/tokens_per_second_per_device": tokens_per_s / self.world_size,
+            "throughput/tokens_per_second_per_device": tokens_per_s / self.cost.world_size,
             "throughput/tflops": flops / 1e12,
             "time/step_s": step_s,
             "time/data_wait_pct": 100 * self._data_wait_s / training_s,
@@ -107,26 +137,11 @@ class Meter:
         }
         if self.set_up_began is not None:
             values["time/to_first_step_s"], self.set_up_began = now - self.set_up_began, None
-        if self.peak_flops is not None:
-            values["throughput/mfu"] = flops / self.peak_flops
+        if self.cost.peak_flops is not None:
+            values["throughput/mfu"] = flops / self.cost.peak_flops
         self._began, self._steps, self._data_wait_s, self._paused_s, self._extra = now, 0, 0.0, 0.0, {}
-        self.write(step, values)
+        self.sinks.write(step, values)
         return values
-
-    def write(self, step: int, values: dict[str, Any]) -> None:
-        """Send metrics to the sinks as they are."""
-        for sink in self.sinks:
-            sink.write(step, values)
-
-    def sample(self, step: int, text: str) -> None:
-        """Send a generated text to the sinks."""
-        for sink in self.sinks:
-            sink.sample(step, text)
-
-    def close(self) -> None:
-        """Flush and close the sinks."""
-        for sink in self.sinks:
-            sink.close()
 
 
 def _exp(loss: float) -> float:

@@ -5,7 +5,6 @@ and FLOPs from it, MFU only where the device's peak is known, and a new window a
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 
 from titanlite.config.component import ConfigError
 from titanlite.metrics import meter as meter_module
-from titanlite.metrics.meter import Meter, Metrics
-from titanlite.metrics.sinks import Console, JsonLines, Samples, TensorBoard
+from titanlite.metrics.meter import Meter, Metrics, StepCost
+from titanlite.metrics.sinks.base import Sinks, Writer
 
 
 class Clock:
@@ -31,7 +30,7 @@ class Clock:
         self.now += seconds
 
 
-class Collected:
+class Collected(Writer):
     """A sink that keeps what it gets."""
 
     def __init__(self) -> None:
@@ -40,9 +39,6 @@ class Collected:
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         self.written.append((step, dict(values)))
-
-    def sample(self, step: int, text: str) -> None:
-        self.written.append((step, {"text": text}))
 
     def close(self) -> None:
         self.closed = True
@@ -56,11 +52,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def make_meter(clock: Clock, *sinks: Collected, peak_flops: float | None = None) -> Meter:
-    """1000 tokens a step over 4 ranks, 2 GFLOP a token."""
-    return Meter(
-        device=torch.device("cpu"), sinks=sinks, tokens_per_step=1000, flops_per_token=2 * 10**9,
-        world_size=4, peak_flops=peak_flops, synchronize=lambda: None, _began=clock.now,
-    )  # fmt: skip
+    """1000 tokens per step over 4 ranks, 2 GFLOP per token."""
+    cost = StepCost(tokens=1000, world_size=4, flops_per_token=2 * 10**9, peak_flops=peak_flops)
+    writers = Sinks({str(i): sink for i, sink in enumerate(sinks)})
+    return Meter(torch.device("cpu"), writers, cost, synchronize=lambda: None, _began=clock.now)
 
 
 def take_steps(meter: Meter, clock: Clock, steps: int, seconds: float) -> None:
@@ -171,23 +166,6 @@ def test_every_sink_gets_what_is_returned(clock):
     values = report_one_step(clock, LOSS | {"data/batch_sha": "00ff"}, *sinks)
     assert values["data/batch_sha"] == "00ff"
     assert [sink.written for sink in sinks] == [[(1, values)], [(1, values)]]
-
-
-def test_closing_closes_every_sink(clock):
-    sinks = [Collected(), Collected()]
-    make_meter(clock, *sinks).close()
-    assert all(sink.closed for sink in sinks)
-
-
-@pytest.mark.parametrize("tensorboard", [True, False])
-def test_sinks_of_a_run(tmp_path: Path, tensorboard):
-    sinks = Metrics(enable_tensorboard=tensorboard).sinks(tmp_path, from_step=0, total_steps=10)
-    assert [type(sink) for sink in sinks] == [Console, JsonLines, Samples] + [TensorBoard] * tensorboard
-    for sink in sinks:
-        sink.write(1, LOSS)
-        sink.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": 2.0}\n'
-    assert (tmp_path / "tb").exists() == tensorboard
 
 
 def test_a_log_freq_below_one_is_refused():

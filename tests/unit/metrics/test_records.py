@@ -13,7 +13,10 @@ import pytest
 
 from titanlite.log import logger
 from titanlite.metrics import records
-from titanlite.metrics.sinks import JsonLines, Samples, Sink, TensorBoard
+from titanlite.metrics.sinks.base import Writer
+from titanlite.metrics.sinks.jsonl import JsonLines
+from titanlite.metrics.sinks.samples import Samples
+from titanlite.metrics.sinks.tensorboard import EventFile
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +32,7 @@ def log(
     logger.setLevel(level)
 
 
-def write(sink: Sink, *steps: int) -> None:
+def write(sink: Writer, *steps: int) -> None:
     for step in steps:
         sink.write(step, {"train/loss": 2.5})
         sink.sample(step, "once")
@@ -163,7 +166,7 @@ def link(path: Path) -> None:
 FILES = [(JsonLines, "metrics.jsonl"), (Samples, "samples.txt")]
 KINDS = [
     *[(make, name, kind) for make, name in FILES for kind in (directory, os.mkfifo, dangling_link, link)],
-    *[(TensorBoard, "tb", kind) for kind in (plain_file, os.mkfifo, dangling_link, link)],
+    *[(EventFile, "tb", kind) for kind in (plain_file, os.mkfifo, dangling_link, link)],
 ]
 
 
@@ -171,7 +174,7 @@ KINDS = [
 def test_another_kind_of_file_is_moved_aside(
     tmp_path: Path,
     log: pytest.LogCaptureFixture,
-    make: Callable[[Path, int], Sink],
+    make: Callable[[Path, int], Writer],
     name: str,
     kind: Callable[[Path], None],
 ) -> None:

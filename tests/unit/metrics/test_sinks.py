@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from titanlite.metrics.sinks import JsonLines, Samples, TensorBoard, console_line
+from titanlite.metrics.sinks.console import console_line
+from titanlite.metrics.sinks.jsonl import JsonLines
+from titanlite.metrics.sinks.samples import Samples
+from titanlite.metrics.sinks.tensorboard import EventFile
 
 
 def strict_loads(line: str) -> dict[str, Any]:
@@ -144,7 +147,7 @@ def test_numbers_keep_every_bit(path):
 
 
 def write_events(folder: Path, steps: range, from_step: int, values: Callable[[int], dict[str, Any]]) -> None:
-    sink = TensorBoard(folder, from_step)
+    sink = EventFile(folder, from_step)
     for step in steps:
         sink.write(step, values(step))
     sink.close()

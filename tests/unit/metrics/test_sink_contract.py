@@ -1,0 +1,210 @@
+"""Pins the contract of sinks: what a run opens, what naming one twice says, what a sink is told of its run,
+and that a sink which raises harms neither the run nor the other sinks."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.jobs import make_job
+from tests.support.non_finite import bad_steps
+from titanlite.config import toml
+from titanlite.config.component import ConfigError
+from titanlite.job import Job
+from titanlite.metrics.meter import Metrics
+from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks, Writer
+from titanlite.metrics.sinks.tensorboard import TensorBoard
+from titanlite.train import train
+
+LOSS = {"train/loss": 2.0}
+
+
+class Kept(Writer):
+    """Keeps all that it is sent; raises `error` each time, if it has one."""
+
+    def __init__(self, run: RunInfo | None = None, error: Exception | None = None):
+        self.run, self.error = run, error
+        self.calls: list[tuple[Any, ...]] = []
+
+    def _take(self, *call: Any) -> None:
+        self.calls.append(call)
+        if self.error is not None:
+            raise self.error
+
+    def write(self, step: int, values: Any) -> None:
+        self._take("write", step)
+
+    def sample(self, step: int, text: str) -> None:
+        self._take("sample", step, text)
+
+    def event(self, step: int, event: str) -> None:
+        self._take(event, step)
+
+    def close(self) -> None:
+        self._take("close")
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
+    """What sinks of the name "kept" have opened. `error`: what all calls raise; "at once": build does."""
+    writers: list[Kept] = []
+    monkeypatch.setattr(Sink, "choices", dict(Sink.choices))
+
+    @dataclass(frozen=True, kw_only=True)
+    class Keep(Sink, name="kept"):
+        """Keeps all."""
+
+        error: str = ""
+        """Text of the error that each call raises."""
+
+        def build(self, run: RunInfo) -> Writer:
+            if self.error == "at once":
+                raise RuntimeError(self.error)
+            writers.append(Kept(run, RuntimeError(self.error) if self.error else None))
+            return writers[-1]
+
+    return writers
+
+
+KEEP = "--metrics.sinks=[{name = 'kept'}]"
+
+
+def info(folder: Path) -> RunInfo:
+    return RunInfo(folder=folder, run_id="0" * 32, job={}, resumed_step=0, total_steps=10)
+
+
+@pytest.mark.parametrize("tensorboard", [True, False])
+def test_what_a_run_opens(tmp_path: Path, tensorboard: bool) -> None:
+    sinks = Metrics(enable_tensorboard=tensorboard).open_sinks(info(tmp_path))
+    assert [*sinks.writers] == ["console", "metrics.jsonl", "samples.txt"] + ["tensorboard"] * tensorboard
+    sinks.write(1, LOSS)
+    sinks.sample(1, "once")
+    sinks.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": 2.0}\n'
+    assert (tmp_path / "samples.txt").read_text() == "--- step 1\nonce\n"
+    assert (tmp_path / "tb").exists() == tensorboard
+
+
+def test_tensorboard_by_its_table_is_the_same_sink(tmp_path: Path) -> None:
+    metrics = Metrics(enable_tensorboard=False, sinks=[TensorBoard()])
+    assert [*metrics.open_sinks(info(tmp_path)).writers][-1] == "tensorboard"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        ([], "metrics.sinks.0.name", "'tensorboard' is also on by metrics.enable_tensorboard; set that to"),
+        (["{name = 'tensorboard'}"], "metrics.sinks.1.name", "'tensorboard' is named twice"),
+    ],
+)
+def test_naming_a_sink_twice_is_an_error(
+    tmp_path: Path, corpus: Path, overrides: list[str], key: str, message: str
+) -> None:
+    sinks = ", ".join(["{name = 'tensorboard'}", *overrides])
+    on = "true" if not overrides else "false"
+    with pytest.raises(ConfigError) as e:
+        make_job(tmp_path, corpus, f"--metrics.sinks=[{sinks}]", f"--metrics.enable_tensorboard={on}")
+    assert f"--{key}: {message}" in str(e.value)
+
+
+def run_to(folder: Path, corpus: Path, steps: int, *overrides: str) -> Job:
+    job = make_job(folder, corpus, KEEP, f"--training.steps={steps}", *overrides)
+    assert train(job) == 0
+    return job
+
+
+def test_a_sink_is_told_of_its_run_and_of_what_happens(
+    tmp_path: Path, corpus: Path, opened: list[Kept]
+) -> None:
+    sampled = ["--generation.prompts=['a']", "--generation.freq=0", "--generation.max_new_tokens=1"]
+    job = run_to(tmp_path, corpus, 3, "--checkpoint.interval=2", *sampled)
+    with bad_steps({4}):
+        again = run_to(tmp_path, corpus, 5)
+    first, second = opened
+    assert first.run is not None
+    assert second.run is not None
+    assert (first.run.folder, first.run.resumed_step, first.run.total_steps) == (job.folder, 0, 3)
+    assert (second.run.resumed_step, second.run.total_steps) == (3, 5)
+    assert first.run.run_id == second.run.run_id != ""
+    assert second.run.job == toml.as_tree(again)
+    json.dumps(second.run.job)
+    text = next(call[2] for call in first.calls if call[0] == "sample")
+    assert first.calls == [
+        ("write", 1), ("write", 2), ("saving", 2), ("sample", 3, text), ("write", 3), ("saving", 3),
+        ("close",),
+    ]  # fmt: skip
+    assert second.calls == [
+        ("resumed", 3), ("write", 4), ("skipped", 4), ("write", 5), ("saving", 5), ("close",),
+    ]  # fmt: skip
+
+
+def test_a_run_that_begins_again_has_a_new_id(tmp_path: Path, corpus: Path, opened: list[Kept]) -> None:
+    for _ in range(2):
+        run_to(tmp_path, corpus, 1, "--checkpoint.enable=false")
+    ids = [kept.run.run_id for kept in opened if kept.run]
+    assert len(set(ids)) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "x", "\xff", "link", "folder"])
+def test_an_id_that_cannot_be_read_is_made_again(
+    tmp_path: Path, corpus: Path, opened: list[Kept], damage: str
+) -> None:
+    file = run_to(tmp_path, corpus, 1).folder / "run_id.txt"
+    file.unlink()
+    if damage == "link":
+        os.symlink(tmp_path / "elsewhere", file)
+    elif damage != "folder":
+        file.write_text(damage, encoding="latin-1")
+    run_to(tmp_path, corpus, 2)
+    assert opened[1].run is not None
+    assert file.read_text() == f"{opened[1].run.run_id}\n"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("error", ["each time", "at once"])
+def test_a_sink_that_raises_does_not_end_the_run(
+    tmp_path: Path, corpus: Path, opened: list[Kept], capfd: pytest.CaptureFixture[str], error: str
+) -> None:
+    job = make_job(
+        tmp_path, corpus, f"--metrics.sinks=[{{name = 'kept', error = '{error}'}}]", "--training.steps=3"
+    )
+    assert train(job) == 0
+    assert len((job.folder / "metrics.jsonl").read_text().splitlines()) == 3
+    said = capfd.readouterr().err
+    if error == "at once":
+        assert said.count("metric sink kept cannot be opened, the run goes on without it: RuntimeError(") == 1
+    else:
+        assert said.count("metric sink kept failed, the run goes on: RuntimeError('each time')") == 1
+        assert said.count("metric sink kept failed 5 times") == 1
+        assert opened[0].calls[-1] == ("close",)
+
+
+def test_the_other_sinks_get_what_one_refuses() -> None:
+    before, bad, after = Kept(), Kept(error=OSError()), Kept()
+    sinks = Sinks({"before": before, "bad": bad, "after": after})
+    sinks.write(1, LOSS)
+    sinks.sample(1, "once")
+    sinks.event(1, "saving")
+    sinks.close()
+    assert before.calls == after.calls == bad.calls != []
+
+
+def test_a_package_that_is_missing_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sink, "choices", dict(Sink.choices))
+
+    @dataclass(frozen=True, kw_only=True)
+    class Absent(Sink, name="absent"):
+        """Needs what there is not."""
+
+        def build(self, run: RunInfo) -> Writer:
+            import no_such_package  # noqa: F401
+
+            return Writer()
+
+    with pytest.raises(ConfigError, match="absent needs a package that is not installed: No module named"):
+        Metrics(enable_tensorboard=False, sinks=[Absent()]).open_sinks(info(tmp_path))

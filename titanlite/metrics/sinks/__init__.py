@@ -1,0 +1,1 @@
+"""Where metrics, generated texts and events of a run go."""

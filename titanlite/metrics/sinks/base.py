@@ -1,0 +1,113 @@
+"""The contract of a metric sink. Only rank 0 has sinks.
+
+A run that resumes at step s takes the steps after s again. A sink that keeps what it got should then replace
+or mark its records of later steps, so that no step is shown twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from titanlite.config.component import Component, ConfigError
+from titanlite.log import logger
+
+Values = Mapping[str, Any]  # metric name: int, float or str
+Event = Literal["resumed", "skipped", "saving"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """The identity of a run, for its sinks."""
+
+    folder: Path
+    """The run folder; it exists."""
+    run_id: str
+    """Made when a run starts at its first step, and kept by all its resumes."""
+    job: dict[str, Any]
+    """The resolved configuration, as the tree of its TOML file."""
+    resumed_step: int
+    """The step that the run goes on after; 0: a new run."""
+    total_steps: int
+    """The step at which the run ends: training.steps."""
+
+
+class Writer:
+    """An open sink. Training waits for each call, so a sink that talks to a network should do so in a thread
+    of its own. A method that a sink does not override does nothing."""
+
+    def write(self, step: int, values: Values) -> None:
+        """Take the metrics of one logged step."""
+
+    def sample(self, step: int, text: str) -> None:
+        """Take one generated text."""
+
+    def event(self, step: int, event: Event) -> None:
+        """Take an event: `resumed` (the run goes on after `step`), `skipped` (the update of `step` was not
+        applied, because its loss or gradient norm was not finite), `saving` (the checkpoint of `step` is
+        being written)."""
+
+    def close(self) -> None:
+        """Flush; the last call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sink(Component):
+    """Kind: `[[metrics.sinks]] name = ...`."""
+
+    def build(self, run: RunInfo) -> Writer:
+        """Open the sink for a run. Raises ConfigError for a setting that cannot work, which ends the run
+        before its first step. After any other exception the run goes on without this sink."""
+        raise NotImplementedError
+
+
+class Sinks:
+    """All open sinks of a run, by name. An exception that one raises does not reach the run or the others:
+    the first of each sink is logged, and the rest are counted."""
+
+    def __init__(self, writers: Mapping[str, Writer]):
+        self.writers = dict(writers)
+        self._failures = Counter[str]()
+
+    def add(self, sink: Sink, run: RunInfo) -> None:
+        """Open one more. Raises ConfigError."""
+        try:
+            self.writers[sink.name] = sink.build(run)
+        except ConfigError:
+            raise
+        except ImportError as e:  # waiting does not mend it
+            raise ConfigError(
+                f"{sink.name} needs a package that is not installed: {e}", "metrics.sinks"
+            ) from e
+        except Exception as e:
+            logger.error(f"metric sink {sink.name} cannot be opened, the run goes on without it: {e!r}")
+
+    def write(self, step: int, values: Values) -> None:
+        """Send the metrics of one logged step to all sinks."""
+        self._each(lambda writer: writer.write(step, values))
+
+    def sample(self, step: int, text: str) -> None:
+        """Send a generated text to all sinks."""
+        self._each(lambda writer: writer.sample(step, text))
+
+    def event(self, step: int, event: Event) -> None:
+        """Send an event to all sinks."""
+        self._each(lambda writer: writer.event(step, event))
+
+    def close(self) -> None:
+        """Flush and close all sinks."""
+        self._each(lambda writer: writer.close())
+        for name, number in self._failures.items():
+            logger.error(f"metric sink {name} failed {number} times")
+
+    def _each(self, call: Callable[[Writer], None]) -> None:
+        for name, writer in self.writers.items():
+            try:
+                call(writer)
+            except Exception as e:
+                if not self._failures[name]:
+                    logger.error(f"metric sink {name} failed, the run goes on: {e!r}")
+                self._failures[name] += 1

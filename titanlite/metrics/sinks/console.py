@@ -1,0 +1,43 @@
+"""The console sink: one line per logged step."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+from titanlite.log import logger
+from titanlite.metrics.sinks.base import Values, Writer
+
+MAX_ETA_S = 1e10  # 300 years: a run that is to be stopped by hand has no end to expect
+
+
+class Console(Writer):
+    """One line per logged step, through the logger."""
+
+    def __init__(self, total_steps: int):
+        self.total_steps = total_steps
+
+    def write(self, step: int, values: Values) -> None:
+        logger.info(console_line(step, self.total_steps, values))
+
+
+def console_line(step: int, total_steps: int, values: Values) -> str:
+    """`step 10/200  loss 5.1234  ...`: the metrics that a person watches, as far as `values` has them."""
+    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    formats = {
+        "train/loss": "loss {:.4f}",
+        "eval/loss": "validation loss {:.4f}",
+        "train/grad_norm": "grad_norm {:.3f}",
+        "train/learning_rate": "lr {:.2e}",
+        "throughput/tokens_per_second": "{:,.0f} tok/s",
+        "memory/peak_reserved_gib": "mem {:.1f} GiB",
+        "throughput/mfu": "mfu {:.1%}",
+    }
+    formats |= {"time/to_first_step_s": "started in {:.0f} s", "compile/seconds": "compiled in {:.0f} s"}
+    parts += [text.format(values[key]) for key, text in formats.items() if key in values]
+    if values.get("time/data_wait_pct", 0) >= 1:  # below 1%, not worth a column
+        parts.append(f"waiting for data {values['time/data_wait_pct']:.0f}%")
+    remaining = (total_steps - step) * values.get("time/step_s", math.inf)
+    if remaining < MAX_ETA_S and "compile/seconds" not in values:  # later steps do not compile
+        parts.append(f"eta {timedelta(seconds=round(remaining))}")
+    return "  ".join(parts)

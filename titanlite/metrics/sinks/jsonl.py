@@ -1,0 +1,39 @@
+"""The sink metrics.jsonl: one JSON object per logged step. After a resume from step s the file is cut there;
+what is cut off goes to metrics.superseded.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from titanlite.config import json_file
+from titanlite.metrics.records import Records, cut
+from titanlite.metrics.sinks.base import Values, Writer
+
+
+class JsonLines(Writer):
+    """One JSON object per logged step, written at once. NaN and infinity are strings."""
+
+    def __init__(self, path: Path, from_step: int):
+        self._records = Records(path, partial(cut, path, _lines, _step_of_line, b'{"step": ', from_step))
+
+    def write(self, step: int, values: Values) -> None:
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in values.items()}
+        self._records.append(json.dumps({"step": step, **finite}).encode() + b"\n")
+
+    def close(self) -> None:
+        self._records.close()
+
+
+def _lines(content: bytes) -> Sequence[bytes]:
+    return re.findall(rb"[^\n]*\n|[^\n]+\Z", content)
+
+
+def _step_of_line(line: bytes) -> int:
+    values = json_file.parse(line.decode())
+    json_file.expect(values, step=int)
+    return values["step"]

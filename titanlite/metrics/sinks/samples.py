@@ -1,0 +1,37 @@
+"""The sink samples.txt: the generated texts. After a resume from step s the file is cut there; what is cut
+off goes to samples.superseded.txt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from titanlite.metrics.records import Records, cut
+from titanlite.metrics.sinks.base import Writer
+
+
+class Samples(Writer):
+    """Each generated text under a line with its step."""
+
+    def __init__(self, path: Path, from_step: int):
+        self._records = Records(path, partial(cut, path, _samples, _step_of_sample, b"--- step ", from_step))
+
+    def sample(self, step: int, text: str) -> None:
+        self._records.append(f"--- step {step}\n{text}\n".encode(errors="replace"))
+
+    def close(self) -> None:
+        self._records.close()
+
+
+def _samples(content: bytes) -> Sequence[bytes]:
+    return [s for s in re.split(rb"^(?=--- step \d+$)", content, flags=re.MULTILINE) if s]
+
+
+def _step_of_sample(sample: bytes) -> int:
+    sample.decode()
+    header = re.match(rb"--- step (\d+)$", sample, flags=re.MULTILINE)
+    if header is None and b"\0" in sample:
+        raise ValueError("a file system shows NULs where data was not written before a power loss")
+    return int(header[1]) if header else 0  # text before the first sample stays

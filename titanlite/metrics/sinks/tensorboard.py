@@ -1,0 +1,62 @@
+"""The TensorBoard sink."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from titanlite.metrics.records import Records, move_aside
+from titanlite.metrics.sinks.base import RunInfo, Sink, Values, Writer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoard(Sink, name="tensorboard"):
+    """TensorBoard files in <dump_folder>/tb. After a resume from step s TensorBoard hides what earlier files
+    have of later steps. metrics.enable_tensorboard is a short form."""
+
+    def build(self, run: RunInfo) -> Writer:
+        return EventFile(run.folder / "tb", run.resumed_step)
+
+
+class EventFile(Writer):
+    """Scalars in an event file in `folder`; text values are left to metrics.jsonl.
+
+    torch's SummaryWriter is not used: the thread that writes its files ends at the first error.
+    """
+
+    def __init__(self, folder: Path, from_step: int):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._records = Records(folder / f"events.out.tfevents.{time.time_ns()}", partial(_make, folder))
+        now, start = time.time(), SessionLog(status=SessionLog.START)  # hides other files' later steps
+        self._append(Event(wall_time=now, file_version="brain.Event:2"))
+        self._append(Event(wall_time=now, step=from_step + 1, session_log=start))
+
+    def write(self, step: int, values: Values) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        scalars = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        self._append(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+
+    def _append(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._records.append(record.getvalue())
+
+    def close(self) -> None:
+        self._records.close()
+
+
+def _make(folder: Path) -> None:
+    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
+        move_aside(folder, "it is not a folder")
+    folder.mkdir(parents=True, exist_ok=True)
