@@ -88,8 +88,9 @@ def go(folder: Path, to_step: int, **config: Any) -> int | None:
 
 def archived(folder: Path) -> list[list[int]]:
     """The steps in archived-0, archived-1, ..."""
-    found = sorted((folder / "checkpoint").glob("archived-*"), key=lambda p: int(p.name.removeprefix("archived-")))
-    return [[step for step, _ in commit.committed(path)] for path in found]
+    paths = (folder / "checkpoint").glob("archived-*")
+    paths = sorted(paths, key=lambda path: int(path.name.removeprefix("archived-")))
+    return [[step for step, _ in commit.committed(path)] for path in paths]
 
 
 def shards(path: Path) -> dict[str, str]:

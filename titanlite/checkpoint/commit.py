@@ -116,7 +116,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError("its own SHA-256 differs")
     if manifest["format"] != FORMAT:
         raise CheckpointError(
-            f"{path} has checkpoint format {manifest['format']}, this version of titanlite reads {FORMAT}; "
+            f"{path} has checkpoint format {manifest['format']}, this version reads {FORMAT}; "
             "read it with the version that wrote it"
         )
     expect(manifest, step=int, saved_at=str, ranks=int, files=dict)

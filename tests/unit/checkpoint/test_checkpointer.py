@@ -298,7 +298,8 @@ def test_a_newer_format_is_not_damage(tmp_path: Path) -> None:
     del manifest["sha256"]
     file.write_text(commit.manifest_text({**manifest, "format": commit.FORMAT + 1}))
     with pytest.raises(
-        CheckpointError, match=f"has checkpoint format {commit.FORMAT + 1}, this version of titanlite reads {commit.FORMAT}"
+        CheckpointError,
+        match=f"has checkpoint format {commit.FORMAT + 1}, this version reads {commit.FORMAT}",
     ):
         open_run(tmp_path)
     assert names(tmp_path) == ["step-1", "step-2"]
@@ -345,7 +346,7 @@ def start_on_rank(folder: Path, elsewhere: Path, kind: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("another", "rank 0 does not see files that rank 1 writes into {}; the run folder must be on storage"),
+        ("another", "rank 0 does not see files that rank 1 writes into {}; the run folder must be"),
         ("none", "rank 1 cannot write into {}: [Errno 2] No such file or directory"),
         ("another checkpoint", "rank 1 does not see the {}/step-2 that rank 0 sees"),
     ],

@@ -114,7 +114,9 @@ def test_another_format_is_an_error_that_says_so(tmp_path: Path) -> None:
     manifest = json.loads((path / commit.MANIFEST).read_text()) | {"format": commit.FORMAT + 1}
     del manifest["sha256"]
     (path / commit.MANIFEST).write_text(commit.manifest_text(manifest))
-    with pytest.raises(CheckpointError, match=f"has checkpoint format {commit.FORMAT + 1}, this version of titanlite reads"):
+    with pytest.raises(
+        CheckpointError, match=f"has checkpoint format {commit.FORMAT + 1}, this version reads"
+    ):
         commit.fault(path, 7)
 
 

@@ -94,7 +94,10 @@ CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {
     "files a list": (manifest_with(files=["a"]), "files is .*, not an object"),
     "a file without size": (manifest_with(files={"x": {"sha256": "0"}}), "size is missing"),
     "a file with NUL": (manifest_with(files={"x\0": {"size": 1, "sha256": "0"}}), "null"),
-    "a file of a long name": (manifest_with(files={"x" * 300: {"size": 1, "sha256": "0"}}), "is not a regular file"),
+    "a file of a long name": (
+        manifest_with(files={"x" * 300: {"size": 1, "sha256": "0"}}),
+        "not a regular file",
+    ),
     "something nested in the manifest": (manifest_with(more=nested(900)), "nested too deep"),
     "train.json empty": (train_is(""), "its train.json cannot be trusted"),
     "train.json a list": (train_is("[]"), "its train.json cannot be trusted: it is no JSON object"),

@@ -313,5 +313,6 @@ def test_another_format_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -
     file.write_text(commit.manifest_text({**manifest, "format": 9}))
     for action in ("list", "verify", "show"):
         assert (
-            f"has checkpoint format 9, this version of titanlite reads {commit.FORMAT}" in output(capsys, action, run, code=3)[-1]
+            f"has checkpoint format 9, this version reads {commit.FORMAT}"
+            in output(capsys, action, run, code=3)[-1]
         )
