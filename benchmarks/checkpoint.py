@@ -207,7 +207,7 @@ job = load_job(folder / "job.toml", world_size=None)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 with torch.device("meta"):
     net = job.model.build()
-ShardedModel(net, job.loss.build(), "sdpa").materialize(torch.device(device), 0)
+ShardedModel(net, job.loss.build()).materialize(torch.device(device), 0)
 optimizer = job.optimizer.build(net, ALONE)
 state = TrainState(0, 0, torch.zeros((), dtype=torch.int64, device=device))
 recipe = json.loads((folder / "recipe.json").read_text())

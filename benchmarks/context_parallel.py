@@ -29,8 +29,10 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.environment import write_result  # noqa: E402
-from titanlite.attention.base import causal_attention  # noqa: E402
-from titanlite.parallel.context_parallel import Context  # noqa: E402
+from titanlite.attention.context_parallel import SequenceSharding  # noqa: E402
+from titanlite.attention.flex import Flex  # noqa: E402
+from titanlite.attention.head_tail import HeadTail  # noqa: E402
+from titanlite.attention.sdpa import CAUSAL  # noqa: E402
 
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
 
@@ -49,7 +51,7 @@ def main() -> None:
     torch.cuda.set_device(rank)
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("context",))
     ways = {
-        "pieces": titanlite(masked=False),
+        "head_tail": titanlite(masked=False),
         "flex": titanlite(masked=True),
         "ring": ring("alltoall"),
         "ring_allgather": ring("allgather"),
@@ -65,7 +67,7 @@ def main() -> None:
                 if name == "one_gpu":
                     whole = d_q
                 else:  # that all compute the same
-                    mine = whole[:, Context(mesh["context"], "flex").places(length, d_q.device)[0]]
+                    mine = whole[:, SequenceSharding(mesh["context"]).local_positions(length, d_q.device)]
                     row["difference"] = round(((d_q - mine).norm() / mine.norm()).item(), 5)
                 row |= measure(step, options.rounds)
                 flops = 3.5 * 2 * HEADS * HEAD_DIM * length**2 / row["gpus"]
@@ -115,7 +117,7 @@ def one_gpu(mesh: Any, length: int) -> Callable[[], tuple[torch.Tensor, ...]]:
 
     def step() -> tuple[torch.Tensor, ...]:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.autograd.grad(causal_attention(q, k, v), (q, k, v), gradient)
+            return torch.autograd.grad(CAUSAL.attend(q, k, v), (q, k, v), gradient)
 
     return step
 
@@ -125,13 +127,14 @@ def titanlite(masked: bool) -> Callable[[Any, int], Callable[[], tuple[torch.Ten
     row is one. The mask is made once a step, not in each block, and not in this time."""
 
     def prepare(mesh: Any, length: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-        context = Context(mesh, "flex")
-        here, there = context.places(length, torch.device("cuda"))
-        mask = context.mask(here, there, None) if masked else context.pieces()
-        *inputs, gradient = (x[:, here].clone() for x in row_of(length))
+        sharding, backend = SequenceSharding(mesh), Flex() if masked else HeadTail()
+        tokens = torch.empty(1, length, dtype=torch.int64, device="cuda")
+        attention = backend.for_context_parallel(sharding, tokens, None)
+        local = sharding.local_positions(length, tokens.device)
+        *inputs, gradient = (x[:, local].clone() for x in row_of(length))
         q, k, v = (x.requires_grad_() for x in inputs)
-        attention = torch.compile(causal_attention, fullgraph=True)
-        return lambda: torch.autograd.grad(attention(q, k, v, mask), (q, k, v), gradient)
+        attend = torch.compile(lambda attention, q, k, v: attention.attend(q, k, v), fullgraph=True)
+        return lambda: torch.autograd.grad(attend(attention, q, k, v), (q, k, v), gradient)
 
     return prepare
 

@@ -58,7 +58,7 @@ def public_keys() -> list[str]:
             f"{section.path.strip('[]') or 'prepare'}{f'[{section.choice}]' if section.choice else ''}.{key}"
             for classes in SCHEMAS.values()
             for section in reference.sections(schema.describe(classes, docs=True))
-            for key in [*(["name"] if section.choice else []), *(key.name for key in section.keys)]
+            for key in [*([section.picked_by] if section.choice else []), *(key.name for key in section.keys)]
         ]
     return sorted(set(found))
 
@@ -165,7 +165,8 @@ def test_the_public_keys_are_the_frozen_ones():
 
 def test_the_public_keys_are_the_keys_of_a_resolved_job():
     def keys_of(path: str, table: dict) -> Iterator[str]:
-        choice = f"[{table['name']}]" if "name" in table else ""
+        picked_by = "backend" if path == "attention" else "name"
+        choice = f"[{table[picked_by]}]" if picked_by in table else ""
         for key, value in table.items():
             if isinstance(value, list) and value and isinstance(value[0], dict):
                 for inner in value:

@@ -50,7 +50,7 @@ def validate(model: ShardedModel, rows: Rows, num_rows: int, rt: Runtime) -> dic
         numbers = np.arange(begin, max(min(begin + size, num_rows), begin))
         batch = rows.batch(numbers.tolist(), rows.held_out(numbers), num_rows=size)
         loss_sum += model.loss_sum(batch.to(rt.device)).item()
-        num_targets += batch.num_targets if rt.mesh.leads else 0
+        num_targets += batch.num_targets if rt.mesh.is_data_leader else 0
     total = rt.sum(
         torch.tensor([loss_sum, num_targets], dtype=torch.float64)
     )  # on the host: MPS has no float64

@@ -12,12 +12,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
-from titanlite.attention.kv_cache import Cache
+from titanlite.attention.kv_cache import KVCache
 from titanlite.config.component import ConfigError
 from titanlite.errors import Diverged
-from titanlite.models.base import Decoder
+from titanlite.models.base import Decoder, logits
 from titanlite.tokenizers.base import TextCodec
 
 # ids of each row so far -> logits of their next tokens [B, V]
@@ -126,7 +125,7 @@ class CachedRows:
 
     def __init__(self, net: Decoder, num_new: int, device: torch.device):
         self.net, self.num_new, self.device = net, num_new, device
-        self._cache: Cache | None = None
+        self._cache: KVCache | None = None
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -136,12 +135,12 @@ class CachedRows:
             longest = max(len(row) for row in rows)
             padding = [longest - len(row) for row in rows]
             new = [[0] * n + list(row) for n, row in zip(padding, rows)]
-            self._cache = Cache(torch.tensor(padding, device=self.device), longest + self.num_new)
+            self._cache = KVCache(torch.tensor(padding, device=self.device), longest + self.num_new)
         tokens = torch.tensor(new, device=self.device)
         positions = self._cache.advance(tokens.shape[1])
-        return self.net(tokens, tokens, _last_logits, positions, self._cache)[:, 0]
+        return self.net(tokens, positions, self._cache, last_token_logits)[:, 0]
 
 
-def _last_logits(h_BTD: torch.Tensor, weight_VD: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """In the place of a loss: the logits of the last tokens [B, 1, V], and no others."""
-    return F.linear(h_BTD[:, -1:], weight_VD.to(h_BTD.dtype))
+def last_token_logits(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """The head_fn that makes the logits of the last token of each sequence only, [B, 1, V]."""
+    return logits(hidden_BTD[:, -1:], weight_VD)

@@ -22,6 +22,7 @@ import titanlite.models.qwen3
 import titanlite.prepare.sources
 import titanlite.tokenizers.bytes
 import titanlite.tokenizers.huggingface  # noqa: F401
+from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionBackend
 from titanlite.checkpoint.commit import MANIFEST
 from titanlite.checkpoint.section import Checkpoint
@@ -35,7 +36,7 @@ from titanlite.data.loader import Data
 from titanlite.evaluate import Validation
 from titanlite.generate import Generation
 from titanlite.losses import ChunkedCrossEntropy, Loss
-from titanlite.mesh import ZERO_BUBBLE, Parallelism
+from titanlite.mesh import Parallelism
 from titanlite.metrics.guard import Guard
 from titanlite.metrics.meter import Metrics
 from titanlite.metrics.profiling import Profiling
@@ -47,6 +48,7 @@ from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.compile import BACKENDS_WITH_MEMORY_BUDGET, Compile
 from titanlite.parallel.float8 import MULTIPLE, Float8
+from titanlite.parallel.pipeline_parallel import ZERO_BUBBLE, split_into_stages
 from titanlite.runtime.process_group import Comm
 from titanlite.runtime.training import StepPlan, Training
 from titanlite.tokenizers.base import Tokenizer
@@ -84,7 +86,7 @@ class Job:
     optimizer: Optimizer = field(default_factory=AdamW)
     lr_scheduler: LRScheduler = field(default_factory=WarmupStableDecay)
     parallelism: Parallelism = field(default_factory=Parallelism)
-    attention: AttentionBackend = field(default_factory=AttentionBackend)
+    attention: AttentionBackend = field(default_factory=Auto)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)
@@ -161,7 +163,10 @@ class Job:
         p, c, where = self.parallelism, self.model.config, "parallelism.pipeline_parallel_degree"
         if p.pipeline_parallel_degree == 1:
             return
-        schedule, stages = p.pipeline_parallel_schedule, len(p.stages([str(i) for i in range(c.n_layers)]))
+        schedule, stages = (
+            p.pipeline_parallel_schedule,
+            len(split_into_stages(p, [str(i) for i in range(c.n_layers)])),
+        )
         if getattr(c, "tie_word_embeddings", False):
             raise ConfigError(
                 "the embedding and the head are one weight, but on different stages; "

@@ -1,7 +1,7 @@
-"""Losses: from hidden states and the head's weight to one number, the sum over the tokens that count, in
-fp32.
+"""Losses: from hidden states, the head's weight and targets to the sum of the losses of the tokens that
+count, fp32.
 
-Sums, never means: what a step divides by is the number of counted tokens over all ranks and micro-batches.
+Sums, never means: the training step divides by the number of counted tokens of all ranks and micro-batches.
 Shape suffixes: B batch, T tokens, D model dim, V vocabulary, N = B * T, C tokens of a chunk.
 """
 
@@ -19,38 +19,64 @@ from titanlite.config.component import Component, ConfigError
 IGNORE = -100  # a target that does not count; torch's own default, and the batches'
 
 
+# hidden [B, T, D], head weight [V, D], targets int64 [B, T] -> sum over the targets that count, fp32 scalar
+LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True)
-class VocabularyPart:
-    """The rows of the head that this rank has, where ranks share it (tensor parallel): the id of the first,
-    and what all of them have to add up."""
+class VocabularyShard:
+    """This rank's slice of the vocabulary under tensor parallel: the rows of the head's weight from id
+    `first_id` on, and the all-reduces that combine the slices of all ranks.
 
-    first: int
-    maximum: Callable[[torch.Tensor], torch.Tensor]
-    """The largest over these ranks, of each element."""
-    total: Callable[[torch.Tensor], torch.Tensor]
-    """The sum over them, of each element."""
+    A loss sees all tokens and only these rows. Every rank computes the same loss, and the gradients of its
+    own rows. `is_whole`: nothing is sharded, and the all-reduces return their argument.
+    """
+
+    first_id: int = 0
+    all_reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    """The elementwise maximum over ranks. No gradient."""
+    all_reduce_sum: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    """The elementwise sum over ranks. Its gradient goes to this rank's summand unchanged."""
+    is_whole: bool = False
+
+    def log_sum_exp(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """log(sum(exp(logits))) over the whole vocabulary, [N]; differentiable."""
+        top_N = self.all_reduce_max(logits_NV.detach().amax(-1))
+        return self.all_reduce_sum((logits_NV - top_N[:, None]).exp().sum(-1)).log() + top_N
+
+    def target_logits(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        """The logit of each target, [N], zero for targets of -100; differentiable."""
+        row_N = targets_N - self.first_id
+        is_here_N = (targets_N != IGNORE) & (row_N >= 0) & (row_N < logits_NV.shape[1])
+        logits_N = logits_NV.gather(1, torch.where(is_here_N, row_N, 0)[:, None]).squeeze(1)
+        return self.all_reduce_sum(torch.where(is_here_N, logits_N, 0.0))
 
 
-WHOLE = VocabularyPart(0, lambda x: x, lambda x: x)
+WHOLE_VOCABULARY = VocabularyShard(is_whole=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(Component):
     """Kind: `[loss] name = ...`."""
 
-    def build(self, backend: str | None = None, part: VocabularyPart = WHOLE) -> Callable[..., torch.Tensor]:
-        """A function of hidden [B, T, D], head weight [V, D] and targets int64 [B, T]: the fp32 sum over
-        counted targets. Logits have the hidden states' dtype, the weight's gradient the weight's.
-        `backend`: compile it with this backend of torch.compile; None leaves it eager."""
+    def build(
+        self, backend: str | None = None, vocabulary: VocabularyShard = WHOLE_VOCABULARY
+    ) -> LossFunction:
+        """A function of hidden [B, T, D], head weight [V, D] and targets int64 [B, T] that returns the fp32
+        sum over counted targets.
+
+        Logits have the hidden states' dtype, the weight's gradient the weight's. `backend`: compile with this
+        backend of torch.compile; None runs eagerly. `vocabulary`: the rows of the weight that this rank has.
+        """
         raise NotImplementedError
 
     @property
     def objective(self) -> dict[str, Any]:
-        """What is minimised, which a resumed run must share; not how it is computed."""
+        """What is minimised: a resumed run must have the same. Excludes how it is computed."""
         return {"name": self.name, **asdict(self)}
 
     def bytes_held(self, tokens: int, dim: int, vocab_size: int, itemsize: int) -> int:
-        """Memory at the peak for the logits of a micro-batch and their gradient, about."""
+        """Approximate peak memory of the logits of a micro-batch and their gradient."""
         return 2 * tokens * vocab_size * itemsize
 
 
@@ -58,54 +84,34 @@ class Loss(Component):
 class CrossEntropy(Loss, name="cross_entropy"):
     """Cross-entropy over the full logits, in fp32. Targets of -100 do not count."""
 
-    def build(self, backend: str | None = None, part: VocabularyPart = WHOLE) -> Callable[..., torch.Tensor]:
-        if part is not WHOLE:  # one chunk: its gradient knows of the other parts
-            return ChunkedCrossEntropy(chunk_tokens=1 << 62).build(backend, part)
+    def build(
+        self, backend: str | None = None, vocabulary: VocabularyShard = WHOLE_VOCABULARY
+    ) -> LossFunction:
+        if not vocabulary.is_whole:
+            return gradient_in_forward(backend, vocabulary, num_chunks=lambda tokens: 1)
         return torch.compile(cross_entropy, fullgraph=True, backend=backend) if backend else cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
-    """Cross-entropy by chunks of tokens: equal to cross_entropy in value and gradient, without ever holding
-    the logits of all tokens. Targets of -100 do not count."""
+    """Cross-entropy by chunks of tokens: equal to cross_entropy in value and gradient, but never holds the
+    logits of all tokens. Targets of -100 do not count."""
 
     chunk_tokens: int = 4096
-    """Tokens whose logits are held at once, at most."""
+    """Maximum number of tokens whose logits are held at once."""
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
             raise ConfigError(f"{self.chunk_tokens} is below 1", "chunk_tokens")
 
-    def build(self, backend: str | None = None, part: VocabularyPart = WHOLE) -> Callable[..., torch.Tensor]:
-        def chunk(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
-            if backend or part is not WHOLE:
-                return loss_and_gradient_(logits_CV, targets_C, part)
-            return eager_loss_and_gradient_(logits_CV, targets_C)
-
-        if backend:
-            # Inductor's online softmax was the slower form on an H200 (torch 2.11).
-            options: dict[str, Any] | None = {"online_softmax": False} if backend == "inductor" else None
-            chunk = torch.compile(chunk, fullgraph=True, backend=backend, options=options)
-
-        def chunked_cross_entropy(
-            hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor
-        ) -> torch.Tensor:
-            hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
-            num_chunks = self.num_chunks(len(targets_N))
-            if torch.is_grad_enabled():
-                total, d_weight_VD = _Chunked.apply(
-                    hidden_ND, weight_VD.detach(), targets_N, num_chunks, chunk
-                )
-                return total + _Known.apply(weight_VD, d_weight_VD)
-            weight_VD = weight_VD.to(hidden_ND.dtype)
-            chunks = zip(hidden_ND.chunk(num_chunks), targets_N.chunk(num_chunks))
-            return torch.stack([chunk(F.linear(h, weight_VD), t) for h, t in chunks]).sum()
-
-        return chunked_cross_entropy
+    def build(
+        self, backend: str | None = None, vocabulary: VocabularyShard = WHOLE_VOCABULARY
+    ) -> LossFunction:
+        return gradient_in_forward(backend, vocabulary, self.num_chunks)
 
     def num_chunks(self, tokens: int) -> int:
-        """Into how many chunks so many tokens are cut: equal ones if it can be, so that one graph serves
-        all."""
+        """The number of chunks for so many tokens. Chunks are of equal size where that is possible, so that
+        one compiled graph serves all of them."""
         least = -(-tokens // self.chunk_tokens)
         return next((n for n in range(least, 2 * least) if tokens % n == 0), least)
 
@@ -126,24 +132,54 @@ def cross_entropy(
     return F.cross_entropy(logits_NV, targets_BT.flatten(), reduction="sum")
 
 
-def loss_and_gradient_(
-    logits_CV: torch.Tensor, targets_C: torch.Tensor, part: VocabularyPart = WHOLE
-) -> torch.Tensor:
-    """Sum of -log p(target), fp32 scalar. The logits, of a part of the vocabulary, become its gradient with
-    respect to them, in place; for a token that does not count they become some finite number.
+def gradient_in_forward(
+    backend: str | None, vocabulary: VocabularyShard, num_chunks: Callable[[int], int]
+) -> LossFunction:
+    """Cross-entropy whose forward computes the gradients, too, chunk by chunk of `num_chunks(tokens)`."""
 
-    Spelled out so that the compiler needs two kernels, one for maximum and sum, one for the gradient, and the
-    second does little for an element: what can be known of a row is computed once.
+    def chunk_loss(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
+        if backend or not vocabulary.is_whole:
+            return loss_and_gradient_(logits_CV, targets_C, vocabulary)
+        return eager_loss_and_gradient_(logits_CV, targets_C)
+
+    if backend:
+        # Inductor's online softmax was the slower form on an H200 (torch 2.11).
+        options: dict[str, Any] | None = {"online_softmax": False} if backend == "inductor" else None
+        chunk_loss = torch.compile(chunk_loss, fullgraph=True, backend=backend, options=options)
+
+    def chunked_cross_entropy(
+        hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor
+    ) -> torch.Tensor:
+        hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+        n = num_chunks(len(targets_N))
+        if torch.is_grad_enabled():
+            total, d_weight_VD = _Chunked.apply(hidden_ND, weight_VD.detach(), targets_N, n, chunk_loss)
+            return total + _Known.apply(weight_VD, d_weight_VD)
+        weight_VD = weight_VD.to(hidden_ND.dtype)
+        chunks = zip(hidden_ND.chunk(n), targets_N.chunk(n))
+        return torch.stack([chunk_loss(F.linear(h, weight_VD), t) for h, t in chunks]).sum()
+
+    return chunked_cross_entropy
+
+
+def loss_and_gradient_(
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, vocabulary: VocabularyShard = WHOLE_VOCABULARY
+) -> torch.Tensor:
+    """Sum of -log p(target), fp32 scalar. The logits, of a slice of the vocabulary, are replaced by the
+    gradient with respect to them; those of a token that does not count become some finite number.
+
+    Spelled out so that the compiler needs two kernels, one for maximum and sum, one for the gradient. Values
+    of a whole row of logits are computed outside of the second, element-wise kernel.
     """
     x_CV = logits_CV.float()
-    top_C1 = part.maximum(x_CV.amax(-1, keepdim=True))
+    top_C1 = vocabulary.all_reduce_max(x_CV.amax(-1, keepdim=True))
     powers_CV = (x_CV - top_C1).exp()
-    sum_C1 = part.total(powers_CV.sum(-1, keepdim=True))
+    sum_C1 = vocabulary.all_reduce_sum(powers_CV.sum(-1, keepdim=True))
     counts_C1 = (targets_C != IGNORE)[:, None]
-    row_C1 = (targets_C - part.first)[:, None]
+    row_C1 = (targets_C - vocabulary.first_id)[:, None]
     here_C1 = counts_C1 & (row_C1 >= 0) & (row_C1 < x_CV.shape[1])
     row_C1 = torch.where(here_C1, row_C1, 0)
-    target_C1 = part.total(torch.where(here_C1, x_CV.gather(1, row_C1), 0.0))
+    target_C1 = vocabulary.all_reduce_sum(torch.where(here_C1, x_CV.gather(1, row_C1), 0.0))
     losses_C1 = torch.where(counts_C1, top_C1 - target_C1 + sum_C1.log(), 0.0)
     share_C1, one_C1 = sum_C1.reciprocal(), here_C1.float()
     is_target_CV = torch.arange(x_CV.shape[1], device=x_CV.device, dtype=torch.int32) == row_C1.int()
@@ -165,8 +201,8 @@ def eager_loss_and_gradient_(logits_CV: torch.Tensor, targets_C: torch.Tensor) -
 
 class _Chunked(torch.autograd.Function):
     """The loss and the weight's gradient, in fp32. The forward already takes the gradients, chunk by chunk,
-    so that no logits outlive their chunk and none are computed twice; the backward only scales the hidden
-    states' (as in Liger-Kernel, Hsu et al. 2024)."""
+    so that no logits outlive their chunk and none are computed twice; the backward only scales the gradient
+    of the hidden states (as in Liger-Kernel, Hsu et al. 2024)."""
 
     @staticmethod
     def forward(
@@ -203,8 +239,8 @@ class _Chunked(torch.autograd.Function):
 
 
 class _Known(torch.autograd.Function):
-    """Zero, with a known gradient with respect to the weight. Apart from `_Chunked`, since a pipeline without
-    bubbles takes the backward of weights apart."""
+    """Returns zero, with a precomputed gradient of the weight. Separate from `_Chunked`, so that zero-bubble
+    pipeline schedules can take the gradients of weights later."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,15 @@
 """The ranks as a mesh with named axes, and the one place that knows the order of the axes.
 
-Axes, from the outermost in: `pipeline` (parts of the model, one after another), `replicate` (HSDP: whole
-copies), `shard` (FSDP: parts of one copy), `context` (parts of each row), `tensor` (parts of each layer).
-Ranks along `pipeline`, `context` and `tensor` read the same rows; replicate x shard are the data-parallel
-ranks. FSDP shards over `context`, too.
+Axes, from the outermost in: `pipeline` (pipeline stages), `replicate` (HSDP: copies of the model), `shard`
+(FSDP: shards of one copy), `context` (context parallel: chunks of each sequence), `tensor` (tensor parallel:
+shards of each layer). Ranks along `pipeline`, `context` and `tensor` read the same sequences; replicate x
+shard are the data-parallel ranks. FSDP shards over `context`, too.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -24,7 +22,7 @@ from titanlite.config.component import ConfigError
 
 
 class Degrees(NamedTuple):
-    """Ranks along each axis, or a rank's place on each; in the mesh's order."""
+    """The number of ranks along each axis, or a rank's coordinate on each, in the mesh's order."""
 
     pipeline: int
     replicate: int
@@ -34,11 +32,11 @@ class Degrees(NamedTuple):
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that read different rows."""
+        """The number of ranks that read different sequences."""
         return self.replicate * self.shard
 
     def __str__(self) -> str:
-        """`pipeline 2 x shard 4`: the axes along which there is more than one rank."""
+        """The axes with more than one rank, such as `pipeline 2 x shard 4`."""
         axes = [f"{axis} {n}" for axis, n in self._asdict().items() if n > 1]
         return " x ".join(axes) or "unsharded"
 
@@ -53,16 +51,7 @@ KEYS = (
 )  # of the degrees, in their order
 
 
-SHARD_AND_CONTEXT = "shard_context"  # the two as one axis
-
-STAGES_A_RANK = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-}  # of the schedules
-ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+SHARD_AND_CONTEXT = "shard_context"  # both as one axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,40 +59,42 @@ class Parallelism:
     """How the ranks are laid out. The product of the degrees is the number of ranks."""
 
     data_parallel_replicate_degree: int = 1
-    """Copies of the sharded model; above 1 with sharding is HSDP."""
+    """Number of copies of the sharded model; above 1 with sharding is HSDP."""
     data_parallel_shard_degree: int = -1
-    """Ranks that share one copy of parameters, gradients and optimizer state (FSDP); -1: the rest."""
+    """Number of ranks that share one copy of parameters, gradients and optimizer state (FSDP); -1: all ranks
+    that the other degrees leave."""
     context_parallel_degree: int = 1
-    """Ranks that share the tokens of each row; attention gathers keys and values. For long rows."""
+    """Number of ranks that share the tokens of each sequence; attention gathers keys and values. For long
+    sequences."""
     tensor_parallel_degree: int = 1
-    """Ranks that share each layer's work on the same rows, and the rows' tokens between the layers (sequence
-    parallel)."""
+    """Number of ranks that share each layer's work on the same sequences, and the tokens of those sequences
+    between the layers (sequence parallel)."""
     pipeline_parallel_degree: int = 1
-    """Ranks, or groups of ranks, that share the blocks: each has some, and passes on what comes out of them.
-    Micro-batches are those that global_batch_size accumulates."""
+    """Number of ranks, or groups of ranks, that share the blocks as pipeline stages. The pipeline's
+    micro-batches are those that global_batch_size accumulates."""
     pipeline_parallel_schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
-    """Which micro-batch a rank works on when. `1F1B`: forwards and backwards in turns, one stage a rank.
-    `GPipe`: all forwards first. `Interleaved1F1B`: two stages a rank, which wait less and send more.
-    `InterleavedZeroBubble`, `ZBVZeroBubble`: also the weights' gradients apart from the activations', to fill
-    what waiting is left; not with compile.enable, nor with recompute."""
+    """The order of a rank's forwards and backwards. `1F1B`: in turns, one stage per rank. `GPipe`: all
+    forwards first. `Interleaved1F1B`: two stages per rank, which wait less and send more.
+    `InterleavedZeroBubble`, `ZBVZeroBubble`: also compute the weights' gradients apart from the activations',
+    to fill the remaining bubbles; not with compile.enable or activation checkpointing."""
     pipeline_parallel_first_stage_less_layers: int = 1
-    """How many blocks the first stage's embedding counts for when blocks are divided."""
+    """Give the first stage, which has the embedding, this many fewer blocks."""
     pipeline_parallel_last_stage_less_layers: int = 1
-    """How many blocks the last stage's head and loss count for."""
+    """Give the last stage, which has the head and the loss, this many fewer blocks."""
     pipeline_parallel_split_points: list[str] = field(default_factory=list)
-    """The blocks with which all stages but the first begin, by name, such as `["layers.3", "layers.6"]`;
-    empty: by number, as even as can be."""
+    """Names of the first blocks of all stages but the first, such as `["layers.3", "layers.6"]`; empty: split
+    as evenly as possible."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters between forward and backward, and gather them again: `always` (all but the
-    last block's and the head's, which the backward begins with), `never`, or `default`, which keeps those of
-    a model that fit into 5% of the GPU's memory, and those of a pipeline, which gathers again for each
-    micro-batch otherwise."""
+    """Free gathered parameters between forward and backward, and gather them again: `always` (all but those
+    of the last block and the head, with which the backward begins), `never`, or `default`. `default` keeps
+    them gathered if they fit into 5% of the GPU's memory, and under pipeline parallel, which would otherwise
+    gather them for each micro-batch."""
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
-    """When gradients are summed over ranks: once a step, which is fastest but keeps a whole model's gradients
-    on every rank while micro-batches accumulate, or after each micro-batch, which keeps only the rank's
-    shard."""
+    """When gradients are summed over ranks: once per step, which is fastest but keeps the whole model's
+    gradients on every rank while micro-batches accumulate, or after each micro-batch, which keeps only the
+    rank's shard."""
 
     def __post_init__(self) -> None:
         for key in KEYS:
@@ -117,29 +108,6 @@ class Parallelism:
         ):
             if getattr(self, key) < 0:
                 raise ConfigError(f"{getattr(self, key)} is below 0", key)
-
-    def stages(self, blocks: Sequence[str]) -> list[list[str]]:
-        """The blocks of each stage, in order. Raises ConfigError if a stage is left with none."""
-        number = self.pipeline_parallel_degree * STAGES_A_RANK[self.pipeline_parallel_schedule]
-        if self.pipeline_parallel_split_points:
-            return _split_at(blocks, self.pipeline_parallel_split_points, number)
-        first = self.pipeline_parallel_first_stage_less_layers
-        last = self.pipeline_parallel_last_stage_less_layers
-        each, more = divmod(len(blocks) + first + last, number)
-        ends = [i for i, less in ((0, first), (number - 1, last)) if less]  # where blocks will be missing
-        order = list(dict.fromkeys([*ends, *range(1, number), 0]))
-        sizes = [each + (i in order[:more]) for i in range(number)]
-        sizes[0] -= first
-        sizes[-1] -= last
-        if min(sizes) < 1:
-            raise ConfigError(
-                f"{len(blocks)} blocks on {number} stages, {first} fewer on the first, {last} on the last, "
-                f"make {sizes}: lower the degree, take a schedule with one stage a rank, or set both "
-                "pipeline_parallel_..._stage_less_layers to 0",
-                "parallelism.pipeline_parallel_degree",
-            )
-        begins = list(itertools.accumulate(sizes, initial=0))
-        return [list(blocks[a:b]) for a, b in itertools.pairwise(begins)]
 
     @property
     def fewest_ranks(self) -> int:
@@ -166,21 +134,6 @@ class Parallelism:
         return asked
 
 
-def _split_at(blocks: Sequence[str], points: Sequence[str], number: int) -> list[list[str]]:
-    key = "parallelism.pipeline_parallel_split_points"
-    if len(points) != number - 1:
-        raise ConfigError(f"{len(points)} points make {len(points) + 1} stages, not {number}", key)
-    names = [point.rpartition(".")[2] for point in points]
-    if missing := [point for point, name in zip(points, names) if name not in blocks]:
-        raise ConfigError(
-            f"{missing[0]!r} is no block; they are layers.{blocks[0]} to layers.{blocks[-1]}", key
-        )
-    begins = [0, *(blocks.index(name) for name in names), len(blocks)]
-    if any(a >= b for a, b in itertools.pairwise(begins)):
-        raise ConfigError(f"{list(points)} are not in order, or leave the first stage without blocks", key)
-    return [list(blocks[a:b]) for a, b in itertools.pairwise(begins)]
-
-
 @dataclass(frozen=True)
 class Mesh:
     """Named views of the ranks. `device_mesh` is None in a single process that shards nothing."""
@@ -190,63 +143,65 @@ class Mesh:
     device_mesh: DeviceMesh | None
 
     @property
-    def place(self) -> Degrees:
-        """This rank's coordinates."""
-        rank, place = self.rank, []
+    def coordinate(self) -> Degrees:
+        """This rank's coordinate on each axis."""
+        rank, coordinate = self.rank, []
         for size in reversed(self.degrees):
             rank, along = divmod(rank, size)
-            place.append(along)
-        return Degrees(*reversed(place))
+            coordinate.append(along)
+        return Degrees(*reversed(coordinate))
 
     @property
     def dp_size(self) -> int:
-        """Ranks that read different rows."""
+        """The number of data-parallel ranks, which read different sequences."""
         return self.degrees.data_parallel
 
     @property
     def dp_rank(self) -> int:
-        """Which of them this one is."""
-        return self.place.replicate * self.degrees.shard + self.place.shard
+        """This rank's number among the data-parallel ranks."""
+        return self.coordinate.replicate * self.degrees.shard + self.coordinate.shard
 
     @property
     def shards(self) -> int:
-        """Ranks over which one copy of the weights is divided."""
+        """The number of ranks over which one copy of the weights is sharded."""
         return math.prod(self.degrees) // self.degrees.replicate
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank speaks for those that read the same rows: what they all know is counted once."""
-        return self.place.pipeline == self.place.context == self.place.tensor == 0
+    def is_data_leader(self) -> bool:
+        """True on one rank of each group that reads the same sequences, so that counts of a batch are summed
+        once."""
+        return self.coordinate.pipeline == self.coordinate.context == self.coordinate.tensor == 0
 
     @property
-    def has_tokens(self) -> bool:
-        """Whether this rank speaks for its tokens, whose loss others along `tensor` know, too."""
-        return self.place.tensor == 0
+    def is_tp_leader(self) -> bool:
+        """True on tensor-parallel rank 0, the only one whose loss counts in sums over ranks: the loss of all
+        ranks along `tensor` is the same."""
+        return self.coordinate.tensor == 0
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """What fully_shard takes: one axis (shard), or two (replicate, shard) for HSDP."""
+        """The mesh for fully_shard: one axis (shard), or two (replicate, shard) for HSDP."""
         assert self.device_mesh is not None, "no process group: nothing to shard over"
         shard = "shard" if self.degrees.context == 1 else SHARD_AND_CONTEXT
-        with warnings.catch_warnings():  # of axes made of two, for which torch has no other way yet
+        with warnings.catch_warnings():  # of flattened axes, for which torch has no other way yet
             warnings.simplefilter("ignore", UserWarning)
             return self.device_mesh[("replicate", shard) if self.degrees.replicate > 1 else shard]
 
     @property
     def context(self) -> DeviceMesh:
-        """The ranks that share the tokens of each row."""
+        """The ranks that share the tokens of each sequence (context parallel)."""
         assert self.device_mesh is not None
         return self.device_mesh["context"]
 
     @property
     def tensor(self) -> DeviceMesh:
-        """The ranks that share each layer's work."""
+        """The ranks that share each layer's work (tensor parallel)."""
         assert self.device_mesh is not None
         return self.device_mesh["tensor"]
 
     @property
     def pipeline(self) -> DeviceMesh | None:
-        """The ranks that share the blocks; None if there is one."""
+        """The ranks that share the blocks (pipeline parallel); None if there is one."""
         return self.device_mesh["pipeline"] if self.device_mesh and self.degrees.pipeline > 1 else None
 
 
@@ -256,7 +211,8 @@ ALONE = Mesh(Degrees(1, 1, 1, 1, 1), 0, None)
 def build_mesh(
     parallelism: Parallelism, device_type: str, rank: int, world_size: int, always: bool = False
 ) -> Mesh:
-    """The mesh of this job; collective over all ranks. `always`: also for a single process."""
+    """The mesh of a job; collective over all ranks. `always`: make a device mesh for a single process,
+    too."""
     degrees = parallelism.degrees(world_size)
     if world_size == 1 and not always:
         return Mesh(degrees, rank, None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.opening import Opening
@@ -63,15 +64,26 @@ def memory_settings(job: Job, rt: Runtime) -> MemorySettings:
     )
 
 
-def check_device(job: Job, device: torch.device, param_dtype: torch.dtype, world_size: int) -> str:
-    """Raises ConfigError for what the job asks of a device that this one does not have. Returns the name of
-    the attention kernel."""
+def check_device(
+    job: Job, device: torch.device, param_dtype: torch.dtype, world_size: int
+) -> tuple[AttentionBackend, str]:
+    """Raises ConfigError for what the job asks of a device that this one does not have. Returns the attention
+    backend that the run uses and the name of its kernel."""
     job.float8.check_device(device)
     job.profiling.check(device, world_size)
     c = job.model.config
-    shape = (job.training.seq_len, c.n_heads, c.n_kv_heads, c.head_dim)
-    gathered = job.parallelism.context_parallel_degree > 1
-    return job.attention.fix_kernel(device, param_dtype, job.data.mask_documents, shape, gathered)
+    needs = AttentionNeeds(
+        device=device,
+        dtype=param_dtype,
+        seq_len=job.training.seq_len,
+        n_heads=c.n_heads,
+        n_kv_heads=c.n_kv_heads,
+        head_dim=c.head_dim,
+        masks_documents=job.data.mask_documents,
+        context_parallel=job.parallelism.context_parallel_degree > 1,
+    )
+    attention = job.attention.build(needs)
+    return attention, attention.kernel(needs)
 
 
 def open_tokenizer(job: Job) -> TextCodec:

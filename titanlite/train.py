@@ -34,7 +34,7 @@ from titanlite.metrics.memory import OutOfMemory, building, explain
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.profiling import Profiler
 from titanlite.optim.base import guarded_step, set_lr
-from titanlite.parallel.apply import parallelize
+from titanlite.parallel.apply import ParallelSettings, parallelize
 from titanlite.parallel.clip import clip_divisor, grad_norm
 from titanlite.parallel.compile import Compilations
 from titanlite.parallel.sharded_model import ShardedModel
@@ -95,7 +95,7 @@ def train(job: Job) -> int:
             checkpoints.wait_until_staged()  # a save may still be copying the weights
             guarded_step(optimizer, apply, clip_divisor(norm, job.training.max_norm))
             optimizer.zero_grad()
-            model.weights_changed()
+            model.after_step(apply)
             state.consumed(loader.state_dict(), tokens)
             meter.step_done()
             profiler.step_done()
@@ -124,26 +124,24 @@ def train(job: Job) -> int:
 def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     """All parts of the run: model, data, optimizer, and the state they continue from. Cheap checks of whether
     they fit together run first; nothing is written before all of them have passed."""
-    kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
+    attention, kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
     codec = open_tokenizer(job)
     with torch.device("meta"):
         net = job.model.build()
     job.optimizer.check(net)
     flops, size = flops_of(job, net), sum(p.numel() for p in net.parameters())
     about = resolved(job, net, codec.vocab_size)
-    model = parallelize(
-        net,
-        job.loss,
-        rt.mesh,
-        attention=kernel,
-        float8=job.float8,
-        recompute=job.activation_checkpoint,
+    settings = ParallelSettings(
+        parallelism=job.parallelism,
+        attention=attention,
+        activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,
+        float8=job.float8,
         param_dtype=rt.param_dtype,
         reduce_dtype=rt.reduce_dtype,
-        parallelism=job.parallelism,
         cpu_offload=job.training.enable_cpu_offload,
     )
+    model = parallelize(net, job.loss, rt.mesh, settings)
 
     with rt.rank_zero_first():
         check_run_folder(job, codec)  # first: tokenising and packing may take long

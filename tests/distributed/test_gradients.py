@@ -90,8 +90,9 @@ def broken_on_rank(what: str) -> dict[str, torch.Tensor]:
     """The gradients without one of the sums over the tensor-parallel ranks."""
     with pytest.MonkeyPatch.context() as patch:
         if what == "loss":
-            part = tensor.vocabulary_part
-            patch.setattr(apply, "vocabulary_part", lambda *args: replace(part(*args), total=lambda x: x))
+            shard = tensor.vocabulary_shard
+            broken = lambda *args: replace(shard(*args), all_reduce_sum=lambda x: x)  # noqa: E731
+            patch.setattr(apply, "vocabulary_shard", broken)
         else:
             patch.setattr(tensor, "Partial", Replicate)
         return gradients(2, torch.distributed.get_rank(), 1, tensor=2)
@@ -162,7 +163,7 @@ def gathered_on_rank(tied: bool) -> tuple[set[str], set[str]]:
     def gathered() -> set[str]:
         return {name for name, p in model.net.named_parameters() if not isinstance(p, DTensor)}
 
-    loss = model.net(batch.inputs, batch.targets, model.loss)
+    loss = model.net(*model.model_inputs(batch))
     between = gathered()
     loss.backward()
     return between, gathered()

@@ -18,9 +18,9 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.data.batch import Batch
-from titanlite.mesh import STAGES_A_RANK, ZERO_BUBBLE
 from titanlite.parallel import pipeline_parallel as pipeline
 from titanlite.parallel.fsdp import add_up_gradients
+from titanlite.parallel.pipeline_parallel import STAGES_PER_RANK, ZERO_BUBBLE
 
 UNTIED = {"tied": False, "layers": 8}
 
@@ -39,9 +39,9 @@ def assert_same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize(
     ("degree", "schedule"),
     [
-        *((4, schedule) for schedule in STAGES_A_RANK),
+        *((4, schedule) for schedule in STAGES_PER_RANK),
         (2, "ZBVZeroBubble"),
-        *(full(2, schedule) for schedule in STAGES_A_RANK if schedule != "ZBVZeroBubble"),
+        *(full(2, schedule) for schedule in STAGES_PER_RANK if schedule != "ZBVZeroBubble"),
     ],
 )
 def test_gradient_is_the_same_in_a_pipeline(run_on, schedule: str, degree: int) -> None:
@@ -156,7 +156,7 @@ def forwards(world_size: int, layout: dict[str, Any]) -> tuple[torch.Tensor, tor
     return losses[0], losses[1], model.logits(batch.inputs[:1, :7])
 
 
-@pytest.mark.parametrize("schedule", STAGES_A_RANK)
+@pytest.mark.parametrize("schedule", STAGES_PER_RANK)
 def test_losses_and_logits_are_the_same(run_on, schedule: str) -> None:
     whole = forwards(1, UNTIED)
     for found in run_on(4, forwards, 4, {"pipeline": 4, "schedule": schedule, **UNTIED}):

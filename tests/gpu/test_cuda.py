@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import titanlite.attention.auto  # noqa: F401  (registers the backends)
 from tests.support.gpu import column, run
-from titanlite.attention.base import causal_attention, document_mask
+from titanlite.attention.base import AttentionBackend
 from titanlite.parallel.initialize import fill_normal
 
 pytestmark = pytest.mark.gpu
@@ -62,8 +63,8 @@ def test_kernels_keep_documents_apart(backend: str, dtype: torch.dtype, seq_len:
 
     def results(backend: str, dtype: torch.dtype) -> list[torch.Tensor]:
         q, k, v = (h.to("cuda", dtype).requires_grad_() for h in heads)
-        mask = document_mask(backend, positions.cuda(), num_documents)
-        out = causal_attention(q, k, v, mask)
+        attention = AttentionBackend.choices[backend]().for_documents(positions.cuda(), num_documents)
+        out = attention.attend(q, k, v)
         (out.float() * weight.cuda()).sum().backward()
         return [x.detach().float() for x in (out, q.grad, k.grad, v.grad)]
 

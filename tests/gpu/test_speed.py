@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.gpu import column, run, trained
-from titanlite.attention.base import AttentionBackend
+from titanlite.attention.auto import Auto
+from titanlite.attention.base import AttentionNeeds
+from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
 
@@ -84,24 +86,33 @@ def test_float8_gathered_in_8_bits_changes_no_number(tmp_path: Path, corpus: Pat
     assert column(gathered, "train/loss") == pytest.approx(column(plain, "train/loss"), rel=1e-3)
 
 
+def kernel(backend: SDPA, dtype: torch.dtype, shape: tuple[int, int, int, int], masked: bool = False) -> str:
+    """What a run takes for sequences of `shape`: tokens, heads, key heads, head dim."""
+    T, H, K, E = shape
+    needs = AttentionNeeds(
+        device=CUDA, dtype=dtype, seq_len=T, n_heads=H, n_kv_heads=K, head_dim=E, masks_documents=masked
+    )
+    return backend.build(needs).kernel(needs)
+
+
 def test_the_math_kernel_is_only_taken_when_it_is_asked_for() -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     grouped, plain = (64, 8, 2, 64), (64, 8, 8, 64)
     try:
-        assert AttentionBackend().fix_kernel(CUDA, bf16, False, grouped) in ("flash", "cudnn")
+        assert kernel(Auto(), bf16, grouped) in ("flash", "cudnn")
         for name in ("flash", "cudnn", "math"):
-            assert AttentionBackend(sdpa_kernel=name).fix_kernel(CUDA, bf16, False, grouped) == name
-        assert AttentionBackend().fix_kernel(CUDA, fp32, False, plain) == "efficient"
-        dense = AttentionBackend(backend="sdpa", sdpa_kernel="flash")
-        for backend, masked, shape in ((AttentionBackend(), False, grouped), (dense, True, plain)):
+            assert kernel(Auto(sdpa_kernel=name), bf16, grouped) == name
+        assert kernel(Auto(), fp32, plain) == "efficient"
+        dense = SDPA(sdpa_kernel="flash")
+        for backend, masked, shape in ((Auto(), False, grouped), (dense, True, plain)):
             with pytest.raises(ConfigError, match="no kernel on this device for") as e:
-                backend.fix_kernel(CUDA, fp32, masked, shape)
+                kernel(backend, fp32, shape, masked)
             assert e.value.key == "attention.sdpa_kernel"
-        AttentionBackend().fix_kernel(CUDA, fp32, False, plain)
+        kernel(Auto(), fp32, plain)
         q, k = (torch.randn(1, n, 64, 64, device=CUDA) for n in (8, 2))
         with pytest.raises(RuntimeError, match=r"No available kernel|Invalid backend"):
             F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
-        assert AttentionBackend().fix_kernel(CUDA, bf16, True, grouped) == "varlen"
+        assert kernel(Auto(), bf16, grouped, masked=True) == "varlen"
     finally:
         for enable in ("flash", "cudnn", "mem_efficient", "math"):
             getattr(torch.backends.cuda, f"enable_{enable}_sdp")(True)

@@ -9,12 +9,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import titanlite.job  # noqa: F401  (registers the model families)
+from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.data.batch import IGNORE, Batch
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy
 from titanlite.mesh import Parallelism, build_mesh
 from titanlite.models.base import ModelFamily
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
-from titanlite.parallel.apply import parallelize
+from titanlite.parallel.apply import ParallelSettings, parallelize
 from titanlite.parallel.clip import grad_norm
 from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
@@ -52,18 +53,19 @@ def build(
         fsdp_reduce=reduce,
     )
     mesh = build_mesh(parallelism, "cpu", rank, world_size)
-    model = parallelize(
-        net,
-        CrossEntropy() if options.get("whole_logits") else ChunkedCrossEntropy(chunk_tokens=24),
-        mesh,
-        attention=options.get("attention", "pieces"),
+    needs = AttentionNeeds(
+        device=torch.device("cpu"), dtype=torch.float32, seq_len=16, n_heads=4, n_kv_heads=2, head_dim=8,
+        context_parallel=mesh.degrees.context > 1,
+    )  # fmt: skip
+    settings = ParallelSettings(
+        attention=AttentionBackend.choices[options.get("attention", "auto")]().build(needs),
         float8=Float8(
             enable="float8" in options,
             emulate=True,
             recipe=options.get("float8", "tensorwise"),
             enable_fsdp_float8_all_gather=options.get("gather", True),
         ),
-        recompute=ActivationCheckpoint(
+        activation_checkpoint=ActivationCheckpoint(
             mode=options.get("recompute", "none"), selective_ac_option=options.get("what", "op")
         ),
         compile=Compile(enable="compile" in options, backend=options.get("compile", "inductor")),
@@ -71,6 +73,8 @@ def build(
         reduce_dtype=torch.float32,
         parallelism=parallelism,
     )
+    loss = CrossEntropy() if options.get("whole_logits") else ChunkedCrossEntropy(chunk_tokens=24)
+    model = parallelize(net, loss, mesh, settings)
     model.materialize(torch.device("cpu"), seed=0)
     for name, p in model.net.named_parameters():
         if name.endswith("norm.weight"):  # which start as ones

@@ -35,8 +35,8 @@ def _first(tensors: Iterator[torch.Tensor]) -> torch.Tensor:
     return next(element for t in tensors if (element := _first_element(t)) is not None)
 
 
-def _bad_loss(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda hidden, weight, targets: loss(hidden, weight, targets) * math.nan
+def _bad_loss(head_fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda hidden, weight: head_fn(hidden, weight) * math.nan
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def bad_steps(steps: Collection[int], fault: str = "gradient", signal_at: int = 
 
     def with_bad_loss(self: ShardedModel, batch: Any) -> Any:
         made = inputs(self, batch)
-        return made._replace(loss=_bad_loss(made.loss)) if spoiled and spoiled.pop() else made
+        return made._replace(head_fn=_bad_loss(made.head_fn)) if spoiled and spoiled.pop() else made
 
     def left_out(*args: Any) -> None:
         if step() not in steps:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titanlite.attention.base import Mask, causal_attention
-from titanlite.models.base import Decoder, DecoderConfig, LossFunction, ModelFamily
+from titanlite.attention.base import Attention
+from titanlite.attention.sdpa import CAUSAL
+from titanlite.models.base import Decoder, DecoderConfig, HeadFn, ModelFamily, logits
 from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, apply_rope, rope_tables
 
 
@@ -51,7 +52,7 @@ TENSOR_PLAN = {
 }
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
         self.head_dim = c.head_dim
@@ -61,12 +62,10 @@ class Attention(nn.Module):
         self.out = Linear(c.n_heads * c.head_dim, c.dim)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask | None
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))
-        return self.out(
-            causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask).flatten(-2)
-        )
+        return self.out(attention.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -81,13 +80,13 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        self.norm, self.attn, self.mlp = RMSNorm(c.dim, 1e-5), Attention(c), FeedForward(c)
+        self.norm, self.attn, self.mlp = RMSNorm(c.dim, 1e-5), SelfAttention(c), FeedForward(c)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask | None
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         h = self.norm(x)
-        return x + self.attn(h, cos, sin, mask) + self.mlp(h)
+        return x + self.attn(h, cos, sin, attention) + self.mlp(h)
 
 
 class Net(Decoder):
@@ -104,36 +103,37 @@ class Net(Decoder):
     def forward(
         self,
         tokens: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        loss: LossFunction | None = None,
         positions: torch.Tensor | None = None,
-        mask: Mask | None = None,
+        attention: Attention = CAUSAL,
+        head_fn: HeadFn = logits,
     ) -> torch.Tensor:
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta, RopeScaling())
-        x = tokens if self.wte is None else self.wte(tokens)  # what an earlier stage has found
+        x = tokens if self.wte is None else self.wte(tokens)  # hidden states of an earlier stage
         for block in self.h.values():
-            x = block(x, cos, sin, mask)
+            x = block(x, cos, sin, attention)
         x = x if self.norm is None else self.norm(x)
-        return x if self.head is None else self.head(x, targets, loss)
+        return x if self.head is None else self.head(x, head_fn)
 
-    def part(self, blocks: Collection[str], first: bool, last: bool) -> Decoder:
+    def pipeline_stage(self, blocks: Collection[str], first: bool, last: bool) -> Decoder:
         with torch.device("meta"):
-            part = Net(self.config)
-        part.h = nn.ModuleDict({i: block for i, block in self.h.items() if i in blocks})
-        part.wte = self.wte if first else None
-        part.norm, part.head = (self.norm, self.head) if last else (None, None)
-        return part
+            stage = Net(self.config)
+        stage.h = nn.ModuleDict({i: block for i, block in self.h.items() if i in blocks})
+        stage.wte = self.wte if first else None
+        stage.norm, stage.head = (self.norm, self.head) if last else (None, None)
+        return stage
 
     def blocks(self) -> nn.ModuleDict:
         return self.h
 
-    def ends(self) -> list[list[nn.Module]]:
-        ends = [[self.wte], [self.norm, self.head]]
-        return [[module for module in end if module is not None] for end in ends if end[0] is not None]
+    def embedding_and_head(self) -> list[list[nn.Module]]:
+        groups = [[self.wte], [self.norm, self.head]]
+        return [
+            [module for module in group if module is not None] for group in groups if group[0] is not None
+        ]
 
-    def initial(self, name: str) -> tuple[float, float]:
+    def init_normal(self, name: str) -> tuple[float, float]:
         return (1.0, 0.0) if name.endswith("norm.weight") else (0.0, 0.02)
 
     def num_matmul_parameters(self) -> int:

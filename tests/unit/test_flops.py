@@ -4,6 +4,8 @@ and the table of peak rates -- the devices it knows, and above all the ones it m
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -37,7 +39,7 @@ def counted(net: RotaryDecoder, seq_len: int, rows: int = 2) -> float:
     """FLOPs a token of a forward and backward, counted by torch; the math backend shows its matmuls."""
     tokens = torch.randint(net.vocab_size, (rows, seq_len))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        net(tokens, tokens, cross_entropy).backward()
+        net(tokens, head_fn=partial(cross_entropy, targets_BT=tokens)).backward()
     return counter.get_total_flops() / (rows * seq_len)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.parallel_residual import ParallelResidual
-from titanlite.attention.kv_cache import Cache
+from titanlite.attention.kv_cache import KVCache
 from titanlite.config.component import ConfigError
 from titanlite.generate import CachedRows, Generation, before_any, choose, generate, next_tokens, whole_rows
 from titanlite.models.base import Decoder
@@ -71,21 +71,21 @@ def test_a_cache_changes_no_logit(net: Decoder, prompts: list[list[int]]) -> Non
 
 @pytest.mark.parametrize("what", ["padding is seen", "positions count padding", "keys are forgotten"])
 def test_control_a_wrong_cache_is_noticed(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    advance, extend = Cache.advance, Cache.extend
+    advance, append = KVCache.advance, KVCache.append
 
-    def wrong_advance(cache: Cache, new: int) -> torch.Tensor:
+    def wrong_advance(cache: KVCache, new: int) -> torch.Tensor:
         positions = advance(cache, new)
         if what == "padding is seen":
             cache._mask = torch.ones_like(cache._mask).tril(cache.filled - new)
         return positions + cache.padding[:, None] if what == "positions count padding" else positions
 
-    def wrong_extend(cache: Cache, k: torch.Tensor, v: torch.Tensor) -> Any:
-        keys, values, mask = extend(cache, k, v)
+    def wrong_append(cache: KVCache, k: torch.Tensor, v: torch.Tensor) -> Any:
+        keys, values = append(cache, k, v)
         keys[:, : cache.filled - k.shape[1]] *= what != "keys are forgotten"
-        return keys, values, mask
+        return keys, values
 
-    monkeypatch.setattr(Cache, "advance", wrong_advance)
-    monkeypatch.setattr(Cache, "extend", wrong_extend)
+    monkeypatch.setattr(KVCache, "advance", wrong_advance)
+    monkeypatch.setattr(KVCache, "append", wrong_append)
     net = random_net("qwen3")
     # Rotary positions are relative: what only shifts a row as a whole changes nothing.
     assert same(both(net, PROMPTS, 4)) == (what == "positions count padding")

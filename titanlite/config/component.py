@@ -1,4 +1,4 @@
-"""Components: whatever a TOML `name = "..."` can select.
+"""Components: whatever a TOML `name = "..."` (or the key that a kind names) can select.
 
 A kind (`class Optimizer(Component)`) owns a registry; a choice (`class AdamW(Optimizer, name="adamw")`) is a
 frozen dataclass whose fields are its TOML keys, whose field docstrings are the reference, and whose `build()`
@@ -41,16 +41,19 @@ def suggest(word: str, known: Iterable[object], elsewhere: Sequence[str] = ()) -
 
 class Component:
     """Base of every kind. Subclass without `name` to open a kind, with `name` to add a choice to it. `kind`:
-    what messages call a kind, if not by its class's name."""
+    what messages call a kind, if not by its class's name. `key`: the TOML key that selects the choice."""
 
     choices: ClassVar[dict[str, type[Component]]]
     kind: ClassVar[str]
+    key: ClassVar[str] = "name"
     name: ClassVar[str]
 
-    def __init_subclass__(cls, *, name: str | None = None, kind: str | None = None, **kwargs: Any):
+    def __init_subclass__(
+        cls, *, name: str | None = None, kind: str | None = None, key: str = "name", **kwargs: Any
+    ):
         super().__init_subclass__(**kwargs)
         if name is None:
-            cls.choices, cls.kind = {}, kind or cls.__name__.lower()
+            cls.choices, cls.kind, cls.key = {}, kind or cls.__name__.lower(), key
         elif name in cls.choices and not _same_class(cls, cls.choices[name]):
             raise TypeError(f"{name!r} already names {cls.choices[name]}")
         else:
@@ -63,7 +66,7 @@ class Component:
 
     @classmethod
     def is_kind(cls) -> bool:
-        """True for a kind (chosen from by `name`), False for a choice."""
+        """True for a kind, False for a choice."""
         return "choices" in cls.__dict__
 
 

@@ -33,7 +33,7 @@ EXPECTED = {"int": "an integer", "float": "a number", "str": "a string", "bool":
 
 class Node(TypedDict, total=False):
     """What one value may be. `type` is one of int, float, str, bool, any, literal, list, tuple, dict, table
-    (of fixed keys) and choice (a table whose `name` picks one of several)."""
+    (of fixed keys) and choice (a table one of whose keys picks one of several)."""
 
     type: str
     doc: str
@@ -44,6 +44,7 @@ class Node(TypedDict, total=False):
     items: Node  # of a list, tuple or dict
     keys: dict[str, Node]  # of a table
     kind: str  # of a choice: what is chosen, for messages
+    key: str  # of a choice: the key that picks it, if not `name`
     choices: dict[str, Node]
 
 
@@ -92,7 +93,8 @@ def _node(hint: Any, docs: bool) -> Node:
         return {**_node(inner, docs), "optional": True}
     if isinstance(hint, type) and issubclass(hint, Component) and hint.is_kind():
         choices = {name: describe(choice, docs) for name, choice in sorted(hint.choices.items())}
-        return {"type": "choice", "kind": hint.kind, "choices": choices}
+        node: Node = {"type": "choice", "kind": hint.kind, "choices": choices}
+        return node if hint.key == "name" else {**node, "key": hint.key}
     if dataclasses.is_dataclass(hint):
         return describe(typing.cast(type, hint), docs)
     if origin is Literal:
@@ -200,17 +202,18 @@ class _Conversion:
             return self._complain(f"expected a table, got {tree!r}{how}", key)
         table, made = node, dict[str, Any]()
         if node["type"] == "choice":
-            name = tree.get("name", node.get("default"))
+            picked_by = node.get("key", "name")
+            name = tree.get(picked_by, node.get("default"))
             name = str(name) if isinstance(name, Word) else name
             if name is None:
-                return self._complain(f"missing `name` (known: {', '.join(node['choices'])})", key)
+                return self._complain(f"missing `{picked_by}` (known: {', '.join(node['choices'])})", key)
             if not isinstance(name, str) or name not in node["choices"]:
                 if not self._choices_follow:
                     known = suggest(str(name), node["choices"])
-                    self._complain(f"unknown {node['kind']} {name!r}{known}", f"{key}.name")
+                    self._complain(f"unknown {node['kind']} {name!r}{known}", f"{key}.{picked_by}")
                 return tree
-            table, made = node["choices"][name], {"name": name}
-            tree = {k: v for k, v in tree.items() if k != "name"}
+            table, made = node["choices"][name], {picked_by: name}
+            tree = {k: v for k, v in tree.items() if k != picked_by}
         keys = table["keys"]
         for k, v in tree.items():
             where = f"{key}.{k}" if key else k

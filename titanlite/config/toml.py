@@ -87,8 +87,9 @@ def _make(hint: Any, value: Any, key: str, errors: list[ConfigError]) -> Any:
     if origin in (list, tuple):
         return origin(_make(args[0], v, f"{key}.{i}", errors) for i, v in enumerate(value))
     if isinstance(hint, type) and issubclass(hint, Component):
-        hint = hint.choices[value["name"]]
-        value = {k: v for k, v in value.items() if k != "name"}
+        key_of_choice = hint.key
+        hint = hint.choices[value[key_of_choice]]
+        value = {k: v for k, v in value.items() if k != key_of_choice}
     if not dataclasses.is_dataclass(hint):
         return value
     hints, before = type_hints(typing.cast(type, hint)), len(errors)
@@ -107,9 +108,9 @@ def dump(config: Any) -> str:
 
 
 def as_tree(value: Any) -> Any:
-    """Dataclasses to plain tables, a choice's `name` first, tuples to lists, None dropped."""
+    """Dataclasses to plain tables, the key that picks a choice first, tuples to lists, None dropped."""
     if dataclasses.is_dataclass(value):
-        tree: dict[str, Any] = {"name": value.name} if isinstance(value, Component) else {}
+        tree: dict[str, Any] = {value.key: value.name} if isinstance(value, Component) else {}
         fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
         return tree | {k: as_tree(v) for k, v in fields if v is not None}
     if isinstance(value, dict):

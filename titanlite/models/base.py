@@ -13,73 +13,79 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from titanlite.attention.base import Mask
+from titanlite.attention.base import Attention
+from titanlite.attention.sdpa import CAUSAL
 from titanlite.config.component import Component, ConfigError, suggest
 
-# hidden [B, T, D], head weight [V, D], targets int64 [B, T] -> sum over the targets that count, fp32 scalar
-LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
+# What a decoder applies to its last hidden states [B, T, D] and its head's weight [V, D]: a loss with its
+# targets, or what makes logits.
+HeadFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Role = Literal["embedding", "matrix", "head", "norm", "router", "expert"]
 
 
+def logits(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """The head_fn that makes logits [B, T, V], in the hidden states' dtype."""
+    return F.linear(hidden_BTD, weight_VD.to(hidden_BTD.dtype))
+
+
 class Inputs(NamedTuple):
-    """What a decoder is called with for one micro-batch; Decoder.forward says what each is."""
+    """The arguments of Decoder.forward for one micro-batch."""
 
     tokens: torch.Tensor
-    targets: torch.Tensor
-    loss: LossFunction | None
     positions: torch.Tensor | None
-    mask: Mask | None
+    attention: Attention
+    head_fn: HeadFn
 
 
 class Decoder(nn.Module):
     """A decoder-only language model under Hugging Face's parameter names.
 
-    A pipeline stage is the same class with ends or blocks missing; what is missing passes its input through.
+    A pipeline stage is the same class without some of the blocks, the embedding or the head; a stage without
+    an embedding takes hidden states for tokens, one without a head returns hidden states.
     """
 
     vocab_size: int
     dim: int
     tensor_plan: dict[str, str]
-    """How tensor parallel divides the layers, by patterns of their names: `embedding`, `sequence` (norms),
+    """How tensor parallel shards the layers, by patterns of their names: `embedding`, `sequence` (norms),
     `gather` (a module whose layers need all tokens), `colwise`, `rowwise`, `heads` (norms within attention:
     each rank has some of the heads), `head`."""
 
     def forward(
         self,
         tokens: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        loss: LossFunction | None = None,
         positions: torch.Tensor | None = None,
-        mask: Mask | None = None,
+        attention: Attention = CAUSAL,
+        head_fn: HeadFn = logits,
     ) -> torch.Tensor:
-        """Logits [B, T, V] for tokens int64 [B, T]; with `loss`, the sum of the token losses instead (fp32
-        scalar).
+        """What `head_fn` makes of the last hidden states for tokens int64 [B, T]: logits [B, T, V] by
+        default.
 
-        The loss is taken inside the forward, on hidden states and the head's weight, so that a chunked loss
-        can avoid the full logits and FSDP has the weight at hand. `positions` int64 [T] or [B, T]; default 0
-        .. T - 1. `mask`: which earlier tokens each one sees; default all.
+        `head_fn` is called inside the forward, with the head's weight, so that a chunked loss can avoid the
+        full logits and FSDP has gathered the weight. `positions` int64 [T] or [B, T]; default 0 .. T - 1.
+        `attention`: the object whose `attend` every block calls.
         """
         raise NotImplementedError
 
-    def part(self, blocks: Collection[str], first: bool, last: bool) -> Decoder:
-        """The same model with no blocks but these, and with what comes before and after all of them only if
-        `first` and `last` say so. It shares its modules with this one."""
+    def pipeline_stage(self, blocks: Collection[str], first: bool, last: bool) -> Decoder:
+        """The same model with only these blocks, with the embedding only if `first`, and with the final norm
+        and the head only if `last`. It shares its modules with this model."""
         raise NotImplementedError
 
     def blocks(self) -> nn.ModuleDict:
-        """The transformer blocks in order: the unit of recompute, compile and sharding."""
+        """The transformer blocks in order: the unit of activation checkpointing, compile and sharding."""
         raise NotImplementedError
 
-    def ends(self) -> list[list[nn.Module]]:
-        """What comes before and after the blocks, each list to be sharded together; empty if both have one
-        weight (tied embeddings)."""
+    def embedding_and_head(self) -> list[list[nn.Module]]:
+        """The modules before the blocks and those after them, each list to be sharded together; empty if
+        embedding and head share one weight (tied embeddings)."""
         raise NotImplementedError
 
-    def initial(self, name: str) -> tuple[float, float]:
-        """Mean and standard deviation of the normal that the parameter `name` starts from."""
+    def init_normal(self, name: str) -> tuple[float, float]:
+        """Mean and standard deviation of the normal distribution that initialises the parameter `name`."""
         raise NotImplementedError
 
     def parameter_role(self, name: str) -> Role:
@@ -95,6 +101,10 @@ class Decoder(nn.Module):
         if any(module is inner for inner in self.blocks().modules()):
             return "matrix"
         return "embedding" if isinstance(module, nn.Embedding) else "head"
+
+    def after_step(self, applied: torch.Tensor) -> None:
+        """Update buffers after a step of the optimizer. `applied`: bool scalar on the device, False if the
+        step was skipped, in which case state must not change. Default: nothing to update."""
 
     def num_matmul_parameters(self) -> int:
         """Parameters that every token is multiplied with: all but an embedding that is only looked up."""
@@ -122,8 +132,7 @@ class DecoderConfig:
                 raise ConfigError(f"{f.name} = {value} is not below 2^31")
 
     def numbers(self) -> dict[str, Any]:
-        """The fields that decide what a model computes from its weights. One that has the same takes the same
-        weights; it may have more rows of the vocabulary."""
+        """The fields that must be equal for checkpoints to be interchangeable; vocab_size may be larger."""
         return {key: value for key, value in vars(self).items() if key not in ("vocab_size", "max_position")}
 
 

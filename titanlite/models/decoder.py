@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from titanlite.attention.base import Mask, causal_attention
+from titanlite.attention.base import Attention
+from titanlite.attention.sdpa import CAUSAL
 from titanlite.config.component import ConfigError
-from titanlite.models.base import Decoder, DecoderConfig, LossFunction
-from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, SwiGLU, apply_rope, head, rope_tables
+from titanlite.models.base import Decoder, DecoderConfig, HeadFn, logits
+from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, SwiGLU, apply_rope, rope_tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ TENSOR_PLAN = {
 }
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
     def __init__(self, c: RotaryConfig):
@@ -71,14 +72,14 @@ class Attention(nn.Module):
         self.o_proj = Linear(c.n_heads * c.head_dim, c.dim)
 
     def forward(
-        self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask | None
+        self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        # -1: the number of heads here, which tensor parallelism divides
+        # -1: the number of heads on this rank, which tensor parallel reduces
         q, k, v = (
             p(x_BTD).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         q_BTHE, k_BTKE = self.normed(q, k)
-        out_BTHE = causal_attention(apply_rope(q_BTHE, cos, sin), apply_rope(k_BTKE, cos, sin), v, mask)
+        out_BTHE = attention.attend(apply_rope(q_BTHE, cos, sin), apply_rope(k_BTKE, cos, sin), v)
         return self.o_proj(out_BTHE.flatten(-2))
 
     def normed(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,87 +98,89 @@ class Block(nn.Module):
         self.mlp = SwiGLU(c.dim, c.hidden_dim)
 
     def forward(
-        self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: Mask | None
+        self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin, mask)
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin, attention)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
 class Model(nn.Module):
-    """Embedding, blocks, final norm. An end that is None is another stage's: input passes through."""
+    """Embedding, blocks, final norm. In a pipeline stage that lacks them, embedding and norm are None."""
 
-    def __init__(self, c: RotaryConfig, attention: type[Attention]):
+    def __init__(self, c: RotaryConfig, attention: type[SelfAttention]):
         super().__init__()
         self.config = c
         self.embed_tokens: nn.Embedding | None = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleDict({str(i): Block(c, attention(c)) for i in range(c.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(c.dim, c.norm_eps)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None, mask: Mask | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None, attention: Attention) -> torch.Tensor:
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         c = self.config
         cos, sin = rope_tables(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         h_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
         for block in self.layers.values():
-            h_BTD = block(h_BTD, cos, sin, mask)
+            h_BTD = block(h_BTD, cos, sin, attention)
         return self.norm(h_BTD) if self.norm is not None else h_BTD
 
 
 class RotaryDecoder(Decoder):
     """The model with its head. Tied flavors have no lm_head: the embedding's weight serves as the head's.
 
-    `attention` makes the attention of each block; `plan`: how tensor parallel divides what it adds.
+    `attention`: the class of each block's attention. `plan`: the tensor parallel styles of what that adds.
     """
 
     def __init__(
-        self, c: RotaryConfig, attention: type[Attention] = Attention, plan: dict[str, str] | None = None
+        self,
+        c: RotaryConfig,
+        attention: type[SelfAttention] = SelfAttention,
+        plan: dict[str, str] | None = None,
     ):
         super().__init__()
         self.config, self.vocab_size, self.dim = c, c.vocab_size, c.dim
-        self.attention = attention
+        self.attention_class = attention
         self.model = Model(c, attention)
         self.lm_head = None if c.tie_word_embeddings else Head(c.dim, c.vocab_size)
-        ends = {} if c.tie_word_embeddings else {"lm_head": "head"}
-        self.tensor_plan = TENSOR_PLAN | (plan or {}) | ends
+        head = {} if c.tie_word_embeddings else {"lm_head": "head"}
+        self.tensor_plan = TENSOR_PLAN | (plan or {}) | head
 
     def forward(
         self,
         tokens: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        loss: LossFunction | None = None,
         positions: torch.Tensor | None = None,
-        mask: Mask | None = None,
+        attention: Attention = CAUSAL,
+        head_fn: HeadFn = logits,
     ) -> torch.Tensor:
-        h_BTD = self.model(tokens, positions, mask)
+        h_BTD = self.model(tokens, positions, attention)
         if self.lm_head is not None:
-            return self.lm_head(h_BTD, targets, loss)
+            return self.lm_head(h_BTD, head_fn)
         if self.config.tie_word_embeddings and self.model.embed_tokens is not None:
-            return head(h_BTD, self.model.embed_tokens.weight, targets, loss)
+            return head_fn(h_BTD, self.model.embed_tokens.weight)
         return h_BTD
 
-    def part(self, blocks: Collection[str], first: bool, last: bool) -> Decoder:
+    def pipeline_stage(self, blocks: Collection[str], first: bool, last: bool) -> Decoder:
         with torch.device("meta"):
-            part = RotaryDecoder(self.config, self.attention)
-        part.tensor_plan = self.tensor_plan
-        part.model.layers = nn.ModuleDict({i: b for i, b in self.model.layers.items() if i in blocks})
-        part.model.embed_tokens = self.model.embed_tokens if first else None
-        part.model.norm = self.model.norm if last else None
-        part.lm_head = self.lm_head if last else None
-        return part
+            stage = RotaryDecoder(self.config, self.attention_class)
+        stage.tensor_plan = self.tensor_plan
+        stage.model.layers = nn.ModuleDict({i: b for i, b in self.model.layers.items() if i in blocks})
+        stage.model.embed_tokens = self.model.embed_tokens if first else None
+        stage.model.norm = self.model.norm if last else None
+        stage.lm_head = self.lm_head if last else None
+        return stage
 
     def blocks(self) -> nn.ModuleDict:
         return self.model.layers
 
-    def ends(self) -> list[list[nn.Module]]:
+    def embedding_and_head(self) -> list[list[nn.Module]]:
         if self.config.tie_word_embeddings:
             return []
         before: list[nn.Module | None] = [self.model.embed_tokens]
         after: list[nn.Module | None] = [self.model.norm, self.lm_head]
-        ends = [[module for module in end if module is not None] for end in (before, after)]
-        return [end for end in ends if end]
+        present = [[module for module in group if module is not None] for group in (before, after)]
+        return [group for group in present if group]
 
-    def initial(self, name: str) -> tuple[float, float]:
+    def init_normal(self, name: str) -> tuple[float, float]:
         if name.endswith("norm.weight"):
             return 1.0, 0.0
         # Projections that write to the residual stream shrink with depth (GPT-2), so its variance does not

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titanlite.models.base import LossFunction
+from titanlite.models.base import HeadFn
 
 
 class Linear(nn.Linear):
@@ -26,23 +26,11 @@ class Linear(nn.Linear):
 
 
 class Head(Linear):
-    """The projection to the vocabulary. It is called with the loss, not only asked for its weight, so that it
-    can be sharded like any module."""
+    """The projection to the vocabulary. It is called like any module, so that FSDP gathers its weight for
+    `head_fn`."""
 
-    def forward(
-        self, h_BTD: torch.Tensor, targets: torch.Tensor | None = None, loss: LossFunction | None = None
-    ) -> torch.Tensor:
-        return head(h_BTD, self.weight, targets, loss)
-
-
-def head(
-    h_BTD: torch.Tensor, weight_VD: torch.Tensor, targets: torch.Tensor | None, loss: LossFunction | None
-) -> torch.Tensor:
-    """Logits [B, T, V]; with `loss`, the sum of the token losses instead."""
-    if loss is None:
-        return F.linear(h_BTD, weight_VD.to(h_BTD.dtype))
-    assert targets is not None
-    return loss(h_BTD, weight_VD, targets)
+    def forward(self, h_BTD: torch.Tensor, head_fn: HeadFn) -> torch.Tensor:  # type: ignore[override]
+        return head_fn(h_BTD, self.weight)
 
 
 class RMSNorm(nn.Module):

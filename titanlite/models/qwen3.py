@@ -52,7 +52,7 @@ class Qwen3(ModelFamily, name="qwen3"):
     hf_model_type = "qwen3"
 
     def build(self) -> Decoder:
-        return RotaryDecoder(self.config, Attention, TENSOR_PLAN)
+        return RotaryDecoder(self.config, SelfAttention, TENSOR_PLAN)
 
     def hf_config(self) -> dict[str, Any]:
         return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **to_hf(self.config, {})}
@@ -67,8 +67,8 @@ class Qwen3(ModelFamily, name="qwen3"):
 TENSOR_PLAN = {"model.layers.*.self_attn.[qk]_norm": "heads"}
 
 
-class Attention(decoder.Attention):
-    """With a norm of queries and one of keys, whose weights all heads share."""
+class SelfAttention(decoder.SelfAttention):
+    """Attention with a norm of queries and one of keys, whose weights all heads share."""
 
     def __init__(self, c: RotaryConfig):
         super().__init__(c)

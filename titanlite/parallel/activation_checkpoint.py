@@ -1,4 +1,5 @@
-"""Activation checkpointing (recompute): less memory for more arithmetic. Only `forward` is replaced."""
+"""Activation checkpointing: compute activations again in the backward, to keep fewer. Only `forward` methods
+are replaced."""
 
 from __future__ import annotations
 
@@ -18,22 +19,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titanlite.config.component import ConfigError, suggest
 from titanlite.models.base import Decoder
 
-PARTS = {"attention": "self_attn", "mlp": "mlp", "norms": "*norm"}  # of a block, by the names of its modules
+MODULES = {"attention": "self_attn", "mlp": "mlp", "norms": "*norm"}  # of a block, as name patterns
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
-    """Recompute activations in the backward instead of keeping them."""
+    """Activation checkpointing: recompute activations in the backward instead of keeping them."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """`full`: keep only each block's input and run the block again in the backward. `selective`: some of it,
-    by selective_ac_option. `memory_budget`: let the compiler choose what to keep."""
+    """`full`: keep only each block's input and run the block again in the backward. `selective`: recompute
+    what selective_ac_option says. `memory_budget`: let the compiler choose which activations to keep."""
     selective_ac_option: str = "op"
-    """`op`: keep the results of attention and of every second matrix product in a block. A number n: run
-    every n-th block again, as in `full`. `attention`, `mlp` or `norms`, or several joined by +: run these
-    parts of each block again."""
+    """`op`: keep the results of attention and of every second matrix product in a block. A number n:
+    recompute every n-th block, as in `full`. `attention`, `mlp` or `norms`, or several joined by +: recompute
+    these modules of each block."""
     memory_budget: float = 0.5
-    """The share to keep of what the compiler would keep by itself: 0 keeps only a block's inputs."""
+    """Fraction of the activations that the compiler would keep by itself: 0 keeps only a block's inputs."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.memory_budget <= 1:
@@ -44,22 +45,23 @@ class ActivationCheckpoint:
         for part in option.split("+"):
             if part == "op" or part.isdecimal():
                 raise ConfigError(
-                    f"{part!r} stands alone; {', '.join(PARTS)} may be joined by +, and numbers begin with 1",
+                    f"{part!r} stands alone; {', '.join(MODULES)} may be joined by +, and numbers "
+                    "begin with 1",
                     "selective_ac_option",
                 )
-            if part not in PARTS:
-                known = {"op", "a number", *PARTS}
+            if part not in MODULES:
+                known = {"op", "a number", *MODULES}
                 raise ConfigError(f"unknown option {part!r}{suggest(part, known)}", "selective_ac_option")
 
 
-def apply_recompute(net: Decoder, config: ActivationCheckpoint) -> None:
-    """Replace forwards of the blocks or of their parts, before compile. Raises ConfigError if the model has
-    nothing of what the configuration names."""
+def apply_activation_checkpoint(net: Decoder, config: ActivationCheckpoint) -> None:
+    """Replace forwards of the blocks or of modules in them, before compile. Raises ConfigError if the model
+    lacks the modules that the configuration names."""
     functorch.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
     if config.mode == "memory_budget":
         _count_grouped_attention()
         if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):  # torch 2.13; else it gives up
-            functorch.unsafe_treat_script_objects_as_zero_size = True  # meshes, which are of no size
+            functorch.unsafe_treat_script_objects_as_zero_size = True  # meshes take no memory
     blocks, option = list(net.blocks().values()), config.selective_ac_option
     if config.mode == "full":
         chosen, contexts = blocks, None
@@ -69,7 +71,7 @@ def apply_recompute(net: Decoder, config: ActivationCheckpoint) -> None:
     else:
         return
     for module in chosen:
-        _recompute(module, contexts)
+        _checkpoint(module, contexts)
 
 
 def _count_grouped_attention() -> None:
@@ -88,29 +90,29 @@ def _with_all_heads(count: Callable[..., int], *shapes: Sequence[int]) -> int:
 
 
 def _chosen(blocks: list[nn.Module], option: str) -> list[nn.Module]:
-    """The modules that are run again."""
+    """The modules that are recomputed."""
     if option == "op":
         return blocks
     if option.isdecimal():
-        found, what = blocks[int(option) - 1 :: int(option)], f"block {option}"
+        chosen, wanted = blocks[int(option) - 1 :: int(option)], f"block {option}"
     else:
-        patterns = [PARTS[part] for part in option.split("+")]
-        found = [
+        patterns = [MODULES[part] for part in option.split("+")]
+        chosen = [
             module
             for block in blocks
             for name, module in block.named_children()
             if any(fnmatch(name, pattern) for pattern in patterns)
         ]
-        what = f"module of a block like {' or '.join(patterns)}"
-    if blocks and not found:
+        wanted = f"module of a block like {' or '.join(patterns)}"
+    if blocks and not chosen:
         raise ConfigError(
-            f"{option!r}: the model's {len(blocks)} blocks have no {what}",
+            f"{option!r}: the model's {len(blocks)} blocks have no {wanted}",
             "activation_checkpoint.selective_ac_option",
         )
-    return found
+    return chosen
 
 
-def _recompute(module: nn.Module, contexts: Callable[[], Any] | None = None) -> None:
+def _checkpoint(module: nn.Module, contexts: Callable[[], Any] | None = None) -> None:
     inner = module.forward
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
@@ -129,7 +131,7 @@ _ATTENTIONS = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }
-_MAXIMA = {_aten.max.default}  # of a whole tensor, for float8's scales: a number, which is dear to find
+_MAXIMA = {_aten.max.default}  # of a whole tensor, for float8's scales: cheap to keep, costly to compute
 
 
 def _keep_costly_results() -> Any:
@@ -138,13 +140,13 @@ def _keep_costly_results() -> Any:
 
 
 def _policy(seen: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Attention, every second product and float8's maxima, as torchtitan does; the repetition counts like
-    the forward."""
-    # by name: the other kernels of attention, of which two are imported when they are used
+    """Keep the results of attention, of every second matrix product and of float8's maxima, as torchtitan
+    does. The repeated forward counts the products as the first one did."""
+    # Kernels that are imported when they are first used are known by name.
     keep = (
         op in _ATTENTIONS
         or op in _MAXIMA
-        or any(name in str(op) for name in ("varlen_attn", "flex_attention", "attention_of_pieces"))
+        or any(name in str(op) for name in ("varlen_attn", "flex_attention", "head_tail_attention"))
     )
     if op in _PRODUCTS:
         seen[ctx.is_recompute] += 1

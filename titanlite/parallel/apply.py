@@ -1,76 +1,86 @@
-"""The order of the transforms: float8, tensor parallel, recompute, compile, pipeline, shard. A new one gets
-a file, and a line here."""
+"""The order of the transforms: float8, tensor parallel, activation checkpointing, compile, pipeline parallel,
+FSDP. A new one gets a file, and a line here.
+
+With tensor parallel, blocks are compiled before activation checkpointing, which then runs compiled blocks
+again: torch 2.13 cannot compile the repeated forward itself there.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
+from titanlite.attention.auto import Auto
+from titanlite.attention.base import AttentionBackend
 from titanlite.losses import Loss
 from titanlite.mesh import Mesh, Parallelism
-from titanlite.models.base import Decoder
-from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_recompute
+from titanlite.models.base import Decoder, HeadFn, logits
+from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_activation_checkpoint
 from titanlite.parallel.compile import Compile, apply_compile, compile_forwards
 from titanlite.parallel.float8 import Float8, apply_float8
 from titanlite.parallel.fsdp import apply_fsdp
-from titanlite.parallel.pipeline_parallel import Pipeline, apply_pipeline
+from titanlite.parallel.pipeline_parallel import Pipeline, apply_pipeline_parallel
 from titanlite.parallel.precision import apply_precision
-from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.parallel.sharded_model import Layout, ShardedModel
 from titanlite.parallel.tensor_parallel import (
-    apply_tensor,
-    logits_of_all_tokens,
-    of_all_tokens,
-    vocabulary_part,
+    apply_tensor_parallel,
+    gather_logits,
+    gather_tokens_for_loss,
+    vocabulary_shard,
 )
 
 
-def parallelize(
-    net: Decoder,
-    loss: Loss,
-    mesh: Mesh,
-    *,
-    attention: str,
-    float8: Float8,
-    recompute: ActivationCheckpoint,
-    compile: Compile,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    parallelism: Parallelism,
-    cpu_offload: bool = False,
-) -> ShardedModel:
-    """This rank's part of `net`, still on meta. A single process is left unsharded."""
+@dataclass(frozen=True, kw_only=True)
+class ParallelSettings:
+    """The sections and dtypes that decide how a model is sharded and run. `attention`: a built backend."""
+
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    attention: AttentionBackend = field(default_factory=Auto)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
+    param_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    cpu_offload: bool = False
+
+
+def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings) -> ShardedModel:
+    """This rank's stages and shards of `net`, still on meta. A single process is left unsharded."""
+    parallelism, float8, compile = settings.parallelism, settings.float8, settings.compile
     apply_float8(net, float8, sharded=mesh.device_mesh is not None, ranks=mesh.degrees.tensor)
-    project = None
+    head_fn_for_logits: HeadFn = logits
     if mesh.degrees.tensor == 1:
         loss_function = loss.build(compile.loss_backend)
-        apply_recompute(net, recompute)
+        apply_activation_checkpoint(net, settings.activation_checkpoint)
         apply_compile(net, compile)
     else:
-        apply_tensor(net, mesh.tensor, float8)
-        part = vocabulary_part(net.vocab_size, mesh.tensor)
-        loss_function = of_all_tokens(loss.build(compile.loss_backend, part), mesh.tensor)
-        project = logits_of_all_tokens(mesh.tensor)
+        apply_tensor_parallel(net, mesh.tensor, float8)
+        vocabulary = vocabulary_shard(net.vocab_size, mesh.tensor)
+        loss_function = gather_tokens_for_loss(loss.build(compile.loss_backend, vocabulary), mesh.tensor)
+        head_fn_for_logits = gather_logits(mesh.tensor)
         compile_forwards(net, compile)
-        apply_recompute(net, recompute)
-    net, stages = apply_pipeline(net, parallelism, mesh)
+        apply_activation_checkpoint(net, settings.activation_checkpoint)
+    net, stages = apply_pipeline_parallel(net, parallelism, mesh)
+    dtype, offload = settings.param_dtype, settings.cpu_offload
     if mesh.device_mesh is None:
-        apply_precision(net, param_dtype)
+        apply_precision(net, dtype)
     else:
         for stage in stages.values():
             reshard = parallelism.fsdp_reshard_after_forward
-            apply_fsdp(stage, mesh, param_dtype, reduce_dtype, reshard, cpu_offload)
+            apply_fsdp(stage, mesh, dtype, settings.reduce_dtype, reshard, offload)
     pipeline = None
     if mesh.pipeline is not None:
-        schedule, divided = parallelism.pipeline_parallel_schedule, mesh.degrees.tensor
-        pipeline = Pipeline(stages, schedule, mesh.pipeline, divided, param_dtype)
-    return ShardedModel(
-        net,
-        loss_function,
-        attention,
-        mesh,
-        project,
-        pipeline,
-        # FSDP would add micro-batches up in the dtype in which it reduces.
-        reduce_each=parallelism.fsdp_reduce == "micro_batch" or reduce_dtype != torch.float32,
-        float8_scales=float8.gathers_float8 and mesh.device_mesh is not None,
-        cpu_offload=cpu_offload,
+        schedule = parallelism.pipeline_parallel_schedule
+        pipeline = Pipeline(stages, schedule, mesh.pipeline, mesh.degrees.tensor, dtype)
+    # With another reduce_dtype, FSDP would add micro-batches up in that dtype.
+    every_micro_batch = parallelism.fsdp_reduce == "micro_batch" or settings.reduce_dtype != torch.float32
+    layout = Layout(
+        mesh=mesh,
+        pipeline=pipeline,
+        logits=head_fn_for_logits,
+        reduce_every_micro_batch=every_micro_batch,
+        gathers_float8=float8.gathers_float8 and mesh.device_mesh is not None,
+        cpu_offload=offload,
     )
+    return ShardedModel(net, loss_function, settings.attention, layout)

@@ -1,5 +1,5 @@
-"""torch.compile, in place and by block: names stay, one graph serves all blocks, a break is an error. What
-the compiler does after the first step is counted, and told with its reason."""
+"""torch.compile, in place and by block: names stay, one graph serves all blocks, a graph break is an error.
+Compilations after the first step are counted and logged with their reasons."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Compile:
     with torch's own operators: use them to find out whether generated code or tracing causes an error."""
 
     def __post_init__(self) -> None:
-        if self.backend != "inductor":  # the list is in a part of torch that takes a second to import
+        if self.backend != "inductor":  # torch takes a second to import its list of backends
             known = torch.compiler.list_backends(exclude_tags=())
             if self.backend not in known:
                 raise ConfigError(
@@ -41,15 +41,15 @@ class Compile:
 
 
 def apply_compile(net: Decoder, config: Compile) -> None:
-    """Compile the blocks in place, after recompute and before FSDP."""
+    """Compile the blocks in place, after activation checkpointing and before FSDP."""
     if config.enable:
         for block in net.blocks().values():
             block.compile(fullgraph=True, backend=config.backend)
 
 
 def compile_forwards(net: Decoder, config: Compile) -> None:
-    """The same, but before recompute, which then runs compiled blocks again: with tensor parallel torch 2.13
-    cannot compile the repetition itself."""
+    """Compile the forwards of the blocks, before activation checkpointing, which then runs compiled forwards
+    again: with tensor parallel, torch 2.13 cannot compile the repeated forward itself."""
     if config.enable:
         for block in net.blocks().values():
             block.forward = torch.compile(block.forward, fullgraph=True, backend=config.backend)
@@ -62,14 +62,14 @@ def _records() -> list[Any]:
 
 @dataclass
 class Compilations:
-    """What the compiler did, from its own records (the last 64)."""
+    """Metrics of compilations, from the compiler's own records (the last 64)."""
 
     _seen: list[Any] = field(default_factory=_records)
     _first: bool = True
 
     def since_last(self) -> dict[str, float]:
-        """Metrics of the compilations since the last call, {} if there were none. From the second call on
-        each is logged with its reason: a shape, or a flag, that changes from step to step."""
+        """Metrics of the compilations since the last call, {} if there were none. From the second call on,
+        each compilation is logged with its reason, such as a shape that changed."""
         records = _records()
         new = [m for m in records if not any(m is seen for seen in self._seen)]
         graphs = [m for m in new if m.is_forward and m.co_name]  # backwards have records of their own

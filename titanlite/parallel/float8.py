@@ -132,8 +132,8 @@ def _on_a_rank(name: str, layer: nn.Linear, net: Decoder, ranks: int) -> tuple[i
 
 
 def apply_float8(net: Decoder, config: Float8, sharded: bool, ranks: int = 1) -> None:
-    """Swap the blocks' linear layers, before tensor parallel over `ranks`, recompute, compile and FSDP.
-    Raises ConfigError as divide_layers does."""
+    """Swap the blocks' linear layers, before tensor parallel over `ranks`, activation checkpointing, compile
+    and FSDP. Raises ConfigError as divide_layers does."""
     if not config.enable:
         return
     chosen, left = divide_layers(net, config, ranks)

@@ -33,7 +33,7 @@ def apply_fsdp(
     reshard_after_forward: str,
     cpu_offload: bool,
 ) -> None:
-    """Shard each block and each end, in place; tied embeddings are one group with what is left."""
+    """Shard each block, the embedding and the head, in place. Tied embeddings are in the root's group."""
     # Inputs are not cast: activations have the parameters' dtype from the embedding on, and the rotary tables
     # must stay fp32.
     policy = MixedPrecisionPolicy(
@@ -50,9 +50,9 @@ def apply_fsdp(
         # The backward begins with the last block and the head: freeing those would be for nothing.
         free = reshard and block is not blocks[-1]
         shard(block, reshard_after_forward=free)
-    for end in net.ends():
-        free = reshard and isinstance(end[0], nn.Embedding)
-        shard(end, reshard_after_forward=free)
+    for group in net.embedding_and_head():
+        free = reshard and isinstance(group[0], nn.Embedding)
+        shard(group, reshard_after_forward=free)
     shard(net, reshard_after_forward=False)
     for module in net.modules():
         if isinstance(module, FSDPModule):

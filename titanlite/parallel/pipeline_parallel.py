@@ -1,14 +1,15 @@
-"""Pipeline parallel: each rank along the `pipeline` axis has some of the blocks, as one stage or two, and
-micro-batches go through the stages one after another (Huang et al. 2019; 1F1B and interleaving: Narayanan et
-al. 2021; zero bubble: Qi et al. 2024).
+"""Pipeline parallel: each rank along the `pipeline` axis has one or two stages, each of some of the blocks,
+and micro-batches go through the stages in order (Huang et al. 2019; 1F1B and interleaving: Narayanan et al.
+2021; zero bubble: Qi et al. 2024).
 
-torch's schedules decide who does what when. A stage is a `part` of the model; the schedule hands it hidden
-states, and what else a micro-batch has it takes from this rank's own copy of the rows, in order: in every
-schedule a stage sees the micro-batches in theirs.
+torch's schedules order the forwards and backwards. A stage receives only hidden states; positions, attention
+and head_fn of a micro-batch come from the rank's own copy of the batch. Every schedule visits a stage's
+micro-batches in order.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,111 +17,172 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.config.component import ConfigError
 from titanlite.log import logger
-from titanlite.mesh import STAGES_A_RANK, Mesh, Parallelism
+from titanlite.mesh import Mesh, Parallelism
 from titanlite.models.base import Decoder, Inputs
 from titanlite.parallel.fsdp import add_up_gradients
 
+STAGES_PER_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+}  # by schedule
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
-def stages_of(schedule: str, rank: int, ranks: int) -> list[int]:
+
+def split_into_stages(parallelism: Parallelism, blocks: Sequence[str]) -> list[list[str]]:
+    """The names of the blocks of each stage, in order. Raises ConfigError if a stage would have none."""
+    schedule = parallelism.pipeline_parallel_schedule
+    num_stages = parallelism.pipeline_parallel_degree * STAGES_PER_RANK[schedule]
+    if parallelism.pipeline_parallel_split_points:
+        return _split_at(blocks, parallelism.pipeline_parallel_split_points, num_stages)
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    size, remainder = divmod(len(blocks) + first + last, num_stages)
+    # Stages that get one of the remaining blocks: first those that will give up blocks, the first one last.
+    shortened = [i for i, less in ((0, first), (num_stages - 1, last)) if less]
+    order = list(dict.fromkeys([*shortened, *range(1, num_stages), 0]))
+    sizes = [size + (i in order[:remainder]) for i in range(num_stages)]
+    sizes[0] -= first
+    sizes[-1] -= last
+    if min(sizes) < 1:
+        raise ConfigError(
+            f"{len(blocks)} blocks on {num_stages} stages, {first} fewer on the first, {last} on the last, "
+            f"make {sizes}: lower the degree, take a schedule with one stage per rank, or set both "
+            "pipeline_parallel_..._stage_less_layers to 0",
+            "parallelism.pipeline_parallel_degree",
+        )
+    bounds = list(itertools.accumulate(sizes, initial=0))
+    return [list(blocks[a:b]) for a, b in itertools.pairwise(bounds)]
+
+
+def _split_at(blocks: Sequence[str], points: Sequence[str], num_stages: int) -> list[list[str]]:
+    key = "parallelism.pipeline_parallel_split_points"
+    if len(points) != num_stages - 1:
+        raise ConfigError(f"{len(points)} points make {len(points) + 1} stages, not {num_stages}", key)
+    names = [point.rpartition(".")[2] for point in points]
+    if missing := [point for point, name in zip(points, names) if name not in blocks]:
+        raise ConfigError(
+            f"{missing[0]!r} is no block; they are layers.{blocks[0]} to layers.{blocks[-1]}", key
+        )
+    bounds = [0, *(blocks.index(name) for name in names), len(blocks)]
+    if any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise ConfigError(f"{list(points)} are not in order, or leave the first stage without blocks", key)
+    return [list(blocks[a:b]) for a, b in itertools.pairwise(bounds)]
+
+
+def stages_of_rank(schedule: str, rank: int, ranks: int) -> list[int]:
     """The numbers of a rank's stages, in the order of the pipeline. `ZBVZeroBubble` turns at the last rank,
-    so that the first one has the last stage; the others begin anew at the first rank."""
-    if STAGES_A_RANK[schedule] == 1:
+    so that the first rank has the last stage; other schedules begin anew at the first rank."""
+    if STAGES_PER_RANK[schedule] == 1:
         return [rank]
     return [rank, 2 * ranks - 1 - rank if schedule == "ZBVZeroBubble" else ranks + rank]
 
 
-def apply_pipeline(net: Decoder, parallelism: Parallelism, mesh: Mesh) -> tuple[Decoder, dict[int, Decoder]]:
-    """This rank's part of `net`, and the stages it consists of, by number; they share their modules."""
+def apply_pipeline_parallel(
+    net: Decoder, parallelism: Parallelism, mesh: Mesh
+) -> tuple[Decoder, dict[int, Decoder]]:
+    """All that this rank has of `net` as one model, and as stages by number; they share their modules."""
     if mesh.pipeline is None:
         return net, {0: net}
-    schedule, rank = parallelism.pipeline_parallel_schedule, mesh.place.pipeline
-    stages = parallelism.stages(list(net.blocks()))
-    mine = stages_of(schedule, rank, mesh.degrees.pipeline)
-    parts = {i: net.part(stages[i], first=i == 0, last=i == len(stages) - 1) for i in mine}
+    schedule, rank = parallelism.pipeline_parallel_schedule, mesh.coordinate.pipeline
+    stages = split_into_stages(parallelism, list(net.blocks()))
+    last = len(stages) - 1
+    mine = stages_of_rank(schedule, rank, mesh.degrees.pipeline)
+    modules = {i: net.pipeline_stage(stages[i], first=i == 0, last=i == last) for i in mine}
     blocks = [name for i in mine for name in stages[i]]
-    return net.part(blocks, first=0 in mine, last=len(stages) - 1 in mine), parts
+    return net.pipeline_stage(blocks, first=0 in mine, last=last in mine), modules
 
 
 class Pipeline:
-    """Runs the stages of all ranks along `mesh`. Hidden states between them: [B, T / divided, D] for tokens
-    [B, T], of `dtype`."""
+    """Runs the stages of all ranks along `mesh`. Between stages travel hidden states [B, T / tp_degree, D] of
+    `dtype` for tokens [B, T]. `stages`: this rank's, by number."""
 
     def __init__(
-        self, parts: Mapping[int, Decoder], schedule: str, mesh: DeviceMesh, divided: int, dtype: torch.dtype
+        self,
+        stages: Mapping[int, Decoder],
+        schedule: str,
+        mesh: DeviceMesh,
+        tp_degree: int,
+        dtype: torch.dtype,
     ):
-        self.parts, self.schedule = dict(sorted(parts.items())), schedule
-        self.divided, self.dtype = divided, dtype
+        self.stages, self.schedule = dict(sorted(stages.items())), schedule
+        self.tp_degree, self.dtype = tp_degree, dtype
         self.group, self.rank, self.ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        self.last = self.ranks * STAGES_A_RANK[schedule] - 1
-        owner = {i: r for r in range(self.ranks) for i in stages_of(schedule, r, self.ranks)}
+        self.last = self.ranks * STAGES_PER_RANK[schedule] - 1
+        owner = {i: r for r in range(self.ranks) for i in stages_of_rank(schedule, r, self.ranks)}
         self._rank_of = [owner[i] for i in range(self.last + 1)]
         self._tokens = torch.ones(())
         self._waiting: dict[int, Iterator[Inputs]] = {}
-        self._run: Any = None
-        self._for: tuple[int, torch.Size] | None = None
-        for stage, part in self.parts.items():
-            self._feed(stage, part)
+        self._schedule: Any = None
+        self._scheduled_shape: tuple[int, torch.Size] | None = None
+        for number, stage in self.stages.items():
+            self._feed(number, stage)
 
     @property
     def has_last(self) -> bool:
-        """Whether the last stage, and with it the loss, is here."""
-        return self.last in self.parts
+        """Whether this rank has the last stage, which computes the loss."""
+        return self.last in self.stages
 
     def forward_backward(self, inputs: Sequence[Inputs], tokens: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradient of (sum of token losses) / `tokens`, which is reduced at the end; returns
-        that loss, detached; zero where it is not computed."""
+        """Accumulate the gradient of (sum of token losses) / `tokens`, and reduce it at the end. Returns that
+        loss, detached; zero on ranks without the last stage."""
         shape = (len(inputs), inputs[0].tokens.shape)
-        if self._for != shape:
-            self._run, self._for = self._scheduled(inputs), shape
+        if self._scheduled_shape != shape:
+            self._schedule, self._scheduled_shape = self._make_schedule(inputs), shape
         self._tokens = tokens.clamp(min=1)
-        self._waiting = {i: iter(inputs) for i in self.parts}
+        self._waiting = {i: iter(inputs) for i in self.stages}
         losses: list[torch.Tensor] = []
-        first = [torch.cat([i.tokens for i in inputs])] if 0 in self.parts else []
-        # The targets are with the rest of a micro-batch; the schedule only wants to see as many.
+        first = [torch.cat([i.tokens for i in inputs])] if 0 in self.stages else []
+        # head_fn knows the targets; the schedule only needs one entry per micro-batch.
         targets = torch.empty(len(inputs), device=tokens.device) if self.has_last else None
-        asked = losses if self.has_last else None
-        self._run.step(*first, target=targets, losses=asked, return_outputs=False)
+        into = losses if self.has_last else None
+        self._schedule.step(*first, target=targets, losses=into, return_outputs=False)
         self._waiting = {}  # masks are large
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=tokens.device)
 
     def forward(self, inputs: Inputs) -> torch.Tensor | None:
-        """What comes out of the last stage, for one micro-batch; None where that is not. With one stage a
-        rank, it may go on to the next micro-batch when its hidden states are sent."""
+        """The output of the last stage for one micro-batch; None on ranks without that stage. With one stage
+        per rank, a rank goes on to the next micro-batch once its hidden states are sent."""
         x = inputs.tokens
-        for stage, part in self.parts.items():
-            if stage > 0 and (source := self._rank_of[stage - 1]) != self.rank:
+        for number, stage in self.stages.items():
+            if number > 0 and (source := self._rank_of[number - 1]) != self.rank:
                 x = torch.empty(self._hidden(inputs), dtype=self.dtype, device=inputs.tokens.device)
                 dist.recv(x, group=self.group, group_src=source)
-            self._waiting = {stage: iter([inputs])}
-            x = part(x)
-            if stage < self.last and (target := self._rank_of[stage + 1]) != self.rank:
+            self._waiting = {number: iter([inputs])}
+            x = stage(x)
+            if number < self.last and (target := self._rank_of[number + 1]) != self.rank:
                 dist.send(x.contiguous(), group=self.group, group_dst=target)
         self._waiting = {}
         return x if self.has_last else None
 
-    def from_last(
-        self, found: torch.Tensor | None, shape: Sequence[int], device: torch.device
+    def broadcast_from_last(
+        self, output: torch.Tensor | None, shape: Sequence[int], device: torch.device
     ) -> torch.Tensor:
-        """What the rank with the last stage has found, of that `shape`, on all of them."""
-        x = torch.empty(*shape, dtype=self.dtype, device=device) if found is None else found.contiguous()
+        """The output of the last stage, of that `shape`, on all ranks. `output`: None on ranks without it."""
+        x = torch.empty(*shape, dtype=self.dtype, device=device) if output is None else output.contiguous()
         dist.broadcast(x, group=self.group, group_src=self._rank_of[self.last])
         return x
 
-    def _feed(self, stage: int, part: Decoder) -> None:
-        inner = part.forward
+    def _feed(self, number: int, stage: Decoder) -> None:
+        """Let the stage's forward, which gets hidden states only, take the rest of each micro-batch."""
+        inner = stage.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            return inner(x, *next(self._waiting[stage])[1:])
+            inputs = next(self._waiting[number])
+            return inner(x, inputs.positions, inputs.attention, inputs.head_fn)
 
-        part.forward = forward  # type: ignore[method-assign, assignment]
+        stage.forward = forward  # type: ignore[method-assign, assignment]
 
     def _hidden(self, inputs: Inputs) -> tuple[int, int, int]:
-        rows, length = inputs.tokens.shape
-        return rows, length // self.divided, next(iter(self.parts.values())).dim
+        B, T = inputs.tokens.shape
+        return B, T // self.tp_degree, next(iter(self.stages.values())).dim
 
-    def _scheduled(self, inputs: Sequence[Inputs]) -> Any:
-        """torch's schedule of this rank's stages, for so many micro-batches of this shape."""
+    def _make_schedule(self, inputs: Sequence[Inputs]) -> Any:
+        """torch's schedule of this rank's stages, for as many micro-batches of the same shape."""
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -130,7 +192,7 @@ class Pipeline:
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = [
             PipelineStage(
-                part,
+                module,
                 i,
                 self.last + 1,
                 device,
@@ -138,35 +200,35 @@ class Pipeline:
                 output_args=(loss if i == self.last else hidden,),
                 group=self.group,
             )
-            for i, part in self.parts.items()
+            for i, module in self.stages.items()
         ]
-        for stage, part in zip(stages, self.parts.values()):
+        for stage, module in zip(stages, self.stages.values()):
             weight_backward = stage.backward_weight_one_chunk
 
             def backward(
-                *args: Any, run: Any = weight_backward, part: Decoder = part, **options: Any
+                *args: Any, run: Any = weight_backward, module: Decoder = module, **options: Any
             ) -> None:
                 run(*args, **options)
-                add_up_gradients(part)
+                add_up_gradients(module)
 
             stage.backward_weight_one_chunk = backward  # type: ignore[method-assign]
             if device.type == "cpu":
                 skip_p2p_to_own_rank(stage)
-        kind = get_schedule_class(self.schedule)
-        run = kind(
-            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
+        schedule_class = get_schedule_class(self.schedule)
+        schedule = schedule_class(
+            stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
             n_microbatches=len(inputs),
             loss_fn=lambda loss, _: loss / self._tokens,
             scale_grads=False,
         )
-        waiting = (self.ranks - 1) / (len(inputs) + self.ranks - 1)
+        bubble = (self.ranks - 1) / (len(inputs) + self.ranks - 1)
         if len(stages) > 1:
-            waiting = share_waiting(run.pipeline_order)
+            bubble = bubble_fraction(schedule.pipeline_order)
         logger.info(
             f"pipeline: {len(inputs)} micro-batches through {self.last + 1} stages by {self.schedule}; "
-            f"a rank waits {waiting:.0%} of the time, if all stages take equally long"
+            f"a rank waits {bubble:.0%} of the time if all stages take equally long"
         )
-        return run
+        return schedule
 
 
 def skip_p2p_to_own_rank(stage: Any) -> None:
@@ -179,14 +241,17 @@ def skip_p2p_to_own_rank(stage: Any) -> None:
 COSTS = {"FORWARD": 1, "FULL_BACKWARD": 2, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1}
 
 
-def share_waiting(order: Mapping[int, Sequence[Any]]) -> float:
-    """The bubble: what part of the time ranks that follow `order` (torch's actions, by rank) wait for one
+def bubble_fraction(order: Mapping[int, Sequence[Any]]) -> float:
+    """The fraction of the time that ranks which follow `order` (torch's actions, by rank) wait for one
     another, if all stages take equally long, a backward twice as long as a forward, and sending no time."""
-    left = {r: [a for a in of if a and a.computation_type.name in COSTS] for r, of in order.items()}
+    left = {
+        rank: [a for a in actions if a and a.computation_type.name in COSTS]
+        for rank, actions in order.items()
+    }
     last = max(a.stage_index for actions in left.values() for a in actions)
     clock = dict.fromkeys(left, 0)
     work = sum(COSTS[a.computation_type.name] for actions in left.values() for a in actions)
-    ended: dict[tuple[bool, int, int], int] = {}  # of forwards and of backwards
+    ended: dict[tuple[bool, int, int], int] = {}  # by (is forward, stage, micro-batch)
     while any(left.values()):
         so_far = len(ended)
         for rank, actions in left.items():

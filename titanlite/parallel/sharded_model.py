@@ -1,129 +1,155 @@
-"""ShardedModel: all that the loop, validation and sampling see of a model, whatever its layout."""
+"""ShardedModel: all that the training loop, validation and sampling see of a model, whatever its layout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from titanlite.attention.base import Mask, document_mask
+from titanlite.attention.base import AttentionBackend
+from titanlite.attention.context_parallel import SequenceSharding
+from titanlite.attention.sdpa import SDPA
 from titanlite.data.batch import Batch
+from titanlite.losses import LossFunction
 from titanlite.mesh import ALONE, Mesh
-from titanlite.models.base import Decoder, Inputs, LossFunction
-from titanlite.parallel.context_parallel import Context
+from titanlite.models.base import Decoder, HeadFn, Inputs, logits
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal
 from titanlite.parallel.pipeline_parallel import Pipeline
 
 
-class ShardedModel:
-    """`net` is this rank's part of the model under full-model parameter names; `loss` what is optimised.
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the ranks share a model's work, beyond the model's own layers.
 
-    `attention`: the kernel for batches with masked documents or divided rows. `project`: makes the logits,
-    where the head alone cannot. `pipeline`: runs the stages, if `net` is not all of the model.
-    `reduce_each`: gradients are reduced after each micro-batch instead of once, in the last backward.
-    `float8_scales`: weights are gathered in float8. `cpu_offload`: they stay in the host's memory.
+    `pipeline`: runs the pipeline stages; None without pipeline parallel. `logits`: the head_fn that makes
+    whole logits. `reduce_every_micro_batch`: gradients are reduced after each micro-batch, not once per step.
+    `gathers_float8`: FSDP gathers weights in float8. `cpu_offload`: weights stay in the host's memory.
     """
+
+    mesh: Mesh = ALONE
+    pipeline: Pipeline | None = None
+    logits: HeadFn = logits
+    reduce_every_micro_batch: bool = False
+    gathers_float8: bool = False
+    cpu_offload: bool = False
+
+
+class ShardedModel:
+    """A model on any layout. `net`: this rank's stages and shards, under full-model parameter names. `loss`:
+    the function that is minimised. `attention`: makes the attention object of each micro-batch."""
 
     def __init__(
         self,
         net: Decoder,
         loss: LossFunction,
-        attention: str,
-        mesh: Mesh = ALONE,
-        project: LossFunction | None = None,
-        pipeline: Pipeline | None = None,
-        reduce_each: bool = False,
-        float8_scales: bool = False,
-        cpu_offload: bool = False,
+        attention: AttentionBackend | None = None,
+        layout: Layout | None = None,
     ):
-        self.net, self.loss, self.attention, self.mesh = net, loss, attention, mesh
-        self.project, self.pipeline = project, pipeline
-        self.context = Context(mesh.context, attention) if mesh.degrees.context > 1 else None
-        self.reduce_each, self.float8_scales, self.cpu_offload = reduce_each, float8_scales, cpu_offload
+        self.net, self.loss = net, loss
+        self.attention = SDPA() if attention is None else attention
+        self.layout = Layout() if layout is None else layout
+        self.mesh, self.pipeline = self.layout.mesh, self.layout.pipeline
+        self.sharding = SequenceSharding(self.mesh.context) if self.mesh.degrees.context > 1 else None
 
     def materialize(self, device: torch.device, seed: int) -> None:
-        """Give the meta parameters memory and their initial values."""
-        self.net.to_empty(device="cpu" if self.cpu_offload else device)
+        """Allocate the meta parameters and give them their initial values."""
+        self.net.to_empty(device="cpu" if self.layout.cpu_offload else device)
         for name, parameter in self.net.named_parameters():
-            mean, std = self.net.initial(name)
+            mean, std = self.net.init_normal(name)
             fill_normal(parameter, name, mean, std, seed, device)
 
     def forward_backward(self, micro_batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradient of (sum of token losses) / `tokens`; returns this rank's share of that
-        loss, detached: the shares of all ranks add up to it.
+        """Accumulate the gradient of (sum of token losses) / `tokens`. Returns this rank's share of that
+        loss, detached: the shares of all ranks add up to the loss.
 
         `tokens`: targets that count over all ranks and micro-batches. Gradients are reduced in the last
         backward, or in each.
         """
         if self.pipeline is not None:
-            return self._share(
-                self.pipeline.forward_backward([self.model_inputs(b) for b in micro_batches], tokens)
-            )
+            inputs = [self.model_inputs(b) for b in micro_batches]
+            return self._counted_once(self.pipeline.forward_backward(inputs, tokens))
         total = torch.zeros((), device=tokens.device)
         for i, batch in enumerate(micro_batches):
-            sync_gradients(self.net, self.reduce_each or i == len(micro_batches) - 1)
+            is_last = i == len(micro_batches) - 1
+            sync_gradients(self.net, self.layout.reduce_every_micro_batch or is_last)
             loss = self.net(*self.model_inputs(batch)) / tokens.clamp(min=1)
             loss.backward()
             total += loss.detach()
-        return self._share(total)
+        return self._counted_once(total)
 
     def weights_changed(self) -> None:
-        """To be called when the optimizer has stepped or a checkpoint was loaded. Collective."""
-        if self.float8_scales:
+        """Recompute what depends on the weights. Call it after a checkpoint was loaded; `after_step` does it,
+        too. Collective."""
+        if self.layout.gathers_float8:
             precompute_scales(self.net)
+
+    def after_step(self, applied: torch.Tensor) -> None:
+        """Call it after each step of the optimizer. `applied`: bool scalar, False if the step was skipped.
+        Collective."""
+        self.net.after_step(applied)
+        self.weights_changed()
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """This rank's share of the sum of the token losses of one batch, fp32 scalar. Collective over all
         ranks."""
-        loss = self._apply(self.model_inputs(batch))
+        loss = self._forward(self.model_inputs(batch))
         reshard(self.net)
-        return torch.zeros((), device=batch.inputs.device) if loss is None else self._share(loss)
+        return torch.zeros((), device=batch.inputs.device) if loss is None else self._counted_once(loss)
 
-    def _share(self, loss: torch.Tensor) -> torch.Tensor:
-        """Of what several ranks know, one has the loss."""
-        return loss if self.mesh.has_tokens else torch.zeros_like(loss)
+    def _counted_once(self, loss: torch.Tensor) -> torch.Tensor:
+        """Zero on all tensor-parallel ranks but the first, so that a sum over ranks counts the loss once."""
+        return loss if self.mesh.is_tp_leader else torch.zeros_like(loss)
 
-    def _apply(self, inputs: Inputs) -> torch.Tensor | None:
-        """A forward, without gradients; in a pipeline None on ranks that do not have its end."""
+    def _forward(self, inputs: Inputs) -> torch.Tensor | None:
+        """A forward without gradients. In a pipeline, None on ranks that do not have the last stage."""
         return self.net(*inputs) if self.pipeline is None else self.pipeline.forward(inputs)
 
     def model_inputs(self, batch: Batch) -> Inputs:
-        """The arguments of the model for this rank's share of a micro-batch."""
-        inputs, targets, positions = batch.inputs, batch.targets, batch.positions
-        mask: Mask | None = None
-        if self.context is not None:
-            here, there = self.context.places(inputs.shape[1], inputs.device)
-            in_pieces = positions is None and self.attention == "pieces"
-            mask = self.context.pieces() if in_pieces else self.context.mask(here, there, positions)
-            inputs, targets = inputs[:, here], targets[:, here]
-            positions = here if positions is None else positions[:, here]
+        """The arguments of the model for this rank's tokens of a micro-batch."""
+        tokens, targets, positions = batch.inputs, batch.targets, batch.positions
+        if self.sharding is not None:
+            attention = self.attention.for_context_parallel(self.sharding, tokens, positions)
+            local = self.sharding.local_positions(tokens.shape[1], tokens.device)
+            tokens, targets = tokens[:, local], targets[:, local]
+            positions = local if positions is None else positions[:, local]
         elif positions is not None:
-            mask = document_mask(self.attention, positions, batch.num_documents)
-        if positions is None and self.pipeline is not None:  # a later stage does not see how long rows are
-            positions = torch.arange(inputs.shape[1], device=inputs.device)
-        return Inputs(inputs, targets, self.loss, positions, mask)
+            attention = self.attention.for_documents(positions, batch.num_documents)
+        else:
+            attention = self.attention.for_sequences(tokens)
+            if self.pipeline is not None:  # under tensor parallel, a later stage sees shorter hidden states
+                positions = torch.arange(tokens.shape[1], device=tokens.device)
+
+        def head_fn(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+            return self.loss(hidden_BTD, weight_VD, targets)
+
+        return Inputs(tokens, positions, attention, head_fn)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] for tokens int64 [B, T]. Collective like loss_sum."""
-        length, pieces = tokens.shape[1], self.mesh.degrees.tensor * 2 * self.mesh.degrees.context
-        tokens = F.pad(tokens, (0, -length % pieces))  # to the right, where none looks
+        length, multiple = tokens.shape[1], self.mesh.degrees.tensor * 2 * self.mesh.degrees.context
+        tokens = F.pad(tokens, (0, -length % multiple))  # on the right, where no real token looks
+        padded = tokens.shape[1]
+        positions = torch.arange(padded, device=tokens.device)
         with torch.compiler.set_stance("force_eager"):  # prompts have many lengths: no graph for each
-            here = there = torch.arange(tokens.shape[1], device=tokens.device)
-            mask: Mask | None = None
-            if self.context is not None:
-                here, there = self.context.places(tokens.shape[1], tokens.device)
-                mask = self.context.mask(here, there, None)
-            logits = self._apply(Inputs(tokens[:, here], tokens, self.project, here, mask))
+            if self.sharding is None:
+                attention = self.attention.for_sequences(tokens)
+            else:  # one document per sequence: masks work for all lengths
+                whole = positions.expand(len(tokens), -1)
+                attention = self.attention.for_context_parallel(self.sharding, tokens, whole)
+                positions = self.sharding.local_positions(padded, tokens.device)
+                tokens = tokens[:, positions]
+            logits = self._forward(Inputs(tokens, positions, attention, self.layout.logits))
             if self.pipeline is not None:
-                shape = (len(tokens), len(here), self.net.vocab_size)
-                logits = self.pipeline.from_last(logits, shape, tokens.device)
+                shape = (*tokens.shape, self.net.vocab_size)
+                logits = self.pipeline.broadcast_from_last(logits, shape, tokens.device)
             assert logits is not None
-            if self.context is not None:
-                logits = self.context.gather(logits)[:, there.argsort()]
+            if self.sharding is not None:
+                logits = self.sharding.gather_in_order(logits)
         reshard(self.net)
         return logits[:, :length]

@@ -1,8 +1,8 @@
-"""Tensor parallel with sequence parallel: each layer's weights are divided over the ranks of the `tensor`
-axis, and between the layers each of these ranks has its share of the tokens (Korthikanti et al. 2022).
+"""Tensor parallel with sequence parallel: each layer's weights are sharded over the ranks of the `tensor`
+axis, and between the layers each of these ranks has some of the tokens (Korthikanti et al. 2022).
 
-A family says in its table which layer is divided how (`Decoder.tensor_plan`); torch's styles do it. The loss
-is of all tokens and divided over the vocabulary: it gathers the hidden states for its part of the head.
+A family's table says how each layer is sharded (`Decoder.tensor_plan`); torch's parallel styles do it. The
+head is sharded over the vocabulary: a head_fn gathers the hidden states of all tokens for its rows.
 """
 
 from __future__ import annotations
@@ -25,91 +25,107 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titanlite.config.component import ConfigError
-from titanlite.losses import VocabularyPart
-from titanlite.models.base import Decoder, LossFunction
+from titanlite.losses import LossFunction, VocabularyShard
+from titanlite.models.base import Decoder, HeadFn, logits
 from titanlite.parallel.float8 import Float8, rowwise_style, shared_cast
 
-TOKENS = 1  # the dim of [B, T, D] that is divided between the layers
-HEADS = 2  # the dim of [B, T, H, E] that is divided within attention
+TOKENS = 1  # the dim of [B, T, D] that is sharded between the layers
+HEADS = 2  # the dim of [B, T, H, E] that is sharded within attention
 
 
-def apply_tensor(net: Decoder, mesh: DeviceMesh, float8: Float8) -> None:
-    """Divide the layers that `net.tensor_plan` names, in place; after float8, before recompute, compile and
-    FSDP. Raises ConfigError for a plan that names what is not there, or leaves a parameter out."""
+def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> None:
+    """Shard the layers that `net.tensor_plan` names, in place; after float8, before activation checkpointing,
+    compile and FSDP. Raises ConfigError for a pattern that matches no module, and for a parameter that no
+    pattern covers."""
     if mesh.device_type != "cuda":
-        float8 = Float8()  # gloo cannot send it; the layers then cast what has arrived
+        float8 = Float8()  # gloo cannot send float8; the layers then cast what has arrived
     styles: dict[str, Callable[[nn.Module], ParallelStyle]] = {
         "embedding": lambda _: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
         "sequence": lambda _: SequenceParallel(sequence_dim=TOKENS),
         "gather": lambda module: _GatherTokens(shared_cast(module, float8)),
         "colwise": lambda _: ColwiseParallel(),
         "rowwise": lambda module: rowwise_style(module, float8)(output_layouts=Shard(TOKENS)),
-        # The weight is the same on all ranks, and its gradient the sum of theirs, whichever dim is divided.
+        # The weight is the same on all ranks, and its gradient the sum of theirs, whichever dim is sharded.
         "heads": lambda _: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
-        "head": lambda _: _DivideRows(),
+        "head": lambda _: _ShardRows(),
     }
     names = [name for name, _ in net.named_modules()]
     for pattern, style in net.tensor_plan.items():
-        found = [name for name in names if fnmatch(name, pattern)]
-        if not found:
+        matching = [name for name in names if fnmatch(name, pattern)]
+        if not matching:
             raise ConfigError(f"tensor_plan: {pattern!r} is no module of the model", "model.name")
-        for name in found:
+        for name in matching:
             parallelize_module(net, mesh, {name: styles[style](net.get_submodule(name))})
             if style == "embedding":
                 # Its output is still on its way, and a compiled block drops the gradient of such a tensor
                 # (pytorch issue 191113); a copy has arrived.
-                net.get_submodule(name).register_forward_hook(lambda module, tokens, found: found.clone())
+                net.get_submodule(name).register_forward_hook(lambda module, tokens, hidden: hidden.clone())
     # Each rank would have a gradient of its own for what is left out, and soon weights of its own.
     if left := [name for name, p in net.named_parameters() if not isinstance(p, DTensor)]:
         raise ConfigError(f"tensor_plan: no pattern is for {left[0].rpartition('.')[0]!r}", "model.name")
 
 
-def vocabulary_part(vocab_size: int, mesh: DeviceMesh) -> VocabularyPart:
-    """This rank's part of the head."""
-    size = vocab_size // mesh.size()
-    return VocabularyPart(
-        first=mesh.get_local_rank() * size,
-        maximum=lambda x: funcol.all_reduce(x, "max", mesh),
-        total=lambda x: funcol.all_reduce(x, "sum", mesh),
+def vocabulary_shard(vocab_size: int, mesh: DeviceMesh) -> VocabularyShard:
+    """This rank's slice of the vocabulary."""
+    return VocabularyShard(
+        first_id=mesh.get_local_rank() * (vocab_size // mesh.size()),
+        all_reduce_max=lambda x: funcol.all_reduce(x, "max", mesh),
+        all_reduce_sum=lambda x: (
+            _AllReduceSum.apply(x, mesh) if x.requires_grad else funcol.all_reduce(x, "sum", mesh)
+        ),
     )
 
 
-def of_all_tokens(loss: LossFunction, mesh: DeviceMesh) -> LossFunction:
-    """`loss`, of this rank's part of the head, as a function of its part of the tokens."""
+class _AllReduceSum(torch.autograd.Function):
+    """A sum over ranks. All of them go on to compute the same loss, which counts once: the gradient of each
+    summand is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return funcol.all_reduce(x, "sum", mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def gather_tokens_for_loss(loss: LossFunction, mesh: DeviceMesh) -> LossFunction:
+    """`loss`, which sees all tokens and this rank's rows of the head's weight, as a function of this rank's
+    tokens and the sharded weight."""
 
     def gathered(h_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         assert isinstance(weight_VD, DTensor)
-        hidden = _gather(h_BTD, mesh).to_local(grad_placements=[Partial()])  # each has its part's gradient
+        # each rank has the gradient of its rows only
+        hidden = _gather(h_BTD, mesh).to_local(grad_placements=[Partial()])
         return loss(hidden, weight_VD.to_local(grad_placements=[Shard(0)]), targets_BT)
 
     return gathered
 
 
-def logits_of_all_tokens(mesh: DeviceMesh) -> LossFunction:
-    """In the place of a loss: the whole logits [B, T, V], on every rank."""
+def gather_logits(mesh: DeviceMesh) -> HeadFn:
+    """The head_fn that makes the whole logits [B, T, V], on every rank."""
 
-    def logits(h_BTD: torch.Tensor, weight_VD: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    def whole_logits(h_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         assert isinstance(weight_VD, DTensor)
-        hidden = _gather(h_BTD, mesh).to_local()
-        part = nn.functional.linear(hidden, weight_VD.to_local().to(hidden.dtype))
-        return DTensor.from_local(part, mesh, [Shard(2)], run_check=False).full_tensor()
+        local = logits(_gather(h_BTD, mesh).to_local(), weight_VD.to_local())
+        return DTensor.from_local(local, mesh, [Shard(2)], run_check=False).full_tensor()
 
-    return logits
+    return whole_logits
 
 
 def _gather(
     x: torch.Tensor, mesh: DeviceMesh, cast: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> DTensor:
-    """All tokens of what is divided by tokens, after a `cast`."""
+    """All tokens of `x`, which is sharded over tokens. `cast` is applied before they are sent."""
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Shard(TOKENS)], run_check=False)
-    divided: Any = x if cast is None else cast(x)
-    return divided.redistribute(placements=[Replicate()])
+    sharded: Any = x if cast is None else cast(x)
+    return sharded.redistribute(placements=[Replicate()])
 
 
 class _GatherTokens(ParallelStyle):
-    """The module's first input is of all tokens, after a `cast`, once for all layers in it that are divided
-    by columns."""
+    """Gathers all tokens of the module's first input, after a `cast`, once for all column-wise layers in
+    it."""
 
     def __init__(self, cast: Callable[[torch.Tensor], torch.Tensor] | None):
         self.cast = cast
@@ -121,12 +137,12 @@ class _GatherTokens(ParallelStyle):
         return module
 
 
-class _DivideRows(ParallelStyle):
-    """The weight is divided by rows, and the module called as it is."""
+class _ShardRows(ParallelStyle):
+    """Shards the weight by rows, and leaves the module's inputs and outputs alone."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def divide(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        def shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
             for name, parameter in module.named_parameters(recurse=False):
                 module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
 
-        return distribute_module(module, device_mesh, divide)
+        return distribute_module(module, device_mesh, shard)

@@ -69,14 +69,14 @@ class Runtime:
 
     def sum_u64(self, value: int) -> str:
         """The sum mod 2^64 of an unsigned integer over the data-parallel ranks, as 16 hex digits."""
-        value = value if self.mesh.leads else 0
+        value = value if self.mesh.is_data_leader else 0
         signed = (value + (1 << 63)) % (1 << 64) - (1 << 63)  # int64 addition wraps, which is what is wanted
         total = self.sum(torch.tensor(signed, dtype=torch.int64, device=self.device))
         return f"{total.item() % (1 << 64):016x}"
 
     def count(self, number: int) -> torch.Tensor:
         """The sum of an integer over the data-parallel ranks, int64 on the device; no host sync."""
-        number = number if self.mesh.leads else 0
+        number = number if self.mesh.is_data_leader else 0
         return self.sum(torch.full((), number, dtype=torch.int64, device=self.device))
 
     def vote(self, *flags: bool) -> Vote:

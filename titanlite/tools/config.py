@@ -21,7 +21,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
 from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
-from titanlite.parallel.activation_checkpoint import apply_recompute
+from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.float8 import divide_layers
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
@@ -68,7 +68,7 @@ def build_on_meta(job: Job) -> Decoder:
     job.optimizer.check(net)
     if job.float8.enable:
         divide_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
-    apply_recompute(net, job.activation_checkpoint)
+    apply_activation_checkpoint(net, job.activation_checkpoint)
     return net
 
 

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from titanlite.attention.base import AttentionBackend, Lengths, causal_attention, document_mask
+from titanlite.attention.auto import Auto
+from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds
+from titanlite.attention.flex import Flex
+from titanlite.attention.sdpa import CAUSAL, SDPA, SDPAttention
+from titanlite.attention.varlen import Varlen, VarlenAttention
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.packing import Row
@@ -37,7 +41,7 @@ ROWS = [[0, 5, 11, 12], [0], [0, 23], [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22
 def net() -> Decoder:
     net = Llama3(flavor="debug", overrides=SHAPE).build()
     for name, parameter in net.named_parameters():
-        mean, _ = net.initial(name)
+        mean, _ = net.init_normal(name)
         fill_normal(parameter, name, mean, 0.3, seed=0)  # large: weak attention would hide a leak
     return net
 
@@ -65,8 +69,12 @@ def pieces_of(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def logits(net: Decoder, batch: Batch, masked: bool = True) -> torch.Tensor:
-    mask = document_mask("sdpa", batch.positions, batch.num_documents) if masked else None
-    return net(batch.inputs, positions=batch.positions, mask=mask)
+    return net(batch.inputs, batch.positions, within_documents(batch) if masked else CAUSAL)
+
+
+def within_documents(batch: Batch) -> Attention:
+    assert batch.positions is not None
+    return SDPA().for_documents(batch.positions, batch.num_documents)
 
 
 def test_logits_of_a_packed_row_are_those_of_its_documents_alone(net: Decoder) -> None:
@@ -85,14 +93,13 @@ def test_it_is_the_mask_that_keeps_documents_apart(net: Decoder) -> None:
     """Positions that restart do not, and rotary ones, which are relative, need not."""
     batch, _ = packed()
     right = logits(net, batch)
-    mask = document_mask("sdpa", batch.positions, batch.num_documents)
-    shifted = net(batch.inputs, positions=None, mask=mask)
+    shifted = net(batch.inputs, attention=within_documents(batch))
     assert torch.allclose(shifted, right, atol=1e-4)
     assert not torch.allclose(net(batch.inputs, positions=batch.positions), right, atol=1e-2)
 
 
 def gradients(net: Decoder, batches: list[Batch]) -> dict[str, torch.Tensor]:
-    model = ShardedModel(net, cross_entropy, "sdpa")
+    model = ShardedModel(net, cross_entropy)
     tokens = torch.tensor(sum(b.num_targets for b in batches))
     for b in batches:
         (model.net(*model.model_inputs(b)) / tokens).backward()
@@ -115,41 +122,73 @@ def test_kernels_are_told_the_same_documents() -> None:
     batch, _ = packed()
     positions = batch.positions
     assert positions is not None
-    dense = document_mask("sdpa", positions, batch.num_documents)
-    lengths = document_mask("varlen", positions, batch.num_documents)
-    assert isinstance(lengths, Lengths)
-    assert isinstance(dense, torch.Tensor)
-    ends = lengths.ends.tolist()
-    assert lengths.ends.dtype == torch.int32
-    assert (ends[0], ends[-1]) == (0, positions.numel())
-    of_token = torch.bucketize(torch.arange(positions.numel()), lengths.ends[1:], right=True)
+    dense = within_documents(batch)
+    varlen = Varlen().for_documents(positions, batch.num_documents)
+    assert isinstance(varlen, VarlenAttention)
+    assert isinstance(dense, SDPAttention)
+    assert dense.mask is not None
+    bounds = varlen.cu_seqlens.tolist()
+    assert varlen.cu_seqlens.dtype == torch.int32
+    assert (bounds[0], bounds[-1]) == (0, positions.numel())
+    of_token = torch.bucketize(torch.arange(positions.numel()), varlen.cu_seqlens[1:], right=True)
     same = of_token[:, None] == of_token[None, :]
     causal = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril()
     for b in range(len(ROWS)):
         row = slice(b * SEQ_LEN, (b + 1) * SEQ_LEN)
-        assert torch.equal(dense[b, 0], same[row, row] & causal)
-    sizes = lengths.ends.diff()
-    assert 0 <= sizes.min() <= sizes.max() <= lengths.longest
+        assert torch.equal(dense.mask[b, 0], same[row, row] & causal)
+    sizes = varlen.cu_seqlens.diff()
+    assert 0 <= sizes.min() <= sizes.max() <= varlen.max_seqlen
 
 
 def test_causal_without_a_mask() -> None:
     q, k, v = (torch.randn(2, 7, n, 8) for n in (4, 2, 2))
-    whole = causal_attention(q, k, v)
+    whole = CAUSAL.attend(q, k, v)
     for t in range(7):
-        first = causal_attention(q[:, : t + 1], k[:, : t + 1], v[:, : t + 1])
+        first = CAUSAL.attend(q[:, : t + 1], k[:, : t + 1], v[:, : t + 1])
         assert torch.allclose(first, whole[:, : t + 1], atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["flex", "varlen"])
-def test_a_kernel_that_the_device_has_not(backend: str) -> None:
-    section = AttentionBackend(backend=backend)  # type: ignore[arg-type]
+def needs(device: str, dtype: torch.dtype, **options: bool) -> AttentionNeeds:
+    return AttentionNeeds(
+        device=torch.device(device), dtype=dtype, seq_len=64, n_heads=4, n_kv_heads=2, head_dim=8, **options
+    )
+
+
+@pytest.mark.parametrize("backend", [Flex, Varlen], ids=lambda backend: backend.name)
+def test_a_kernel_that_the_device_has_not(backend: type[SDPA]) -> None:
     with pytest.raises(ConfigError, match=r"does not work on cpu with float32 \(these do: sdpa\)") as e:
-        section.choose(torch.device("cpu"), torch.float32)
+        backend().build(needs("cpu", torch.float32, masks_documents=True))
     assert e.value.key == "attention.backend"
+    assert backend().build(needs("cpu", torch.float32)).kernel(needs("cpu", torch.float32)) == "sdpa on cpu"
 
 
-def test_the_kernel_chosen_where_none_is_named() -> None:
-    auto = AttentionBackend()
-    assert auto.choose(torch.device("cpu"), torch.bfloat16) == "sdpa"
-    assert auto.choose(torch.device("cuda"), torch.float32) == "flex"
-    assert auto.choose(torch.device("cuda"), torch.bfloat16) in ("varlen", "flex")
+@pytest.mark.parametrize(
+    ("device", "dtype", "options", "chosen"),
+    [
+        ("cpu", torch.bfloat16, {"masks_documents": True}, "sdpa"),
+        ("cpu", torch.float32, {"context_parallel": True}, "head_tail"),
+        ("cpu", torch.float32, {"context_parallel": True, "masks_documents": True}, "sdpa"),
+        ("cuda", torch.float32, {"masks_documents": True}, "flex"),
+        ("cuda", torch.bfloat16, {"masks_documents": True}, "varlen"),
+        ("cuda", torch.bfloat16, {"context_parallel": True, "masks_documents": True}, "flex"),
+    ],
+)
+def test_the_kernel_chosen_where_none_is_named(
+    device: str, dtype: torch.dtype, options: dict[str, bool], chosen: str
+) -> None:
+    assert Auto().build(needs(device, dtype, **options)).name == chosen
+
+
+def test_a_kernel_that_is_named_for_scaled_dot_product_attention_is_not_passed_over() -> None:
+    """head_tail runs cuDNN's kernel, or none."""
+    run = needs("cpu", torch.float32, context_parallel=True)
+    assert Auto(sdpa_kernel="math").build(run).name == "sdpa"
+
+
+def test_a_backend_without_what_the_run_needs_is_refused() -> None:
+    class Plain(AttentionBackend):
+        name = "plain"
+
+    with pytest.raises(ConfigError, match="'plain' does not support context parallel") as e:
+        Plain().build(needs("cpu", torch.float32, context_parallel=True))
+    assert e.value.key == "attention.backend"

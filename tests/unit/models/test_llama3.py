@@ -3,6 +3,8 @@ Llama 3. That it is Hugging Face's is in test_hugging_face.py."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -70,7 +72,7 @@ def test_loss_in_the_forward_is_fp32_cross_entropy(dtype: torch.dtype) -> None:
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[0, :7] = -100
     with torch.no_grad():
-        loss = net(inputs, targets, cross_entropy)
+        loss = net(inputs, head_fn=partial(cross_entropy, targets_BT=targets))
         log_p = torch.log_softmax(net(inputs).double(), dim=-1)
     counted = targets != -100
     wanted = -log_p[counted].gather(-1, targets[counted][:, None]).sum()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
 from titanlite.losses import ChunkedCrossEntropy, cross_entropy
 from titanlite.models.base import Decoder
 from titanlite.models.decoder import Block
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_recompute
+from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_activation_checkpoint
 from titanlite.parallel.compile import Compilations, Compile, apply_compile
 from titanlite.parallel.sharded_model import ShardedModel
 
@@ -40,7 +42,7 @@ def build() -> Decoder:
 
 def step(net: Decoder) -> tuple[float, list[torch.Tensor]]:
     tokens = torch.arange(24).reshape(2, 12)
-    loss = net(tokens, tokens, cross_entropy)
+    loss = net(tokens, head_fn=partial(cross_entropy, targets_BT=tokens))
     loss.backward()
     return loss.item(), [p.grad for p in net.parameters()]
 
@@ -71,7 +73,7 @@ def test_one_graph_serves_all_blocks_and_changes_nothing(
     wanted = step(build())
     torch.compiler.reset()
     net, compilations = build(), Compilations()
-    apply_recompute(net, recompute)
+    apply_activation_checkpoint(net, recompute)
     traced = recompute.mode == "memory_budget" or recompute.selective_ac_option == "op"
     apply_compile(net, Compile(enable=True, backend="aot_eager" if traced else "eager"))
     names = [name for name, _ in net.named_parameters()]
@@ -80,6 +82,27 @@ def test_one_graph_serves_all_blocks_and_changes_nothing(
     graphs = compilations.since_last()["compile/graphs"]
     assert graphs == kinds, "every block compiled its own graph, or none at all"
     assert [name for name, _ in net.named_parameters()] == names
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_one_graph_serves_all_attention_objects_of_a_backend(mode: str) -> None:
+    """A mask is an input of the graph: a micro-batch with other documents compiles nothing anew."""
+    torch.compiler.reset()
+    nets, compilations = (build(), build()), Compilations()
+    apply_activation_checkpoint(nets[1], ActivationCheckpoint(mode=mode))
+    apply_compile(nets[1], Compile(enable=True, backend="aot_eager"))
+    tokens = torch.arange(24).reshape(2, 12)
+    losses = []
+    for length in (3, 5, 12):
+        positions = torch.arange(12).expand(2, -1) % length
+        attention = SDPA().for_documents(positions, num_documents=2 * -(-12 // length))
+        head_fn = partial(cross_entropy, targets_BT=tokens)
+        plain, compiled = (net(tokens, positions, attention, head_fn) for net in nets)
+        compiled.backward()
+        assert compiled.item() == pytest.approx(plain.item(), rel=1e-6)
+        losses.append(plain.item())
+    assert len(set(losses)) == 3
+    assert compilations.since_last()["compile/graphs"] == 1
 
 
 def test_a_break_in_a_graph_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +132,7 @@ def test_the_real_compiler_changes_nothing(name: str) -> None:
     recompute, wanted = RECOMPUTE[name], step(build())
     torch.compiler.reset()
     net = build()
-    apply_recompute(net, recompute)
+    apply_activation_checkpoint(net, recompute)
     apply_compile(net, Compile(enable=True))
     assert close(step(net), wanted)
 
@@ -124,7 +147,7 @@ def kept_elements(recompute: ActivationCheckpoint, compile: bool = False) -> int
     """Elements kept for the backward, in all; the compiler keeps less of its own accord."""
     torch.compiler.reset()
     net = build()
-    apply_recompute(net, recompute)
+    apply_activation_checkpoint(net, recompute)
     apply_compile(net, Compile(enable=compile, backend="aot_eager"))
     kept: dict[int, int] = {}
 
@@ -134,7 +157,7 @@ def kept_elements(recompute: ActivationCheckpoint, compile: bool = False) -> int
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         tokens = torch.arange(24).reshape(2, 12)
-        net(tokens, tokens, cross_entropy)
+        net(tokens, head_fn=partial(cross_entropy, targets_BT=tokens))
     return sum(kept.values())
 
 
@@ -174,7 +197,7 @@ class Calls(TorchDispatchMode):
 def calls(recompute: ActivationCheckpoint) -> tuple[int, int]:
     """Products and attentions of a step."""
     net = build()
-    apply_recompute(net, recompute)
+    apply_activation_checkpoint(net, recompute)
     with Calls() as mode:
         step(net)
     return mode.count["aten.mm.default"], mode.count[
@@ -198,7 +221,7 @@ def test_products_and_attentions_that_are_run_again() -> None:
 
 def test_a_block_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="4 blocks have no block 5") as e:
-        apply_recompute(build(), ActivationCheckpoint(mode="selective", selective_ac_option="5"))
+        apply_activation_checkpoint(build(), ActivationCheckpoint(mode="selective", selective_ac_option="5"))
     assert e.value.key == "activation_checkpoint.selective_ac_option"
 
 
@@ -224,7 +247,7 @@ def test_samples_leave_the_compiler_alone() -> None:
     torch.compiler.reset()
     net, compilations = build(), Compilations()
     apply_compile(net, Compile(enable=True, backend="eager"))
-    model = ShardedModel(net, cross_entropy, "sdpa")
+    model = ShardedModel(net, cross_entropy)
     for length in (3, 5, 8):
         model.logits(torch.arange(length)[None])
     assert compilations.since_last() == {}
@@ -250,7 +273,7 @@ def test_compilations_after_the_first_report_are_told_with_their_reason(
     assert compilations.since_last() == {}
     assert not caplog.messages
     tokens = torch.arange(20).reshape(2, 10)
-    net(tokens, tokens, cross_entropy).backward()
+    net(tokens, head_fn=partial(cross_entropy, targets_BT=tokens)).backward()
     assert compilations.since_last()["compile/graphs"] == 1
     (said,) = caplog.messages
     assert said.startswith("compiled forward again")

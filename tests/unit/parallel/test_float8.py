@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def build(**changes: int) -> Decoder:
 def gradients(net: Decoder) -> torch.Tensor:
     """Of the blocks' matrices, in one vector."""
     tokens = torch.arange(32).reshape(2, 16)
-    net(tokens, tokens, cross_entropy).backward()
+    net(tokens, head_fn=partial(cross_entropy, targets_BT=tokens)).backward()
     return torch.cat([p.grad.flatten() for name, p in net.named_parameters() if "_proj" in name])
 
 

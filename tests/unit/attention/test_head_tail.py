@@ -1,4 +1,4 @@
-"""Attention over pieces of a row is that part of attention over the row, forward and backward."""
+"""Attention of two chunks of a sequence is that part of attention over the sequence, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanlite.attention.pieces import attention_of_pieces
+from titanlite.attention.head_tail import head_tail_attention
 
 B, H, K, E, SIZE = 2, 4, 2, 8, 16
 
 
-def tensors(pieces: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Queries, keys, values and an output gradient of a row of so many pieces."""
+def tensors(chunks: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Queries, keys, values and an output gradient of a sequence of so many chunks."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(B, n, pieces * SIZE, E) for n in (H, K, K, H)]
+    shapes = [(B, n, chunks * SIZE, E) for n in (H, K, K, H)]
     return [(2 * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes]
 
 
 def at(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Two pieces of a row."""
+    """Two chunks of a sequence."""
     chunks = x.split(SIZE, 2)
     return torch.cat((chunks[first], chunks[last]), 2)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("first", "last"), [(0, 7), (3, 4), (1, 6)])
-def test_it_is_that_part_of_the_row(first: int, last: int, compiled: bool) -> None:
+def test_it_is_that_part_of_the_sequence(first: int, last: int, compiled: bool) -> None:
     q, k, v, grad = tensors(8)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     wanted = torch.autograd.grad(at(out, first, last), whole, at(grad, first, last))
     part = [x.clone().requires_grad_() for x in (at(q, first, last), k, v)]
-    attend = torch.compile(attention_of_pieces, fullgraph=True) if compiled else attention_of_pieces
+    attend = torch.compile(head_tail_attention, fullgraph=True) if compiled else head_tail_attention
     found = attend(*part, first, last)[0]
     assert torch.allclose(found, at(out, first, last), rtol=1e-4, atol=1e-4)
     d_q, d_k, d_v = torch.autograd.grad(found, part, at(grad, first, last))
@@ -41,9 +41,9 @@ def test_it_is_that_part_of_the_row(first: int, last: int, compiled: bool) -> No
     assert torch.allclose(d_v, wanted[2], rtol=1e-4, atol=1e-4)
 
 
-def test_control_another_piece_is_noticed() -> None:
+def test_control_another_chunk_is_noticed() -> None:
     q, k, v, _ = tensors(8)
-    right, wrong = (attention_of_pieces(at(q, 1, 6), k, v, *pieces)[0] for pieces in ((1, 6), (2, 6)))
+    right, wrong = (head_tail_attention(at(q, 1, 6), k, v, *chunks)[0] for chunks in ((1, 6), (2, 6)))
     assert torch.equal(right[:, :, SIZE:], wrong[:, :, SIZE:])
     assert not torch.allclose(right[:, :, :SIZE], wrong[:, :, :SIZE], atol=1e-2)
 
@@ -53,7 +53,7 @@ def test_in_bf16_it_is_as_near_as_the_whole() -> None:
     exact = at(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), 1, 6)
     q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
     whole = at(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), 1, 6)
-    found = attention_of_pieces(at(q, 1, 6), k, v, 1, 6)[0]
+    found = head_tail_attention(at(q, 1, 6), k, v, 1, 6)[0]
     assert found.dtype == torch.bfloat16
     assert (found - exact).norm() < 1.1 * (whole - exact).norm()
 
@@ -61,4 +61,4 @@ def test_in_bf16_it_is_as_near_as_the_whole() -> None:
 def test_the_operation_is_well_formed() -> None:
     """Its shapes, its gradients and what it says of itself to the compiler."""
     q, k, v, _ = (x.requires_grad_() for x in tensors(4))
-    torch.library.opcheck(attention_of_pieces, (at(q, 1, 2).detach().requires_grad_(), k, v, 1, 2))
+    torch.library.opcheck(head_tail_attention, (at(q, 1, 2).detach().requires_grad_(), k, v, 1, 2))

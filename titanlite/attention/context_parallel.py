@@ -1,0 +1,56 @@
+"""Context parallel: the tokens of each sequence are sharded over ranks, and attention gathers the keys and
+values of all of them (Llama 3, Grattafiori et al. 2024, section 3.3.2).
+
+Every sequence is cut into twice as many chunks as there are ranks. Rank r has chunk r from the beginning and
+chunk r from the end ("head-tail"), so that all ranks see equally many keys under a causal mask.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.attention.base import Attention
+
+# torch 2.13 has renamed it
+_all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+
+
+class SequenceSharding:
+    """Which tokens of a sequence each rank along `mesh` has."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+        self._group = mesh.get_group()
+
+    def gathered_positions(self, length: int, device: torch.device) -> torch.Tensor:
+        """The position of each gathered token in a sequence of `length` tokens, int64 [T]."""
+        chunks = torch.arange(length, device=device).view(2 * self.size, -1)
+        return torch.cat([torch.cat((chunks[r], chunks[-1 - r])) for r in range(self.size)])
+
+    def local_positions(self, length: int, device: torch.device) -> torch.Tensor:
+        """The position of each of this rank's tokens, int64 [T / size]."""
+        return self.gathered_positions(length, device).view(self.size, -1)[self.rank]
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T / size, ...] of all ranks as [B, T, ...], in the order of `gathered_positions`. Gradients are
+        summed over ranks."""
+        return _all_gather(x.contiguous(), 1, self._group)
+
+    def gather_in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """The same in the order of the sequence."""
+        heads, tails = self.gather(x).unflatten(1, (self.size, 2, -1)).unbind(2)
+        return torch.cat((heads, tails.flip(1)), 1).flatten(1, 2)
+
+
+class GatheredAttention(Attention):
+    """Attention of this rank's queries over gathered keys and values. `attention` masks them; its mask knows
+    the position of each gathered key."""
+
+    def __init__(self, attention: Attention, sharding: SequenceSharding):
+        self.attention, self.sharding = attention, sharding
+
+    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+        k_BTKE, v_BTKE = self.sharding.gather(k_BTKE), self.sharding.gather(v_BTKE)
+        return self.attention.attend(q_BTHE, k_BTKE, v_BTKE)

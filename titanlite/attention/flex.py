@@ -1,0 +1,72 @@
+"""Attention by torch's FlexAttention: masks as functions of positions, of which only non-empty blocks are
+computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from titanlite.attention.base import Attention, AttentionNeeds, document_numbers
+from titanlite.attention.sdpa import SDPA
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+class FlexAttention(Attention):
+    """Attention with a block mask."""
+
+    def __init__(self, block_mask: BlockMask):
+        self.block_mask = block_mask
+
+    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
+        gqa = q.shape[1] != k.shape[1]
+        return _flex_attention(q, k, v, block_mask=self.block_mask, enable_gqa=gqa).transpose(1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flex(SDPA, name="flex"):
+    """FlexAttention, compiled, for document masks and context parallel; CUDA only. Sequences without masks
+    are left to scaled_dot_product_attention."""
+
+    @classmethod
+    def works_on(cls, needs: AttentionNeeds) -> bool:
+        return needs.device.type == "cuda"
+
+    def for_documents(self, positions_BT: torch.Tensor, num_documents: int) -> Attention:
+        documents_BT = document_numbers(positions_BT)
+
+        def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return (q >= k) & (documents_BT[b, q] == documents_BT[b, k])
+
+        B, T = positions_BT.shape
+        return FlexAttention(_block_mask(visible, B, T, T, positions_BT.device))
+
+    def masked(
+        self, query_positions: torch.Tensor, key_positions: torch.Tensor, documents_BT: torch.Tensor | None
+    ) -> Attention:
+        def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            i, j = query_positions[q], key_positions[k]
+            return i >= j if documents_BT is None else (i >= j) & (documents_BT[b, i] == documents_BT[b, j])
+
+        B = None if documents_BT is None else len(documents_BT)
+        queries, keys = len(query_positions), len(key_positions)
+        return FlexAttention(_block_mask(visible, B, queries, keys, query_positions.device))
+
+
+# Loaded when a mask is first made: importing them takes two seconds, as they import the compiler.
+_flex_attention: Any = None
+_create_block_mask: Any = None
+
+
+def _block_mask(visible: Any, B: int | None, queries: int, keys: int, device: torch.device) -> BlockMask:
+    global _flex_attention, _create_block_mask
+    if _flex_attention is None:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        # Uncompiled, both write out [B, H, queries, keys]; in a compiled block the inner compile is a part.
+        _flex_attention, _create_block_mask = torch.compile(flex_attention), torch.compile(create_block_mask)
+    return _create_block_mask(visible, B, None, queries, keys, device=device)

@@ -1,0 +1,196 @@
+"""Causal attention for context parallel with head-tail sharding, by the fast kernels.
+
+A rank has two chunks of each sequence and attends over the gathered keys of all ranks. No fused kernel has
+that mask, so each chunk is two kernel calls: its own keys causally, and all earlier keys. The two results are
+merged by their log-sum-exps; a backward call that is given the merged result computes its share of the
+gradients (as in ring attention, Liu et al. 2023). To the compiler it is one opaque operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from titanlite.attention.base import Attention, AttentionNeeds
+from titanlite.attention.context_parallel import SequenceSharding
+from titanlite.attention.sdpa import SDPA, example_inputs
+from titanlite.config.component import ConfigError
+
+_aten = torch.ops.aten
+
+
+class HeadTailAttention(Attention):
+    """Attention of this rank's two chunks of each sequence over gathered keys and values."""
+
+    def __init__(self, sharding: SequenceSharding):
+        self.sharding = sharding
+
+    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+        sharding = self.sharding
+        keys, values = sharding.gather_in_order(k_BTKE), sharding.gather_in_order(v_BTKE)
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHE, keys, values))
+        last = 2 * sharding.size - 1 - sharding.rank
+        return head_tail_attention(q, k, v, sharding.rank, last)[0].transpose(1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTail(SDPA, name="head_tail"):
+    """For context parallel without document masks: cuDNN's kernel chunk by chunk, faster than a mask for long
+    sequences."""
+
+    KERNELS: ClassVar[tuple[str, ...]] = ("auto", "cudnn")
+
+    def __post_init__(self) -> None:
+        if self.sdpa_kernel not in self.KERNELS:
+            raise ConfigError(f"'head_tail' runs cuDNN's kernel, not {self.sdpa_kernel!r}", "sdpa_kernel")
+
+    @classmethod
+    def works_on(cls, needs: AttentionNeeds) -> bool:
+        if not needs.context_parallel or needs.masks_documents:
+            return False
+        if needs.device.type != "cuda":
+            return True
+        q, k, v = example_inputs(needs, min(needs.seq_len, 1024))  # the length does not decide
+        gqa = needs.n_heads != needs.n_kv_heads
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, gqa)
+        return torch.backends.cuda.can_use_cudnn_attention(params)
+
+    def for_context_parallel(
+        self, sharding: SequenceSharding, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None
+    ) -> Attention:
+        if positions_BT is not None:  # sampling, where a chunk may be a single token
+            return super().for_context_parallel(sharding, tokens_BT, positions_BT)
+        return HeadTailAttention(sharding)
+
+
+@torch.library.custom_op("titanlite::head_tail_attention", mutates_args=())
+def head_tail_attention(
+    q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, first: int, last: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries are the chunks number `first` and `last` of each sequence, keys and values the whole sequence
+    in order. Returns the output, shaped like the queries, and log-sum-exps fp32 [B, H, T, 1]."""
+    out, lse = torch.empty_like(q_BHTE), _lse_like(q_BHTE)
+    for queries, spans in _chunks(q_BHTE.shape[2], first, last):
+        merged = None
+        for keys, causal in spans:
+            result = _attend(q_BHTE[:, :, queries], k_BKTE[:, :, keys], v_BKTE[:, :, keys], causal)
+            merged = result if merged is None else _merge(*merged, *result)
+        assert merged is not None
+        out[:, :, queries], lse[:, :, queries] = merged
+    return out, lse
+
+
+@torch.library.custom_op("titanlite::head_tail_attention_backward", mutates_args=())
+def _backward(
+    grad_BHTE: torch.Tensor,
+    q_BHTE: torch.Tensor,
+    k_BKTE: torch.Tensor,
+    v_BKTE: torch.Tensor,
+    out_BHTE: torch.Tensor,
+    lse_BHT1: torch.Tensor,
+    first: int,
+    last: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    d_q, d_k, d_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q_BHTE, k_BKTE, v_BKTE))
+    for queries, spans in _chunks(q_BHTE.shape[2], first, last):
+        grad, q, out = (x[:, :, queries] for x in (grad_BHTE, q_BHTE, out_BHTE))
+        lse = lse_BHT1[:, :, queries].contiguous()
+        for keys, causal in spans:
+            gradients = _attend_backward(grad, q, k_BKTE[:, :, keys], v_BKTE[:, :, keys], out, lse, causal)
+            for total, at, gradient in zip((d_q, d_k, d_v), (queries, keys, keys), gradients):
+                total[:, :, at] += gradient
+    return d_q.to(q_BHTE.dtype), d_k.to(k_BKTE.dtype), d_v.to(v_BKTE.dtype)
+
+
+def _chunks(tokens: int, first: int, last: int) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
+    """Where each of the two chunks is among the queries, and the spans of keys that it sees, with whether the
+    span is causal; that one comes first."""
+    size = tokens // 2
+    for i, chunk in enumerate((first, last)):
+        begin = chunk * size
+        spans = [(slice(begin, begin + size), True), (slice(0, begin), False)]
+        yield slice(i * size, (i + 1) * size), spans if begin else spans[:1]
+
+
+def _merge(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exps over two spans of keys, from those over each."""
+    share = torch.sigmoid(other_lse - lse)
+    return torch.lerp(out.float(), other_out.float(), share), lse - F.logsigmoid(lse - other_lse)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, and log-sum-exps fp32 [B, H, T, 1]."""
+    if q.is_cuda:
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
+    else:  # the CPU kernel needs as many key heads as query heads
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, lse.reshape(*q.shape[:3], 1)
+
+
+def _attend_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k and v."""
+    if q.is_cuda:
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
+        return _aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
+        )
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
+    d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, keys, values, out, lse.squeeze(-1), 0.0, causal
+    )
+    return d_q, *(x.unflatten(1, (-1, groups)).sum(2) for x in (d_k, d_v))
+
+
+def _lse_like(q_BHTE: torch.Tensor) -> torch.Tensor:
+    return q_BHTE.new_empty((*q_BHTE.shape[:3], 1), dtype=torch.float32)
+
+
+@head_tail_attention.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, last: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), _lse_like(q)
+
+
+@_backward.register_fake
+def _(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, ctx.first, ctx.last = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    return (*_backward(grad, *ctx.saved_tensors, ctx.first, ctx.last), None, None)
+
+
+head_tail_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.titanlite.head_tail_attention)
+def _flops(q: Any, k: Any, *rest: Any, **options: Any) -> int:
+    """FLOPs for the compiler's memory budget. A chunk sees half of the keys on average."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * q[3]

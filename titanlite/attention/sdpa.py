@@ -1,0 +1,150 @@
+"""Attention by torch's scaled_dot_product_attention: causal, or with a dense mask."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds, document_numbers
+from titanlite.attention.context_parallel import GatheredAttention, SequenceSharding
+from titanlite.config.component import ConfigError
+
+KERNELS = {
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+    SDPBackend.MATH: "math",
+}
+
+
+class SDPAttention(Attention):
+    """Attention with a mask, bool [B or 1, 1, queries, keys]: True where a query sees a key. None is causal
+    over whole sequences."""
+
+    def __init__(self, mask: torch.Tensor | None = None):
+        self.mask = mask
+
+    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
+        out_BHTE = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out_BHTE.transpose(1, 2)
+
+
+CAUSAL = SDPAttention()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SDPA(AttentionBackend, name="sdpa"):
+    """torch's scaled_dot_product_attention. Masks are dense, with memory quadratic in the sequence length; on
+    CUDA sdpa_kernel must have a kernel for them."""
+
+    sdpa_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """Kernel of scaled_dot_product_attention on CUDA. `auto`: torch's choice among all but `math`, which
+    keeps all scores in memory and only runs when it is asked for."""
+
+    @classmethod
+    def works_on(cls, needs: AttentionNeeds) -> bool:
+        """Whether the backend has the masks that `needs` asks for on its device and in its dtype."""
+        return True
+
+    def build(self, needs: AttentionNeeds) -> AttentionBackend:
+        if needs.masks and not self.works_on(needs):
+            backends = (b for b in AttentionBackend.choices.values() if issubclass(b, SDPA))
+            working = ", ".join(b.name for b in backends if b.name != "auto" and b.works_on(needs))
+            dtype = str(needs.dtype).removeprefix("torch.")
+            layout = " under context parallel" if needs.context_parallel else ""
+            raise ConfigError(
+                f"{self.name!r} does not work on {needs.device.type} with {dtype}{layout} "
+                f"(these do: {working})",
+                "attention.backend",
+            )
+        if needs.device.type == "cuda" and self.uses_sdpa(needs):
+            allow_sdpa_kernels_for_the_life_of_the_process(self.sdpa_kernel)
+            self.kernel(needs)
+        return self
+
+    def uses_sdpa(self, needs: AttentionNeeds) -> bool:
+        """Whether training runs scaled_dot_product_attention; other backends only do so without masks."""
+        return type(self) is SDPA or not needs.masks
+
+    def kernel(self, needs: AttentionNeeds) -> str:
+        """The kernel that torch picks among those that sdpa_kernel allows. Raises ConfigError if it has none
+        for these shapes."""
+        if not self.uses_sdpa(needs):
+            return self.name
+        if needs.device.type != "cuda":
+            return f"sdpa on {needs.device.type}"
+        q, k, v = example_inputs(needs, needs.seq_len)
+        T, H, K = needs.seq_len, needs.n_heads, needs.n_kv_heads
+        mask = torch.ones(1, 1, T, T, device=needs.device, dtype=torch.bool) if needs.masks else None
+        choice = SDPBackend.ERROR.value
+        with suppress(RuntimeError):  # raised where no kernel fits
+            choice = torch._fused_sdp_choice(
+                q, k, v, attn_mask=mask, is_causal=not needs.masks, enable_gqa=H != K
+            )
+        if (name := KERNELS.get(SDPBackend(choice))) is None:
+            mask_kind = "a dense mask" if needs.masks else "causal attention"
+            raise ConfigError(
+                f"{self.sdpa_kernel!r}: no kernel on this device for {mask_kind} in "
+                f"{str(needs.dtype).removeprefix('torch.')}, {H} query and {K} key heads, head_dim "
+                f"{needs.head_dim}; `math` has no limits, but is slow and quadratic in memory",
+                "attention.sdpa_kernel",
+            )
+        return name
+
+    def for_sequences(self, tokens_BT: torch.Tensor) -> Attention:
+        return CAUSAL
+
+    def for_documents(self, positions_BT: torch.Tensor, num_documents: int) -> Attention:
+        positions_T = torch.arange(positions_BT.shape[1], device=positions_BT.device)
+        return self.masked(positions_T, positions_T, document_numbers(positions_BT))
+
+    def for_context_parallel(
+        self, sharding: SequenceSharding, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None
+    ) -> Attention:
+        length, device = tokens_BT.shape[1], tokens_BT.device
+        attention = self.masked(
+            sharding.local_positions(length, device),
+            sharding.gathered_positions(length, device),
+            None if positions_BT is None else document_numbers(positions_BT),
+        )
+        return GatheredAttention(attention, sharding)
+
+    def masked(
+        self, query_positions: torch.Tensor, key_positions: torch.Tensor, documents_BT: torch.Tensor | None
+    ) -> Attention:
+        """Causal attention of queries and keys at these positions of each sequence, int64 [queries] and
+        [keys]. `documents_BT` int32 [B, T]: the document of each position, if documents are masked."""
+        visible = (query_positions[:, None] >= key_positions)[None]
+        if documents_BT is not None:
+            queries, keys = documents_BT[:, query_positions], documents_BT[:, key_positions]
+            visible = visible & (queries[:, :, None] == keys[:, None, :])
+        return SDPAttention(visible[:, None])
+
+
+def allow_sdpa_kernels_for_the_life_of_the_process(sdpa_kernel: str) -> None:
+    """Switch off, in the whole process and until it ends, the kernels of scaled_dot_product_attention that
+    `sdpa_kernel` does not allow. torch has no narrower switch that compiled blocks respect."""
+    for name, enable in {
+        "flash": torch.backends.cuda.enable_flash_sdp,
+        "cudnn": torch.backends.cuda.enable_cudnn_sdp,
+        "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
+        "math": torch.backends.cuda.enable_math_sdp,
+    }.items():
+        enable(sdpa_kernel == name or (sdpa_kernel == "auto" and name != "math"))
+
+
+def example_inputs(needs: AttentionNeeds, length: int) -> list[torch.Tensor]:
+    """Queries, keys and values [1, heads, length, E], to ask torch which kernels take them."""
+    heads = (needs.n_heads, needs.n_kv_heads, needs.n_kv_heads)
+    return [
+        torch.empty(1, n, length, needs.head_dim, device=needs.device, dtype=needs.dtype, requires_grad=True)
+        for n in heads
+    ]
