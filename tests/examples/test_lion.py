@@ -1,0 +1,93 @@
+"""The example of an optimizer: it is Lion, and it trains, saves and resumes on one rank and on two.
+
+Runs train in processes of their own, so that the example is registered in no other test.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.examples.lion import LionOptimizer
+from tests.support.runs import train_on_rank
+from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.reader import read_metadata
+
+LION = ["--job.imports=['tests.examples.lion']", "--optimizer.name=lion", "--optimizer.lr=1e-3"]
+
+
+def losses(run: Path) -> list[float]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["train/loss"] for line in lines]
+
+
+def train_without_momentum(*args: Any) -> None:
+    """One rank's part of a run whose resume loses the optimizer's state."""
+    load = Checkpointer.load
+
+    def forgetful(self: Checkpointer, net: Any, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        load(self, net, optimizer, state)
+        for tensors in optimizer.state.values():
+            tensors["exp_avg"].zero_()
+
+    with patch.object(Checkpointer, "load", forgetful):
+        train_on_rank(*args)
+
+
+def test_its_steps_are_those_of_the_paper() -> None:
+    lr, beta1, beta2, decay = 0.1, 0.8, 0.9, 0.5
+    generator = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(5, generator=generator))
+    optimizer = LionOptimizer([{"params": [p], "weight_decay": decay}], lr=lr, betas=(beta1, beta2))
+    weight, momentum = p.detach().double(), torch.zeros(5, dtype=torch.float64)
+    for _ in range(4):
+        p.grad = torch.randn(5, generator=generator)
+        gradient = p.grad.double()
+        update = torch.sign(beta1 * momentum + (1 - beta1) * gradient)
+        weight = weight - lr * (update + decay * weight)
+        momentum = beta2 * momentum + (1 - beta2) * gradient
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), weight.float())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The run folder of 8 steps on one rank."""
+    from tests.support.ranks import run
+
+    folder = tmp_path_factory.mktemp("lion")
+    run(1, train_on_rank, folder, corpus, LION, "whole", 1)
+    return folder / "whole"
+
+
+def test_it_learns_on_two_ranks_as_on_one(whole: Path, tmp_path: Path, corpus: Path, run_on: Any) -> None:
+    run_on(2, train_on_rank, tmp_path, corpus, LION, "two", 2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(whole), abs=1e-4)
+    assert losses(whole)[-1] < losses(whole)[0] - 0.1
+    names = read_metadata(whole / "checkpoint/step-8").state_dict_metadata
+    assert "optimizer.model.norm.weight.exp_avg" in names
+    assert not [name for name in names if name.endswith("exp_avg_sq")]
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_it_resumes_on_another_number_of_ranks(
+    whole: Path, tmp_path: Path, corpus: Path, run_on: Any, ranks: tuple[int, int]
+) -> None:
+    first, second = ranks
+    run_on(first, train_on_rank, tmp_path, corpus, [*LION, "--training.steps=4"], "hops", first)
+    run_on(second, train_on_rank, tmp_path, corpus, LION, "hops", second)
+    assert losses(tmp_path / "hops") == pytest.approx(losses(whole), abs=1e-4)
+
+
+def test_control_a_resume_without_the_momentum_is_noticed(
+    whole: Path, tmp_path: Path, corpus: Path, run_on: Any
+) -> None:
+    run_on(1, train_on_rank, tmp_path, corpus, [*LION, "--training.steps=4"], "hops", 1)
+    run_on(1, train_without_momentum, tmp_path, corpus, LION, "hops", 1)
+    assert losses(tmp_path / "hops")[:4] == losses(whole)[:4]
+    assert losses(tmp_path / "hops") != pytest.approx(losses(whole), abs=1e-4)
