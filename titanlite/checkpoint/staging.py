@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.state import Tensors
+from titanlite.torch_compat import dtensor_like
 
 SEGMENT_BYTES = 256 << 20  # pinned at once; pinning holds up the driver, so not all of it in one call
 
@@ -72,8 +73,8 @@ class HostBuffers:
 
     def _on_host(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers[name]
-        if isinstance(tensor, DTensor):  # from_local would move the buffer back to the mesh's device
-            return DTensor(buffer, tensor._spec, requires_grad=False)
+        if isinstance(tensor, DTensor):
+            return dtensor_like(buffer, tensor)
         return buffer
 
     def _allocate(self, segment: list[tuple[str, torch.Tensor]]) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.config.json_file import expect, load_object
+from titanlite.torch_compat import foreach_norm, plain_tensor
 
 TRAIN = "train.json"
 TRAIN_KEYS: dict[str, type] = {
@@ -66,16 +66,7 @@ def read_train(path: Path) -> dict[str, Any]:
 
 def model_tensors(net: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters by name."""
-    return {name: _plain(p.detach()) for name, p in net.named_parameters()}
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Without the class that makes FSDP gather a shard in another format, over the same memory."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if not is_traceable_wrapper_subclass(local):
-        return tensor
-    inner = getattr(local, local.__tensor_flatten__()[0][0])
-    return DTensor(inner, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else inner
+    return {name: plain_tensor(p.detach()) for name, p in net.named_parameters()}
 
 
 def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -113,7 +104,7 @@ def non_finite(tensors: Tensors) -> list[str]:
                 local[f"{section}.{name}"] = shard
     if not local:
         return []
-    largest = torch._foreach_norm(list(local.values()), math.inf)  # NaN wins over any number
+    largest = foreach_norm(list(local.values()), math.inf)  # NaN wins over any number
     finite = torch.stack([norm.float() for norm in largest]).isfinite().tolist()
     return [name for name, ok in zip(local, finite) if not ok]
 

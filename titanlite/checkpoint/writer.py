@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -24,6 +24,7 @@ from torch.futures import Future
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import FileDigest, HashingFile
 from titanlite.files import sync
+from titanlite.torch_compat import storage_info
 
 FILE_BYTES = 2 << 30  # a rank's shards are cut into files of about this size, which are hashed in parallel
 MAX_FILES = 8  # of one rank
@@ -113,7 +114,7 @@ class ShardWriter(FileSystemWriter):
                 assert isinstance(tensor, torch.Tensor)
                 write_tensor(tensor, stream)
                 length = stream.size - offset
-                results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
+                results.append(WriteResult(item.index, length, storage_info(name, offset, length)))
             os.fsync(stream.fileno())
         return results
 

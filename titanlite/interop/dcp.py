@@ -8,11 +8,10 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view  # as DCP's own reader
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
@@ -24,6 +23,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect
 from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
 from titanlite.models.base import ModelFamily
+from titanlite.torch_compat import file_view
 
 MODEL = "model."  # where a titanlite checkpoint has the weights
 
@@ -82,8 +82,7 @@ def _stored(path: Path, metadata: Metadata, name: str, sizes: Mapping[str, int])
 def _load(file: Path, name: str, offset: int, length: int, region: Region) -> torch.Tensor:
     try:
         with open(file, "rb") as f:
-            view = cast(IO[bytes], _create_file_view(f, offset, length))
-            chunk = torch.load(view, map_location="cpu", weights_only=True)
+            chunk = torch.load(file_view(f, offset, length), map_location="cpu", weights_only=True)
         return chunk[region]
     except Exception as e:  # torch.load of damaged bytes raises nearly anything
         what = str(e).strip().partition("\n")[0]

@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanlite.torch_compat import foreach_norm
+
 
 @torch.no_grad()
 def grad_norm(parameters: Iterable[nn.Parameter], pipeline: DeviceMesh | None = None) -> torch.Tensor:
@@ -43,6 +45,6 @@ def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         # 2.13).
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
     else:
-        norms = list(torch._foreach_norm(gradients))
+        norms = list(foreach_norm(gradients))
     stacked = torch.stack(norms)
     return list(stacked.full_tensor() if isinstance(stacked, DTensor) else stacked)  # one collective for all

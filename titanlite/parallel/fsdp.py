@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 
 from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
+from titanlite.torch_compat import finish_weight_backward
 
 SMALL = 0.05  # of the device's memory
 
@@ -86,12 +87,7 @@ def add_up_gradients(net: Decoder) -> None:
     next would add to them in bf16."""
     for module in net.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one, 2.13 several
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                for parameter in group.fsdp_params if group is not None else ():
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
+            finish_weight_backward(module)
 
 
 def reshard(net: Decoder) -> None:

@@ -38,6 +38,7 @@ from titanlite.runtime.process import (
 )
 from titanlite.runtime.process_group import Comm, init_process_group
 from titanlite.runtime.training import StepPlan, Training, choose_param_dtype
+from titanlite.torch_compat import set_group_timeout
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Runtime:
         assert self.mesh.device_mesh is not None
         timeout = timedelta(seconds=self.comm.train_timeout_seconds)
         for group in (None, *self.mesh.device_mesh.get_all_groups()):
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            set_group_timeout(group, timeout)
 
 
 class Vote:
