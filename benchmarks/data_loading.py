@@ -3,11 +3,10 @@
     python benchmarks/data_loading.py [--tokens 200000000] [--output benchmarks/results/data_loading.json]
 
 A dataset of random documents (log-normal lengths, median 600 tokens, uint16) is read as a training process
-reads it: batches of int64 inputs and targets from shuffled rows, in this process or through worker processes.
-"memmap" is the bare minimum beside it: the same number of tokens from random places of the file, sliced,
-converted and stacked, without an order to follow, hashes, documents or exact resumption. First, or with
---compare alone, the loader is measured beside torch's DataLoader over the same sequences, in turns.
-"""
+reads it: batches of int64 inputs and targets from shuffled sequences, in this process or through worker
+processes. "memmap" is the bare minimum beside it: the same number of tokens from random places of the file,
+sliced, converted and stacked, without an order to follow, hashes, documents or exact resumption. First, or
+with --compare alone, the loader is measured beside torch's DataLoader over the same sequences, in turns."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ import torch
 from environment import environment
 from torch.utils.data import DataLoader
 
-from titanlite.data.loader import Data, MicroBatches, Rows, SequenceLoader
+from titanlite.data.loader import Data, MicroBatches, SequenceDataset, SequenceLoader
 from titanlite.data.shards import token_dtype, write_description, write_shard
 from titanlite.data.sources import Tokens
 from titanlite.tokenizers.tiktoken import Tiktoken
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPES = ((2048, 8), (8192, 2))  # seq_len, rows of a micro-batch
+SHAPES = ((2048, 8), (8192, 2))  # seq_len, sequences of a micro-batch
 SECONDS, REPEATS = 1.0, 5
 TURNS, BATCHES = 60, 250
 
@@ -46,18 +45,20 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="only the loader beside torch's DataLoader")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/data_loading.json")
     options = parser.parse_args()
-    codec = Tiktoken(path=str(ROOT / "assets/tokenizer/stdlib.tiktoken")).build()
+    tokenizer = Tiktoken(path=str(ROOT / "assets/tokenizer/stdlib.tiktoken")).build()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "dataset"
-        write_dataset(path, codec, options.tokens)
+        write_dataset(path, tokenizer, options.tokens)
         compared = [
             line
-            for seq_len, rows in SHAPES
-            for line in compare(Data(sources=[Tokens(path=str(path))]), codec, seq_len, rows)
+            for seq_len, sequences in SHAPES
+            for line in compare(Data(sources=[Tokens(path=str(path))]), tokenizer, seq_len, sequences)
         ]
         measured = []
-        for seq_len, rows in () if options.compare else SHAPES:
-            measured.append({"reader": "memmap", **rate(memmap_reader(path, seq_len, rows), seq_len, rows)})
+        for seq_len, sequences in () if options.compare else SHAPES:
+            measured.append(
+                {"reader": "memmap", **rate(memmap_reader(path, seq_len, sequences), seq_len, sequences)}
+            )
             report(measured[-1])
             for keys in (
                 {"packing": "chunk"},
@@ -66,11 +67,11 @@ def main() -> None:
                 {"packing": "best_fit", "mask_documents": True},
             ):
                 data = Data(sources=[Tokens(path=str(path))], cache_dir=f"{folder}/cache", **keys)
-                made = data.build(codec, seq_len=seq_len, seed=0)
+                made = data.build(tokenizer, seq_len=seq_len, seed=0)
                 for num_workers in (0, 1, 2):
-                    order = MicroBatches(0, rows, rows, 0, 1)
+                    order = MicroBatches(0, sequences, sequences, 0, 1)
                     batches = SequenceLoader(made, order, num_workers, pin_memory=False)
-                    speed = rate(lambda batches=batches: next(batches), seq_len, rows)
+                    speed = rate(lambda batches=batches: next(batches), seq_len, sequences)
                     measured.append({"reader": "titanlite", **keys, "num_workers": num_workers, **speed})
                     report(measured[-1])
     result = {
@@ -87,11 +88,15 @@ def main() -> None:
     options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def compare(data: Data, codec: Any, seq_len: int, rows: int) -> list[dict[str, Any]]:
+def compare(data: Data, tokenizer: Any, seq_len: int, sequences: int) -> list[dict[str, Any]]:
     """The loader beside torch's DataLoader on the same sequences, in turns, so that both meet the same load
     of the machine; and the CPU time of the training process and its workers, which hardly depends on that
     load."""
-    made, order, lines = data.build(codec, seq_len=seq_len, seed=0), MicroBatches(0, rows, rows, 0, 1), []
+    made, order, lines = (
+        data.build(tokenizer, seq_len=seq_len, seed=0),
+        MicroBatches(0, sequences, sequences, 0, 1),
+        [],
+    )
     for num_workers in (0, 2):
         readers = {
             "torch": Reader(data_loader(made, order, num_workers)),
@@ -100,9 +105,9 @@ def compare(data: Data, codec: Any, seq_len: int, rows: int) -> list[dict[str, A
         for turn in range(TURNS):
             for reader in list(readers.values())[:: 1 if turn % 2 else -1]:  # the second finds warm caches
                 reader.turn()
-        shape = {"seq_len": seq_len, "micro_batch": rows, "num_workers": num_workers}
+        shape = {"seq_len": seq_len, "micro_batch": sequences, "num_workers": num_workers}
         for name, reader in readers.items():
-            speed = round(BATCHES * seq_len * rows / sorted(reader.seconds)[TURNS // 2])
+            speed = round(BATCHES * seq_len * sequences / sorted(reader.seconds)[TURNS // 2])
             line = {"reader": name, **shape, "tokens_per_second": speed, "cpu_us_per_batch": reader.cpu_us()}
             report(line)
             lines.append(line | {"seconds_of_turns": [round(s, 5) for s in reader.seconds]})
@@ -151,7 +156,7 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def data_loader(made: Rows, order: MicroBatches, num_workers: int) -> DataLoader:
+def data_loader(made: SequenceDataset, order: MicroBatches, num_workers: int) -> DataLoader:
     """torch's DataLoader with the loader's settings."""
     return DataLoader(
         made,
@@ -162,33 +167,33 @@ def data_loader(made: Rows, order: MicroBatches, num_workers: int) -> DataLoader
     )
 
 
-def write_dataset(path: Path, codec: Any, tokens: int) -> None:
+def write_dataset(path: Path, tokenizer: Any, tokens: int) -> None:
     """Documents of random tokens in shards of 2^26."""
-    rng, dtype, entries = np.random.default_rng(0), token_dtype(codec.vocab_size), []
+    rng, dtype, entries = np.random.default_rng(0), token_dtype(tokenizer.vocab_size), []
     path.mkdir()
     while tokens > 0:
         size = min(tokens, 1 << 26)
-        stream = rng.integers(0, codec.vocab_size, size, dtype=dtype)
+        stream = rng.integers(0, tokenizer.vocab_size, size, dtype=dtype)
         ends = np.cumsum(rng.lognormal(np.log(600), 1.0, size // 300).astype(np.int64) + 2)
         documents = np.split(stream, ends[ends < size])
         entries.append(write_shard(path, f"{len(entries):05}", documents, dtype))
         tokens -= size
-    write_description(path, codec, entries, {})
+    write_description(path, tokenizer, entries, {})
 
 
-def memmap_reader(path: Path, seq_len: int, rows: int) -> Callable[[], Any]:
+def memmap_reader(path: Path, seq_len: int, sequences: int) -> Callable[[], Any]:
     """Batches from random places of the first shard."""
     stream, rng = np.memmap(path / "00000.bin", "<u2", mode="r"), np.random.default_rng(0)
 
     def read() -> tuple[torch.Tensor, torch.Tensor]:
-        starts = rng.integers(0, len(stream) - seq_len - 1, rows)
+        starts = rng.integers(0, len(stream) - seq_len - 1, sequences)
         taken = np.stack([stream[s : s + seq_len + 1].astype(np.int64) for s in starts])
         return torch.from_numpy(taken[:, :-1]), torch.from_numpy(taken[:, 1:])
 
     return read
 
 
-def rate(read: Callable[[], Any], seq_len: int, rows: int) -> dict[str, Any]:
+def rate(read: Callable[[], Any], seq_len: int, sequences: int) -> dict[str, Any]:
     """Tokens a second: best, median and worst of a few stretches of some seconds."""
     for _ in range(10):
         read()
@@ -198,9 +203,9 @@ def rate(read: Callable[[], Any], seq_len: int, rows: int) -> dict[str, Any]:
         while (elapsed := time.perf_counter() - began) < SECONDS:
             read()
             batches += 1
-        speeds.append(round(batches * seq_len * rows / elapsed))
+        speeds.append(round(batches * seq_len * sequences / elapsed))
     low, middle, high = sorted(speeds)[0], sorted(speeds)[REPEATS // 2], sorted(speeds)[-1]
-    shape = {"seq_len": seq_len, "micro_batch": rows}
+    shape = {"seq_len": seq_len, "micro_batch": sequences}
     return shape | {"tokens_per_second": middle, "worst": low, "best": high}
 
 

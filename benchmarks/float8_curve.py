@@ -48,7 +48,7 @@ def main() -> None:
     options.ngpu, options.skip = 1, options.steps // 2
     common = [
         "--compile.enable",
-        "--data.holdout_rows=128",
+        "--data.holdout_sequences=128",
         "--validation.enable=true",
         f"--validation.freq={options.steps}",
         f"--lr_scheduler.warmup_steps={options.steps // 4}",

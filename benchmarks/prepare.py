@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/prepare.json")
     parser.add_argument("--filters", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
-    codec = Tiktoken(path=str(ROOT / "assets/tokenizer/stdlib.tiktoken")).build()
+    tokenizer = Tiktoken(path=str(ROOT / "assets/tokenizer/stdlib.tiktoken")).build()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "corpus.jsonl"
         texts = write_corpus(file, options.megabytes * 10**6)
@@ -50,11 +50,11 @@ def main() -> None:
         def titanlite(*filters: Filter) -> Callable[[int], None]:
             def run(number: int) -> None:
                 name = f"{'-'.join(f.name for f in filters)}{number}"
-                prepare([file], Path(folder) / f"out-{name}", codec, Recipe(filters=filters))
+                prepare([file], Path(folder) / f"out-{name}", tokenizer, Recipe(filters=filters))
 
             return run
 
-        library = codec._codec  # type: ignore[attr-defined]
+        library = tokenizer._encoding  # type: ignore[attr-defined]
 
         def tiktoken(number: int) -> None:
             for begin in range(0, len(texts), 4096):  # in batches, so that the lists fit in memory

@@ -1,11 +1,11 @@
-"""Time from a start at a row to its first batch, and the size of the loader's state, at rows 0 to 10^12.
+"""Time from a start at a sequence to its first batch, and the size of the loader's state, at sequences 0 to
+10^12.
 
     python benchmarks/resume_position.py [--output benchmarks/results/resume_position.json]
 
-Two sources of made-up text, one of a few rows (10^12 rows in are billions of its epochs), one of some
-thousands. Every start opens the sources anew and shares nothing with the one before but the operating
-system's file cache; tokenising the text happens once and is not timed.
-"""
+Two sources of made-up text, one of a few sequences (10^12 sequences in are billions of its epochs), one of
+some thousands. Every start opens the sources anew and shares nothing with the one before but the operating
+system's file cache; tokenising the text happens once and is not timed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main() -> None:
     output = parser.parse_args().output
     with tempfile.TemporaryDirectory() as folder:
         data = make_data(Path(folder))
-        measured = [measure(data, row, num_workers) for num_workers in (0, 2) for row in POSITIONS]
+        measured = [measure(data, number, num_workers) for num_workers in (0, 2) for number in POSITIONS]
     result = {
         "what": "seconds from opening prepared sources to the first micro-batch",
         "seq_len": SEQ_LEN,
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def make_data(folder: Path) -> Data:
-    """A few rows and some thousands of rows, tokenised."""
+    """A few sequences and some thousands of sequences, tokenised."""
     rng, paths = random.Random(0), []
     for size in (10_000, 8_000_000):
         paths.append(folder / f"{size}.txt")
@@ -65,27 +65,33 @@ def make_data(folder: Path) -> Data:
     return data
 
 
-def measure(data: Data, row: int, num_workers: int) -> dict[str, Any]:
-    """Median and range over fresh starts at a row, after one that is not counted."""
-    times = [start_s(data, row, num_workers) for _ in range(REPEATS + 1)][1:]
+def measure(data: Data, number: int, num_workers: int) -> dict[str, Any]:
+    """Median and range over fresh starts at a sequence, after one that is not counted."""
+    times = [start_s(data, number, num_workers) for _ in range(REPEATS + 1)][1:]
     return {
-        "row": row,
+        "sequence": number,
         "num_workers": num_workers,
         "first_batch_s": statistics.median(times),
         "min_s": min(times),
         "max_s": max(times),
-        "state_bytes": len(json.dumps(row)),  # the loader's whole state: the number of rows consumed
+        "state_bytes": len(json.dumps(number)),  # the loader's whole state: the number of sequences consumed
     }
 
 
-def start_s(data: Data, row: int, num_workers: int) -> float:
+def start_s(data: Data, number: int, num_workers: int) -> float:
     """Seconds of one start."""
     order._table.cache_clear()
     order._round_keys.cache_clear()
     began = time.perf_counter()
-    rows = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=0)
-    start = MicroBatches(from_row=row, rows=MICRO_BATCH, micro_batch=MICRO_BATCH, rank=0, num_ranks=1)
-    next(SequenceLoader(rows, start, num_workers, pin_memory=False))
+    sequences = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=0)
+    start = MicroBatches(
+        first_sequence=number,
+        global_batch_size=MICRO_BATCH,
+        micro_batch_size=MICRO_BATCH,
+        rank=0,
+        num_ranks=1,
+    )
+    next(SequenceLoader(sequences, start, num_workers, pin_memory=False))
     return time.perf_counter() - began
 
 

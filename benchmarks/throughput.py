@@ -42,7 +42,7 @@ SHIPPED_DATA = [
     f"--tokenizer.path={ROOT / 'assets/tokenizer/stdlib.tiktoken'}",
     "--tokenizer.num_special_tokens=2",
     '--data.sources=[{name="python_stdlib"}]',
-    "--data.holdout_rows=0",
+    "--data.holdout_sequences=0",
     "--validation.enable=false",
     "--checkpoint.enable=false",
     "--metrics.enable_tensorboard=false",

@@ -141,8 +141,8 @@ def test_the_worked_example_of_the_data_page(
     for line in ("read ", "length ", "exact_duplicates ", "near_duplicates ", "kept ", "data/code: "):
         assert f"\n{line}" in table
     assert "every byte as written" in run("data", "verify", "data/code")
-    assert "---- document" in run("data", "show", "data/code", "--row=3", "--seq_len=256")
-    assert "==== training row 17" in run("data", "show", "train.toml", "--row=17")
+    assert "---- document" in run("data", "show", "data/code", "--sequence=3", "--seq_len=256")
+    assert "==== training sequence 17" in run("data", "show", "train.toml", "--sequence=17")
     log = run("train", "train.toml", "--training.steps=2", "--lr_scheduler.warmup_steps=1")
-    assert "data/code: 100.0% of the rows" in log
+    assert "data/code: 100.0% of the sequences" in log
     assert "validation loss" in log

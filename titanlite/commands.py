@@ -35,6 +35,7 @@ TRAIN = """usage: titanlite train CONFIG.toml [--section.key=value ...]
 Train from a TOML file, in this process; ./run_train.sh and `titanlite launch` start several processes.
 `titanlite train --help` lists every key, `titanlite train --help SECTION` those of one section.
 """
+RENAMED_OPTIONS = {"--row": "--sequence", "--rows": "--num-sequences"}  # of verbs; old name -> new name
 # Keys of torchtitan's files that titanlite does not have; every such file has one of them.
 TORCHTITAN = {
     "training.dataset", "training.dataset_path", "training.batch_size", "training.compile",
@@ -257,7 +258,7 @@ def _of_data(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
     path, overrides = split_arguments(take_flag(argv[1:], ALLOW_IMPORTS)[1])
     if argv[0] != "show" or path is None or not path.endswith(".toml"):
         return None
-    return path, take_numbers(overrides, ["row", "rows"])[1]
+    return path, take_numbers(overrides, ["sequence", "num_sequences"])[1]
 
 
 def _of_tokenizer(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
@@ -311,7 +312,7 @@ VERBS = {
         "verify and show datasets",
         table="job",
         names=_of_data,
-        own=("--row", "--rows", ALLOW_IMPORTS),
+        own=("--sequence", "--num-sequences", ALLOW_IMPORTS),
     ),
     "tokenizer": Verb(
         "titanlite.tools.tokenizer",
@@ -415,5 +416,7 @@ def _check_options(name: str, words: Sequence[str]) -> None:
         option = given.replace("_", "-")
         if not option.startswith("--") or "." in option:
             continue
+        if (renamed := RENAMED_OPTIONS.get(option)) in own:
+            parser(name).error(f"unknown option {given!r}; did you mean {renamed!r}?")
         if option not in own and given[2:].replace("-", "_") not in keys and get_close_matches(option, own):
             parser(name).error(f"unknown option {given!r}{suggest(option, own)}")

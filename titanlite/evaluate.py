@@ -1,8 +1,7 @@
-"""Validation: the mean loss over fixed held-out rows, token by token -- the same number on every layout.
+"""Validation: the mean loss over fixed held-out sequences, token by token -- the same number on every layout.
 
-Rows are cut into the same micro-batches whatever the number of ranks, their sums are added in float64 on the
-host, and ranks that run out of rows run padding, so all of them enter every collective.
-"""
+Sequences are cut into the same micro-batches whatever the number of ranks, their sums are added in float64 on
+the host, and ranks that run out of sequences run padding, so all of them enter every collective."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from titanlite.config.component import ConfigError
-from titanlite.data.loader import Rows
+from titanlite.data.loader import SequenceDataset
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.progress import Progress
 from titanlite.runtime.runtime import Runtime
@@ -21,14 +20,14 @@ from titanlite.runtime.runtime import Runtime
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Validation on data.validation_sources, or on the rows that data.holdout_rows sets aside."""
+    """Validation on data.validation_sources, or on the sequences that data.holdout_sequences sets aside."""
 
     enable: bool = False
     """Validate while training and at the end."""
     freq: int = 500
     """Steps between validations."""
     steps: int = -1
-    """Batches of global_batch_size rows to validate on; -1: all held-out rows."""
+    """Batches of global_batch_size sequences to validate on; -1: all held-out sequences."""
 
     def __post_init__(self) -> None:
         if self.freq < 1:
@@ -36,19 +35,21 @@ class Validation:
         if self.steps < 1 and self.steps != -1:
             raise ConfigError(f"{self.steps} is neither -1 nor at least 1", "steps")
 
-    def num_rows(self, held_out: int, batch_rows: int) -> int:
-        """Rows that one validation reads."""
-        return held_out if self.steps == -1 else min(held_out, self.steps * batch_rows)
+    def num_sequences(self, held_out: int, batch_size: int) -> int:
+        """Number of sequences that one validation reads."""
+        return held_out if self.steps == -1 else min(held_out, self.steps * batch_size)
 
 
-def validate(model: ShardedModel, rows: Rows, num_rows: int, rt: Runtime) -> dict[str, float]:
-    """Mean loss a token over held-out rows [0, num_rows). Collective."""
+def validate(
+    model: ShardedModel, sequences: SequenceDataset, num_sequences: int, rt: Runtime
+) -> dict[str, float]:
+    """Mean loss per token over held-out sequences [0, num_sequences). Collective."""
     size, ranks = rt.plan.micro_batch_rows, rt.mesh.dp_size
     loss_sum, num_targets = 0.0, 0
-    begins = range(rt.mesh.dp_rank * size, -(-num_rows // (size * ranks)) * size * ranks, size * ranks)
+    begins = range(rt.mesh.dp_rank * size, -(-num_sequences // (size * ranks)) * size * ranks, size * ranks)
     for begin in Progress(begins, desc="validating", unit="batch", delay=2, leave=False, disable=rt.rank > 0):
-        numbers = np.arange(begin, max(min(begin + size, num_rows), begin))
-        batch = rows.batch(numbers.tolist(), rows.held_out(numbers), num_rows=size)
+        numbers = np.arange(begin, max(min(begin + size, num_sequences), begin))
+        batch = sequences.batch(numbers.tolist(), sequences.held_out(numbers), num_sequences=size)
         loss_sum += model.loss_sum(batch.to(rt.device)).item()
         num_targets += batch.num_targets if rt.mesh.is_data_leader else 0
     total = rt.sum(

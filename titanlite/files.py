@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import io
 import os
 import re
+import shutil
 import stat
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -117,6 +120,44 @@ def make_folder(path: Path) -> None:
     for folder in reversed(missing):
         with suppress(PermissionError):  # the topmost may be in a folder that others own and nobody may read
             sync(folder.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Make a directory all or nothing: yields an empty directory beside `path`, which is synced and renamed
+    to `path` when the body ends, and deleted when the body raises.
+
+    If another process made `path` meanwhile, that directory stays. Directories that killed processes left are
+    deleted after a day.
+    """
+    make_folder(path.parent)
+    for left in path.parent.glob(f".unfinished-{glob.escape(path.name)}-????????"):
+        if time.time() - left.lstat().st_mtime > 86_400:
+            shutil.rmtree(left, ignore_errors=True)
+    folder = path.with_name(f".unfinished-{path.name}-{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
+    try:
+        with named(path):
+            yield folder
+        for file in [*folder.iterdir(), folder]:
+            sync(file)
+        try:
+            os.rename(folder, path)
+        except OSError:
+            if not path.exists():
+                raise
+        sync(path.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def open_own(path: Path) -> IO[str]:

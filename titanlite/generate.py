@@ -17,7 +17,7 @@ from titanlite.attention.kv_cache import KVCache
 from titanlite.config.component import ConfigError
 from titanlite.errors import Diverged
 from titanlite.models.base import Decoder, logits
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 
 # ids of each row so far -> logits of their next tokens [B, V]
 NextLogits = Callable[[Sequence[Sequence[int]]], torch.Tensor]
@@ -55,7 +55,7 @@ class Generation:
 
 def generate(
     logits: Callable[[torch.Tensor], torch.Tensor],
-    codec: TextCodec,
+    tokenizer: Tokenizer,
     prompt: str,
     config: Generation,
     seed: int,
@@ -63,10 +63,10 @@ def generate(
 ) -> str:
     """The prompt and what the model makes of it, up to the first id that ends a text. `logits`: int64 [1, T]
     -> [1, T, V]."""
-    start = [codec.bos, *codec.encode(prompt)]
-    whole = whole_rows(logits, len(start) + config.max_new_tokens, codec.eos, device)
-    made = [ids[0] for ids in next_tokens(whole, [start], config, codec.vocab_size, seed)]
-    return prompt + codec.decode(before_any(made, codec.stop_ids))
+    start = [tokenizer.bos, *tokenizer.encode(prompt)]
+    whole = whole_rows(logits, len(start) + config.max_new_tokens, tokenizer.eos, device)
+    made = [ids[0] for ids in next_tokens(whole, [start], config, tokenizer.vocab_size, seed)]
+    return prompt + tokenizer.decode(before_any(made, tokenizer.stop_ids))
 
 
 def next_tokens(

@@ -51,7 +51,7 @@ from titanlite.parallel.float8 import MULTIPLE, Float8
 from titanlite.parallel.pipeline_parallel import ZERO_BUBBLE, split_into_stages
 from titanlite.runtime.process_group import Comm
 from titanlite.runtime.training import StepPlan, Training
-from titanlite.tokenizers.base import Tokenizer
+from titanlite.tokenizers.base import TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 
 
@@ -79,7 +79,7 @@ class Job:
 
     job: JobInfo = field(default_factory=JobInfo)
     model: ModelFamily
-    tokenizer: Tokenizer = field(default_factory=Tiktoken)
+    tokenizer: TokenizerConfig = field(default_factory=Tiktoken)
     data: Data
     training: Training = field(default_factory=Training)
     loss: Loss = field(default_factory=ChunkedCrossEntropy)
@@ -115,9 +115,9 @@ class Job:
             )
         self._check_tensor_parallel()
         self._check_pipeline_parallel(world_size)
-        if self.validation.enable and not (self.data.holdout_rows or self.data.validation_sources):
+        if self.validation.enable and not (self.data.holdout_sequences or self.data.validation_sources):
             raise ConfigError(
-                "there are no sequences to validate on: set data.holdout_rows, for example to 256, or "
+                "there are no sequences to validate on: set data.holdout_sequences, for example to 256, or "
                 "give [[data.validation_sources]]",
                 "validation.enable",
             )
@@ -229,7 +229,8 @@ class Job:
 
     def recipe(self, data: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
         """What a run that continues this one must share, under the names of the keys that set it: the model's
-        shape, the loss, and `data`, Rows.recipe. `sources`: Rows.names, for what is said of a difference."""
+        shape, the loss, and `data`, SequenceDataset.identity. `sources`: SequenceDataset.names, for what is
+        said of a difference."""
         training = {key: data[key] for key in ("seed", "seq_len")}
         data = {key: value for key, value in data.items() if key not in training}
         model = {"name": self.model.name, **toml.as_tree(self.model.config)}

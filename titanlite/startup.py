@@ -20,7 +20,7 @@ from titanlite.checkpoint.run_identity import differences, spell
 from titanlite.checkpoint.state import TrainState
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.data.loader import Rows
+from titanlite.data.loader import SequenceDataset
 from titanlite.files import FileFault, read_regular, write_atomically
 from titanlite.flops import flops_per_token, peak_bf16_flops
 from titanlite.interop.exporter import Exporter
@@ -36,7 +36,7 @@ from titanlite.models.base import Decoder
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.signals import StopRequests
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 
 
 def flops_of(job: Job, net: Decoder) -> int:
@@ -86,35 +86,35 @@ def check_device(
     return attention, attention.kernel(needs)
 
 
-def open_tokenizer(job: Job) -> TextCodec:
+def open_tokenizer(job: Job) -> Tokenizer:
     """The tokenizer, whose ids are all in the model's vocabulary. Raises ConfigError."""
-    codec = job.tokenizer.build()
-    job.model.check_vocabulary(codec.vocab_size)
-    return codec
+    tokenizer = job.tokenizer.build()
+    job.model.check_vocabulary(tokenizer.vocab_size)
+    return tokenizer
 
 
-def check_interop(job: Job, codec: TextCodec) -> None:
+def check_interop(job: Job, tokenizer: Tokenizer) -> None:
     """Raises ConfigError unless the initial weights, which only a new run needs, can be read, and unless the
     model and its tokenizer have the Hugging Face form that an export needs."""
-    config, exchange = job.checkpoint, ModelAndTokenizer(job.model, codec)
+    config, exchange = job.checkpoint, ModelAndTokenizer(job.model, tokenizer)
     if config.initial_load_path and Opening(config, job.folder, None).is_new_run():
         check_initial(Path(config.initial_load_path), exchange)
     if config.export_hf:
-        job.model.hf_config(), codec.hugging_face_files()
+        job.model.hf_config(), tokenizer.hugging_face_files()
 
 
-def check_run_folder(job: Job, codec: TextCodec) -> None:
+def check_run_folder(job: Job, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if the run folder holds a run with which this job does not go on, as far as that is
     known before any source is opened."""
-    data = job.data.known(codec, seq_len=job.training.seq_len, seed=job.training.seed)
+    data = job.data.identity(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     Opening(job.checkpoint, job.folder, job.recipe(data, {})).check_known()
 
 
-def exporter(job: Job, codec: TextCodec, requests: StopRequests) -> Exporter | None:
+def exporter(job: Job, tokenizer: Tokenizer, requests: StopRequests) -> Exporter | None:
     """What exports this run's checkpoints, until the run is asked to stop; None for a run without exports."""
     if not job.checkpoint.export_hf:
         return None
-    exchange = ModelAndTokenizer(job.model, codec)
+    exchange = ModelAndTokenizer(job.model, tokenizer)
     return Exporter(job.checkpoint, job.folder, exchange, job.training.steps, lambda: requests.stop)
 
 
@@ -198,17 +198,19 @@ def annotated(job: Job, lines: Sequence[str]) -> str:
     return "".join(f"# {line}\n" for line in lines) + "\n" + toml.dump(job)
 
 
-def describe(job: Job, rt: Runtime, about: Sequence[str], rows: Rows, kernel: str) -> None:
+def describe(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDataset, kernel: str) -> None:
     """Say what is about to run. `about`: what `resolved` returns."""
     plan, offload = rt.plan, ", weights on the host" if job.training.enable_cpu_offload else ""
     for line in about:
         logger.info(line)
     logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}{offload}, {rt.param_dtype}")
     logger.info(
-        f"{sum(rows.sizes):,} rows of {rows.seq_len} tokens to train on, {rows.num_held_out:,} held out"
+        f"{sum(sequences.sizes):,} sequences of {sequences.seq_len} tokens to train on, "
+        f"{sequences.num_held_out:,} held out"
     )
     logger.info(
-        f"{plan.rows} rows a step: {plan.micro_batches} micro-batches of {plan.micro_batch_rows} a rank"
+        f"{plan.rows} sequences per step: {plan.micro_batches} micro-batches of {plan.micro_batch_rows} "
+        "per rank"
     )
     masked = ", documents masked from each other" if job.data.mask_documents else ""
     logger.info(f"attention by {kernel}{masked}; recompute {job.activation_checkpoint.mode}; {job.loss.name}")
@@ -253,9 +255,11 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -
     return Meter(rt.device, sinks, cost, rt.synchronize, rt.began)
 
 
-def record(job: Job, rt: Runtime, rows: Rows, state: TrainState, checkpoints: Checkpointer) -> None:
+def record(
+    job: Job, rt: Runtime, sequences: SequenceDataset, state: TrainState, checkpoints: Checkpointer
+) -> None:
     """Write beside the metrics what runs, from what recipe, on what; say what is read of each source."""
-    for line in rows.describe(state.sequences + max(job.training.steps - state.step, 0) * rt.plan.rows):
+    for line in sequences.describe(state.sequences + max(job.training.steps - state.step, 0) * rt.plan.rows):
         logger.info(line)
     if rt.rank == 0:
         job.folder.mkdir(parents=True, exist_ok=True)

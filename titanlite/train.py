@@ -22,7 +22,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
 from titanlite.data.batch import Batch
-from titanlite.data.loader import MicroBatches, Rows, SequenceLoader
+from titanlite.data.loader import MicroBatches, SequenceDataset, SequenceLoader
 from titanlite.errors import Diverged, LoaderError
 from titanlite.evaluate import validate
 from titanlite.generate import generate
@@ -58,7 +58,7 @@ from titanlite.startup import (
     record,
     resolved,
 )
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 
 
 def train(job: Job) -> int:
@@ -125,12 +125,12 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     """All parts of the run: model, data, optimizer, and the state they continue from. Cheap checks of whether
     they fit together run first; nothing is written before all of them have passed."""
     attention, kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
-    codec = open_tokenizer(job)
+    tokenizer = open_tokenizer(job)
     with torch.device("meta"):
         net = job.model.build()
     job.optimizer.check(net)
     flops, size = flops_of(job, net), sum(p.numel() for p in net.parameters())
-    about = resolved(job, net, codec.vocab_size)
+    about = resolved(job, net, tokenizer.vocab_size)
     settings = ParallelSettings(
         parallelism=job.parallelism,
         attention=attention,
@@ -144,17 +144,17 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     model = parallelize(net, job.loss, rt.mesh, settings)
 
     with rt.rank_zero_first():
-        check_run_folder(job, codec)  # first: tokenising and packing may take long
-        check_interop(job, codec)
-        rows = job.data.build(codec, seq_len=job.training.seq_len, seed=job.training.seed)
-    recipe = job.recipe(rows.recipe, rows.names)
+        check_run_folder(job, tokenizer)  # first: tokenising and packing may take long
+        check_interop(job, tokenizer)
+        sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+    recipe = job.recipe(sequences.identity, sequences.names)
     rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))
     # Opening the checkpoints refuses a folder that holds another recipe's run, before it is written to.
-    exports = exporter(job, codec, requests)
+    exports = exporter(job, tokenizer, requests)
     checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, annotated(job, about), exports)
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)
 
-    describe(job, rt, about, rows, kernel)
+    describe(job, rt, about, sequences, kernel)
     with building(size, rt.mesh.shards):
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(model.net, rt.mesh)
@@ -168,13 +168,13 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
             guard.load_state_dict(checkpoints.resumed["guard"], state.step)
     check_global_batch(job, rt.plan.rows, checkpoints.resumed)  # of the one before, if that was damaged
     order = MicroBatches(0, rt.plan.rows, rt.plan.micro_batch_rows, rt.mesh.dp_rank, rt.mesh.dp_size)
-    loader = SequenceLoader(rows, order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
+    loader = SequenceLoader(sequences, order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
     loader.load_state_dict({"sequences": state.sequences})
 
     log_changes(job, rt, checkpoints)
-    record(job, rt, rows, state, checkpoints)
+    record(job, rt, sequences, state, checkpoints)
     meter = open_meter(job, rt, flops, state.step)
-    return Run(job, rt, codec, rows, loader, model, optimizer, state, checkpoints, meter, guard)
+    return Run(job, rt, tokenizer, sequences, loader, model, optimizer, state, checkpoints, meter, guard)
 
 
 @dataclass
@@ -184,8 +184,8 @@ class Run:
 
     job: Job
     rt: Runtime
-    codec: TextCodec
-    rows: Rows
+    tokenizer: Tokenizer
+    sequences: SequenceDataset
     loader: SequenceLoader
     model: ShardedModel
     optimizer: torch.optim.Optimizer
@@ -266,10 +266,10 @@ class Run:
         return {"global_batch_size": self.rt.plan.rows, "guard": guard, "healthy": guard["streak"] == 0}
 
     def validate(self) -> dict[str, Any]:
-        """Validation loss on the held-out rows."""
-        num_rows = self.job.validation.num_rows(self.rows.num_held_out, self.rt.plan.rows)
+        """Validation loss on the held-out sequences."""
+        num_sequences = self.job.validation.num_sequences(self.sequences.num_held_out, self.rt.plan.rows)
         with self.meter.apart("time/validation_s"):
-            return validate(self.model, self.rows, num_rows, self.rt)
+            return validate(self.model, self.sequences, num_sequences, self.rt)
 
     def sample(self, keep: bool = True) -> None:
         """Log a sample for each prompt and append it to samples.txt."""
@@ -278,7 +278,7 @@ class Run:
             for i, prompt in enumerate(c.prompts):
                 seed, device = self.job.training.seed + i, self.rt.device
                 try:
-                    text = generate(self.model.logits, self.codec, prompt, c, seed, device)
+                    text = generate(self.model.logits, self.tokenizer, prompt, c, seed, device)
                 except Diverged as e:  # the guard decides whether the run goes on
                     logger.info(f"no sample at step {self.state.step}: {e}")
                     return

@@ -221,7 +221,7 @@ CHANGES = {
     "training.seq_len was 32, is 16": ["--training.seq_len=16"],
     'data.packing was "chunk", is "best_fit"': ["--data.packing=best_fit"],
     "data.mask_documents was false, is true": ["--data.mask_documents=true"],
-    "data.holdout_rows was 10, is 11": ["--data.holdout_rows=11"],
+    "data.holdout_sequences was 10, is 11": ["--data.holdout_sequences=11"],
     "training.seed was 0, is 8": ["--training.seed=8"],
     "text CORPUS/a.jsonl was 75% of the sequences, is 60%": ["--data.sources.1.weight=2"],
     "text CORPUS/b.txt was 25% of the sequences, is no source now": [

@@ -27,7 +27,7 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import HashingFile, first_fault
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
-from titanlite.data import plan
+from titanlite.data import packing_index
 from titanlite.job import Job
 from titanlite.metrics.meter import Meter
 from titanlite.prepare import stages
@@ -216,7 +216,7 @@ def test_metrics_of_steps_on_a_full_disk_are_written_later(
     steps = list(range(1, 41))  # a file's last page has room for some
     options = ["--training.steps=40", "--lr_scheduler.total_steps=40", "--checkpoint.interval=40"]
     options += ["--generation.freq=5", '--generation.prompts=["a"]', "--generation.max_new_tokens=200"]
-    options += ["--model.overrides.n_layers=1", "--training.seq_len=8", "--data.holdout_rows=0"]
+    options += ["--model.overrides.n_layers=1", "--training.seq_len=8", "--data.holdout_sequences=0"]
     job = make_job(disk.path, corpus, *options, "--metrics.enable_tensorboard")
     assert train(job) == 0
     assert [values["step"] for values in metrics_of(job)] == steps
@@ -496,7 +496,7 @@ def test_a_full_disk_while_a_cache_is_made(
     where = [f"--job.dump_folder={tmp_path / 'run'}", f"--data.cache_dir={disk.path / 'cache'}"]
     start = ["train", write_toml(tmp_path, corpus), *where, "--training.steps=1", f"--data.packing={packing}"]
     if packing == "best_fit":
-        fill_at(monkeypatch, plan, "_packed_windows", disk)
+        fill_at(monkeypatch, packing_index, "_packed_windows", disk)
     else:
         fill_at(monkeypatch, stages.Work, "encode", disk)
     line = refused(capsys, *start)

@@ -19,7 +19,7 @@ from tests.support.file_operations import Recording, recorded
 from tests.support.jobs import make_job, write_corpus
 from tests.support.power_loss import check_all, crashes, tree_of, without_syncs
 from titanlite.checkpoint import commit
-from titanlite.data.plan import Plan, open_plan
+from titanlite.data.packing_index import PackingIndex, open_packing_index
 from titanlite.data.shards import TokenShards
 from titanlite.log import logger
 from titanlite.prepare import corpus as corpora
@@ -169,35 +169,35 @@ def test_control_a_marker_before_its_files_is_found(raw: Path, tmp_path: Path) -
         check_dataset(early, tmp_path, "new/out", again, 200, tree_of(root / "new/out"))
 
 
-# ---- a packing plan
+# ---- a packing index
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["new", "in the place of a damaged one"])
-def test_a_packing_plan(tmp_path: Path, damaged: bool) -> None:
+def test_a_packing_index(tmp_path: Path, damaged: bool) -> None:
     """What a kill leaves of one is deleted after a day: another process may be writing it."""
     shards = write_dataset(tmp_path / "data", [[5] * n for n in (3, 40, 7, 70, 20, 1)])
     root = tmp_path / "root"
     root.mkdir()
-    whole = tree_of(open_plan(shards, 33, tmp_path / "whole").path)
+    whole = tree_of(open_packing_index(shards, 33, tmp_path / "whole").path)
     if damaged:
-        file = open_plan(shards, 33, root / "cache").path / "rows.bin"
+        file = open_packing_index(shards, 33, root / "cache").path / "rows.bin"
         file.write_bytes(file.read_bytes()[:-1])
     with recorded(root) as recording:
-        name = open_plan(shards, 33, root / "cache").path.name
+        name = open_packing_index(shards, 33, root / "cache").path.name
         recording.mark("made")
     assert recording.coarse == 0
 
     def look(place: Path, mark: str | None) -> bool:
         path = place / "cache" / name
         if path.exists() and not damaged:  # a damaged one may come back, with less in it: it is hashed
-            Plan(path)
+            PackingIndex(path)
         return path.exists()
 
     def start(place: Path, there: bool) -> None:
-        open_plan(shards, 33, place / "cache")
+        open_packing_index(shards, 33, place / "cache")
         assert tree_of(place / "cache" / name) == whole
         others = {path.name for path in (place / "cache").iterdir()} - {name}
-        assert all(other.startswith(f".partial-{name}-") for other in others)
+        assert all(other.startswith(f".unfinished-{name}-") for other in others)
 
     count, starts = check_all(crashes(recording), tmp_path, look, start)
     assert (count > 30, starts > 3) == (True, True), f"{count} states, {starts} of them started from"

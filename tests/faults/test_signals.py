@@ -33,21 +33,21 @@ from titanlite.checkpoint.reader import SafeReader
 from titanlite.checkpoint.staging import HostBuffers
 from titanlite.checkpoint.state import TrainState
 from titanlite.checkpoint.writer import ShardWriter
-from titanlite.data.loader import Data, Rows, SequenceLoader
+from titanlite.data.loader import Data, SequenceDataset, SequenceLoader
 from titanlite.job import Job
 from titanlite.optim.adamw import AdamW
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.runtime import signals
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 
 RANKS, STEPS = 2, 8
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "tokenising": (TextCodec, "encode_documents"),
+    "tokenising": (Tokenizer, "encode_documents"),
     "opening the data": (Data, "build"),
     "choosing a checkpoint": (resume, "newest"),
     "reading a checkpoint": (SafeReader, "read_data"),
-    "reading rows": (Rows, "__getitems__"),  # in a loader worker
+    "reading sequences": (SequenceDataset, "__getitems__"),  # in a loader worker
     "loading": (SequenceLoader, "__next__"),  # twice a step: two micro-batches
     "accumulating": (ShardedModel, "model_inputs"),  # twice a step; and in each batch of a validation
     "sampling": (ShardedModel, "logits"),  # once a token

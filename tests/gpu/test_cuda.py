@@ -42,7 +42,7 @@ def test_compile_and_recompute_give_the_same_loss(tmp_path: Path, corpus: Path) 
 
 MASKED = [
     *("--data.packing=best_fit", "--data.mask_documents=true", "--training.seq_len=256"),
-    *("--data.holdout_rows=0", "--model.overrides.head_dim=16", "--training.global_batch_size=2"),
+    *("--data.holdout_sequences=0", "--model.overrides.head_dim=16", "--training.global_batch_size=2"),
 ]
 
 

@@ -13,7 +13,7 @@ from tests.support.gpu import column, run
 from titanlite.tools import generate
 
 pytestmark = pytest.mark.gpu
-QWEN3 = ["--model.name=qwen3", "--model.flavor=debug", "--training.steps=6", "--data.holdout_rows=0"]
+QWEN3 = ["--model.name=qwen3", "--model.flavor=debug", "--training.steps=6", "--data.holdout_sequences=0"]
 EXPORT = ["--checkpoint.export_hf", "--checkpoint.export_dtype=float32"]
 
 

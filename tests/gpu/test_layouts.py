@@ -14,7 +14,7 @@ from tests.support.jobs import make_job, metrics_of
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 # Heads and rows large enough for the kernels; of fused attention there is none for fp32 with fewer key heads.
-ROWS = ["--training.seq_len=256", "--data.holdout_rows=0", "--model.overrides.head_dim=16"]
+ROWS = ["--training.seq_len=256", "--data.holdout_sequences=0", "--model.overrides.head_dim=16"]
 ROWS += ["--training.global_batch_size=4", "--model.overrides.tie_word_embeddings=false"]
 FP32 = [*ROWS, "--training.mixed_precision_param=float32"]
 MASKED = ["--data.packing=best_fit", "--data.mask_documents=true"]

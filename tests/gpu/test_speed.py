@@ -186,7 +186,7 @@ def test_out_of_memory_is_explained(tmp_path: Path, corpus: Path) -> None:
     large = [
         '--job.imports=["limit"]', "--training.seq_len=256", "--training.local_batch_size=512",
         "--training.global_batch_size=512", "--model.overrides.dim=512", "--model.overrides.hidden_dim=4096",
-        "--data.holdout_rows=0",
+        "--data.holdout_sequences=0",
     ]  # fmt: skip
     last = trained(tmp_path, corpus, *large, code=1).split("OutOfMemory: ")[-1]
     assert last.startswith("out of memory in step 1, forward: ")

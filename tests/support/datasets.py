@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.data.shards import TokenShards, token_dtype, write_description, write_shard
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 
 
-class Codec(TextCodec):
+class FakeTokenizer(Tokenizer):
     """Only what a dataset records of its tokenizer."""
 
     bos, eos = 0, 1
@@ -23,18 +23,18 @@ class Codec(TextCodec):
 def write_dataset(
     path: Path,
     documents: Sequence[Sequence[int]],
-    codec: TextCodec | None = None,
+    tokenizer: Tokenizer | None = None,
     shard_tokens: int = 1 << 20,
 ) -> TokenShards:
     """The documents in shards of at most `shard_tokens`, or of a single document that is longer."""
-    codec = codec or Codec()
+    tokenizer = tokenizer or FakeTokenizer()
     shards: list[list[np.ndarray]] = [[]]
     for ids in documents:
         if (size := sum(map(len, shards[-1]))) and size + len(ids) > shard_tokens:
             shards.append([])
         shards[-1].append(np.asarray(ids))
     path.mkdir(parents=True)
-    dtype = token_dtype(codec.vocab_size)
+    dtype = token_dtype(tokenizer.vocab_size)
     entries = [write_shard(path, f"{i:05}", shard, dtype) for i, shard in enumerate(shards)]
-    write_description(path, codec, entries, {"field": "text"})
+    write_description(path, tokenizer, entries, {"field": "text"})
     return TokenShards(path)

@@ -53,7 +53,7 @@ enable_tensorboard = false
 
 [data]
 num_workers = 0
-holdout_rows = 10
+holdout_sequences = 10
 
 [[data.sources]]
 name = "text"

@@ -124,8 +124,9 @@ def test_a_verb_alone_is_a_mistake_that_shows_its_usage(run, verb):
         (["export", "x"], "the following arguments are required: target; see `titanlite export --help`"),
         (["config", DEBUG, "--rank", "8"], "unknown option '--rank'; did you mean '--ranks'? (known: --"),
         (["config", DEBUG, "--allow_import"], "unknown option '--allow_import'; did you mean '--allow-"),
-        (["data", "show", "--rwo", "3"], "unknown option '--rwo'; did you mean '--row'? (known: --allow-"),
-        (["data", "show", DEBUG, "--rwos=3"], "unknown option '--rwos'; did you mean '--rows'?"),
+        (["data", "show", "--sequnce", "3"], "unknown option '--sequnce'; did you mean '--sequence'? ("),
+        (["data", "show", DEBUG, "--row=3"], "unknown option '--row'; did you mean '--sequence'?"),
+        (["data", "show", DEBUG, "--num_sequnces=3"], "unknown option '--num_sequnces'; did you mean '"),
         (["tokenizer", "show", "--allow-import", "x"], "unknown option '--allow-import'; did you mean"),
         (["checkpoint", "show", "x", "--tensor"], "unknown option '--tensor'; did you mean '--tensors'?"),
         (["launch", "--nproc-per-nod=2", DEBUG], "unknown option '--nproc-per-nod'; did you mean '--nproc"),
@@ -374,7 +375,7 @@ def test_a_source_that_is_missing_is_told_by_its_number(run, tmp_path, monkeypat
         ([f"--data.sources={sources('gone.txt')}"], "data.sources.0.path"),
         (["--data.sources.0.name=text", '--data.sources.0.path=["gone.txt"]'], "data.sources.0.path"),
         ([f"--data.sources={sources('there.txt')}", f"--data.validation_sources={sources('gone.txt')}",
-          "--data.holdout_rows=0"], "data.validation_sources.0.path"),
+          "--data.holdout_sequences=0"], "data.validation_sources.0.path"),
     ):  # fmt: skip
         assert complaint_of(run(*argv, *more)).startswith(f"command line, --{key}: {said}")
     text = 'name = "text"\npath = ["gone.txt"]'
@@ -551,7 +552,7 @@ def test_no_name_shows_the_usage(run_train, argv):
     ("argv", "needs_flag"),
     [
         (["config", "job.toml"], True),
-        (["data", "show", "job.toml", "--row=0"], True),
+        (["data", "show", "job.toml", "--sequence=0"], True),
         (["tokenizer", "show", "job.toml", "text"], True),
         (["import", "nothing", "new", "job.toml"], True),
         (["train", "job.toml", "--training.steps=0"], False),

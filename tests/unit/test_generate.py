@@ -114,12 +114,12 @@ def test_a_row_is_drawn_with_its_own_seed() -> None:
 
 
 def test_samples_while_training_are_the_same_with_a_cache() -> None:
-    net, codec = random_net("llama3"), Bytes().build()
+    net, tokenizer = random_net("llama3"), Bytes().build()
     config = Generation(temperature=0.8, top_k=20, top_p=0.9, max_new_tokens=12)
-    text = generate(net, codec, "ab", config, 3, CPU)
-    steps = next_tokens(CachedRows(net, 12, CPU), [[codec.bos, *b"ab"]], config, codec.vocab_size, 3)
-    ids = before_any([step[0] for step in steps], {codec.eos})
-    assert text == "ab" + codec.decode(ids)
+    text = generate(net, tokenizer, "ab", config, 3, CPU)
+    steps = next_tokens(CachedRows(net, 12, CPU), [[tokenizer.bos, *b"ab"]], config, tokenizer.vocab_size, 3)
+    ids = before_any([step[0] for step in steps], {tokenizer.eos})
+    assert text == "ab" + tokenizer.decode(ids)
 
 
 def drawn(logits: torch.Tensor, draws: int = 3000, **options: Any) -> torch.Tensor:

@@ -31,7 +31,7 @@ steps = 100
 warmup_steps = 10
 
 [data]
-holdout_rows = 8
+holdout_sequences = 8
 
 [[data.sources]]
 name = "python_stdlib"
@@ -212,9 +212,9 @@ def test_replicas_divide_the_ranks(path, complaint):
 
 def test_validation_needs_rows_to_validate_on(path, complaint):
     assert load_job(path, ["--validation.enable"]).validation.enable
-    message = complaint("--validation.enable", "--data.holdout_rows=0")
+    message = complaint("--validation.enable", "--data.holdout_sequences=0")
     assert message.startswith("command line, --validation.enable: there are no sequences to validate on: ")
-    assert "set data.holdout_rows" in message
+    assert "set data.holdout_sequences" in message
 
 
 def test_float8_needs_the_compiler(path, complaint):
@@ -310,7 +310,7 @@ def test_a_schedule_longer_than_the_run_may_have_a_warmup_as_long_as_the_run(pat
         ),
         ("--optimizer.lr=0", "command line, --optimizer.lr: 0.0 is not above 0"),
         ("--tokenizer.num_special_tokens=1", "command line, --tokenizer.num_special_tokens: at least 2"),
-        ("--data.sources=[]", "command line, --data.sources: empty"),
+        ("--data.sources=[]", "command line, --data.sources: no source to train on"),
         ("--data.sources.0.weight=0", "command line, --data.sources.0.weight: 0.0 is not above 0"),
         ("--data.sources.0.path=x", "command line, --data.sources.0.path: unknown key 'path'"),
         ("--data.num_workers=-1", "command line, --data.num_workers: -1 is below 0"),

@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite import losses
 from titanlite.config.component import ConfigError
-from titanlite.data import batch
 from titanlite.losses import ChunkedCrossEntropy, CrossEntropy, Loss
 
 VOCABULARY, DIM = 997, 32
@@ -204,11 +203,6 @@ def test_only_whole_logits_grow_with_the_tokens() -> None:
     whole, chunked = CrossEntropy(), ChunkedCrossEntropy(chunk_tokens=10)
     assert whole.bytes_held(**many) == 10 * whole.bytes_held(**few)
     assert chunked.bytes_held(**many) == chunked.bytes_held(**few) < whole.bytes_held(**few)
-
-
-def test_losses_and_batches_mean_the_same_targets() -> None:
-    """Two files of one layer, which do not import each other."""
-    assert losses.IGNORE == batch.IGNORE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -28,6 +28,9 @@ from titanlite.config.overrides import Bare, Word, listed, plain
 FILE = Path(__file__).with_name("schema.json")
 IMPORTS = ("job", "imports")  # where a configuration names modules that add choices; `prepare` has no [job]
 SCALARS = {int: "int", float: "float", str: "str", bool: "bool", Any: "any"}
+# Keys that were renamed: old dotted key -> new dotted key. The keys inside lists have no number:
+# data.sources.path.
+RENAMED = {"data.holdout_rows": "data.holdout_sequences"}
 EXPECTED = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
 
 
@@ -220,7 +223,9 @@ class _Conversion:
             if k in keys:
                 made[k] = self.value(keys[k], v, where)
             else:
-                hint = suggest(k, keys, elsewhere=sorted(set(_paths(self._root, k))))
+                renamed = RENAMED.get(re.sub(r"\.\d+", "", where))
+                known = suggest(k, keys, elsewhere=sorted(set(_paths(self._root, k))))
+                hint = f"; did you mean {renamed!r}?" if renamed else known
                 self._complain(f"unknown key {k!r}{hint}", where)
         for k, inner in keys.items():
             if k not in tree and inner.get("required"):

@@ -1,1 +1,1 @@
-"""From text to training rows: tokenizers, shards, sources, the order of rows, packing, the loader."""
+"""The data that training reads: token shards, sources, packing, the data order, the loader."""

@@ -1,7 +1,7 @@
-"""An iterator over worker processes that is read by a thread, so that the wait for its next item can end.
+"""Background: reads an iterator over worker processes in a thread, so that waiting for an item can time out.
 
-Reading from a worker can block for ever at places that have no timeout: before the worker answers for the
-first time, and in the middle of a message, when a worker is stopped or its file system hangs.
+Reading from a worker can block forever at places without a timeout: before the worker's first answer, and in
+the middle of a message, when the worker is stopped or its file system hangs.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from typing import Any, Generic, TypeVar
 from titanlite.errors import LoaderError
 
 Item = TypeVar("Item")
-LOOK_S = 0.5  # between two looks for what ends a wait
-AHEAD, BURST = 8, 4  # items that are read before they are asked for; how many of them are read at a time
+LOOK_S = 0.5  # between two checks for dead workers
+AHEAD, BURST = 8, 4  # items to prefetch, and items to request at a time
 END_S = 10.0  # for workers to end by themselves
 
 
 class Background(Generic[Item]):
-    """The items of `start()`, which is called in a thread and starts worker processes, and `next()` of its
-    result.
+    """An iterator over the items of `start()`. `start` is called in a thread and starts worker processes.
 
-    `while_waiting(waited_s, worker)` is called every LOOK_S that an item does not come, and may raise to end
-    the wait; `worker` names the process whose turn it is. The workers are then killed.
-    """
+    `while_waiting(waited_s, worker)` is called every LOOK_S while no item arrives; `worker` names the process
+    whose turn it is. It may raise to end the wait, which kills the workers. Raises LoaderError for a worker
+    that died."""
 
     def __init__(
         self, start: Callable[[], Iterator[Item]], while_waiting: Callable[[float, str], None] | None = None
@@ -49,8 +48,8 @@ class Background(Generic[Item]):
         self._thread.start()
         self._wait()  # nothing else runs while it forks
         self._workers += self._children()
-        # Before Python ends the daemonic children it still has, by a SIGTERM that loader workers ignore; and
-        # because a thread that is in torch's code when the interpreter ends aborts the process.
+        # At exit Python ends its daemonic children by SIGTERM, which loader workers ignore, and a thread that
+        # is in torch's code when the interpreter ends aborts the process. So end both before that.
         self._end = partial(_end, self._room, self._thread, self._workers)
         atexit.register(self._end)
         for _ in range(AHEAD):
@@ -59,13 +58,13 @@ class Background(Generic[Item]):
     def __next__(self) -> Item:
         item = self._wait()
         self._taken += 1
-        if self._taken % BURST == 0:  # to wake the thread for each item would cost 3% of a fast loader
+        if self._taken % BURST == 0:  # waking the thread for each item would cost 3% of a fast loader
             for _ in range(BURST):
                 self._room.put(True)
         return item
 
     def close(self) -> None:
-        """End the workers. Those that were killed for being stuck are not waited for."""
+        """End the workers. Workers that were killed for being stuck are not waited for."""
         if not self._killed:
             self._end()
         if not self._thread.is_alive():
@@ -82,25 +81,26 @@ class Background(Generic[Item]):
                     item, error = self._ready.get(timeout=LOOK_S)
                     break
                 except Empty:
-                    self._look(time.monotonic() - began)
+                    self._check(time.monotonic() - began)
             if error is not None:
-                self._look_for_the_dead(error)
+                self._check_workers(error)
                 raise error
             return item
         except BaseException:
             self._kill()
             raise
 
-    def _look(self, waited_s: float) -> None:
-        self._look_for_the_dead()
+    def _check(self, waited_s: float) -> None:
+        self._check_workers()
         if self.while_waiting is not None:
             self.while_waiting(waited_s, self._whose_turn())
 
-    def _look_for_the_dead(self, error: BaseException | None = None) -> None:
+    def _check_workers(self, error: BaseException | None = None) -> None:
+        """Raise LoaderError for the first worker that died."""
         for k, worker in enumerate(self._workers):
             if (code := worker.exitcode) is not None:
-                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-                reason = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                reason = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
                 raise LoaderError(f"loader worker {k} (pid {worker.pid}) {how}{reason}") from error
 
     def _whose_turn(self) -> str:
@@ -111,14 +111,14 @@ class Background(Generic[Item]):
         return f"loader worker {k} (pid {self._workers[k].pid})"
 
     def _children(self) -> list[BaseProcess]:
-        """The processes that `start` started, in order: their names end in ascending numbers, `-3`, or
-        `-36:3` where this process is itself the 36th child of another."""
-        found = set(multiprocessing.active_children()) - self._others
-        return sorted(found, key=lambda child: int(re.split("[-:]", child.name)[-1]))
+        """Return the processes that `start` started, in order. Their names end in ascending numbers: `-3`, or
+        `-36:3` if this process is itself the 36th child of another process."""
+        started = set(multiprocessing.active_children()) - self._others
+        return sorted(started, key=lambda child: int(re.split("[-:]", child.name)[-1]))
 
     def _kill(self) -> None:
         self._killed = True
-        if not self._workers:  # the thread may be about to start another one
+        if not self._workers:  # the thread may be about to start a worker
             self._room.put(False)
             deadline = time.monotonic() + END_S
             while self._thread.is_alive() and time.monotonic() < deadline:
@@ -132,7 +132,7 @@ class Background(Generic[Item]):
 def _end(room: SimpleQueue[bool], thread: threading.Thread, workers: list[BaseProcess]) -> None:
     with suppress(Empty):
         while True:
-            room.get_nowait()  # requests that the thread has not begun
+            room.get_nowait()  # requests that the thread has not started on
     room.put(False)
     thread.join(END_S)
     for worker in workers:
@@ -140,7 +140,7 @@ def _end(room: SimpleQueue[bool], thread: threading.Thread, workers: list[BasePr
 
 
 def _read(start: Callable[[], Iterator[Any]], room: SimpleQueue[bool], ready: SimpleQueue[Any]) -> None:
-    """In the thread, which knows no Background, so that one that is dropped is deleted."""
+    """Run in the thread. It holds no reference to the Background, which can therefore be deleted."""
     try:
         items = start()
         ready.put((None, None))

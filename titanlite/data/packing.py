@@ -1,10 +1,11 @@
-"""Packing: how a source's tokens become rows of seq_len + 1 tokens, by row number.
+"""Packing: how a source's tokens become sequences of seq_len + 1 tokens, by sequence number.
 
-`chunk`: row i is tokens [i * seq_len, i * seq_len + seq_len] of the concatenated documents. Neighbouring rows
-share one token: the last target of one is the first input of the next, so every token is a target exactly
-once an epoch.
+`chunk`: sequence i is tokens [i * seq_len, i * seq_len + seq_len] of the concatenated documents. Neighbouring
+sequences share one token: the last target of one is the first input of the next, so every token is a target
+exactly once per epoch.
 
-`best_fit`: whole documents share a row, those longer than a row are cut; the plan is in plan.py.
+`best_fit`: several whole documents share a sequence, and documents longer than a sequence are split. The
+index of which document goes where is in packing_index.py.
 """
 
 from __future__ import annotations
@@ -15,29 +16,33 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.config.component import ConfigError
-from titanlite.data.plan import Plan, open_plan
+from titanlite.data.packing_index import PackingIndex, open_packing_index
 from titanlite.data.shards import TokenShards
 
 
 @dataclass(frozen=True)
-class Row:
-    """`tokens`: int64 [seq_len + 1]. `begins`: int64, ascending: where in the row a document begins (0 only
-    if one does), or None where nobody asked. `num_padding`: tokens at the end that stand for nothing."""
+class TokenSequence:
+    """One training example. `tokens`: int64 [seq_len + 1]. `document_starts`: int64, ascending: the positions
+    at which a document starts (0 only if one starts there), or None if boundaries are not needed.
+    `num_padding`: padding tokens at the end."""
 
     tokens: np.ndarray
-    begins: np.ndarray | None = None
+    document_starts: np.ndarray | None = None
     num_padding: int = 0
 
 
-class PackedRows:
-    """Rows of a source, `len(rows)` of them, `rows[i]` a Row. `with_begins`: whether chunked rows say where
-    documents begin, which costs a search."""
+class PackedSequences:
+    """The sequences of one source: `len(packed)` of them, `packed[i]` a TokenSequence.
 
-    def __init__(self, shards: TokenShards, seq_len: int, cache_dir: Path, with_begins: bool):
-        self.shards, self.seq_len, self.with_begins = shards, seq_len, with_begins
+    `with_document_starts`: whether the sequences of `chunk` packing have `document_starts`, which costs a
+    search. Raises ConfigError for a source that is shorter than one sequence.
+    """
+
+    def __init__(self, shards: TokenShards, seq_len: int, cache_dir: Path, with_document_starts: bool):
+        self.shards, self.seq_len, self.with_document_starts = shards, seq_len, with_document_starts
         if shards.num_tokens <= seq_len:
             raise ConfigError(
-                f"{shards.path} holds {shards.num_tokens} tokens, fewer than one row: "
+                f"{shards.path} holds {shards.num_tokens} tokens, fewer than one sequence: "
                 f"training.seq_len + 1 = {seq_len + 1}",
                 "training.seq_len",
             )
@@ -45,70 +50,70 @@ class PackedRows:
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def __getitem__(self, row: int) -> Row:
+    def __getitem__(self, number: int) -> TokenSequence:
         raise NotImplementedError
 
-    def pieces(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The row's documents or pieces of documents as ranges of the source's tokens: starts and lengths,
-        int64 each."""
+    def spans(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the documents, or parts of split documents, in a sequence, as ranges of the source's tokens:
+        starts and lengths, int64 [spans] each."""
         raise NotImplementedError
 
     @property
     def uid(self) -> str:
-        """Names the rows by their content: what permutations are keyed with."""
+        """A fingerprint of the sequences' content. Shuffles are keyed by it."""
         return self.shards.fingerprint
 
     @property
     def padding_share(self) -> float:
-        """Padding of all rows' tokens."""
+        """The share of padding in all tokens of all sequences."""
         return 0.0
 
 
-class ChunkRows(PackedRows):
-    """Windows of the concatenated documents."""
+class ChunkedSequences(PackedSequences):
+    """Packing by `chunk`: windows of the concatenated documents."""
 
     def __len__(self) -> int:
         return (self.shards.num_tokens - 1) // self.seq_len
 
-    def __getitem__(self, row: int) -> Row:
-        start, count = row * self.seq_len, self.seq_len + 1
-        begins = self.shards.begins(start, count) if self.with_begins else None
-        return Row(self.shards.read(start, count), begins)
+    def __getitem__(self, number: int) -> TokenSequence:
+        start, count = number * self.seq_len, self.seq_len + 1
+        starts = self.shards.document_starts(start, count) if self.with_document_starts else None
+        return TokenSequence(self.shards.read(start, count), starts)
 
-    def pieces(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        start, count = row * self.seq_len, self.seq_len + 1
-        begins = np.union1d([0], self.shards.begins(start, count))
-        return start + begins, np.diff(begins, append=count)
+    def spans(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        start, count = number * self.seq_len, self.seq_len + 1
+        starts = np.union1d([0], self.shards.document_starts(start, count))
+        return start + starts, np.diff(starts, append=count)
 
 
-class BestFitRows(PackedRows):
-    """Rows of whole documents, and of pieces of those that are longer than a row."""
+class BestFitSequences(PackedSequences):
+    """Packing by `best_fit`: whole documents, and spans of documents that are longer than a sequence."""
 
-    def __init__(self, shards: TokenShards, seq_len: int, cache_dir: Path, with_begins: bool):
-        super().__init__(shards, seq_len, cache_dir, with_begins)
-        self.plan: Plan = open_plan(shards, seq_len + 1, cache_dir)
+    def __init__(self, shards: TokenShards, seq_len: int, cache_dir: Path, with_document_starts: bool):
+        super().__init__(shards, seq_len, cache_dir, with_document_starts)
+        self.index: PackingIndex = open_packing_index(shards, seq_len + 1, cache_dir)
 
     def __len__(self) -> int:
-        return self.plan.num_rows
+        return self.index.num_sequences
 
-    def __getitem__(self, row: int) -> Row:
-        starts, lengths = self.pieces(row)
+    def __getitem__(self, number: int) -> TokenSequence:
+        starts, lengths = self.spans(number)
         tokens = np.zeros(self.seq_len + 1, dtype=np.int64)
         ends = np.cumsum(lengths)
         for start, length, end in zip(starts.tolist(), lengths.tolist(), ends.tolist()):
             tokens[end - length : end] = self.shards.read(start, length)
-        return Row(tokens, ends - lengths, num_padding=len(tokens) - int(ends[-1]))
+        return TokenSequence(tokens, ends - lengths, num_padding=len(tokens) - int(ends[-1]))
 
-    def pieces(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.plan.pieces(row)
+    def spans(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.index.spans(number)
 
     @property
     def uid(self) -> str:
-        return f"{self.shards.fingerprint}-{self.plan.fingerprint}"  # other rows if the plan were another
+        return f"{self.shards.fingerprint}-{self.index.fingerprint}"
 
     @property
     def padding_share(self) -> float:
-        return 1 - self.shards.num_tokens / (self.plan.num_rows * (self.seq_len + 1))
+        return 1 - self.shards.num_tokens / (self.index.num_sequences * (self.seq_len + 1))
 
 
-PACKINGS: dict[str, type[PackedRows]] = {"chunk": ChunkRows, "best_fit": BestFitRows}
+PACKINGS: dict[str, type[PackedSequences]] = {"chunk": ChunkedSequences, "best_fit": BestFitSequences}

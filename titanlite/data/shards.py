@@ -1,10 +1,10 @@
-"""Token shards: the one format that training reads.
+"""Token shards: the one dataset format that training reads.
 
-A directory: `dataset.json`, and per shard `NNNNN.bin` (token ids, little-endian uint16, or uint32 for
-vocabularies over 65,536) and `NNNNN.idx` (uint64 offsets of the documents in it, the total last).
-dataset.json records counts, the tokenizer's fingerprint and each file's SHA-256. The directory is written
-under another name and renamed when whole (pipeline.py), so one that has a name is complete. Documents never
-span shards; readers see the concatenation of all shards.
+A dataset is a directory of `dataset.json` and, per shard, `NNNNN.bin` (token ids, little-endian uint16, or
+uint32 for vocabularies over 65,536) and `NNNNN.idx` (uint64 offsets of the shard's documents, then its number
+of tokens). dataset.json records counts, the tokenizer's fingerprint and each file's SHA-256. The directory is
+written under another name and renamed when it is complete. No document spans two shards. Readers see the
+concatenation of all shards.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect, load_object
-from titanlite.files import check_regular, named, sync, write_atomically
-from titanlite.tokenizers.base import TextCodec
+from titanlite.files import check_regular, file_sha256, named, sync, write_atomically
+from titanlite.tokenizers.base import Tokenizer
 
 FORMAT = 1
-MAX_MAPS = 256  # of files at a time: each map holds a file descriptor, of which a process has 1024
+MAX_MAPS = 256  # files mapped at a time: each holds a file descriptor, of which a process has 1024
 DATASET_KEYS: dict[str, type] = {
     "format": int, "dtype": str, "tokenizer": str, "vocab_size": int, "tokens": int, "documents": int,
     "shards": list,
@@ -36,13 +36,13 @@ SHARD_KEYS: dict[str, type] = {
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """How ids below `vocab_size` are stored."""
+    """Return the type in which ids below `vocab_size` are stored."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def write_shard(folder: Path, name: str, documents: Iterable[np.ndarray], dtype: np.dtype) -> dict[str, Any]:
-    """Write `name`.bin and `name`.idx, hashed on the way and synced; returns the shard's entry for
-    dataset.json."""
+    """Write and sync `name`.bin and `name`.idx. `documents`: token ids, any integer type [tokens] each.
+    Returns the shard's entry for dataset.json."""
     digest, offsets = hashlib.sha256(), [0]
     with named(folder / f"{name}.bin"), open(folder / f"{name}.bin", "wb") as f:
         for tokens in documents:
@@ -65,16 +65,17 @@ def write_shard(folder: Path, name: str, documents: Iterable[np.ndarray], dtype:
 
 
 def write_description(
-    folder: Path, codec: TextCodec, shards: Sequence[dict[str, Any]], prepared: dict[str, Any]
+    folder: Path, tokenizer: Tokenizer, shards: Sequence[dict[str, Any]], prepared: dict[str, Any]
 ) -> None:
-    """Write dataset.json over shards that `write_shard` made; `prepared` says from what, for people."""
+    """Write dataset.json. `shards`: what `write_shard` returned; `prepared`: a record of the input, for
+    people."""
     description = {
         "format": FORMAT,
-        "dtype": token_dtype(codec.vocab_size).name,
-        "tokenizer": codec.fingerprint,
-        "vocab_size": codec.vocab_size,
-        "bos": codec.bos,
-        "eos": codec.eos,
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "bos": tokenizer.bos,
+        "eos": tokenizer.eos,
         "tokens": sum(s["tokens"] for s in shards),
         "documents": sum(s["documents"] for s in shards),
         "prepared": prepared,
@@ -84,10 +85,10 @@ def write_description(
 
 
 class TokenShards:
-    """A directory of shards as one sequence of `num_tokens` token ids. Files are mapped on first use.
+    """A dataset on disk as one array of `num_tokens` token ids. Files are memory-mapped on first use.
 
-    Opening checks the description and every file's size (ConfigError names the file); `verify()` re-hashes.
-    Picklable: a loader worker maps the files anew.
+    Opening one checks dataset.json and every file's size; raises ConfigError that names the file. `verify()`
+    compares hashes. Picklable: a loader worker maps the files anew.
     """
 
     def __init__(self, path: str | Path):
@@ -106,40 +107,42 @@ class TokenShards:
             self._check_size(f"{shard['name']}.idx", (shard["documents"] + 1) * 8)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) of the concatenation, as int64 [count]. Raises ConfigError for an id
-        that the tokenizer does not have: in an embedding on a GPU it would end the process without a word of
-        where it came from."""
+        """Return tokens [start, start + count) of the concatenated shards: int64 [count]. Raises ConfigError
+        for an id outside the vocabulary, because an embedding on a GPU would abort the process without saying
+        which file holds it."""
         out, done = np.empty(count, dtype=np.int64), 0
         shard = bisect_right(self._starts, start) - 1
         while done < count:
             offset = start + done - self._starts[shard]
-            part = self._map(shard, "bin")[offset : offset + count - done]
-            if len(part) and (largest := part.max()) >= self.vocab_size:
-                file, place = self.path / f"{self._shards[shard]['name']}.bin", offset + int(part.argmax())
+            tokens = self._map(shard, "bin")[offset : offset + count - done]
+            if len(tokens) and (largest := tokens.max()) >= self.vocab_size:
+                file, place = self.path / f"{self._shards[shard]['name']}.bin", offset + int(tokens.argmax())
                 raise ConfigError(
                     f"{file}: token {place} is {largest}, the tokenizer has ids below {self.vocab_size}: the "
-                    f"file is damaged; `titanlite data verify {self.path}` checks all, then prepare it again"
+                    f"file is damaged. Check all files with `titanlite data verify {self.path}`, then "
+                    "prepare the dataset again"
                 )
-            out[done : done + len(part)] = part
-            done, shard = done + len(part), shard + 1
+            out[done : done + len(tokens)] = tokens
+            done, shard = done + len(tokens), shard + 1
         return out
 
-    def begins(self, start: int, count: int) -> np.ndarray:
-        """Where in tokens [start, start + count) documents begin: int64, ascending, relative to `start`."""
-        found, shard = [], bisect_right(self._starts, start) - 1
+    def document_starts(self, start: int, count: int) -> np.ndarray:
+        """Return the positions in tokens [start, start + count) at which documents start: int64, ascending,
+        relative to `start`."""
+        by_shard, shard = [], bisect_right(self._starts, start) - 1
         while shard < len(self._shards) and self._starts[shard] < start + count:
             offsets = self._map(shard, "idx")[:-1]
             begin, end = int(start) - self._starts[shard], int(start) + count - self._starts[shard]
-            # in the offsets' own type: any other makes searchsorted copy and convert all of them
+            # in the offsets' own type: any other type makes searchsorted copy and convert all offsets
             low, high = np.searchsorted(offsets, np.array([max(begin, 0), end], dtype=offsets.dtype))
             inside = offsets[low:high]
-            found.append(inside.astype(np.int64) - begin)
+            by_shard.append(inside.astype(np.int64) - begin)
             shard += 1
-        begins = found[0] if len(found) == 1 else np.concatenate(found)
-        return begins[np.diff(begins, prepend=-1) > 0]  # an empty document begins where the next one does
+        starts = by_shard[0] if len(by_shard) == 1 else np.concatenate(by_shard)
+        return starts[np.diff(starts, prepend=-1) > 0]  # an empty document starts where the next one does
 
     def locate(self, token: int) -> tuple[int, int]:
-        """The number of the document that a token of the concatenation is in, and its place in it."""
+        """Return the number of the document that holds a token, and the token's position in the document."""
         shard = bisect_right(self._starts, token) - 1
         offsets = self._map(shard, "idx")
         place = token - self._starts[shard]
@@ -148,16 +151,17 @@ class TokenShards:
 
     @property
     def documents_by_shard(self) -> list[int]:
-        """How many documents each shard has."""
+        """The number of documents in each shard."""
         return [shard["documents"] for shard in self._shards]
 
     def token_offsets(self, shard: int) -> np.ndarray:
-        """Where the shard's documents begin in the concatenation, the last one's end last: uint64
-        [documents + 1]."""
+        """Return the positions in the concatenated shards at which the shard's documents start, and the end
+        of the last document: uint64 [documents + 1]."""
         return self._map(shard, "idx") + np.uint64(self._starts[shard])
 
     def document(self, number: int) -> np.ndarray:
-        """Token ids of one document, by its number over all shards."""
+        """Return the token ids of a document, by its number over all shards: int64 [tokens]. Raises
+        IndexError."""
         for k, shard in enumerate(self._shards):
             if number < shard["documents"]:
                 begin, end = (int(x) for x in self.token_offsets(k)[number : number + 2])
@@ -166,13 +170,14 @@ class TokenShards:
         raise IndexError(number)
 
     def verify(self) -> None:
-        """Re-hash every file; ConfigError names the first whose content is not what was written."""
+        """Compare the SHA-256 of every file with dataset.json. Raises ConfigError that names the first file
+        that differs."""
         for shard in self._shards:
             for kind in ("bin", "idx"):
                 file = self.path / f"{shard['name']}.{kind}"
                 if file_sha256(file) != shard[f"{kind}_sha256"]:
                     raise ConfigError(
-                        f"{file}: content differs from what dataset.json records; prepare it again"
+                        f"{file}: its SHA-256 differs from that in dataset.json; prepare the dataset again"
                     )
 
     def _map(self, shard: int, kind: str) -> np.ndarray:
@@ -194,7 +199,8 @@ class TokenShards:
             raise ConfigError(f"{self.path / name}: {getattr(e, 'strerror', e)}") from None
         if size != expected:
             raise ConfigError(
-                f"{self.path / name}: {size} bytes, dataset.json says {expected}; prepare it again"
+                f"{self.path / name} has {size} bytes, dataset.json says {expected}; prepare the "
+                "dataset again"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -206,40 +212,31 @@ def _read_description(path: Path) -> dict[str, Any]:
     try:
         description = load_object(file)
     except OSError as e:
-        raise ConfigError(f"{file}: {e.strerror}; a directory made by `titanlite prepare` has one") from None
+        raise ConfigError(f"{file}: {e.strerror}; expected a directory made by `titanlite prepare`") from None
     except ValueError as e:
-        raise ConfigError(f"{file} is no description of a dataset: {e}") from None
+        raise ConfigError(f"{file} does not describe a dataset: {e}") from None
     try:
         _check_description(description)
     except ValueError as e:
-        raise ConfigError(f"{file}: {e}; prepare it again") from None
+        raise ConfigError(f"{file}: {e}; prepare the dataset again") from None
     return description
 
 
 def _check_description(description: dict[str, Any]) -> None:
-    """Raises ValueError for what write_description() does not write."""
+    """Raise ValueError for a description that write_description() could not have written."""
     expect(description, **DATASET_KEYS)
     if description["format"] != FORMAT:
-        raise ValueError(f"format {description['format']}, this titanlite reads {FORMAT}")
+        raise ValueError(f"its format is {description['format']}, this titanlite reads format {FORMAT}")
     if description["dtype"] not in ("uint16", "uint32"):
         raise ValueError(f"dtype {description['dtype']!r} is neither uint16 nor uint32")
     if type(description.get("prepared", {})) is not dict:
-        raise ValueError("prepared is no object")
+        raise ValueError("`prepared` is not an object")
     for shard in description["shards"]:
         expect(shard, **SHARD_KEYS)
         if not re.fullmatch(r"[0-9A-Za-z_-]{1,100}", shard["name"]):
-            raise ValueError(f"{shard['name']!r} is no name of a shard")
+            raise ValueError(f"{shard['name']!r} is not a valid name of a shard")
         if min(shard["tokens"], shard["documents"]) < 0:
             raise ValueError(f"shard {shard['name']} has a count below 0")
     for key in ("tokens", "documents"):
         if sum(shard[key] for shard in description["shards"]) != description[key]:
             raise ValueError(f"the {key} of its shards do not add up to {description[key]}")
-
-
-def file_sha256(path: Path) -> str:
-    """Of a file's content."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Sources: where rows come from. Whatever a source reads, what it gives is TokenShards.
+"""Sources: where sequences come from. Whatever a source reads, what it gives is TokenShards.
 
 `tokens` opens shards made by `titanlite prepare`. `text` and `python_stdlib` tokenise on first use into a
 cache whose key is the content and the tokenizer, so an edited file or another tokenizer never meets old
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titanlite.config.component import Component, ConfigError, label
 from titanlite.data.shards import TokenShards
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Source(Component):
         if not 0 <= self.max_epochs < float("inf"):
             raise ConfigError(f"{self.max_epochs} is below 0, or not finite", "max_epochs")
 
-    def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
+    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
         """The source's tokens. Raises ConfigError for missing, unreadable or empty input."""
         raise NotImplementedError
 
-    def check(self, codec: TextCodec) -> bool:
+    def check(self, tokenizer: Tokenizer) -> bool:
         """Raises ConfigError for input that can be seen to be missing or wrong without reading all of it.
         Returns whether `build` only opens files and tokenises nothing."""
         return False
@@ -50,22 +50,22 @@ class Tokens(Source, name="tokens"):
     path: str
     """The directory that holds dataset.json."""
 
-    def check(self, codec: TextCodec) -> bool:
-        self.build(codec, Path())
+    def check(self, tokenizer: Tokenizer) -> bool:
+        self.build(tokenizer, Path())
         return True
 
-    def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
+    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
         shards = TokenShards(self.path)
-        if shards.tokenizer != codec.fingerprint:
-            made, ours = shards.prepared.get("tokenizer"), codec.config.label if codec.config else ""
+        if shards.tokenizer != tokenizer.fingerprint:
+            made, ours = shards.prepared.get("tokenizer"), tokenizer.config.label if tokenizer.config else ""
             theirs = label(str(made["name"]), str(made.get("path", ""))) if made else ""
             raise ConfigError(
                 f"{self.path} was made with tokenizer {theirs} ({shards.tokenizer}), this job's is {ours} "
-                f"({codec.fingerprint}): use the same [tokenizer], or prepare the data again"
+                f"({tokenizer.fingerprint}): use the same [tokenizer], or prepare the data again"
             )
-        if shards.vocab_size != codec.vocab_size:
+        if shards.vocab_size != tokenizer.vocab_size:
             raise ConfigError(
                 f"{self.path}/dataset.json says vocab_size {shards.vocab_size}, its tokenizer has "
-                f"{codec.vocab_size}: the file is damaged; prepare the data again"
+                f"{tokenizer.vocab_size}: the file is damaged; prepare the data again"
             )
         return shards

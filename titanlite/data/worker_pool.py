@@ -1,4 +1,4 @@
-"""A pool of worker processes for preparation: one a core, ended with their parent and on its errors."""
+"""A pool of worker processes for preparation and packing. The workers end with their parent."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def worker_pool(processes: int, begin: Callable[[Any], None], state: Any) -> Iterator[Executor]:
-    """`processes` workers, each of which calls `begin(state)` first; a single one is a thread.
+    """Yield a pool of `processes` workers that call `begin(state)` first; a single worker is a thread.
 
-    Leaving by an error kills them; a worker that is killed raises BrokenProcessPool from its future.
+    An error in the body kills the workers. Futures of a worker that was killed raise BrokenProcessPool.
     """
     before = set(active_children())
     pool: Executor
@@ -41,13 +41,13 @@ def worker_pool(processes: int, begin: Callable[[Any], None], state: Any) -> Ite
 
 
 def _begin(begin: Callable[[Any], None], state: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     threading.Thread(target=_end_with_parent, daemon=True).start()
     begin(state)
 
 
 def _end_with_parent() -> None:
-    # A worker holds both ends of its queue, and would wait for a killed parent forever.
+    # A worker holds both ends of its queue, so it would wait forever for a parent that was killed.
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

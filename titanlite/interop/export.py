@@ -116,12 +116,12 @@ def _outputs(
         stored = weights.tensors[name]
         shape = stored.shape
         if name in vocabulary:
-            if shape[0] < exchange.codec.vocab_size:
+            if shape[0] < exchange.tokenizer.vocab_size:
                 raise ConfigError(
                     f"{weights.path}: {name} has {shape[0]} rows, the tokenizer has "
-                    f"{exchange.codec.vocab_size} ids"
+                    f"{exchange.tokenizer.vocab_size} ids"
                 )
-            vocab_size = shape[0] if keep_padding else exchange.codec.vocab_size
+            vocab_size = shape[0] if keep_padding else exchange.tokenizer.vocab_size
             shape = (vocab_size, *shape[1:])
         outputs.append(_Output(name, stored, shape, dtype or stored.dtype))
     return outputs, vocab_size
@@ -135,13 +135,13 @@ def _small_files(
     config = {
         **exchange.family.hf_config(),
         "vocab_size": vocab_size,
-        **exchange.codec.model_ids(),
+        **exchange.tokenizer.model_ids(),
         "torch_dtype": str(most).removeprefix("torch."),
     }
     return {
         "config.json": as_json(config),
-        "generation_config.json": as_json(exchange.codec.generation_config()),
-        **exchange.codec.hugging_face_files(),
+        "generation_config.json": as_json(exchange.tokenizer.generation_config()),
+        **exchange.tokenizer.hugging_face_files(),
     }
 
 

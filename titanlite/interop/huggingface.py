@@ -21,7 +21,7 @@ from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
 from titanlite.log import logger
 from titanlite.models.base import ModelFamily
 from titanlite.models.hf_config import read_family
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 
 KIND = "Hugging Face"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -104,13 +104,13 @@ def _load(file: Path, name: str, piece: Any, region: Region) -> torch.Tensor:
         raise ConfigError(f"{file}: {name} cannot be read: {e}") from None
 
 
-def tell_generation(weights: Weights, codec: TextCodec) -> None:
+def tell_generation(weights: Weights, tokenizer: Tokenizer) -> None:
     """Warn of the settings in a Hugging Face directory's generation_config.json that an export will not
     have: it has those of the tokenizer's own folder."""
     file = weights.path / "generation_config.json"
     if weights.kind != KIND or not file.exists():
         return
-    ours = codec.generation_config()
+    ours = tokenizer.generation_config()
     lost = [key for key, value in read_object(file).items() if ours.get(key) != value]
     if lost := [key for key in lost if key != "transformers_version" and not key.startswith("_")]:
         logger.warning(

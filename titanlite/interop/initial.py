@@ -67,8 +67,8 @@ def check_initial(path: Path, exchange: ModelAndTokenizer) -> None:
     try:
         weights = open_weights(path, family)
         check(weights, family)
-        check_tokenizer(weights, exchange.codec, TO_CHANGE_IT)
-        tell_generation(weights, exchange.codec)
+        check_tokenizer(weights, exchange.tokenizer, TO_CHANGE_IT)
+        tell_generation(weights, exchange.tokenizer)
     except (ConfigError, CheckpointError, OSError) as e:
         raise ConfigError(str(e), KEY) from None
     with torch.device("meta"):

@@ -22,7 +22,7 @@ from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_part
 from titanlite.models.base import Decoder, ModelFamily
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 
 Region = tuple[slice, ...]  # of a tensor; begin and end along each dim
 
@@ -100,7 +100,7 @@ class ModelAndTokenizer(NamedTuple):
     vocabulary are."""
 
     family: ModelFamily
-    codec: TextCodec
+    tokenizer: Tokenizer
 
 
 def skeleton(weights: Weights, family: ModelFamily) -> Decoder:
@@ -132,9 +132,9 @@ def check(weights: Weights, family: ModelFamily) -> None:
         raise ConfigError(f"{weights.path} does not fit the job's model: {first_of(found)}")
 
 
-def check_tokenizer(weights: Weights, codec: TextCodec, way_out: str) -> None:
+def check_tokenizer(weights: Weights, tokenizer: Tokenizer, way_out: str) -> None:
     """Raises ConfigError, which ends in `way_out`, if the weights were trained with another tokenizer."""
-    if weights.tokenizer not in ("", codec.fingerprint):
+    if weights.tokenizer not in ("", tokenizer.fingerprint):
         raise ConfigError(f"{weights.path} was trained with another tokenizer than this one; {way_out}")
 
 

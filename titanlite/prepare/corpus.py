@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titanlite.config.component import ConfigError
-from titanlite.data.shards import file_sha256
-from titanlite.files import if_on_hub
+from titanlite.files import file_sha256, if_on_hub
 
 UNIT_BYTES = 8 << 20  # of text: about a second of one core's tokenising
 COMPRESSED_UNITS = 64  # a corpus of fewer compressed files is cut finer, to occupy as many cores

@@ -37,13 +37,13 @@ from titanlite.log import logger
 from titanlite.prepare.report import located, merge, table
 from titanlite.prepare.stages import Recipe, Work
 from titanlite.progress import Progress
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 
 
 def prepare(
     files: Sequence[Path],
     output: Path,
-    codec: TextCodec,
+    tokenizer: Tokenizer,
     recipe: Recipe,
     *,
     num_processes: int = 0,
@@ -61,7 +61,7 @@ def prepare(
         if not unfinished:  # another process was faster
             return TokenShards(output)
         try:
-            work = Work(files, folder, codec, recipe)
+            work = Work(files, folder, tokenizer, recipe)
             if not work.units:
                 raise ConfigError("the corpus is empty: no text files")
             _check_plan(work, part)
@@ -273,8 +273,8 @@ def _complete(work: Work, output: Path) -> TokenShards | None:
                 raise ConfigError(f"the corpus is empty: no text in its files{lost}")
             text = json.dumps(located(report), indent=1, ensure_ascii=False) + "\n"
             write_atomically(folder / "report.json", text)
-            made_of = origin(work.recipe, work.codec, work.files)
-            write_description(folder, work.codec, [m["entry"] for m in shards], made_of)
+            made_of = origin(work.recipe, work.tokenizer, work.files)
+            write_description(folder, work.tokenizer, [m["entry"] for m in shards], made_of)
             work.mark("whole", work.key, {})  # from here on only files are deleted
             sync(folder)
         keep = {f"{s:05}.{suffix}" for s in range(len(work.shards)) for suffix in ("bin", "idx")}
@@ -289,7 +289,7 @@ def _complete(work: Work, output: Path) -> TokenShards | None:
         return TokenShards(output)
 
 
-def origin(recipe: Recipe, codec: TextCodec, files: Sequence[Path]) -> dict[str, Any]:
+def origin(recipe: Recipe, tokenizer: Tokenizer, files: Sequence[Path]) -> dict[str, Any]:
     """What a dataset says that it was made of."""
     sizes = [(file.name, file.stat().st_size) for file in files]
     corpus = {
@@ -298,4 +298,4 @@ def origin(recipe: Recipe, codec: TextCodec, files: Sequence[Path]) -> dict[str,
         "names_and_sizes_sha256": hashlib.sha256(repr(sizes).encode()).hexdigest(),
     }
     tree = {**toml.as_tree(recipe), "filters": toml.as_tree(list(recipe.filters)), "input": corpus}
-    return tree | ({"tokenizer": toml.as_tree(codec.config)} if codec.config else {})
+    return tree | ({"tokenizer": toml.as_tree(tokenizer.config)} if tokenizer.config else {})

@@ -14,7 +14,7 @@ from titanlite.data.sources import Source
 from titanlite.prepare.corpus import Limits, content_sha256, find_files, format_of
 from titanlite.prepare.pipeline import prepare
 from titanlite.prepare.stages import VERSION, Recipe
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +32,18 @@ class Text(Limits, Source, name="text"):
         Source.__post_init__(self)
         Limits.__post_init__(self)
 
-    def check(self, codec: TextCodec) -> bool:
+    def check(self, tokenizer: Tokenizer) -> bool:
         find_files(self.path, "path")
         return False
 
-    def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
+    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
         files = find_files(self.path, "path")
         recipe = Recipe(
             field=self.field,
             max_document_mib=self.max_document_mib,
             max_compression_ratio=self.max_compression_ratio,
         )
-        return _cached(files, "text", codec, cache_dir, recipe)
+        return _cached(files, "text", tokenizer, cache_dir, recipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class PythonStdlib(Source, name="python_stdlib"):
     """The .py files of the running interpreter's standard library, tests left out: real text on every machine
     that runs titanlite, about 3 million tokens. Which text depends on the Python version."""
 
-    def build(self, codec: TextCodec, cache_dir: Path) -> TokenShards:
-        return _cached(stdlib_files(), "python_stdlib", codec, cache_dir, Recipe(field=""))
+    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
+        return _cached(stdlib_files(), "python_stdlib", tokenizer, cache_dir, Recipe(field=""))
 
 
 def stdlib_files() -> list[Path]:
@@ -79,15 +79,15 @@ def _is_utf8(path: Path) -> bool:
 
 
 def _cached(
-    files: Sequence[Path], kind: str, codec: TextCodec, cache_dir: Path, recipe: Recipe
+    files: Sequence[Path], kind: str, tokenizer: Tokenizer, cache_dir: Path, recipe: Recipe
 ) -> TokenShards:
     # the same bytes read another way are other documents
     ways = "".join("".join(format_of(f)) + " " for f in files)
-    content = f"{VERSION} {kind} {recipe.field} {ways}{content_sha256(files)} {codec.fingerprint}"
+    content = f"{VERSION} {kind} {recipe.field} {ways}{content_sha256(files)} {tokenizer.fingerprint}"
     path = cache_dir / f"{kind}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     if path.exists():
         return TokenShards(path)
     # After bad input the text has to change, and with it the name: nothing is kept for another try.
-    shards = prepare(files, path, codec, recipe, keep=False)
+    shards = prepare(files, path, tokenizer, recipe, keep=False)
     assert shards is not None  # there is one part
     return shards

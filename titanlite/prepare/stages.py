@@ -31,7 +31,7 @@ from titanlite.prepare.corpus import Document, Limits, Unit, plan_units, read_un
 from titanlite.prepare.dedup import first_of_each
 from titanlite.prepare.filters import Bands, Filter
 from titanlite.prepare.report import Place, Report, merge
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 
 VERSION = 2  # of these functions: raise it when the same input gives other bytes
 SHARD_BYTES = 256 << 20  # of text: 128 MiB of uint16 tokens from 32 units
@@ -54,8 +54,8 @@ class Work:
     `units` of the corpus; `shards`: of each, its units by number. Picklable: every worker process has a copy.
     """
 
-    def __init__(self, files: Sequence[Path], folder: Path, codec: TextCodec, recipe: Recipe):
-        self.files, self.folder, self.codec, self.recipe = files, folder, codec, recipe
+    def __init__(self, files: Sequence[Path], folder: Path, tokenizer: Tokenizer, recipe: Recipe):
+        self.files, self.folder, self.tokenizer, self.recipe = files, folder, tokenizer, recipe
         self.units = plan_units(files, recipe.field)
         self.shards = _grouped(self.units, recipe.seed)
         filters = toml.as_tree(list(recipe.filters))
@@ -67,7 +67,7 @@ class Work:
         self.filters = [f.build() for f in recipe.filters]
         self.compares = any(isinstance(f, Bands) for f in self.filters)
         self.resolve_key = _key(*self.scan_keys) if self.compares else ""
-        self.unit_keys = [_key(k, codec.fingerprint, self.resolve_key) for k in self.scan_keys]
+        self.unit_keys = [_key(k, tokenizer.fingerprint, self.resolve_key) for k in self.scan_keys]
         self.shard_keys = [
             _key(recipe.seed, i, *map(self.unit_keys.__getitem__, s)) for i, s in enumerate(self.shards)
         ]
@@ -181,11 +181,11 @@ class Work:
         """A unit's remaining documents as tokens, in order."""
         self._unmark(f"unit-{u:06}")
         report = Report([f.name for f in self.recipe.filters])
-        dtype, vocab_size = token_dtype(self.codec.vocab_size), self.codec.vocab_size
+        dtype, vocab_size = token_dtype(self.tokenizer.vocab_size), self.tokenizer.vocab_size
         documents, lengths = self._remaining(u, report), list[int]()
         with self._written(f"unit-{u:06}.bin") as path, open(path, "wb") as f:
             for batch in _batches(documents):
-                for document, ids in zip(batch, self.codec.encode_documents([d.text for d in batch])):
+                for document, ids in zip(batch, self.tokenizer.encode_documents([d.text for d in batch])):
                     if len(ids) and ids.max() >= vocab_size:
                         place = where(document.file, document.place)
                         raise ConfigError(
@@ -201,7 +201,7 @@ class Work:
 
     def assemble(self, s: int) -> dict[str, Any]:
         """A shard of its units' documents, shuffled; their files are deleted."""
-        dtype, units = token_dtype(self.codec.vocab_size), self.shards[s]
+        dtype, units = token_dtype(self.tokenizer.vocab_size), self.shards[s]
         reports = [self.marker(f"unit-{u:06}", self.unit_keys[u]) for u in units]
         lengths = [np.load(self.folder / f"unit-{u:06}.npy") for u in units]
         tokens = [_mapped(self.folder / f"unit-{u:06}.bin", dtype) for u in units]

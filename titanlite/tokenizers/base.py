@@ -20,8 +20,8 @@ from titanlite.files import if_on_hub, read_regular
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 
-class TextCodec:
-    """What `Tokenizer.build()` returns.
+class Tokenizer:
+    """What `TokenizerConfig.build()` returns.
 
     `vocab_size`: ids are 0 .. vocab_size - 1. `fingerprint`: 16 hex digits; where they are equal,
     every text gets the same ids. `bos`, `eos`: ids that frame a document. `stop_ids`: ids that end a text
@@ -32,7 +32,7 @@ class TextCodec:
     fingerprint: str
     bos: int
     eos: int
-    config: Tokenizer | None = None  # what it was built from
+    config: TokenizerConfig | None = None  # what it was built from
 
     @property
     def stop_ids(self) -> set[int]:
@@ -72,10 +72,10 @@ class TextCodec:
         return [np.asarray(self.encode(text), dtype=np.uint32) for text in texts]
 
 
-class Tokenizer(Component):
+class TokenizerConfig(Component, kind="tokenizer"):
     """Kind: `[tokenizer] name = ...`."""
 
-    def build(self) -> TextCodec:
+    def build(self) -> Tokenizer:
         """Load it. Raises ConfigError if a file is missing or is not what it should be."""
         raise NotImplementedError
 

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titanlite.tokenizers.base import BOS, EOS, TextCodec, Tokenizer
+from titanlite.tokenizers.base import BOS, EOS, Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tokenizer_json import byte_level_files
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bytes(Tokenizer, name="bytes"):
+class Bytes(TokenizerConfig, name="bytes"):
     """Raw UTF-8 bytes as ids 0-255, BOS 256, EOS 257. Needs no file."""
 
-    def build(self) -> TextCodec:
-        codec = _BytesCodec()
-        codec.config = self
-        return codec
+    def build(self) -> Tokenizer:
+        tokenizer = _BytesTokenizer()
+        tokenizer.config = self
+        return tokenizer
 
 
-class _BytesCodec(TextCodec):
+class _BytesTokenizer(Tokenizer):
     vocab_size, bos, eos, fingerprint = 258, 256, 257, "bytes-0000000001"
 
     def encode(self, text: str) -> list[int]:

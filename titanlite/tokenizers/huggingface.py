@@ -16,14 +16,14 @@ from typing import Any
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, read_object
-from titanlite.tokenizers.base import TextCodec, Tokenizer, read_bytes
+from titanlite.tokenizers.base import Tokenizer, TokenizerConfig, read_bytes
 from titanlite.tokenizers.tokenizer_json import TOKENIZER_CONFIG
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFace(Tokenizer, name="huggingface"):
+class HuggingFace(TokenizerConfig, name="huggingface"):
     """A tokenizer.json with byte-level BPE, such as Llama 3's or Qwen's."""
 
     path: str
@@ -35,11 +35,11 @@ class HuggingFace(Tokenizer, name="huggingface"):
     special_tokens_in_text: bool = False
     """Read special tokens that are spelled out in a document as such; otherwise they are plain text."""
 
-    def build(self) -> HuggingFaceCodec:
-        return HuggingFaceCodec(self)
+    def build(self) -> HuggingFaceTokenizer:
+        return HuggingFaceTokenizer(self)
 
 
-class HuggingFaceCodec(TextCodec):
+class HuggingFaceTokenizer(Tokenizer):
     """What HuggingFace.build() returns."""
 
     def __init__(self, config: HuggingFace):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.component import ConfigError
-from titanlite.tokenizers.base import BOS, EOS, TextCodec, Tokenizer, read_bytes
+from titanlite.tokenizers.base import BOS, EOS, Tokenizer, TokenizerConfig, read_bytes
 from titanlite.tokenizers.tokenizer_json import LONGEST_RUN, byte_level_files
 
 # Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation,
@@ -25,7 +25,7 @@ LLAMA3_PATTERN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiktoken(Tokenizer, name="tiktoken"):
+class Tiktoken(TokenizerConfig, name="tiktoken"):
     """Byte-level BPE in tiktoken's file format: Llama 3's `tokenizer.model`, or one of titanlite's."""
 
     path: str = "assets/tokenizer/stdlib.tiktoken"
@@ -42,11 +42,11 @@ class Tiktoken(Tokenizer, name="tiktoken"):
         if self.num_special_tokens < 2:
             raise ConfigError("at least 2: BOS and EOS", "num_special_tokens")
 
-    def build(self) -> TextCodec:
-        return _TiktokenCodec(self)
+    def build(self) -> Tokenizer:
+        return _TiktokenTokenizer(self)
 
 
-class _TiktokenCodec(TextCodec):
+class _TiktokenTokenizer(Tokenizer):
     def __init__(self, config: Tiktoken):
         import tiktoken
 
@@ -56,7 +56,7 @@ class _TiktokenCodec(TextCodec):
         for i in range(2, config.num_special_tokens):
             special[f"<|reserved_special_token_{i - 2}|>"] = len(ranks) + i
         try:
-            self._codec = tiktoken.Encoding(
+            self._encoding = tiktoken.Encoding(
                 Path(config.path).stem, pat_str=config.pattern, mergeable_ranks=ranks, special_tokens=special
             )
         except ValueError as e:
@@ -75,7 +75,7 @@ class _TiktokenCodec(TextCodec):
         return self._encode_batch([text])[0].tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._codec.decode(list(ids))
+        return self._encoding.decode(list(ids))
 
     def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.concatenate([self._encode(p) for p in _without_long_runs(text)]) for text in texts]
@@ -85,7 +85,7 @@ class _TiktokenCodec(TextCodec):
         return byte_level_files(self._ranks, self.config.pattern, self._special, BOS, EOS)
 
     def _encode(self, piece: str) -> np.ndarray:
-        return self._codec.encode_to_numpy(piece, allowed_special=self._allowed, disallowed_special=())
+        return self._encoding.encode_to_numpy(piece, allowed_special=self._allowed, disallowed_special=())
 
 
 def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:

@@ -77,20 +77,20 @@ def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
     the tokenizer's ids, and what cannot be checked here. Raises ConfigError or CheckpointError."""
     job.check_folders()
     unchecked = check_this_device(job, ranks)
-    codec = open_tokenizer(job)
-    check_run_folder(job, codec)
-    check_interop(job, codec)
+    tokenizer = open_tokenizer(job)
+    check_run_folder(job, tokenizer)
+    check_interop(job, tokenizer)
     plan = StepPlan.of(job.training, job.parallelism.degrees(ranks).data_parallel)
-    rows = job.data.check(codec, seq_len=job.training.seq_len, seed=job.training.seed)
-    if rows is not None:
-        rows.describe(job.training.steps * plan.rows)
+    sequences = job.data.check(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+    if sequences is not None:
+        sequences.describe(job.training.steps * plan.rows)
     else:
         unchecked.append("what depends on sources that a run tokenises or packs when it first starts")
-    recipe = None if rows is None else job.recipe(rows.recipe, rows.names)
+    recipe = None if sequences is None else job.recipe(sequences.identity, sequences.names)
     opening = Opening(job.checkpoint, job.folder, recipe)
     found = opening.candidate([])
     check_global_batch(job, plan.rows, found.train if found else None)
-    return codec.vocab_size, unchecked
+    return tokenizer.vocab_size, unchecked
 
 
 def check_this_device(job: Job, ranks: int) -> list[str]:

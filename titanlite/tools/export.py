@@ -27,13 +27,13 @@ def main(argv: Sequence[str]) -> int:
     path = find_checkpoint(options.path)
     check_whole(path)
     job = load_recorded_job(path, options.allow_imports)
-    codec = job.tokenizer.build()
+    tokenizer = job.tokenizer.build()
     weights = open_titanlite(path, job.model)
     now = getattr(job.tokenizer, "path", job.tokenizer.name)
     again = f"titanlite import {path} DIR CONFIG.toml --tokenizer.path=..."
     why = f"it is not what is now in {now}; if it has moved: `{again}`, with your own file of the run"
-    check_tokenizer(weights, codec, why)
-    exchange = ModelAndTokenizer(job.model, codec)
+    check_tokenizer(weights, tokenizer, why)
+    exchange = ModelAndTokenizer(job.model, tokenizer)
     dtype = DTYPES.get(options.dtype)
     tell(f"using {path}")
     size = write_directory(weights, options.target, exchange, dtype, size_limit, options.keep_padding)

@@ -26,7 +26,7 @@ from titanlite.log import for_terminal, set_up_logging, tell
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.hf_config import read_family
 from titanlite.runtime.process import pick_device
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.huggingface import HuggingFace
 
 
@@ -37,7 +37,7 @@ class Source:
 
     path: Path
     net: Decoder
-    codec: TextCodec
+    tokenizer: Tokenizer
     encode: Callable[[str], list[int]]
     ends: set[int]
     max_position: int | None
@@ -47,12 +47,12 @@ class Source:
         self, prompts: Sequence[str], config: Generation, seed: int
     ) -> Iterator[list[list[int]]]:
         """The ids made of each prompt so far, after each step until all have ended."""
-        rows = [self.encode(prompt) or [self.codec.bos] for prompt in prompts]
+        rows = [self.encode(prompt) or [self.tokenizer.bos] for prompt in prompts]
         self._check_lengths(rows, config.max_new_tokens)
         made: list[list[int]] = [[] for _ in rows]
         ended: set[int] = set()
         step = CachedRows(self.net, config.max_new_tokens, self.device)
-        for chosen in next_tokens(step, rows, config, self.codec.vocab_size, seed):
+        for chosen in next_tokens(step, rows, config, self.tokenizer.vocab_size, seed):
             for i, (ids, token) in enumerate(zip(made, chosen)):
                 ids.append(token)
                 if token in self.ends:
@@ -63,7 +63,7 @@ class Source:
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of what was made, up to its end."""
-        return self.codec.decode(before_any(ids, self.ends))
+        return self.tokenizer.decode(before_any(ids, self.ends))
 
     def _check_lengths(self, rows: Sequence[Sequence[int]], num_new: int) -> None:
         longest = max(len(row) for row in rows)
@@ -131,27 +131,29 @@ def open_source(path: Path, device: torch.device, allow_imports: bool) -> Source
     path = find_checkpoint(path)
     check_whole(path)
     job = load_recorded_job(path, allow_imports)
-    codec = job.tokenizer.build()
+    tokenizer = job.tokenizer.build()
     weights = open_titanlite(path)
     net = _load(weights, job.model, device)
 
     def encode(prompt: str) -> list[int]:
-        return [codec.bos, *codec.encode(prompt)]  # as the documents it has learned from
+        return [tokenizer.bos, *tokenizer.encode(prompt)]  # as the documents it has learned from
 
-    return Source(path, net, codec, encode, codec.stop_ids, job.model.max_position, device)
+    return Source(path, net, tokenizer, encode, tokenizer.stop_ids, job.model.max_position, device)
 
 
 def _open_hugging_face(path: Path, device: torch.device) -> Source:
     family = read_family(path)
-    codec = HuggingFace(path=str(path), special_tokens_in_text=True).build()
-    if codec.vocab_size > family.config.vocab_size:
+    tokenizer = HuggingFace(path=str(path), special_tokens_in_text=True).build()
+    if tokenizer.vocab_size > family.config.vocab_size:
         raise ConfigError(
-            f"{path}: its tokenizer has {codec.vocab_size} ids, its config.json vocab_size = "
+            f"{path}: its tokenizer has {tokenizer.vocab_size} ids, its config.json vocab_size = "
             f"{family.config.vocab_size}: they are of two models"
         )
     weights = open_hugging_face(path, family)
     net = _load(weights, family, device)
-    return Source(path, net, codec, codec.encode_framed, codec.stop_ids, family.config.max_position, device)
+    return Source(
+        path, net, tokenizer, tokenizer.encode_framed, tokenizer.stop_ids, family.config.max_position, device
+    )
 
 
 def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decoder:

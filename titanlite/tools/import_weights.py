@@ -31,12 +31,12 @@ def main(argv: Sequence[str]) -> int:
     if weights.kind == "titanlite":
         check_whole(weights.path)
     exchange = ModelAndTokenizer(job.model, job.tokenizer.build())
-    check_tokenizer(weights, exchange.codec, TO_CHANGE_IT)
+    check_tokenizer(weights, exchange.tokenizer, TO_CHANGE_IT)
     tell(f"using {weights.path}")
     size = write_directory(
         weights, options.target, exchange, DTYPES.get(options.dtype), size_limit, keep_padding=True
     )
-    tell_generation(weights, exchange.codec)
+    tell_generation(weights, exchange.tokenizer)
     model = f"{job.model.name} {job.model.flavor}"
     print(f"{options.target}: {model} from {weights.path} ({weights.kind}), {gib(size)}")
     return 0

@@ -28,7 +28,7 @@ from titanlite.prepare.filters import Filter
 from titanlite.prepare.pipeline import origin, prepare, work_folder
 from titanlite.prepare.report import table
 from titanlite.prepare.stages import Recipe
-from titanlite.tokenizers.base import Tokenizer
+from titanlite.tokenizers.base import TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 
 
@@ -56,7 +56,7 @@ class Prepare(Limits):
     imports: list[str] = dataclasses.field(default_factory=list)
     """Python modules to import first, which register filters or tokenizers of their own; modules in the
     current directory are found."""
-    tokenizer: Tokenizer = dataclasses.field(default_factory=Tiktoken)
+    tokenizer: TokenizerConfig = dataclasses.field(default_factory=Tiktoken)
     filters: list[Filter] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -95,13 +95,13 @@ def main(argv: Sequence[str]) -> int:
         )
         _check(job, output)
         files = find_files(job.input, "input")
-        codec = job.tokenizer.build()
-        made_of = origin(recipe, codec, files)
+        tokenizer = job.tokenizer.build()
+        made_of = origin(recipe, tokenizer, files)
         complete = job.share[1] > 1 and output.exists() and TokenShards(output).prepared == made_of
         # Where parts are more than shards, others may have done it all.
         if os.path.lexists(output) and not complete:
             raise ConfigError(f"{output} exists; choose another, or delete it", "output")
-        shards = prepare(files, output, codec, recipe, num_processes=job.num_processes, part=job.share)
+        shards = prepare(files, output, tokenizer, recipe, num_processes=job.num_processes, part=job.share)
     except ConfigError as e:
         raise locator.located(e) from None
     if shards is None:

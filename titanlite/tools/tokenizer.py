@@ -26,7 +26,7 @@ from titanlite.files import write_atomically
 from titanlite.job import check_new, load_job
 from titanlite.prepare.corpus import Limits, documents, find_files
 from titanlite.prepare.sources import stdlib_files
-from titanlite.tokenizers.base import Tokenizer
+from titanlite.tokenizers.base import TokenizerConfig
 from titanlite.tokenizers.tiktoken import LLAMA3_PATTERN, Tiktoken
 from titanlite.tokenizers.tokenizer_json import byte_alphabet
 
@@ -75,7 +75,7 @@ def _make_place(folder: Path) -> None:
 class Show:
     """What `show` reads of the command line."""
 
-    tokenizer: Tokenizer = field(default_factory=Tiktoken)
+    tokenizer: TokenizerConfig = field(default_factory=Tiktoken)
 
 
 def _show(argv: Sequence[str]) -> int:
@@ -83,18 +83,18 @@ def _show(argv: Sequence[str]) -> int:
     words, overrides = split_words(argv)
     config = words.pop(0) if words and words[0].endswith(".toml") else None
     if config:
-        tokenizer = load_job(config, overrides, None, allow).tokenizer
+        selected = load_job(config, overrides, None, allow).tokenizer
     else:
         tree, locator = toml.read(None, overrides)
-        tokenizer = toml.build(Show, tree, locator).tokenizer
-    codec = tokenizer.build()
-    print(f"{tokenizer.name}: {codec.vocab_size:,} ids, fingerprint {codec.fingerprint}")
-    for name, i in (("BOS", codec.bos), ("EOS", codec.eos)):
-        print(f"{name} {i} {codec.decode([i])!r}")
+        selected = toml.build(Show, tree, locator).tokenizer
+    tokenizer = selected.build()
+    print(f"{selected.name}: {tokenizer.vocab_size:,} ids, fingerprint {tokenizer.fingerprint}")
+    for name, i in (("BOS", tokenizer.bos), ("EOS", tokenizer.eos)):
+        print(f"{name} {i} {tokenizer.decode([i])!r}")
     text = " ".join(words) if words else "" if sys.stdin.isatty() else _decode(sys.stdin.buffer.read())
-    ids = codec.encode(text)
+    ids = tokenizer.encode(text)
     for i in ids:
-        print(f"{i:>7}  {codec.decode([i])!r}")
+        print(f"{i:>7}  {tokenizer.decode([i])!r}")
     if ids:
         print(f"{len(ids):,} tokens, {len(text):,} characters ({len(text) / len(ids):.2f} a token)")
     return 0

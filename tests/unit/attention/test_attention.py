@@ -17,7 +17,7 @@ from titanlite.attention.sdpa import CAUSAL, SDPA, SDPAttention
 from titanlite.attention.varlen import Varlen, VarlenAttention
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch, make_batch
-from titanlite.data.packing import Row
+from titanlite.data.packing import TokenSequence
 from titanlite.losses import cross_entropy
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
@@ -49,13 +49,13 @@ def net() -> Decoder:
 def packed() -> tuple[Batch, list[np.ndarray]]:
     """Rows of documents as a batch, and the documents."""
     rng = np.random.default_rng(0)
-    rows = [Row(rng.integers(0, 50, SEQ_LEN + 1), np.array(begins)) for begins in ROWS]
-    documents = [d for row in rows for d in np.split(row.tokens, row.begins[1:])]  # type: ignore[index]
+    rows = [TokenSequence(rng.integers(0, 50, SEQ_LEN + 1), np.array(begins)) for begins in ROWS]
+    documents = [d for row in rows for d in np.split(row.tokens, row.document_starts[1:])]  # type: ignore[index]
     return make_batch(list(range(len(rows))), rows, seq_len=SEQ_LEN, with_positions=True), documents
 
 
 def alone(document: np.ndarray) -> Batch:
-    return make_batch([0], [Row(document)], seq_len=len(document) - 1)
+    return make_batch([0], [TokenSequence(document)], seq_len=len(document) - 1)
 
 
 def pieces_of(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:

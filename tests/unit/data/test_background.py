@@ -224,13 +224,13 @@ def test_a_killed_worker_is_named_with_its_signal() -> None:
     with pytest.raises(LoaderError) as e:
         list(islice(stream, 6))
     assert str(e.value).startswith("loader worker 1 (pid ")
-    assert str(e.value).endswith(") was ended by SIGKILL, perhaps for want of memory")
+    assert str(e.value).endswith(") was ended by SIGKILL, perhaps because memory ran out")
 
 
 def test_a_mistake_that_a_worker_finds_is_one_line() -> None:
     """Other errors have the worker's traceback."""
 
-    class Rows(loader.Rows):
+    class SequenceDataset(loader.SequenceDataset):
         def __init__(self, error: Exception):
             self.error = error
 
@@ -239,10 +239,10 @@ def test_a_mistake_that_a_worker_finds_is_one_line() -> None:
 
     for num_workers in (0, 1):
         with pytest.raises(ConfigError) as e:
-            next(made(Rows(ConfigError("a token too large", "data.sources")), num_workers))
+            next(made(SequenceDataset(ConfigError("a token too large", "data.sources")), num_workers))
         assert (str(e.value), e.value.key) == ("a token too large", "data.sources")
     with pytest.raises(ZeroDivisionError, match=r"worker process 0(.|\n)*Traceback"):
-        next(made(Rows(ZeroDivisionError()), 1))
+        next(made(SequenceDataset(ZeroDivisionError()), 1))
 
 
 def test_no_room_in_dev_shm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

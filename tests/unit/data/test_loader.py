@@ -1,6 +1,7 @@
-"""Pins the loader: a training row is a function of its number and the recipe alone, so ranks, micro-batches,
-workers, resumes and changed batch sizes neither lose nor repeat nor alter one; held-out rows are never
-trained on; input that cannot be trained on is refused; whatever changes a row changes the recipe."""
+"""Pins the loader: a training sequence is a function of its number and the identity alone, so ranks,
+micro-batches, workers, resumes and changed batch sizes neither lose nor repeat nor alter one; held-out
+sequences are never trained on; input that cannot be trained on is refused; whatever changes a sequence
+changes the identity."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.datasets import Codec, write_dataset
+from tests.support.datasets import FakeTokenizer, write_dataset
 from titanlite.config.component import ConfigError
-from titanlite.data.batch import IGNORE, Batch, make_batch, row_hash
-from titanlite.data.loader import Data, MicroBatches, Rows, SequenceLoader
+from titanlite.data.batch import IGNORE, Batch, make_batch, sequence_hash
+from titanlite.data.loader import Data, MicroBatches, SequenceDataset, SequenceLoader
 from titanlite.data.order import BLOCK, quotas
-from titanlite.data.packing import Row
+from titanlite.data.packing import TokenSequence
 from titanlite.data.sources import Tokens
 from titanlite.errors import LoaderError
 from titanlite.prepare.sources import Text
@@ -42,7 +43,7 @@ U64 = 1 << 64
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """a.txt, b.txt, c.txt of random letters (so that no two rows are alike), and a cache."""
+    """a.txt, b.txt, c.txt of random letters (so that no two sequences are alike), and a cache."""
     root, rng = tmp_path_factory.mktemp("data"), random.Random(0)
     for name, size in SIZES.items():
         (root / f"{name}.txt").write_text("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=size)))
@@ -52,152 +53,159 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_data(folder: Path, weights: dict[str, float] | None = None, **options: Any) -> Data:
     weights = {"a": 3, "b": 1, "c": 2} if weights is None else weights
     sources = [Text(path=[str(folder / f"{name}.txt")], weight=w) for name, w in weights.items()]
-    return Data(sources=sources, cache_dir=str(folder / "cache"), **{"holdout_rows": 30, **options})
+    return Data(sources=sources, cache_dir=str(folder / "cache"), **{"holdout_sequences": 30, **options})
 
 
-def make_rows(
+def make_sequences(
     folder: Path,
     weights: dict[str, float] | None = None,
     *,
     seed: int = SEED,
     seq_len: int = SEQ_LEN,
     **options: Any,
-) -> Rows:
+) -> SequenceDataset:
     return make_data(folder, weights, **options).build(Bytes().build(), seq_len=seq_len, seed=seed)
 
 
 @pytest.fixture(scope="module")
-def rows(folder: Path) -> Rows:
-    return make_rows(folder)
+def sequences(folder: Path) -> SequenceDataset:
+    return make_sequences(folder)
 
 
 def all_chunks(folder: Path, name: str) -> set[bytes]:
-    """Every row of a source, cut by hand."""
+    """Every sequence of a source, cut by hand."""
     tokens = np.asarray([256, *(folder / f"{name}.txt").read_bytes(), 257])
     return {tokens[i : i + SEQ_LEN + 1].tobytes() for i in range(0, len(tokens) - SEQ_LEN, SEQ_LEN)}
 
 
-def contents(rows: list[Row]) -> list[bytes]:
-    return [row.tokens.tobytes() for row in rows]
+def contents(sequences: list[TokenSequence]) -> list[bytes]:
+    return [sequence.tokens.tobytes() for sequence in sequences]
 
 
-def take(rows: Rows, order: MicroBatches, number: int, num_workers: int = 0) -> list[Batch]:
+def take(sequences: SequenceDataset, order: MicroBatches, number: int, num_workers: int = 0) -> list[Batch]:
     """The first micro-batches of an order."""
-    return list(islice(SequenceLoader(rows, order, num_workers, pin_memory=False), number))
+    return list(islice(SequenceLoader(sequences, order, num_workers, pin_memory=False), number))
 
 
 def sha(batches: list[Batch]) -> int:
     return sum(b.sha for b in batches) % U64
 
 
-def reference_sha(rows: Rows, first: int, last: int) -> int:
-    """What the hash of training rows [first, last) has to be, read one row at a time."""
-    return sum(row_hash(g, rows.training(np.asarray([g]))[0].tokens) for g in range(first, last)) % U64
+def reference_sha(sequences: SequenceDataset, first: int, last: int) -> int:
+    """What the hash of training sequences [first, last) has to be, read one sequence at a time."""
+    return (
+        sum(sequence_hash(g, sequences.training(np.asarray([g]))[0].tokens) for g in range(first, last)) % U64
+    )
 
 
-def test_held_out_rows_are_never_trained_on(folder: Path, rows: Rows) -> None:
-    """20,000 training rows are two and more epochs of each source; together they are all there is."""
-    held = contents(rows.held_out(np.arange(rows.num_held_out)))
-    assert len(set(held)) == rows.num_held_out == 30
-    trained = Counter(contents(rows.training(np.arange(20 * BLOCK))))
+def test_held_out_sequences_are_never_trained_on(folder: Path, sequences: SequenceDataset) -> None:
+    """20,000 training sequences are two and more epochs of each source; together they are all there is."""
+    held = contents(sequences.held_out(np.arange(sequences.num_held_out)))
+    assert len(set(held)) == sequences.num_held_out == 30
+    trained = Counter(contents(sequences.training(np.arange(20 * BLOCK))))
     assert not trained.keys() & set(held)
     everything = {chunk for name in SIZES for chunk in all_chunks(folder, name)}
     assert trained.keys() | set(held) == everything
     assert min(trained.values()) >= 2
-    assert sum(rows.sizes) == len(everything) - 30
+    assert sum(sequences.sizes) == len(everything) - 30
 
 
-def test_held_out_rows_are_split_by_weight(folder: Path, rows: Rows) -> None:
-    held = set(contents(rows.held_out(np.arange(30))))
+def test_held_out_sequences_are_split_by_weight(folder: Path, sequences: SequenceDataset) -> None:
+    held = set(contents(sequences.held_out(np.arange(30))))
     assert {name: len(held & all_chunks(folder, name)) for name in SIZES} == {"a": 15, "b": 5, "c": 10}
 
 
-def test_held_out_rows_do_not_depend_on_the_seed(folder: Path, rows: Rows) -> None:
-    other = make_rows(folder, seed=SEED + 1)
+def test_held_out_sequences_do_not_depend_on_the_seed(folder: Path, sequences: SequenceDataset) -> None:
+    other = make_sequences(folder, seed=SEED + 1)
     numbers = np.arange(30)
-    assert contents(other.held_out(numbers)) == contents(rows.held_out(numbers))
-    assert contents(other.training(numbers)) != contents(rows.training(numbers))
+    assert contents(other.held_out(numbers)) == contents(sequences.held_out(numbers))
+    assert contents(other.training(numbers)) != contents(sequences.training(numbers))
 
 
-def test_held_out_rows_are_scattered_over_the_source(folder: Path) -> None:
-    rows = make_rows(folder, {"a": 1}, holdout_rows=100)
+def test_held_out_sequences_are_scattered_over_the_source(folder: Path) -> None:
+    sequences = make_sequences(folder, {"a": 1}, holdout_sequences=100)
     text = (folder / "a.txt").read_text()
-    held = [bytes(r.tokens[1:-1].astype(np.uint8)).decode() for r in rows.held_out(np.arange(100))]
+    held = [bytes(r.tokens[1:-1].astype(np.uint8)).decode() for r in sequences.held_out(np.arange(100))]
     places = sorted(text.index(chunk) for chunk in held)
     assert places[0] < SIZES["a"] * 0.1
     assert places[-1] > SIZES["a"] * 0.9
 
 
-def test_reading_held_out_rows_leaves_training_alone(rows: Rows) -> None:
-    expected = contents(rows.training(np.arange(50)))
-    stream = SequenceLoader(rows, MicroBatches(0, 10, 10, 0, 1), 0, pin_memory=False)
+def test_reading_held_out_sequences_leaves_training_alone(sequences: SequenceDataset) -> None:
+    expected = contents(sequences.training(np.arange(50)))
+    stream = SequenceLoader(sequences, MicroBatches(0, 10, 10, 0, 1), 0, pin_memory=False)
     seen = []
     for _ in range(5):
-        rows.held_out(np.arange(30))
+        sequences.held_out(np.arange(30))
         batch = next(stream)
         seen += [np.append(i, t[-1]).tobytes() for i, t in zip(batch.inputs.numpy(), batch.targets.numpy())]
     assert seen == expected
 
 
-def test_without_holdout_every_row_is_trained_on(folder: Path) -> None:
-    rows = make_rows(folder, {"a": 1}, holdout_rows=0)
-    assert rows.num_held_out == 0
-    assert rows.held_out(np.arange(0)) == []
-    assert set(contents(rows.training(np.arange(3 * BLOCK)))) == all_chunks(folder, "a")
+def test_without_holdout_every_sequence_is_trained_on(folder: Path) -> None:
+    sequences = make_sequences(folder, {"a": 1}, holdout_sequences=0)
+    assert sequences.num_held_out == 0
+    assert sequences.held_out(np.arange(0)) == []
+    assert set(contents(sequences.training(np.arange(3 * BLOCK)))) == all_chunks(folder, "a")
 
 
-def test_a_rows_source_follows_the_weights(folder: Path, rows: Rows) -> None:
-    trained = contents(rows.training(np.arange(5 * BLOCK, 6 * BLOCK)))
+def test_a_sequences_source_follows_the_weights(folder: Path, sequences: SequenceDataset) -> None:
+    trained = contents(sequences.training(np.arange(5 * BLOCK, 6 * BLOCK)))
     for name, quota in {"a": 500, "b": 167, "c": 333}.items():
         chunks = all_chunks(folder, name)
-        assert sum(row in chunks for row in trained) == quota
+        assert sum(sequence in chunks for sequence in trained) == quota
 
 
-def test_the_order_of_sources_in_the_file_does_not_matter(folder: Path, rows: Rows) -> None:
-    other = make_rows(folder, {"c": 2, "b": 1, "a": 3})
-    assert other.recipe == rows.recipe
+def test_the_order_of_sources_in_the_file_does_not_matter(folder: Path, sequences: SequenceDataset) -> None:
+    other = make_sequences(folder, {"c": 2, "b": 1, "a": 3})
+    assert other.identity == sequences.identity
     numbers = np.arange(2 * BLOCK)
-    assert contents(other.training(numbers)) == contents(rows.training(numbers))
-    assert contents(other.held_out(np.arange(30))) == contents(rows.held_out(np.arange(30)))
+    assert contents(other.training(numbers)) == contents(sequences.training(numbers))
+    assert contents(other.held_out(np.arange(30))) == contents(sequences.held_out(np.arange(30)))
 
 
-def test_a_batch_holds_its_rows_shifted_by_one(rows: Rows) -> None:
-    (batch,) = take(rows, MicroBatches(5, 3, 3, 0, 1), 1)
-    expected = np.stack([row.tokens for row in rows.training(np.arange(5, 8))])
+def test_a_batch_holds_its_sequences_shifted_by_one(sequences: SequenceDataset) -> None:
+    (batch,) = take(sequences, MicroBatches(5, 3, 3, 0, 1), 1)
+    expected = np.stack([sequence.tokens for sequence in sequences.training(np.arange(5, 8))])
     assert batch.inputs.dtype == batch.targets.dtype == torch.int64
     assert batch.inputs.tolist() == expected[:, :-1].tolist()
     assert batch.targets.tolist() == expected[:, 1:].tolist()
     assert batch.num_targets == 3 * SEQ_LEN
-    assert batch.sha == reference_sha(rows, 5, 8)
+    assert batch.sha == reference_sha(sequences, 5, 8)
 
 
-def test_rows_that_fill_up_a_batch_do_not_count(rows: Rows) -> None:
-    some = rows.held_out(np.arange(2))
+def test_sequences_that_fill_up_a_batch_do_not_count(sequences: SequenceDataset) -> None:
+    some = sequences.held_out(np.arange(2))
     batch = make_batch([0, 1], some, seq_len=SEQ_LEN)
-    full = make_batch([0, 1], some, num_rows=4, seq_len=SEQ_LEN)
+    full = make_batch([0, 1], some, num_sequences=4, seq_len=SEQ_LEN)
     assert full.inputs.shape == full.targets.shape == (4, SEQ_LEN)
     assert full.targets[:2].tolist() == batch.targets.tolist()
     assert (full.targets[2:] == IGNORE).all()
     assert (full.num_targets, full.sha) == (batch.num_targets, batch.sha) == (2 * SEQ_LEN, batch.sha)
-    nothing = make_batch([], [], num_rows=4, seq_len=SEQ_LEN)
+    nothing = make_batch([], [], num_sequences=4, seq_len=SEQ_LEN)
     assert (nothing.num_targets, nothing.sha) == (0, 0)
 
 
 def test_the_hash_knows_tokens_and_places() -> None:
-    row, other = np.arange(5), np.array([0, 1, 2, 3, 5])
-    hashes = {row_hash(0, row), row_hash(1, row), row_hash(0, other), row_hash(0, row[:-1])}
+    sequence, other = np.arange(5), np.array([0, 1, 2, 3, 5])
+    hashes = {
+        sequence_hash(0, sequence),
+        sequence_hash(1, sequence),
+        sequence_hash(0, other),
+        sequence_hash(0, sequence[:-1]),
+    }
     assert len(hashes) == 4
     assert all(0 <= h < U64 for h in hashes)
-    # a sum over rows, and still not blind to their order
-    same = make_batch([0, 1], [Row(row), Row(other)], seq_len=4).sha
-    assert make_batch([0, 1], [Row(other), Row(row)], seq_len=4).sha != same
+    # a sum over sequences, and still not blind to their order
+    same = make_batch([0, 1], [TokenSequence(sequence), TokenSequence(other)], seq_len=4).sha
+    assert make_batch([0, 1], [TokenSequence(other), TokenSequence(sequence)], seq_len=4).sha != same
 
 
 SPLITS = [(dp, mb) for dp in (1, 2, 3, 4, 6) for mb in (1, 2, 4, 12, 24) if 24 % (dp * mb) == 0]
 
 
 @pytest.mark.parametrize(("dp", "micro_batch"), SPLITS)
-def test_ranks_cover_a_steps_rows_exactly(dp: int, micro_batch: int) -> None:
+def test_ranks_cover_a_steps_sequences_exactly(dp: int, micro_batch: int) -> None:
     first, size, per_step = 1_000, 24, 24 // (dp * micro_batch)
     orders = [iter(MicroBatches(first, size, micro_batch, rank, dp)) for rank in range(dp)]
     for step in range(3):
@@ -208,19 +216,19 @@ def test_ranks_cover_a_steps_rows_exactly(dp: int, micro_batch: int) -> None:
 
 
 @pytest.mark.parametrize(("dp", "micro_batch"), SPLITS)
-def test_batches_are_equal_for_any_split(rows: Rows, dp: int, micro_batch: int) -> None:
-    """Two steps, their hashes summed over ranks and micro-batches, against rows read one by one."""
+def test_batches_are_equal_for_any_split(sequences: SequenceDataset, dp: int, micro_batch: int) -> None:
+    """Two steps, their hashes summed over ranks and micro-batches, against sequences read one by one."""
     per_step = 24 // (dp * micro_batch)
-    ranks = [take(rows, MicroBatches(990, 24, micro_batch, r, dp), 2 * per_step) for r in range(dp)]
+    ranks = [take(sequences, MicroBatches(990, 24, micro_batch, r, dp), 2 * per_step) for r in range(dp)]
     for step in range(2):
         batches = [b for rank in ranks for b in rank[step * per_step : (step + 1) * per_step]]
-        assert sha(batches) == reference_sha(rows, 990 + 24 * step, 990 + 24 * (step + 1))
+        assert sha(batches) == reference_sha(sequences, 990 + 24 * step, 990 + 24 * (step + 1))
         assert sum(b.num_targets for b in batches) == 24 * SEQ_LEN
 
 
-def test_workers_give_the_same_batches(rows: Rows) -> None:
+def test_workers_give_the_same_batches(sequences: SequenceDataset) -> None:
     order = MicroBatches(995, 12, 3, 1, 2)
-    alone, workers = (take(rows, order, 7, num_workers=n) for n in (0, 2))
+    alone, workers = (take(sequences, order, 7, num_workers=n) for n in (0, 2))
     assert len(alone) == len(workers) == 7
     for a, b in zip(alone, workers):
         assert torch.equal(a.inputs, b.inputs)
@@ -229,14 +237,15 @@ def test_workers_give_the_same_batches(rows: Rows) -> None:
     assert len({b.sha for b in alone}) == 7
 
 
-# A global batch of 24 rows over three changes of ranks, workers and micro-batch, by rows that pass epochs.
+# A global batch of 24 sequences over three changes of ranks, workers and micro-batch, by sequences that pass
+# epochs.
 PACKED = [{}, {"packing": "best_fit", "mask_documents": True}]
 TOPOLOGIES = [(1, 0, 24), (3, 1, 2), (2, 2, 3), (8, 0, 1), (6, 2, 4), (4, 1, 6), (1, 4, 12), (8, 1, 3)]
 
 
 @pytest.fixture(scope="module", params=PACKED, ids=["chunk", "best_fit"])
-def packed(request: pytest.FixtureRequest, folder: Path) -> Rows:
-    return make_rows(folder, **request.param)
+def packed(request: pytest.FixtureRequest, folder: Path) -> SequenceDataset:
+    return make_sequences(folder, **request.param)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +256,9 @@ def packed(request: pytest.FixtureRequest, folder: Path) -> Rows:
         for n in (0, 1, 2, 4)
     ],
 )
-def test_batch_sha_is_equal_for_any_ranks_and_workers(packed: Rows, dp: int, num_workers: int) -> None:
+def test_batch_sha_is_equal_for_any_ranks_and_workers(
+    packed: SequenceDataset, dp: int, num_workers: int
+) -> None:
     expected = [reference_sha(packed, 990 + 24 * step, 990 + 24 * (step + 1)) for step in range(2)]
     micro_batch, found = 24 // dp, [0, 0]
     for rank in range(dp):
@@ -259,7 +270,7 @@ def test_batch_sha_is_equal_for_any_ranks_and_workers(packed: Rows, dp: int, num
 
 
 @pytest.mark.parametrize("begin", [0, pytest.param(4, marks=pytest.mark.full)])
-def test_batch_sha_is_equal_over_three_changes_of_topology(packed: Rows, begin: int) -> None:
+def test_batch_sha_is_equal_over_three_changes_of_topology(packed: SequenceDataset, begin: int) -> None:
     consumed, found = 500, []
     for dp, num_workers, micro_batch in TOPOLOGIES[begin : begin + 4]:
         per_step = 24 // (dp * micro_batch)
@@ -273,71 +284,71 @@ def test_batch_sha_is_equal_over_three_changes_of_topology(packed: Rows, begin: 
     expected = [reference_sha(packed, 500 + 24 * step, 500 + 24 * (step + 1)) for step in range(8)]
     assert found == expected
     shifted = [reference_sha(packed, 501 + 24 * step, 501 + 24 * (step + 1)) for step in range(8)]
-    assert not set(found) & set(shifted)  # the negative control: one row too far
+    assert not set(found) & set(shifted)  # the negative control: one sequence too far
 
 
-def test_packed_rows_pass_through_each_source_once_an_epoch(folder: Path) -> None:
-    """Every row of a source before any again, held-out ones never, also where the plan packs them."""
-    rows = make_rows(folder, {"a": 1}, packing="best_fit", holdout_rows=7)
-    held = set(contents(rows.held_out(np.arange(7))))
-    epoch = contents(rows.training(np.arange(rows.sizes[0])))
+def test_packed_sequences_pass_through_each_source_once_an_epoch(folder: Path) -> None:
+    """Every sequence of a source before any again, held-out ones never, also where the index packs them."""
+    sequences = make_sequences(folder, {"a": 1}, packing="best_fit", holdout_sequences=7)
+    held = set(contents(sequences.held_out(np.arange(7))))
+    epoch = contents(sequences.training(np.arange(sequences.sizes[0])))
     assert len(held) == 7
-    assert len(set(epoch)) == len(epoch) == rows.sizes[0]
+    assert len(set(epoch)) == len(epoch) == sequences.sizes[0]
     assert not held & set(epoch)
     text = (folder / "a.txt").read_text()
     assert sum(len(r) // 8 for r in [*held, *epoch]) >= len(text) + 2  # int64 each, padding included
-    again = contents(rows.training(np.arange(rows.sizes[0], 2 * rows.sizes[0])))
+    again = contents(sequences.training(np.arange(sequences.sizes[0], 2 * sequences.sizes[0])))
     assert sorted(again) == sorted(epoch)
     assert again != epoch
 
 
 def test_validation_sources_are_all_there_is_to_validate_on(folder: Path) -> None:
     sources = [Text(path=[str(folder / f"{name}.txt")]) for name in ("b", "c")]
-    rows = make_rows(folder, {"a": 1}, validation_sources=sources, holdout_rows=0)
-    numbers = np.arange(rows.num_held_out)
-    held = contents(rows.held_out(numbers))
+    sequences = make_sequences(folder, {"a": 1}, validation_sources=sources, holdout_sequences=0)
+    numbers = np.arange(sequences.num_held_out)
+    held = contents(sequences.held_out(numbers))
     assert set(held) == all_chunks(folder, "b") | all_chunks(folder, "c")
     assert len(held) == len(set(held))
-    some = {name: sum(row in all_chunks(folder, name) for row in held[:60]) for name in "bc"}
+    some = {name: sum(sequence in all_chunks(folder, name) for sequence in held[:60]) for name in "bc"}
     assert min(some.values()) > 5  # the first ones are of both
-    assert set(contents(rows.training(np.arange(3 * BLOCK)))) == all_chunks(folder, "a")
-    swapped = make_rows(folder, {"a": 1}, validation_sources=sources[::-1], holdout_rows=0)
+    assert set(contents(sequences.training(np.arange(3 * BLOCK)))) == all_chunks(folder, "a")
+    swapped = make_sequences(folder, {"a": 1}, validation_sources=sources[::-1], holdout_sequences=0)
     assert contents(swapped.held_out(numbers)) == held
-    assert swapped.recipe == rows.recipe
+    assert swapped.identity == sequences.identity
 
 
 def test_validation_sources_must_not_be_trained_on(folder: Path) -> None:
     source = Text(path=[str(folder / "b.txt")])
-    with pytest.raises(ConfigError, match="is trained on") as e:
-        make_rows(folder, {"a": 1, "b": 1}, validation_sources=[source], holdout_rows=0)
+    with pytest.raises(ConfigError, match="is also a training source") as e:
+        make_sequences(folder, {"a": 1, "b": 1}, validation_sources=[source], holdout_sequences=0)
     assert e.value.key == "data.validation_sources"
     with pytest.raises(ConfigError, match="choose one") as e:
-        make_data(folder, {"a": 1}, validation_sources=[source], holdout_rows=3)
-    assert e.value.key == "holdout_rows"
+        make_data(folder, {"a": 1}, validation_sources=[source], holdout_sequences=3)
+    assert e.value.key == "holdout_sequences"
 
 
-def test_a_run_says_what_it_takes_of_each_source(rows: Rows, folder: Path) -> None:
-    trained = contents(rows.training(np.arange(1234)))
+def test_a_run_says_what_it_takes_of_each_source(sequences: SequenceDataset, folder: Path) -> None:
+    trained = contents(sequences.training(np.arange(1234)))
     expected = set()
     for name in SIZES:
         chunks = all_chunks(folder, name)
-        held = sum(row in chunks for row in contents(rows.held_out(np.arange(30))))
-        taken, size = sum(row in chunks for row in trained), len(chunks) - held
-        expected.add(f"{taken / 1234:.1%} of the rows, {taken / size:.2f} epochs of {size:,}")
-    assert {line.split(": ")[1] for line in rows.describe(1234)} == expected
+        held = sum(sequence in chunks for sequence in contents(sequences.held_out(np.arange(30))))
+        taken, size = sum(sequence in chunks for sequence in trained), len(chunks) - held
+        expected.add(f"{taken / 1234:.1%} of the sequences, {taken / size:.2f} epochs of {size:,}")
+    assert {line.split(": ")[1] for line in sequences.describe(1234)} == expected
 
 
 def test_max_epochs_refuses_a_run_that_passes_through_more_often(folder: Path) -> None:
     sources = [Text(path=[str(folder / "a.txt")]), Text(path=[str(folder / "b.txt")], max_epochs=2)]
     data = Data(sources=sources, cache_dir=str(folder / "cache"))
-    rows = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=SEED)
+    sequences = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=SEED)
     chunks = all_chunks(folder, "b")
-    seen = np.cumsum([row in chunks for row in contents(rows.training(np.arange(BLOCK)))])
+    seen = np.cumsum([sequence in chunks for sequence in contents(sequences.training(np.arange(BLOCK)))])
     enough = int(np.searchsorted(seen, 2 * len(chunks), side="right"))
     assert 2 * len(chunks) < BLOCK
-    assert len(rows.describe(enough)) == 2
+    assert len(sequences.describe(enough)) == 2
     with pytest.raises(ConfigError, match=r"b.*max_epochs = 2") as e:
-        rows.describe(enough + 1)
+        sequences.describe(enough + 1)
     assert e.value.key == "data.sources"
     advised = int(str(e.value).split("at most ")[1].split()[0].replace(",", ""))
     assert 0.98 * enough <= advised <= enough
@@ -346,8 +357,8 @@ def test_max_epochs_refuses_a_run_that_passes_through_more_often(folder: Path) -
 def read(folder: Path, kill: bool) -> str:
     """What ends 200 steps with two workers, one of which may be killed after the first."""
     data = Data(sources=[Text(path=[str(folder / "a.txt")])], cache_dir=str(folder / "cache"))
-    rows = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=SEED)
-    stream = SequenceLoader(rows, MicroBatches(0, 4, 4, 0, 1), 2, pin_memory=False)
+    sequences = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=SEED)
+    stream = SequenceLoader(sequences, MicroBatches(0, 4, 4, 0, 1), 2, pin_memory=False)
     try:
         for step in range(200):
             next(stream)
@@ -371,9 +382,12 @@ def test_random_number_generators_do_not_enter(folder: Path) -> None:
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        rows = make_rows(folder)
+        sequences = make_sequences(folder)
         found.append(
-            (sha(take(rows, MicroBatches(0, 8, 8, 0, 1), 3)), contents(rows.held_out(np.arange(30))))
+            (
+                sha(take(sequences, MicroBatches(0, 8, 8, 0, 1), 3)),
+                contents(sequences.held_out(np.arange(30))),
+            )
         )
     assert found[0] == found[1]
 
@@ -384,20 +398,22 @@ def test_random_number_generators_do_not_enter(folder: Path) -> None:
     runs=st.lists(st.integers(1, 3), min_size=4, max_size=4),
     dp=st.sampled_from([1, 2, 3]),
 )
-def test_resuming_is_skipping(rows: Rows, first: int, runs: list[int], dp: int) -> None:
+def test_resuming_is_skipping(sequences: SequenceDataset, first: int, runs: list[int], dp: int) -> None:
     """Run, and resume three times where the run before stopped; an uninterrupted run is the reference."""
     size, micro_batch = 12, 2
     per_step = size // (micro_batch * dp)
     for rank in range(dp):
-        straight = take(rows, MicroBatches(first, size, micro_batch, rank, dp), sum(runs) * per_step)
+        straight = take(sequences, MicroBatches(first, size, micro_batch, rank, dp), sum(runs) * per_step)
         resumed, consumed = [], first
         for steps in runs:
-            resumed += take(rows, MicroBatches(consumed, size, micro_batch, rank, dp), steps * per_step)
+            resumed += take(sequences, MicroBatches(consumed, size, micro_batch, rank, dp), steps * per_step)
             consumed += steps * size
         assert [b.sha for b in resumed] == [b.sha for b in straight]
         assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(resumed, straight))
-    late = take(rows, MicroBatches(first + 1, size, micro_batch, 0, dp), 1)  # negative control: a row too far
-    assert late[0].sha != take(rows, MicroBatches(first, size, micro_batch, 0, dp), 1)[0].sha
+    late = take(
+        sequences, MicroBatches(first + 1, size, micro_batch, 0, dp), 1
+    )  # negative control: a sequence too far
+    assert late[0].sha != take(sequences, MicroBatches(first, size, micro_batch, 0, dp), 1)[0].sha
 
 
 @settings(max_examples=15, deadline=None)
@@ -412,7 +428,7 @@ def test_resuming_is_skipping(rows: Rows, first: int, runs: list[int], dp: int) 
     ),
 )
 def test_a_changed_batch_size_or_layout_loses_and_repeats_nothing(
-    rows: Rows, first: int, phases: list[tuple[int, int, int, int]]
+    sequences: SequenceDataset, first: int, phases: list[tuple[int, int, int, int]]
 ) -> None:
     """Each phase runs with its own ranks, micro-batch and accumulation from where the last one ended."""
     consumed, seen, total = first, [], 0
@@ -421,31 +437,31 @@ def test_a_changed_batch_size_or_layout_loses_and_repeats_nothing(
         for rank in range(dp):
             order = MicroBatches(consumed, size, micro_batch, rank, dp)
             seen += [g for numbers in islice(order, steps * accumulation) for g in numbers]
-            total += sha(take(rows, order, steps * accumulation))
+            total += sha(take(sequences, order, steps * accumulation))
         consumed += steps * size
     assert sorted(seen) == list(range(first, consumed))
-    assert total % U64 == reference_sha(rows, first, consumed)
+    assert total % U64 == reference_sha(sequences, first, consumed)
 
 
 def test_too_few_tokens(folder: Path) -> None:
     tokens = SIZES["b"] + 2
-    longest = make_rows(folder, {"b": 1}, seq_len=tokens - 1, holdout_rows=0)
+    longest = make_sequences(folder, {"b": 1}, seq_len=tokens - 1, holdout_sequences=0)
     assert longest.sizes == [1]
     assert len(longest.training(np.arange(1))[0].tokens) == tokens
     with pytest.raises(ConfigError) as e:
-        make_rows(folder, {"b": 1}, seq_len=tokens, holdout_rows=0)
+        make_sequences(folder, {"b": 1}, seq_len=tokens, holdout_sequences=0)
     assert f"{tokens} tokens" in str(e.value)
     assert f"seq_len + 1 = {tokens + 1}" in str(e.value)
 
 
-def test_too_many_held_out_rows(folder: Path) -> None:
-    num_rows = len(all_chunks(folder, "b"))
-    assert make_rows(folder, {"b": 1}, holdout_rows=num_rows - 1).sizes == [1]
-    with pytest.raises(ConfigError, match=f"{num_rows} rows are held out") as e:
-        make_rows(folder, {"b": 1}, holdout_rows=num_rows)
-    assert e.value.key == "data.holdout_rows"
+def test_too_many_held_out_sequences(folder: Path) -> None:
+    num_sequences = len(all_chunks(folder, "b"))
+    assert make_sequences(folder, {"b": 1}, holdout_sequences=num_sequences - 1).sizes == [1]
+    with pytest.raises(ConfigError, match=f"cannot hold out {num_sequences} sequences of") as e:
+        make_sequences(folder, {"b": 1}, holdout_sequences=num_sequences)
+    assert e.value.key == "data.holdout_sequences"
     with pytest.raises(ConfigError):  # of one source of two
-        make_rows(folder, {"a": 1, "b": 1}, holdout_rows=2 * num_rows)
+        make_sequences(folder, {"a": 1, "b": 1}, holdout_sequences=2 * num_sequences)
 
 
 def test_two_sources_with_the_same_tokens(folder: Path, tmp_path: Path) -> None:
@@ -457,17 +473,19 @@ def test_two_sources_with_the_same_tokens(folder: Path, tmp_path: Path) -> None:
     assert e.value.key == "data.sources"
 
 
-def test_a_weight_too_small_for_a_row_in_a_block(folder: Path) -> None:
-    """It would leave its source out without a word; the smallest that gets a row is taken."""
-    assert sorted(make_rows(folder, {"a": 999, "b": 1}, holdout_rows=0).recipe["sources"].values()) == [
+def test_a_weight_too_small_for_a_sequence_in_a_block(folder: Path) -> None:
+    """It would leave its source out without a word; the smallest that gets a sequence is taken."""
+    assert sorted(
+        make_sequences(folder, {"a": 999, "b": 1}, holdout_sequences=0).identity["sources"].values()
+    ) == [
         1,
         999,
     ]
     with pytest.raises(ConfigError, match="weight"):
-        make_rows(folder, {"a": 10_000, "b": 1}, holdout_rows=0)
+        make_sequences(folder, {"a": 10_000, "b": 1}, holdout_sequences=0)
 
 
-@pytest.mark.parametrize("key", ["holdout_rows", "num_workers"])
+@pytest.mark.parametrize("key", ["holdout_sequences", "num_workers"])
 def test_negative_numbers(folder: Path, key: str) -> None:
     with pytest.raises(ConfigError, match="below 0") as e:
         make_data(folder, **{key: -1})
@@ -503,85 +521,90 @@ def test_an_id_that_the_tokenizer_does_not_have_is_found_when_it_is_read(
     rng = np.random.default_rng(0)
     documents = [rng.integers(2, 50, 40).tolist() for _ in range(30)]
     documents[20][7] = 60
-    codec = Codec(vocab_size=50)
-    write_dataset(tmp_path / "d", documents, codec, shard_tokens=400)
+    tokenizer = FakeTokenizer(vocab_size=50)
+    write_dataset(tmp_path / "d", documents, tokenizer, shard_tokens=400)
     data = Data(
         sources=[Tokens(path=str(tmp_path / "d"))],
         cache_dir=str(tmp_path / "cache"),
         packing=packing,
-        holdout_rows=5,
+        holdout_sequences=5,
         verify="full",  # the hashes are right
     )
-    rows = data.build(codec, seq_len=SEQ_LEN, seed=SEED)
+    sequences = data.build(tokenizer, seq_len=SEQ_LEN, seed=SEED)
     said = {}
     for number in range(5):
         try:
-            rows.held_out(np.asarray([number]))
+            sequences.held_out(np.asarray([number]))
         except ConfigError as e:
             said[f"held-out sequence {number}"] = str(e)
-    for number in range(rows.sizes[0]):
+    for number in range(sequences.sizes[0]):
         order = MicroBatches(number, 1, 1, 0, 1)
         try:
-            take(rows, order, 1)
+            take(sequences, order, 1)
         except ConfigError as e:
             said[f"sequence {number}"] = str(e)
             with pytest.raises(ConfigError, match=f"^{re.escape(str(e))}$"):
-                take(rows, order, 1, num_workers=1)
+                take(sequences, order, 1, num_workers=1)
     assert len(said) in (1, 2)  # chunks may share a token
     for sequence, text in said.items():
         assert text == (
             f"{sequence}: {tmp_path / 'd'}/00002.bin: token 7 is 60, the tokenizer has ids below 50: the "
-            f"file is damaged; `titanlite data verify {tmp_path / 'd'}` checks all, then prepare it again"
+            f"file is damaged. Check all files with `titanlite data verify {tmp_path / 'd'}`, then "
+            "prepare the dataset again"
         )
 
 
 def test_another_vocabulary_size_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
-    write_dataset(tmp_path / "d", [list(range(100))], Codec(vocab_size=200))
+    write_dataset(tmp_path / "d", [list(range(100))], FakeTokenizer(vocab_size=200))
     with pytest.raises(ConfigError, match="vocab_size 200, its tokenizer has 100"):
-        Tokens(path=str(tmp_path / "d")).build(Codec(vocab_size=100), tmp_path)
+        Tokens(path=str(tmp_path / "d")).build(FakeTokenizer(vocab_size=100), tmp_path)
 
 
-def test_the_recipe_changes_with_all_that_changes_rows(folder: Path, rows: Rows, tmp_path: Path) -> None:
+def test_the_identity_changes_with_all_that_changes_sequences(
+    folder: Path, sequences: SequenceDataset, tmp_path: Path
+) -> None:
     edited = Path(tmp_path)
     for name in SIZES:
         (edited / f"{name}.txt").write_bytes((folder / f"{name}.txt").read_bytes())
     (edited / "b.txt").write_text((folder / "b.txt").read_text()[:-1] + "!")
     others = {
-        "seed": make_rows(folder, seed=SEED + 1),
-        "seq_len": make_rows(folder, seq_len=SEQ_LEN - 1),
-        "weights": make_rows(folder, {"a": 3, "b": 1, "c": 2.1}),
-        "a source less": make_rows(folder, {"a": 3, "b": 1}),
-        "content": make_rows(edited),
-        "holdout": make_rows(folder, holdout_rows=31),
-        "packing": make_rows(folder, packing="best_fit"),
-        "masks": make_rows(folder, mask_documents=True),
-        "both": make_rows(folder, packing="best_fit", mask_documents=True),
+        "seed": make_sequences(folder, seed=SEED + 1),
+        "seq_len": make_sequences(folder, seq_len=SEQ_LEN - 1),
+        "weights": make_sequences(folder, {"a": 3, "b": 1, "c": 2.1}),
+        "a source less": make_sequences(folder, {"a": 3, "b": 1}),
+        "content": make_sequences(edited),
+        "holdout": make_sequences(folder, holdout_sequences=31),
+        "packing": make_sequences(folder, packing="best_fit"),
+        "masks": make_sequences(folder, mask_documents=True),
+        "both": make_sequences(folder, packing="best_fit", mask_documents=True),
     }
-    recipes = [json.dumps(r.recipe, sort_keys=True) for r in (rows, *others.values())]
-    assert len(set(recipes)) == len(recipes), dict(zip(["base", *others], recipes))
+    identities = [json.dumps(r.identity, sort_keys=True) for r in (sequences, *others.values())]
+    assert len(set(identities)) == len(identities), dict(zip(["base", *others], identities))
 
 
-def test_the_recipe_does_not_change_with_what_changes_no_row(
-    folder: Path, rows: Rows, tmp_path: Path
+def test_the_identity_does_not_change_with_what_changes_no_sequence(
+    folder: Path, sequences: SequenceDataset, tmp_path: Path
 ) -> None:
     for name in SIZES:
         (tmp_path / f"renamed_{name}.txt").write_bytes((folder / f"{name}.txt").read_bytes())
-    moved = make_rows(
+    moved = make_sequences(
         tmp_path, {"renamed_c": 4, "renamed_a": 6, "renamed_b": 2}, num_workers=5, verify="full"
     )
-    assert moved.recipe == rows.recipe
-    assert contents(moved.training(np.arange(200))) == contents(rows.training(np.arange(200)))
+    assert moved.identity == sequences.identity
+    assert contents(moved.training(np.arange(200))) == contents(sequences.training(np.arange(200)))
 
 
-def test_the_recipe_is_json(rows: Rows) -> None:
-    assert json.loads(json.dumps(rows.recipe)) == rows.recipe
-    assert sorted(rows.recipe["sources"].values()) == sorted(quotas([3, 1, 2], BLOCK)) == [167, 333, 500]
+def test_the_identity_is_json(sequences: SequenceDataset) -> None:
+    assert json.loads(json.dumps(sequences.identity)) == sequences.identity
+    assert (
+        sorted(sequences.identity["sources"].values()) == sorted(quotas([3, 1, 2], BLOCK)) == [167, 333, 500]
+    )
 
 
-def test_equal_recipes_give_equal_rows(folder: Path) -> None:
-    """Weights that differ by less than a row in a block still may hold out other rows."""
-    options = {"seq_len": 4, "holdout_rows": 1400}
-    even, uneven = (make_rows(folder, {"a": 1, "c": w}, **options) for w in (1, 1.0018))
+def test_equal_identities_give_equal_sequences(folder: Path) -> None:
+    """Weights that differ by less than a sequence in a block still may hold out other sequences."""
+    options = {"seq_len": 4, "holdout_sequences": 1400}
+    even, uneven = (make_sequences(folder, {"a": 1, "c": w}, **options) for w in (1, 1.0018))
     numbers = np.arange(200)
     same = contents(even.training(numbers)) == contents(uneven.training(numbers))
-    assert same or even.recipe != uneven.recipe
+    assert same or even.identity != uneven.identity

@@ -1,6 +1,6 @@
-"""Pins the order of rows: `permute` is a bijection for every n and key, with golden values on both sides of
-the table/Feistel boundary; `quotas` are exact; `Mixture` gives every source its quota in every block, passes
-through each source in full before any of its rows comes again, and depends on the seed and on
+"""Pins the order of sequences: `permute` is a bijection for every n and key, with golden values on both sides
+of the table/Feistel boundary; `quotas` are exact; `Mixture` gives every source its quota in every block,
+passes through each source in full before any of its sequences comes again, and depends on the seed and on
 nothing else."""
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def test_keys_tell_their_parts_apart() -> None:
 
 
 def chi_squares(n: int, bins: int, permutation: Callable[[np.ndarray, int, int], np.ndarray]) -> list[float]:
-    """For 1000 keys, standard scores of two chi-squares: where rows land, how far apart neighbours land."""
+    """For 1000 keys, standard scores of two chi-squares: where sequences land, how far apart neighbours
+    land."""
     starts = np.linspace(0, n - 2, 10).astype(np.int64)
     where, apart = np.zeros((10, bins)), np.zeros((10, bins))
     for k in range(1000):
@@ -166,40 +167,40 @@ def test_every_block_holds_the_exact_quotas() -> None:
     mixture = Mixture(SIZES, UIDS, WEIGHTS, seed=3)
     assert mixture.quotas == quotas(WEIGHTS, BLOCK)
     for block in (*range(20), 10**6, 10**9):
-        source, row = mixture.locate(np.arange(block * BLOCK, (block + 1) * BLOCK))
+        source, sequence = mixture.locate(np.arange(block * BLOCK, (block + 1) * BLOCK))
         assert np.bincount(source, minlength=3).tolist() == mixture.quotas
-        assert (row >= 0).all()
-        assert (row < np.asarray(SIZES)[source]).all()
+        assert (sequence >= 0).all()
+        assert (sequence < np.asarray(SIZES)[source]).all()
 
 
 def test_each_source_is_consumed_without_gaps() -> None:
-    """At every block's end, each row of a source was seen floor or ceil of its epochs so far."""
+    """At every block's end, each sequence of a source was seen floor or ceil of its epochs so far."""
     mixture = Mixture(SIZES, UIDS, WEIGHTS, seed=3)
     seen: list[Counter[int]] = [Counter() for _ in SIZES]
     for block in range(20):
-        source, row = mixture.locate(np.arange(block * BLOCK, (block + 1) * BLOCK))
+        source, sequence = mixture.locate(np.arange(block * BLOCK, (block + 1) * BLOCK))
         for k, size in enumerate(SIZES):
-            seen[k].update(row[source == k].tolist())
+            seen[k].update(sequence[source == k].tolist())
             epochs, rest = divmod((block + 1) * mixture.quotas[k], size)
             expected = {epochs: size - rest, epochs + 1: rest}
             actual = Counter(seen[k][r] for r in range(size))
-            assert actual == Counter({times: rows for times, rows in expected.items() if rows})
+            assert actual == Counter({times: sequences for times, sequences in expected.items() if sequences})
 
 
 def test_a_source_is_read_in_the_order_of_its_own_key() -> None:
     """The closed form: b blocks take images 0 .. b * quota - 1 of the epoch's permutation."""
     size, seed = 10**6, 11
     mixture = Mixture([size, 500], ["big", "small"], [3, 1], seed)
-    source, row = mixture.locate(np.arange(4 * BLOCK))
+    source, sequence = mixture.locate(np.arange(4 * BLOCK))
     taken = np.arange(4 * mixture.quotas[0])
     expected = permute(taken, size, key_of("epoch", seed, "big", 0))
-    assert sorted(row[source == 0].tolist()) == sorted(expected.tolist())
+    assert sorted(sequence[source == 0].tolist()) == sorted(expected.tolist())
 
 
 @pytest.mark.parametrize("size", [3000, 5000, 1000])
-def test_one_epoch_covers_every_row_once_and_epochs_differ(size: int) -> None:
-    _, rows = Mixture([size], ["a"], [1.0], seed=0).locate(np.arange(3 * size))
-    epochs = rows.reshape(3, size)
+def test_one_epoch_covers_every_sequence_once_and_epochs_differ(size: int) -> None:
+    _, sequences = Mixture([size], ["a"], [1.0], seed=0).locate(np.arange(3 * size))
+    epochs = sequences.reshape(3, size)
     for epoch in epochs:
         assert np.array_equal(np.sort(epoch), np.arange(size))
     for i, j in ((0, 1), (0, 2), (1, 2)):
@@ -212,14 +213,14 @@ def test_one_epoch_covers_every_row_once_and_epochs_differ(size: int) -> None:
     weights=st.lists(st.floats(0.1, 1), min_size=4, max_size=4),
     number=st.integers(1, 5000),
 )
-def test_no_row_comes_again_before_all_others_came(
+def test_no_sequence_comes_again_before_all_others_came(
     sizes: list[int], weights: list[float], number: int
 ) -> None:
     """In the very order of training, wherever an epoch ends within a block; and `taken` counts it."""
     mixture = Mixture(sizes, [str(k) for k in range(len(sizes))], weights[: len(sizes)], seed=0)
-    sources, rows = mixture.locate(np.arange(number))
+    sources, sequences = mixture.locate(np.arange(number))
     for k, (size, taken) in enumerate(zip(sizes, mixture.taken(number))):
-        seen = rows[sources == k]
+        seen = sequences[sources == k]
         assert len(seen) == taken
         for begin in range(0, taken, size):
             epoch = seen[begin : begin + size]
@@ -228,51 +229,51 @@ def test_no_row_comes_again_before_all_others_came(
 
 def test_golden_places() -> None:
     mixture = Mixture([70, 5000, 130_000], ["a", "b", "c"], [1, 2, 3], seed=5)
-    sources, rows = mixture.locate(np.array([0, 1, 2, 999, 1000, 123_456_789, 10**12]))
+    sources, sequences = mixture.locate(np.array([0, 1, 2, 999, 1000, 123_456_789, 10**12]))
     assert sources.tolist() == [1, 2, 2, 2, 1, 0, 0]
-    assert rows.tolist() == [4836, 34613, 21644, 118087, 3425, 66, 42]
+    assert sequences.tolist() == [4836, 34613, 21644, 118087, 3425, 66, 42]
 
 
-def rows_of(mixture: Mixture, uid: str, blocks: int) -> list[int]:
-    """The rows a source gave in the first blocks, as a sorted list."""
-    source, row = mixture.locate(np.arange(blocks * BLOCK))
-    return sorted(row[source == mixture.uids.index(uid)].tolist())
+def sequences_of(mixture: Mixture, uid: str, blocks: int) -> list[int]:
+    """The sequences a source gave in the first blocks, as a sorted list."""
+    source, sequence = mixture.locate(np.arange(blocks * BLOCK))
+    return sorted(sequence[source == mixture.uids.index(uid)].tolist())
 
 
 def test_other_sources_and_their_places_leave_a_source_its_order() -> None:
-    """Alone, with one other and among four, in any place: the same first 2000 rows of `a`."""
+    """Alone, with one other and among four, in any place: the same first 2000 sequences of `a`."""
     size = 5000
-    alone = rows_of(Mixture([size], ["a"], [1], 0), "a", blocks=2)
+    alone = sequences_of(Mixture([size], ["a"], [1], 0), "a", blocks=2)
     assert len(set(alone)) == 2000
     two = Mixture([size, 70], ["a", "b"], [1, 1], 0)
     swapped = Mixture([70, size], ["b", "a"], [1, 1], 0)
     four = Mixture([70, 900, size, 8], ["b", "c", "a", "d"], [1, 1, 1, 1], 0)
-    assert rows_of(two, "a", blocks=4) == alone
-    assert rows_of(swapped, "a", blocks=4) == alone
-    assert rows_of(four, "a", blocks=8) == alone
+    assert sequences_of(two, "a", blocks=4) == alone
+    assert sequences_of(swapped, "a", blocks=4) == alone
+    assert sequences_of(four, "a", blocks=8) == alone
     other = Mixture(
         [size], ["another"], [1], 0
     )  # negative control: the order is the content's, not the place's
-    assert rows_of(other, "another", blocks=2) != alone
+    assert sequences_of(other, "another", blocks=2) != alone
 
 
-def test_the_seed_changes_sources_and_rows() -> None:
+def test_the_seed_changes_sources_and_sequences() -> None:
     numbers = np.arange(5 * BLOCK)
-    (source_a, row_a), (source_b, row_b) = (
+    (source_a, sequence_a), (source_b, sequence_b) = (
         Mixture(SIZES, UIDS, WEIGHTS, seed).locate(numbers) for seed in (0, 1)
     )
     assert (source_a != source_b).mean() > 0.3
-    assert (row_a != row_b).mean() > 0.8
+    assert (sequence_a != sequence_b).mean() > 0.8
     again = Mixture(SIZES, UIDS, WEIGHTS, 0).locate(numbers)
     assert np.array_equal(again[0], source_a)
-    assert np.array_equal(again[1], row_a)
+    assert np.array_equal(again[1], sequence_a)
 
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=30), st.integers(0, 2**32))
 def test_a_place_does_not_depend_on_what_else_is_asked(numbers: list[int], seed: int) -> None:
     mixture = Mixture(SIZES, UIDS, WEIGHTS, seed)
-    source, row = mixture.locate(np.asarray(numbers))
+    source, sequence = mixture.locate(np.asarray(numbers))
     for i, number in enumerate(numbers):
-        one_source, one_row = mixture.locate(np.asarray([number]))
-        assert (one_source[0], one_row[0]) == (source[i], row[i])
+        one_source, one_sequence = mixture.locate(np.asarray([number]))
+        assert (one_source[0], one_sequence[0]) == (source[i], sequence[i])

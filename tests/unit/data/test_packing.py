@@ -1,5 +1,5 @@
 """Pins packing: by either method every token of the documents is where it should be, and counts exactly once;
-a best-fit plan is best-fit decreasing, the same wherever it is made, under 2% padding on real documents, and
+a best-fit index is best-fit decreasing, the same wherever it is made, under 2% padding on real documents, and
 never read unless whole; documents in a batch are kept apart exactly where they meet."""
 
 from __future__ import annotations
@@ -19,13 +19,21 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.support.datasets import Codec, write_dataset
+from tests.support.datasets import FakeTokenizer, write_dataset
+from titanlite import files as files_module
 from titanlite.config.component import ConfigError
-from titanlite.data import plan as plan_module
+from titanlite.data import packing_index
 from titanlite.data.batch import IGNORE, make_batch
-from titanlite.data.packing import PACKINGS, BestFitRows, ChunkRows, PackedRows, Row
-from titanlite.data.plan import open_plan, pack_window
-from titanlite.data.shards import TokenShards, file_sha256
+from titanlite.data.packing import (
+    PACKINGS,
+    BestFitSequences,
+    ChunkedSequences,
+    PackedSequences,
+    TokenSequence,
+)
+from titanlite.data.packing_index import open_packing_index, pack_window
+from titanlite.data.shards import TokenShards
+from titanlite.files import file_sha256
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(lambda lengths: sum(lengths) > 1)
 
@@ -33,11 +41,11 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(lambda le
 def numbered(path: Path, lengths: list[int], shard_tokens: int = 1 << 20) -> TokenShards:
     """Documents of these lengths; every token is another number."""
     ends = np.cumsum([0, *lengths]).tolist()
-    codec = Codec(vocab_size=1 << 15)
-    return write_dataset(path, [list(range(a, b)) for a, b in pairwise(ends)], codec, shard_tokens)
+    tokenizer = FakeTokenizer(vocab_size=1 << 15)
+    return write_dataset(path, [list(range(a, b)) for a, b in pairwise(ends)], tokenizer, shard_tokens)
 
 
-def pack(kind: str, shards: TokenShards, seq_len: int) -> PackedRows:
+def pack(kind: str, shards: TokenShards, seq_len: int) -> PackedSequences:
     return PACKINGS[kind](shards, seq_len, shards.path.parent / "cache", True)
 
 
@@ -51,34 +59,35 @@ def test_best_fit_holds_every_token_once(
     assume(sum(lengths) > seq_len)
     folder = tmp_path_factory.mktemp("fit")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "WINDOW", window)
-        patch.setattr(plan_module, "num_cores", lambda: 1)
-        rows = pack("best_fit", numbered(folder / "d", lengths, shard_tokens), seq_len)
+        patch.setattr(packing_index, "WINDOW", window)
+        patch.setattr(packing_index, "num_cores", lambda: 1)
+        sequences = pack("best_fit", numbered(folder / "d", lengths, shard_tokens), seq_len)
     begins_of_documents = {int(begin) for begin, n in zip(np.cumsum([0, *lengths]), lengths) if n}
     seen: list[int] = []
     padding = 0
-    for i in range(len(rows)):
-        row = rows[i]
-        starts, sizes = rows.pieces(i)
-        assert row.tokens.shape == (seq_len + 1,)
-        assert row.begins is not None
-        assert row.begins.tolist() == [0, *np.cumsum(sizes)[:-1].tolist()]
-        used = seq_len + 1 - row.num_padding
+    for i in range(len(sequences)):
+        sequence = sequences[i]
+        starts, sizes = sequences.spans(i)
+        assert sequence.tokens.shape == (seq_len + 1,)
+        assert sequence.document_starts is not None
+        assert sequence.document_starts.tolist() == [0, *np.cumsum(sizes)[:-1].tolist()]
+        used = seq_len + 1 - sequence.num_padding
         assert used == sizes.sum() > 0
-        assert not row.tokens[used:].any()
-        for start, size, begin in zip(starts.tolist(), sizes.tolist(), row.begins.tolist()):
-            assert row.tokens[begin : begin + size].tolist() == list(range(start, start + size))
+        assert not sequence.tokens[used:].any()
+        for start, size, begin in zip(starts.tolist(), sizes.tolist(), sequence.document_starts.tolist()):
+            assert sequence.tokens[begin : begin + size].tolist() == list(range(start, start + size))
             document = int(np.searchsorted(np.cumsum(lengths), start, side="right"))
             begin_of_document = sum(lengths[:document])
-            # A piece is a whole document, or a cut of one that is longer than a row, at multiples of a row.
+            # A piece is a whole document, or a cut of one that is longer than a sequence, at multiples of a
+            # sequence.
             assert (start - begin_of_document) % (seq_len + 1) == 0
             rest = begin_of_document + lengths[document] - start
             assert size == min(rest, seq_len + 1)
-        seen += row.tokens[:used].tolist()
-        padding += row.num_padding
+        seen += sequence.tokens[:used].tolist()
+        padding += sequence.num_padding
     assert sorted(seen) == list(range(sum(lengths)))
-    assert begins_of_documents <= {int(s) for i in range(len(rows)) for s in rows.pieces(i)[0]}
-    assert rows.padding_share == pytest.approx(padding / (len(rows) * (seq_len + 1)))
+    assert begins_of_documents <= {int(s) for i in range(len(sequences)) for s in sequences.spans(i)[0]}
+    assert sequences.padding_share == pytest.approx(padding / (len(sequences) * (seq_len + 1)))
 
 
 @settings(max_examples=100, deadline=None)
@@ -86,28 +95,30 @@ def test_best_fit_holds_every_token_once(
 def test_chunks_hold_every_token_as_a_target_once(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, shard_tokens: int
 ) -> None:
-    """But for the first and the last few, fewer than a row."""
+    """But for the first and the last few, fewer than a sequence."""
     shards = numbered(tmp_path_factory.mktemp("chunk") / "d", lengths, shard_tokens)
     total = sum(lengths)
     if total <= seq_len:
-        with pytest.raises(ConfigError, match="fewer than one row"):
+        with pytest.raises(ConfigError, match="fewer than one sequence"):
             pack("chunk", shards, seq_len)
         return
-    rows = pack("chunk", shards, seq_len)
-    targets = [t for i in range(len(rows)) for t in rows[i].tokens[1:].tolist()]
-    assert targets == list(range(1, len(rows) * seq_len + 1))
+    sequences = pack("chunk", shards, seq_len)
+    targets = [t for i in range(len(sequences)) for t in sequences[i].tokens[1:].tolist()]
+    assert targets == list(range(1, len(sequences) * seq_len + 1))
     assert total - 1 - len(targets) < seq_len
     begins = {int(b) for b, n in zip(np.cumsum([0, *lengths]), lengths) if n}
-    for i in range(len(rows)):
-        row, (starts, sizes) = rows[i], rows.pieces(i)
-        assert row.begins is not None
-        assert row.begins.tolist() == [k for k, t in enumerate(row.tokens.tolist()) if t in begins]
+    for i in range(len(sequences)):
+        sequence, (starts, sizes) = sequences[i], sequences.spans(i)
+        assert sequence.document_starts is not None
+        assert sequence.document_starts.tolist() == [
+            k for k, t in enumerate(sequence.tokens.tolist()) if t in begins
+        ]
         assert (starts[0], sizes.sum()) == (i * seq_len, seq_len + 1)
         assert set(starts[1:].tolist()) <= begins
 
 
 def oracle(lengths: list[int], capacity: int) -> list[int]:
-    """Best-fit decreasing the slow way: how full its rows are, sorted."""
+    """Best-fit decreasing the slow way: how full its sequences are, sorted."""
     pieces = [min(capacity, n - at) for n in lengths for at in range(0, n, capacity)]
     rooms: list[int] = []  # ascending
     for piece in sorted(pieces, reverse=True):
@@ -140,7 +151,7 @@ def test_real_documents_leave_under_two_percent_padding(seq_len: int) -> None:
     assert 1 - sizes.sum() / (len(counts) * (seq_len + 1)) < 0.02
 
 
-# ---- the plan on disk
+# ---- the index on disk
 
 
 @pytest.fixture
@@ -149,29 +160,29 @@ def shards(tmp_path: Path) -> TokenShards:
     return numbered(tmp_path / "d", rng.integers(0, 60, 400).tolist(), shard_tokens=5000)
 
 
-def plan_files(cache: Path) -> dict[str, bytes]:
+def index_files(cache: Path) -> dict[str, bytes]:
     (folder,) = cache.iterdir()
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
-def test_the_plan_is_the_same_on_any_number_of_processes(
+def test_the_index_is_the_same_on_any_number_of_processes(
     shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "WINDOW", 10)
+    monkeypatch.setattr(packing_index, "WINDOW", 10)
     for cores in (1, 2):
-        monkeypatch.setattr(plan_module, "num_cores", lambda cores=cores: cores)
-        open_plan(shards, 33, tmp_path / f"cache{cores}")
-    assert plan_files(tmp_path / "cache1") == plan_files(tmp_path / "cache2")
+        monkeypatch.setattr(packing_index, "num_cores", lambda cores=cores: cores)
+        open_packing_index(shards, 33, tmp_path / f"cache{cores}")
+    assert index_files(tmp_path / "cache1") == index_files(tmp_path / "cache2")
 
 
-def test_a_plan_is_made_once(shards: TokenShards, tmp_path: Path) -> None:
-    first = open_plan(shards, 33, tmp_path / "cache")
+def test_a_index_is_made_once(shards: TokenShards, tmp_path: Path) -> None:
+    first = open_packing_index(shards, 33, tmp_path / "cache")
     before = {p: p.stat().st_mtime_ns for p in first.path.iterdir()}
-    assert open_plan(shards, 33, tmp_path / "cache").fingerprint == first.fingerprint
+    assert open_packing_index(shards, 33, tmp_path / "cache").fingerprint == first.fingerprint
     assert {p: p.stat().st_mtime_ns for p in first.path.iterdir()} == before
-    assert open_plan(shards, 34, tmp_path / "cache").path != first.path
+    assert open_packing_index(shards, 34, tmp_path / "cache").path != first.path
     other = numbered(tmp_path / "e", [5, 6])
-    assert open_plan(other, 33, tmp_path / "cache").path != first.path
+    assert open_packing_index(other, 33, tmp_path / "cache").path != first.path
 
 
 def damage(file: Path, how: str) -> None:
@@ -190,60 +201,64 @@ def damage(file: Path, how: str) -> None:
 
 @pytest.mark.parametrize("name", ["starts.bin", "lengths.bin", "rows.bin", "plan.json"])
 @pytest.mark.parametrize("how", ["first", "middle", "last", "cut", "gone", "folder"])
-def test_a_damaged_plan_is_made_again_and_is_the_same(
+def test_a_damaged_index_is_made_again_and_is_the_same(
     shards: TokenShards, tmp_path: Path, name: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = BestFitRows(shards, 32, tmp_path / "cache", True)
-    files, sequences = plan_files(tmp_path / "cache"), [rows[i].tokens.tolist() for i in range(len(rows))]
-    damage(rows.plan.path / name, how)
+    packed = BestFitSequences(shards, 32, tmp_path / "cache", True)
+    files, sequences = (
+        index_files(tmp_path / "cache"),
+        [packed[i].tokens.tolist() for i in range(len(packed))],
+    )
+    damage(packed.index.path / name, how)
     with caplog.at_level("WARNING", "titanlite"):
-        again = BestFitRows(shards, 32, tmp_path / "cache", True)
-    assert again.uid == rows.uid
+        again = BestFitSequences(shards, 32, tmp_path / "cache", True)
+    assert again.uid == packed.uid
     assert [again[i].tokens.tolist() for i in range(len(again))] == sequences
-    assert plan_files(tmp_path / "cache") == files
+    assert index_files(tmp_path / "cache") == files
     (said,) = caplog.messages
-    assert said.startswith(f"{rows.plan.path}: the packing plan is damaged (")
+    assert said.startswith(f"{packed.index.path}: the packing index is damaged (")
     assert "\n" not in said
     caplog.clear()
-    BestFitRows(shards, 32, tmp_path / "cache", True)
+    BestFitSequences(shards, 32, tmp_path / "cache", True)
     assert not caplog.messages
 
 
 @pytest.mark.parametrize("what", ["a file", "a link to nowhere", "an empty folder"])
-def test_whatever_lies_in_the_place_of_a_plan(shards: TokenShards, tmp_path: Path, what: str) -> None:
-    plan = open_plan(shards, 33, tmp_path / "cache")
-    shutil.rmtree(plan.path)
+def test_whatever_lies_in_the_place_of_a_index(shards: TokenShards, tmp_path: Path, what: str) -> None:
+    index = open_packing_index(shards, 33, tmp_path / "cache")
+    shutil.rmtree(index.path)
     if what == "a file":
-        plan.path.write_text("{}")
+        index.path.write_text("{}")
     elif what == "an empty folder":
-        plan.path.mkdir()
+        index.path.mkdir()
     else:
-        plan.path.symlink_to("nowhere")
-    assert open_plan(shards, 33, tmp_path / "cache").fingerprint == plan.fingerprint
+        index.path.symlink_to("nowhere")
+    assert open_packing_index(shards, 33, tmp_path / "cache").fingerprint == index.fingerprint
 
 
 def test_the_fingerprint_follows_from_the_content(shards: TokenShards, tmp_path: Path) -> None:
-    """A plan that is whole and yet another one, of a changed algorithm, has another name for its rows."""
-    plan = open_plan(shards, 33, tmp_path / "cache")
-    first = plan.pieces(0)[0].tolist()
-    starts = np.fromfile(plan.path / "starts.bin", "<u8")
+    """An index that is whole and yet another one, of a changed algorithm, has another name for its
+    sequences."""
+    index = open_packing_index(shards, 33, tmp_path / "cache")
+    first = index.spans(0)[0].tolist()
+    starts = np.fromfile(index.path / "starts.bin", "<u8")
     starts[:2] = starts[1::-1]
-    starts.tofile(plan.path / "starts.bin")
-    text = (plan.path / "plan.json").read_text()
-    old, new = json.loads(text)["sha256"]["starts"], file_sha256(plan.path / "starts.bin")
-    (plan.path / "plan.json").write_text(text.replace(old, new))
-    other = open_plan(shards, 33, tmp_path / "cache")
-    assert other.pieces(0)[0].tolist() != first
-    assert other.fingerprint != plan.fingerprint
+    starts.tofile(index.path / "starts.bin")
+    text = (index.path / "plan.json").read_text()
+    old, new = json.loads(text)["sha256"]["starts"], file_sha256(index.path / "starts.bin")
+    (index.path / "plan.json").write_text(text.replace(old, new))
+    other = open_packing_index(shards, 33, tmp_path / "cache")
+    assert other.spans(0)[0].tolist() != first
+    assert other.fingerprint != index.fingerprint
 
 
-def test_an_interrupted_plan_leaves_nothing(
+def test_an_interrupted_index_leaves_nothing(
     shards: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(plan_module, "sync", lambda path: 1 / 0)
+        patch.setattr(files_module, "sync", lambda path: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            open_plan(shards, 33, tmp_path / "cache")
+            open_packing_index(shards, 33, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -256,40 +271,40 @@ def test_another_process_may_make_it_first(
         if not Path(target).exists():
             with monkeypatch.context() as patch:
                 patch.setattr(os, "rename", rename)
-                open_plan(shards, 33, tmp_path / "cache")
+                open_packing_index(shards, 33, tmp_path / "cache")
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", late)
-    plan = open_plan(shards, 33, tmp_path / "cache")
-    assert [p.name for p in (tmp_path / "cache").iterdir()] == [plan.path.name]
+    index = open_packing_index(shards, 33, tmp_path / "cache")
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [index.path.name]
 
 
-def test_rows_travel_to_workers(shards: TokenShards, tmp_path: Path) -> None:
+def test_sequences_travel_to_workers(shards: TokenShards, tmp_path: Path) -> None:
     for kind in PACKINGS:
-        rows = pack(kind, shards, 32)
-        clone = pickle.loads(pickle.dumps(rows))
-        assert clone.uid == rows.uid
-        assert clone[3].tokens.tolist() == rows[3].tokens.tolist()
-        assert len(pickle.dumps(rows)) < 4000
+        sequences = pack(kind, shards, 32)
+        clone = pickle.loads(pickle.dumps(sequences))
+        assert clone.uid == sequences.uid
+        assert clone[3].tokens.tolist() == sequences[3].tokens.tolist()
+        assert len(pickle.dumps(sequences)) < 4000
 
 
 def test_uids_tell_packings_apart(shards: TokenShards, tmp_path: Path) -> None:
-    rows = [pack(kind, shards, n) for kind, n in (("chunk", 32), ("best_fit", 32), ("best_fit", 31))]
-    assert len({r.uid for r in rows}) == 3
-    assert isinstance(rows[0], ChunkRows)
-    assert isinstance(rows[1], BestFitRows)
+    sequences = [pack(kind, shards, n) for kind, n in (("chunk", 32), ("best_fit", 32), ("best_fit", 31))]
+    assert len({r.uid for r in sequences}) == 3
+    assert isinstance(sequences[0], ChunkedSequences)
+    assert isinstance(sequences[1], BestFitSequences)
 
 
-# ---- rows in a batch
+# ---- sequences in a batch
 
 
-def batch_of(*rows: Row, with_positions: bool = True):
-    return make_batch(list(range(len(rows))), rows, seq_len=8, with_positions=with_positions)
+def batch_of(*sequences: TokenSequence, with_positions: bool = True):
+    return make_batch(list(range(len(sequences))), sequences, seq_len=8, with_positions=with_positions)
 
 
 def test_no_target_crosses_documents() -> None:
-    row = Row(np.arange(10, 19), np.array([0, 3, 8]))
-    batch = batch_of(row)
+    sequence = TokenSequence(np.arange(10, 19), np.array([0, 3, 8]))
+    batch = batch_of(sequence)
     assert batch.targets[0].tolist() == [11, 12, IGNORE, 14, 15, 16, 17, IGNORE]
     assert batch.positions is not None
     assert batch.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
@@ -297,14 +312,16 @@ def test_no_target_crosses_documents() -> None:
 
 
 def test_padding_is_no_target() -> None:
-    row = Row(np.array([1, 2, 3, 4, 5, 0, 0, 0, 0]), np.array([0, 2]), num_padding=4)
-    batch = batch_of(row)
+    sequence = TokenSequence(np.array([1, 2, 3, 4, 5, 0, 0, 0, 0]), np.array([0, 2]), num_padding=4)
+    batch = batch_of(sequence)
     assert batch.targets[0].tolist() == [2, IGNORE, 4, 5] + 4 * [IGNORE]
     assert batch.num_targets == 3
 
 
-def test_a_row_that_begins_within_a_document() -> None:
-    batch = batch_of(Row(np.arange(9), np.array([4])), Row(np.arange(9), np.array([], dtype=np.int64)))
+def test_a_sequence_that_begins_within_a_document() -> None:
+    batch = batch_of(
+        TokenSequence(np.arange(9), np.array([4])), TokenSequence(np.arange(9), np.array([], dtype=np.int64))
+    )
     assert batch.positions is not None
     assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3], list(range(8))]
     assert batch.targets[0].tolist() == [1, 2, 3, IGNORE, 5, 6, 7, 8]
@@ -312,7 +329,7 @@ def test_a_row_that_begins_within_a_document() -> None:
 
 
 def test_without_begins_all_targets_count() -> None:
-    batch = batch_of(Row(np.arange(9)), with_positions=False)
+    batch = batch_of(TokenSequence(np.arange(9)), with_positions=False)
     assert batch.targets[0].tolist() == list(range(1, 9))
     assert batch.positions is None
     assert batch.num_targets == 8
@@ -322,14 +339,16 @@ def test_without_begins_all_targets_count() -> None:
 @given(
     st.lists(
         st.tuples(st.sets(st.integers(0, 8)), st.integers(0, 4)).filter(
-            lambda row: all(b < 9 - row[1] for b in row[0])
+            lambda sequence: all(b < 9 - sequence[1] for b in sequence[0])
         ),
         min_size=1,
         max_size=4,
     )
 )
-def test_counts_are_those_of_the_tensors(rows: list[tuple[set[int], int]]) -> None:
-    batch = batch_of(*(Row(np.arange(1, 10), np.array(sorted(b), dtype=np.int64), n) for b, n in rows))
+def test_counts_are_those_of_the_tensors(sequences: list[tuple[set[int], int]]) -> None:
+    batch = batch_of(
+        *(TokenSequence(np.arange(1, 10), np.array(sorted(b), dtype=np.int64), n) for b, n in sequences)
+    )
     assert batch.num_targets == int((batch.targets != IGNORE).sum())
     assert batch.positions is not None
     assert batch.num_documents == int((batch.positions == 0).sum())

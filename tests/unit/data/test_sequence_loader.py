@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader, worker
 
-from titanlite.data.batch import row_hash
-from titanlite.data.loader import Data, MicroBatches, Rows, SequenceLoader
+from titanlite.data.batch import sequence_hash
+from titanlite.data.loader import Data, MicroBatches, SequenceDataset, SequenceLoader
 from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes
 
@@ -38,7 +38,7 @@ def torchs_handler_goes() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+def sequences(tmp_path_factory: pytest.TempPathFactory) -> SequenceDataset:
     """Two sources of random letters, so that no two sequences are alike."""
     folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
     paths = [folder / "a.txt", folder / "b.txt"]
@@ -49,20 +49,22 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 
 def loaders(
-    rows: Rows, sequences: int, ranks: int, micro_batch: int, num_workers: int = 0
+    sequences: SequenceDataset, first: int, ranks: int, micro_batch: int, num_workers: int = 0
 ) -> list[SequenceLoader]:
     """One for each rank, from a state."""
     made = []
     for rank in range(ranks):
         order = MicroBatches(0, STEP, micro_batch, rank, ranks)
-        made.append(SequenceLoader(rows, order, num_workers, pin_memory=False))
-        made[-1].load_state_dict({"sequences": sequences})
+        made.append(SequenceLoader(sequences, order, num_workers, pin_memory=False))
+        made[-1].load_state_dict({"sequences": first})
     return made
 
 
-def sha_of(rows: Rows, first: int, last: int) -> int:
+def sha_of(sequences: SequenceDataset, first: int, last: int) -> int:
     """Hash of sequences [first, last), read one by one."""
-    return sum(row_hash(g, rows.training(np.asarray([g]))[0].tokens) for g in range(first, last)) % U64
+    return (
+        sum(sequence_hash(g, sequences.training(np.asarray([g]))[0].tokens) for g in range(first, last)) % U64
+    )
 
 
 def as_is(batch: Any) -> Any:
@@ -70,10 +72,10 @@ def as_is(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_it_gives_what_torchs_data_loader_gives(rows: Rows, num_workers: int) -> None:
+def test_it_gives_what_torchs_data_loader_gives(sequences: SequenceDataset, num_workers: int) -> None:
     order = MicroBatches(100, STEP, 3, 1, 2)
-    plain = DataLoader(rows, batch_sampler=order, num_workers=num_workers, collate_fn=as_is)
-    ours = SequenceLoader(rows, order, num_workers, pin_memory=False)
+    plain = DataLoader(sequences, batch_sampler=order, num_workers=num_workers, collate_fn=as_is)
+    ours = SequenceLoader(sequences, order, num_workers, pin_memory=False)
     for mine, theirs in islice(zip(ours, plain), 12):
         assert torch.equal(mine.inputs, theirs.inputs)
         assert torch.equal(mine.targets, theirs.targets)
@@ -83,9 +85,9 @@ def test_it_gives_what_torchs_data_loader_gives(rows: Rows, num_workers: int) ->
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 2), (2, 3), (4, 6)])
 def test_the_state_counts_what_all_ranks_handed_out_and_not_what_is_prefetched(
-    rows: Rows, ranks: int, micro_batch: int, num_workers: int
+    sequences: SequenceDataset, ranks: int, micro_batch: int, num_workers: int
 ) -> None:
-    group = loaders(rows, 7, ranks, micro_batch, num_workers)
+    group = loaders(sequences, 7, ranks, micro_batch, num_workers)
     for taken in range(6):  # the steps end between them
         expected = {"sequences": 7 + taken * micro_batch * ranks}
         assert [loader.state_dict() for loader in group] == [expected] * ranks
@@ -97,26 +99,26 @@ def test_the_state_counts_what_all_ranks_handed_out_and_not_what_is_prefetched(
 PHASES = [(1, 4, 0, 5), (2, 3, 2, 3), (4, 2, 1, 1), (1, 8, 2, 2), (3, 8, 0, 1), (2, 2, 1, 4)]
 
 
-def test_a_run_goes_on_anywhere_with_other_ranks_workers_and_batches(rows: Rows) -> None:
+def test_a_run_goes_on_anywhere_with_other_ranks_workers_and_batches(sequences: SequenceDataset) -> None:
     consumed, first = 990, 990  # over a change of the mixing block
     for ranks, micro_batch, num_workers, taken in PHASES:
-        group = loaders(rows, consumed, ranks, micro_batch, num_workers)
+        group = loaders(sequences, consumed, ranks, micro_batch, num_workers)
         batches = [batch for loader in group for batch in islice(loader, taken)]
         states = [json.loads(json.dumps(loader.state_dict())) for loader in group]
         assert states == [states[0]] * ranks
         last = states[0]["sequences"]
         assert last == consumed + sum(len(batch.inputs) for batch in batches)
-        assert sum(batch.sha for batch in batches) % U64 == sha_of(rows, consumed, last)
+        assert sum(batch.sha for batch in batches) % U64 == sha_of(sequences, consumed, last)
         assert sum(batch.sha for batch in batches) % U64 != sha_of(
-            rows, consumed + 1, last + 1
+            sequences, consumed + 1, last + 1
         )  # the control
         consumed = last
     assert consumed == first + sum(ranks * size * taken for ranks, size, _, taken in PHASES)
 
 
-def test_a_state_is_taken_up_by_a_loader_that_runs(rows: Rows) -> None:
+def test_a_state_is_taken_up_by_a_loader_that_runs(sequences: SequenceDataset) -> None:
     """Its workers end, and nothing that they had prefetched is handed out."""
-    loader = SequenceLoader(rows, MicroBatches(0, STEP, 4, 0, 1), 2, pin_memory=False)
+    loader = SequenceLoader(sequences, MicroBatches(0, STEP, 4, 0, 1), 2, pin_memory=False)
     later = [next(loader).sha for _ in range(4)][2:]
     before = multiprocessing.active_children()
     loader.load_state_dict({"sequences": 8})
@@ -125,28 +127,32 @@ def test_a_state_is_taken_up_by_a_loader_that_runs(rows: Rows) -> None:
     assert not [process for process in before if process.is_alive()]
 
 
-def torchdatas(rows: Rows, ranks: int, num_workers: int, state: Any = None) -> StatefulDataLoader:
+def torchdatas(
+    sequences: SequenceDataset, ranks: int, num_workers: int, state: Any = None
+) -> StatefulDataLoader:
     """Rank 0's loader with the state that torchdata keeps."""
     order = MicroBatches(0, STEP, 4, 0, ranks)
-    loader = StatefulDataLoader(rows, batch_sampler=order, num_workers=num_workers, collate_fn=as_is)
+    loader = StatefulDataLoader(sequences, batch_sampler=order, num_workers=num_workers, collate_fn=as_is)
     if state is not None:
         loader.load_state_dict(state)
     return loader
 
 
-def test_control_torchdatas_own_state_fits_one_layout_only(rows: Rows) -> None:
+def test_control_torchdatas_own_state_fits_one_layout_only(sequences: SequenceDataset) -> None:
     """Why it is neither saved nor loaded."""
-    loader = torchdatas(rows, 1, 0)
+    loader = torchdatas(sequences, 1, 0)
     assert len(list(islice(loader, STEP // 4))) == 6  # one step
     state = loader.state_dict()
-    same, other = (next(iter(torchdatas(rows, ranks, 0, state))).sha for ranks in (1, 2))
-    assert same == next(loaders(rows, STEP, 1, 4)[0]).sha
-    assert other == next(loaders(rows, 2 * STEP, 2, 4)[0]).sha  # a step of 24 sequences is lost, in silence
+    same, other = (next(iter(torchdatas(sequences, ranks, 0, state))).sha for ranks in (1, 2))
+    assert same == next(loaders(sequences, STEP, 1, 4)[0]).sha
+    assert (
+        other == next(loaders(sequences, 2 * STEP, 2, 4)[0]).sha
+    )  # a step of 24 sequences is lost, in silence
     with pytest.raises(AssertionError):
-        iter(torchdatas(rows, 1, 2, state))
+        iter(torchdatas(sequences, 1, 2, state))
 
 
-def test_workers_send_no_state(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_send_no_state(sequences: SequenceDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """One each when they start, which torchdata asks for, and none with the batches."""
     made, make_state = multiprocessing.Value("i", 0), worker._make_state_dict
 
@@ -156,16 +162,18 @@ def test_workers_send_no_state(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> N
         return make_state(*args)
 
     monkeypatch.setattr(worker, "_make_state_dict", counting)
-    loader = SequenceLoader(rows, MicroBatches(0, STEP, 4, 0, 1), 2, pin_memory=False)
+    loader = SequenceLoader(sequences, MicroBatches(0, STEP, 4, 0, 1), 2, pin_memory=False)
     for _ in range(20):
         next(loader)
     assert made.value == 2
 
 
-def test_torchdatas_deprecated_call_is_silent_and_nothing_else(rows: Rows) -> None:
+def test_torchdatas_deprecated_call_is_silent_and_nothing_else(sequences: SequenceDataset) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        SequenceLoader(rows, MicroBatches(0, STEP, 4, 0, 1), 500, pin_memory=False)._stateful_data_loader()
+        SequenceLoader(
+            sequences, MicroBatches(0, STEP, 4, 0, 1), 500, pin_memory=False
+        )._stateful_data_loader()
     said = {str(warning.message) for warning in caught}
     assert not [text for text in said if "set_vital" in text]
     assert [text for text in said if "500 worker processes" in text]

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.datasets import Codec, write_dataset
+from tests.support.datasets import FakeTokenizer, write_dataset
 from titanlite.config.component import ConfigError
 from titanlite.data.shards import TokenShards
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 from titanlite.tools import data as data_tool
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [], [14, 15], [16], [17, 18, 19, 20]]
@@ -26,9 +26,12 @@ TOKENS = [t for document in DOCUMENTS for t in document]
 
 
 def write(
-    path: Path, documents: Sequence[Sequence[int]] = DOCUMENTS, codec: TextCodec | None = None, **options: int
+    path: Path,
+    documents: Sequence[Sequence[int]] = DOCUMENTS,
+    tokenizer: Tokenizer | None = None,
+    **options: int,
 ) -> TokenShards:
-    return write_dataset(path, documents, codec, **options)
+    return write_dataset(path, documents, tokenizer, **options)
 
 
 @pytest.mark.parametrize(("shard_tokens", "num_shards"), [(1 << 20, 1), (5, 4), (1, 6), (10, 3)])
@@ -62,7 +65,7 @@ def test_documents_never_span_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("vocab_size", "width"), [(1 << 16, 2), ((1 << 16) + 1, 4), (1 << 20, 4)])
 def test_width_of_a_token(tmp_path: Path, vocab_size: int, width: int) -> None:
     documents = [[0, vocab_size - 1], [vocab_size // 2]]
-    shards = write(tmp_path / "d", documents, Codec(vocab_size))
+    shards = write(tmp_path / "d", documents, FakeTokenizer(vocab_size))
     assert shards.read(0, 3).tolist() == [0, vocab_size - 1, vocab_size // 2]
     assert (tmp_path / "d" / "00000.bin").stat().st_size == 3 * width
     assert shards.vocab_size == vocab_size
@@ -92,7 +95,7 @@ def test_documents_of_any_range(
     start = data.draw(st.integers(0, len(owner) - 1))
     count = data.draw(st.integers(1, len(owner) - start))
     expected = [t - start for t in range(start, start + count) if place[t] == 0]
-    assert shards.begins(start, count).tolist() == expected
+    assert shards.document_starts(start, count).tolist() == expected
     assert shards.locate(start) == (owner[start], place[start])
 
 
@@ -198,7 +201,7 @@ def test_a_shard_without_a_key(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("format", 2, "format 2"),
+        ("format", 2, "its format is 2"),
         ("tokens", len(TOKENS) + 1, "do not add up"),
         ("documents", len(DOCUMENTS) + 1, "do not add up"),
         ("dtype", "banana", "dataset.json"),
@@ -228,8 +231,8 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     others = [
         write(tmp_path / "c", [[1, 2, 4], *DOCUMENTS[1:]]),  # a token
         write(tmp_path / "d", [[1, 2], [3, 4], *DOCUMENTS[2:]]),  # a document's end: same tokens, same sizes
-        write(tmp_path / "e", codec=Codec(1 << 17)),  # the width
-        write(tmp_path / "f", codec=Codec(fingerprint="0" * 16)),  # the tokenizer
+        write(tmp_path / "e", tokenizer=FakeTokenizer(1 << 17)),  # the width
+        write(tmp_path / "f", tokenizer=FakeTokenizer(fingerprint="0" * 16)),  # the tokenizer
     ]
     assert len({base, *(s.fingerprint for s in others)}) == 5
 

@@ -17,11 +17,11 @@ from titanlite.data.shards import TokenShards
 from titanlite.data.sources import Source, Tokens
 from titanlite.prepare import pipeline
 from titanlite.prepare.sources import PythonStdlib, Text, stdlib_files
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.bytes import Bytes
 
 
-class Shifted(TextCodec):
+class Shifted(Tokenizer):
     """Another tokenizer than bytes, that counts the documents it is given."""
 
     vocab_size, bos, eos, fingerprint = 300, 256, 257, "shifted"
@@ -55,12 +55,12 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 def test_unchanged_text_is_not_tokenised_again(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    codec, source, cache = Shifted(), Text(path=[str(tmp_path / "a.txt")]), tmp_path / "cache"
-    first = source.build(codec, cache)
-    assert codec.encoded == 1
+    tokenizer, source, cache = Shifted(), Text(path=[str(tmp_path / "a.txt")]), tmp_path / "cache"
+    first = source.build(tokenizer, cache)
+    assert tokenizer.encoded == 1
     before = snapshot(cache)
-    again = source.build(codec, cache)
-    assert codec.encoded == 1
+    again = source.build(tokenizer, cache)
+    assert tokenizer.encoded == 1
     assert snapshot(cache) == before
     assert tokens_of(again) == tokens_of(first)
     assert again.path == first.path
@@ -68,30 +68,30 @@ def test_unchanged_text_is_not_tokenised_again(tmp_path: Path) -> None:
 
 def test_an_edited_file_gives_new_tokens(tmp_path: Path) -> None:
     """Even with the same size and time of change."""
-    file, cache, codec = tmp_path / "a.txt", tmp_path / "cache", Bytes().build()
+    file, cache, tokenizer = tmp_path / "a.txt", tmp_path / "cache", Bytes().build()
     source = Text(path=[str(file)])
     file.write_text("hello")
     times = file.stat().st_atime_ns, file.stat().st_mtime_ns
-    old = source.build(codec, cache)
+    old = source.build(tokenizer, cache)
     file.write_text("jello")
     os.utime(file, ns=times)
-    new = source.build(codec, cache)
+    new = source.build(tokenizer, cache)
     assert tokens_of(new) == framed("jello")
     assert new.path != old.path
     file.write_text("hello")
-    assert source.build(codec, cache).path == old.path
+    assert source.build(tokenizer, cache).path == old.path
 
 
 def test_a_file_more_or_less_gives_new_tokens(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    source, codec = Text(path=[str(tmp_path / "in")]), Bytes().build()
+    source, tokenizer = Text(path=[str(tmp_path / "in")]), Bytes().build()
     (tmp_path / "in" / "a.txt").write_text("ab")
-    assert tokens_of(source.build(codec, tmp_path / "cache")) == framed("ab")
+    assert tokens_of(source.build(tokenizer, tmp_path / "cache")) == framed("ab")
     (tmp_path / "in" / "b.txt").write_text("cd")
-    assert documents_of(source.build(codec, tmp_path / "cache")) == [framed("ab"), framed("cd")]
+    assert documents_of(source.build(tokenizer, tmp_path / "cache")) == [framed("ab"), framed("cd")]
     (tmp_path / "in" / "a.txt").write_text("abcd")  # the same bytes in one file
     (tmp_path / "in" / "b.txt").unlink()
-    assert tokens_of(source.build(codec, tmp_path / "cache")) == framed("abcd")
+    assert tokens_of(source.build(tokenizer, tmp_path / "cache")) == framed("abcd")
 
 
 def test_another_tokenizer_has_another_directory(tmp_path: Path) -> None:
@@ -106,39 +106,39 @@ def test_another_tokenizer_has_another_directory(tmp_path: Path) -> None:
 
 def test_another_field_gives_other_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one", "body": "two"}\n')
-    path, codec = [str(tmp_path / "a.jsonl")], Bytes().build()
-    assert tokens_of(Text(path=path).build(codec, tmp_path / "cache")) == framed("one")
-    assert tokens_of(Text(path=path, field="body").build(codec, tmp_path / "cache")) == framed("two")
+    path, tokenizer = [str(tmp_path / "a.jsonl")], Bytes().build()
+    assert tokens_of(Text(path=path).build(tokenizer, tmp_path / "cache")) == framed("one")
+    assert tokens_of(Text(path=path, field="body").build(tokenizer, tmp_path / "cache")) == framed("two")
 
 
 def test_another_way_of_reading_gives_other_tokens(tmp_path: Path) -> None:
     """The same bytes under .txt and .jsonl are other documents."""
-    content, codec = '{"text": "one"}\n', Bytes().build()
+    content, tokenizer = '{"text": "one"}\n', Bytes().build()
     for name in ("a.txt", "a.jsonl"):
         (tmp_path / name).write_text(content)
-    as_text = Text(path=[str(tmp_path / "a.txt")]).build(codec, tmp_path / "cache")
+    as_text = Text(path=[str(tmp_path / "a.txt")]).build(tokenizer, tmp_path / "cache")
     assert tokens_of(as_text) == framed(content)
-    as_lines = Text(path=[str(tmp_path / "a.jsonl")]).build(codec, tmp_path / "cache")
+    as_lines = Text(path=[str(tmp_path / "a.jsonl")]).build(tokenizer, tmp_path / "cache")
     assert tokens_of(as_lines) == framed("one")
 
 
 def test_a_damaged_cache_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    source, codec = Text(path=[str(tmp_path / "a.txt")]), Bytes().build()
-    file = source.build(codec, tmp_path / "cache").path / "00000.bin"
+    source, tokenizer = Text(path=[str(tmp_path / "a.txt")]), Bytes().build()
+    file = source.build(tokenizer, tmp_path / "cache").path / "00000.bin"
     file.write_bytes(file.read_bytes()[:-2])
     with pytest.raises(ConfigError, match=r"00000\.bin"):
-        source.build(codec, tmp_path / "cache")
+        source.build(tokenizer, tmp_path / "cache")
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    codec = Bytes().build()
-    write_dataset(tmp_path / "d", [framed("hello")], codec)
+    tokenizer = Bytes().build()
+    write_dataset(tmp_path / "d", [framed("hello")], tokenizer)
     source = Tokens(path=str(tmp_path / "d"))
-    assert tokens_of(source.build(codec, tmp_path)) == framed("hello")
+    assert tokens_of(source.build(tokenizer, tmp_path)) == framed("hello")
     with pytest.raises(ConfigError) as e:
         source.build(Shifted(), tmp_path)
-    for part in (str(tmp_path / "d"), codec.fingerprint, "shifted"):
+    for part in (str(tmp_path / "d"), tokenizer.fingerprint, "shifted"):
         assert part in str(e.value)
 
 
@@ -189,21 +189,21 @@ def test_a_python_without_source_is_an_error(tmp_path: Path, monkeypatch: pytest
 
 
 def test_python_stdlib_is_cached_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library, cache, codec = tmp_path / "lib", tmp_path / "cache", Bytes().build()
+    library, cache, tokenizer = tmp_path / "lib", tmp_path / "cache", Bytes().build()
     fake_library(library, monkeypatch, {"a.py": b"a = 1", "b.py": b"b = 2"})
-    first = PythonStdlib().build(codec, cache)
+    first = PythonStdlib().build(tokenizer, cache)
     assert documents_of(first) == [framed("a = 1"), framed("b = 2")]
     before = snapshot(cache)
-    assert PythonStdlib().build(codec, cache).path == first.path
+    assert PythonStdlib().build(tokenizer, cache).path == first.path
     assert snapshot(cache) == before
     (library / "a.py").write_text("a = 3")
-    assert documents_of(PythonStdlib().build(codec, cache)) == sorted([framed("a = 3"), framed("b = 2")])
+    assert documents_of(PythonStdlib().build(tokenizer, cache)) == sorted([framed("a = 3"), framed("b = 2")])
 
 
 def test_the_cache_is_read_only_when_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run killed while it tokenises leaves no directory that a later one would take for its cache."""
     (tmp_path / "a.txt").write_text("hello")
-    source, cache, codec = Text(path=[str(tmp_path / "a.txt")]), tmp_path / "cache", Bytes().build()
+    source, cache, tokenizer = Text(path=[str(tmp_path / "a.txt")]), tmp_path / "cache", Bytes().build()
 
     def killed(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -211,7 +211,7 @@ def test_the_cache_is_read_only_when_whole(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "_complete", killed)
         with pytest.raises(KeyboardInterrupt):
-            source.build(codec, cache)
+            source.build(tokenizer, cache)
     assert all(p.name.startswith(".partial-") for p in cache.iterdir())
-    assert tokens_of(source.build(codec, cache)) == framed("hello")
+    assert tokens_of(source.build(tokenizer, cache)) == framed("hello")
     assert not list(cache.glob(".*"))

@@ -288,7 +288,7 @@ def test_keys_that_contradict_each_other(
 
 
 def test_what_cannot_be_exported_is_told_before_the_run(tmp_path: Path, corpus: Path, monkeypatch) -> None:
-    monkeypatch.delattr("titanlite.tokenizers.bytes._BytesCodec.hugging_face_files")
+    monkeypatch.delattr("titanlite.tokenizers.bytes._BytesTokenizer.hugging_face_files")
     job = make_job(tmp_path, corpus, "--checkpoint.export_hf=true")
     with pytest.raises(ConfigError, match="no form that transformers reads"):
         train(job)

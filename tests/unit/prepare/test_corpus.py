@@ -98,9 +98,9 @@ def test_prepare_reports_and_reads_tokenizer_overrides(
     path = str(ROOT / "assets/tokenizer/stdlib.tiktoken")
     argv = [str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), f"--tokenizer.path={path}"]
     assert prepare.main(argv) == 0
-    shards, codec = TokenShards(tmp_path / "out"), Tiktoken(path=path).build()
-    assert shards.document(0).tolist() == [codec.bos, *codec.encode("hello world"), codec.eos]
-    assert shards.tokenizer == codec.fingerprint
+    shards, tokenizer = TokenShards(tmp_path / "out"), Tiktoken(path=path).build()
+    assert shards.document(0).tolist() == [tokenizer.bos, *tokenizer.encode("hello world"), tokenizer.eos]
+    assert shards.tokenizer == tokenizer.fingerprint
     assert f"1 documents, {shards.num_tokens} tokens" in capsys.readouterr().out
 
 
@@ -270,7 +270,7 @@ def test_broken_input_is_named_and_nothing_remains(tmp_path: Path, read: Reader,
 def test_half_a_character_is_never_patched(tmp_path: Path) -> None:
     """A tokenizer that would replace it does not get to see it."""
     (tmp_path / "a.jsonl").write_text('{"text": "x \\ud83d y"}\n')
-    codec = Tiktoken(path=str(ROOT / "assets/tokenizer/stdlib.tiktoken")).build()
+    tokenizer = Tiktoken(path=str(ROOT / "assets/tokenizer/stdlib.tiktoken")).build()
     with pytest.raises(ConfigError, match=r"a\.jsonl:1"):
-        Text(path=[str(tmp_path / "a.jsonl")]).build(codec, tmp_path / "out")
+        Text(path=[str(tmp_path / "a.jsonl")]).build(tokenizer, tmp_path / "out")
     assert_nothing_written(tmp_path)

@@ -437,7 +437,7 @@ def test_parquet_compressed_in_a_way_that_pyarrow_does_not_read(tmp_path: Path) 
     """Told of as any file that cannot be read."""
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet", compression="snappy")
     content = (tmp_path / "a.parquet").read_bytes()
-    snappy, lzo = b"\x04text\x15\x02\x16", b"\x04text\x15\x06\x16"  # the codec in the file's metadata
+    snappy, lzo = b"\x04text\x15\x02\x16", b"\x04text\x15\x06\x16"  # the tokenizer in the file's metadata
     assert content.count(snappy) == 1
     write(tmp_path / "a.parquet", content.replace(snappy, lzo))
     with pytest.raises(ConfigError, match=r"a\.parquet: row 1 or later: damaged parquet.*LZO"):

@@ -157,9 +157,9 @@ def test_a_raw_text_source_has_the_limits(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "large.txt").write_text(LARGE + "x")
     source = f'data.sources=[{{name="text", path=["{tmp_path}/large.txt"], max_document_mib=1}}]'
     job = make_job(tmp_path, corpus, f"--{source}")
-    codec = job.tokenizer.build()
+    tokenizer = job.tokenizer.build()
     with pytest.raises(ConfigError, match=r"large\.txt: a document of more than 1 MiB"):
-        job.data.sources[0].build(codec, tmp_path / "cache")
+        job.data.sources[0].build(tokenizer, tmp_path / "cache")
 
 
 # ---- other input that people have

@@ -248,15 +248,16 @@ class Killed(Bytes, name="killed"):
     """A tokenizer whose process is killed."""
 
     def build(self) -> Any:
-        codec = super().build()
-        codec.__class__ = type("Codec", (codec.__class__,), {"__reduce__": lambda self: (suicidal, ())})
-        return codec
+        tokenizer = super().build()
+        methods = {"__reduce__": lambda self: (suicidal, ())}
+        tokenizer.__class__ = type("Suicidal", (tokenizer.__class__,), methods)
+        return tokenizer
 
 
 def suicidal() -> Any:
-    codec = Bytes().build()
-    codec.encode_documents = lambda texts: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
-    return codec
+    tokenizer = Bytes().build()
+    tokenizer.encode_documents = lambda texts: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    return tokenizer
 
 
 # ---- input that changes, or is wrong
@@ -334,10 +335,10 @@ def test_a_damaged_archive_is_an_error_even_where_bad_lines_are_skipped(tmp_path
 
 
 def test_an_id_outside_the_vocabulary_is_named(raw: Path, tmp_path: Path) -> None:
-    codec = Bytes().build()
-    codec.vocab_size = 120
+    tokenizer = Bytes().build()
+    tokenizer.vocab_size = 120
     with pytest.raises(ConfigError, match=r"in/\S+: (row \d+: )?token id 257 outside the vocabulary of 120"):
-        prepare(find_files([str(raw)], "input"), tmp_path / "out", codec, RECIPE, num_processes=1)
+        prepare(find_files([str(raw)], "input"), tmp_path / "out", tokenizer, RECIPE, num_processes=1)
     assert not (tmp_path / "out").exists()
 
 
@@ -504,8 +505,8 @@ def test_filters_that_remove_everything(raw: Path, tmp_path: Path) -> None:
 
 def test_a_dataset_says_what_it_was_made_of(raw: Path, tmp_path: Path) -> None:
     path = str(Path(__file__).resolve().parents[3] / "assets/tokenizer/stdlib.tiktoken")
-    codec = Tiktoken(path=path).build()
-    made = prepare(find_files([str(raw)], "input"), tmp_path / "out", codec, RECIPE, num_processes=1)
+    tokenizer = Tiktoken(path=path).build()
+    made = prepare(find_files([str(raw)], "input"), tmp_path / "out", tokenizer, RECIPE, num_processes=1)
     description = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert description["prepared"]["filters"][0]["name"] == "length"
     assert description["prepared"]["tokenizer"]["path"] == path

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import transformers
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Library
 
 from titanlite.config.component import ConfigError
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.huggingface import HuggingFace
 from titanlite.tokenizers.tiktoken import LLAMA3_PATTERN, Tiktoken
 from titanlite.tools.tokenizer import byte_alphabet
@@ -69,7 +70,7 @@ def write(folder: Path, kind: str, **configured: Any) -> Path:
     """A tokenizer.json like Llama 3's or Qwen's, and tokenizer_config.json with `configured`."""
     folder.mkdir(exist_ok=True)
     vocab, merges = vocabulary()
-    library = Tokenizer(models.BPE(vocab, merges, ignore_merges=kind == "llama"))
+    library = Library(models.BPE(vocab, merges, ignore_merges=kind == "llama"))
     pattern = LLAMA3_PATTERN if kind == "llama" else QWEN_PATTERN
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -106,15 +107,15 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def codec(folder: Path) -> TextCodec:
+def tokenizer(folder: Path) -> Tokenizer:
     return HuggingFace(path=str(folder)).build()
 
 
-def test_ids_are_those_of_transformers(folder: Path, codec: TextCodec) -> None:
+def test_ids_are_those_of_transformers(folder: Path, tokenizer: Tokenizer) -> None:
     reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     for text in texts():
-        assert codec.encode(text) == reference.encode(text, add_special_tokens=False)
-    total = sum(len(codec.encode(text)) for text in texts())
+        assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False)
+    total = sum(len(tokenizer.encode(text)) for text in texts())
     assert total < 0.7 * sum(len(text.encode()) for text in texts())  # something was merged
 
 
@@ -128,21 +129,21 @@ def test_tokens_are_those_of_a_tiktoken_file_with_the_same_merges(tmp_path: Path
     assert ours.vocab_size == 8193
 
 
-def test_text_survives(folder: Path, codec: TextCodec) -> None:
+def test_text_survives(folder: Path, tokenizer: Tokenizer) -> None:
     for text in texts():
         expected = text if folder.name == "llama" else unicodedata.normalize("NFC", text)
-        assert codec.decode(codec.encode(text)) == expected
+        assert tokenizer.decode(tokenizer.encode(text)) == expected
 
 
-def test_special_tokens_in_text_are_text_unless_asked_for(folder: Path, codec: TextCodec) -> None:
+def test_special_tokens_in_text_are_text_unless_asked_for(folder: Path, tokenizer: Tokenizer) -> None:
     name = "<|end_of_text|>" if folder.name == "llama" else "<|endoftext|>"
     asked = HuggingFace(path=str(folder), special_tokens_in_text=True).build()
     text = f"a{name}b"
-    assert codec.eos not in codec.encode(text)
-    assert codec.decode(codec.encode(text)) == text
-    assert asked.encode(text) == [*codec.encode("a"), codec.eos, *codec.encode("b")]
-    assert asked.fingerprint != codec.fingerprint
-    for one in (codec, asked):
+    assert tokenizer.eos not in tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert asked.encode(text) == [*tokenizer.encode("a"), tokenizer.eos, *tokenizer.encode("b")]
+    assert asked.fingerprint != tokenizer.fingerprint
+    for one in (tokenizer, asked):
         clone = pickle.loads(pickle.dumps(one))
         assert clone.encode(text) == one.encode(text)
         assert clone.fingerprint == one.fingerprint
@@ -151,20 +152,20 @@ def test_special_tokens_in_text_are_text_unless_asked_for(folder: Path, codec: T
 
 
 def test_an_added_token_that_is_not_special_stays_one(tmp_path: Path) -> None:
-    codec = HuggingFace(path=str(write(tmp_path / "q", "qwen", **TOKENS["qwen"]))).build()
-    assert codec.encode("<tool_call>") == [8193]
-    assert codec.vocab_size == 8194
+    tokenizer = HuggingFace(path=str(write(tmp_path / "q", "qwen", **TOKENS["qwen"]))).build()
+    assert tokenizer.encode("<tool_call>") == [8193]
+    assert tokenizer.vocab_size == 8194
 
 
-def test_frames(folder: Path, codec: TextCodec) -> None:
-    ids = [ids.tolist() for ids in codec.encode_documents(["it's", ""])]
+def test_frames(folder: Path, tokenizer: Tokenizer) -> None:
+    ids = [ids.tolist() for ids in tokenizer.encode_documents(["it's", ""])]
     if folder.name == "llama":
-        assert (codec.bos, codec.eos) == (8190, 8191)
-        assert ids == [[8190, *codec.encode("it's"), 8191], [8190, 8191]]
+        assert (tokenizer.bos, tokenizer.eos) == (8190, 8191)
+        assert ids == [[8190, *tokenizer.encode("it's"), 8191], [8190, 8191]]
     else:
-        assert codec.bos == codec.eos == 8190
-        assert ids == [[8190, *codec.encode("it's")], [8190]]
-    assert codec.decode([codec.eos]) in ("<|end_of_text|>", "<|endoftext|>")
+        assert tokenizer.bos == tokenizer.eos == 8190
+        assert ids == [[8190, *tokenizer.encode("it's")], [8190]]
+    assert tokenizer.decode([tokenizer.eos]) in ("<|end_of_text|>", "<|endoftext|>")
 
 
 def test_bos_and_eos_by_key_and_without_a_configuration(tmp_path: Path) -> None:
@@ -174,8 +175,8 @@ def test_bos_and_eos_by_key_and_without_a_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json") as e:
         HuggingFace(path=file).build()
     assert e.value.key == "tokenizer.eos"
-    codec = HuggingFace(path=file, bos="<|im_start|>", eos="<|im_end|>").build()
-    assert (codec.bos, codec.eos) == (8191, 8192)
+    tokenizer = HuggingFace(path=file, bos="<|im_start|>", eos="<|im_end|>").build()
+    assert (tokenizer.bos, tokenizer.eos) == (8191, 8192)
     with pytest.raises(ConfigError, match=r"no token '<\|no\|>'") as e:
         HuggingFace(path=file, eos="<|no|>").build()
     assert e.value.key == "tokenizer.eos"
@@ -189,7 +190,7 @@ def test_fingerprints_tell_files_and_frames_apart(tmp_path: Path) -> None:
     (spaced / "tokenizer.json").write_text((q / "tokenizer.json").read_text() + " ")
     made = [HuggingFace(path=str(q), **keys).build() for keys in ({}, {"eos": "<|im_end|>"})]
     made += [HuggingFace(path=str(write(tmp_path / "l", "llama", **TOKENS["llama"]))).build()]
-    assert len({codec.fingerprint for codec in made}) == 3
+    assert len({tokenizer.fingerprint for tokenizer in made}) == 3
     assert HuggingFace(path=str(moved)).build().fingerprint == made[0].fingerprint
 
 
@@ -245,6 +246,6 @@ def test_a_missing_file(tmp_path: Path) -> None:
         HuggingFace(path=str(tmp_path / "nowhere.json")).build()
 
 
-def test_a_very_long_run(codec: TextCodec) -> None:
+def test_a_very_long_run(tokenizer: Tokenizer) -> None:
     text = " " * 200_000 + "x" * 200_000
-    assert codec.decode(codec.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode(text)) == text

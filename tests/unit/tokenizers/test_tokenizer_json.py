@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from titanlite.config.component import ConfigError
-from titanlite.tokenizers.base import BOS, EOS, TextCodec, Tokenizer
+from titanlite.tokenizers.base import BOS, EOS, Tokenizer, TokenizerConfig
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.huggingface import HuggingFace
 from titanlite.tokenizers.tiktoken import Tiktoken
@@ -55,15 +55,15 @@ def random_texts(n: int) -> list[str]:
     ] + ["".join(chr(c) for c in (rng.randrange(0x20, 0xD7FF) for _ in range(30))) for _ in range(n)]
 
 
-def opened(codec: TextCodec, folder: Path) -> Any:
+def opened(tokenizer: Tokenizer, folder: Path) -> Any:
     """As a user opens an export."""
     folder.mkdir()
-    for name, content in codec.hugging_face_files().items():
+    for name, content in tokenizer.hugging_face_files().items():
         (folder / name).write_bytes(content)
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-KINDS: dict[str, Tokenizer] = {
+KINDS: dict[str, TokenizerConfig] = {
     "tiktoken": Tiktoken(path=STDLIB),
     "reserved tokens": Tiktoken(path=STDLIB, num_special_tokens=256),
     "another split": Tiktoken(path=STDLIB, pattern=r"\p{L}+|\p{N}|[^\p{L}\p{N}]+"),
@@ -73,22 +73,22 @@ KINDS: dict[str, Tokenizer] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_equal_on_varied_text(tmp_path: Path, kind: str) -> None:
-    codec = KINDS[kind].build()
-    theirs = opened(codec, tmp_path / "it")
-    assert len(theirs) == codec.vocab_size
+    tokenizer = KINDS[kind].build()
+    theirs = opened(tokenizer, tmp_path / "it")
+    assert len(theirs) == tokenizer.vocab_size
     for text in [*TEXTS, *random_texts(200), (ROOT / "docs/data.md").read_text()]:
-        ids = codec.encode(text)
+        ids = tokenizer.encode(text)
         assert theirs.encode(text, add_special_tokens=False) == ids, text
-        assert theirs.decode(ids) == codec.decode(ids), text
-        assert theirs(text).input_ids == [codec.bos, *ids]  # as a document begins
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (codec.bos, codec.eos)
+        assert theirs.decode(ids) == tokenizer.decode(ids), text
+        assert theirs(text).input_ids == [tokenizer.bos, *ids]  # as a document begins
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos)
 
 
 @pytest.mark.parametrize("kind", ["tiktoken", "another split"])
 def test_ids_are_equal_on_runs_that_are_cut(tmp_path: Path, kind: str) -> None:
     """Of more than 25,000 blanks or others; on both sides of the limit, in a row, and within other text."""
-    codec = KINDS[kind].build()
-    theirs = opened(codec, tmp_path / "it")
+    tokenizer = KINDS[kind].build()
+    theirs = opened(tokenizer, tmp_path / "it")
     ours = HuggingFace(path=str(tmp_path / "it")).build()
     n = LONGEST_RUN
     texts = [character * (n + more) for character in "0 \u00e9\u3000\x1c\x85\u200b" for more in (0, 1)]
@@ -99,7 +99,7 @@ def test_ids_are_equal_on_runs_that_are_cut(tmp_path: Path, kind: str) -> None:
     ]
     texts += ["a\n" * 20_000, "1" * (n - 1) + " " + "2" * (n + 2), "q" * (n - 1) + "\x1f" + "q" * (n + 1)]
     for text in texts:
-        ids = codec.encode(text)
+        ids = tokenizer.encode(text)
         assert theirs.encode(text, add_special_tokens=False) == ids == ours.encode(text), (
             text[:9],
             len(text),
@@ -113,12 +113,12 @@ def test_special_tokens_in_text_are_read_as_such() -> None:
     text = f"a{EOS}{BOS} b <|reserved_special_token_3|><|nothing|>{EOS}\n"
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"path": STDLIB, "num_special_tokens": 16}
-        codec = Tiktoken(**options, special_tokens_in_text=True).build()
-        theirs = opened(codec, Path(folder) / "it")
+        tokenizer = Tiktoken(**options, special_tokens_in_text=True).build()
+        theirs = opened(tokenizer, Path(folder) / "it")
         ids = theirs.encode(text, add_special_tokens=False)
-    assert ids == codec.encode(text)
+    assert ids == tokenizer.encode(text)
     assert ids != Tiktoken(**options).build().encode(text)
-    assert {codec.bos, codec.eos} <= set(ids)
+    assert {tokenizer.bos, tokenizer.eos} <= set(ids)
 
 
 def test_a_tokenizer_json_goes_out_as_it_came_in(tmp_path: Path) -> None:
@@ -126,21 +126,21 @@ def test_a_tokenizer_json_goes_out_as_it_came_in(tmp_path: Path) -> None:
     opened(Tiktoken(path=STDLIB).build(), source)
     config = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ messages }}"}))
-    codec = HuggingFace(path=str(source)).build()
-    theirs = opened(codec, tmp_path / "it")
+    tokenizer = HuggingFace(path=str(source)).build()
+    theirs = opened(tokenizer, tmp_path / "it")
     assert (tmp_path / "it/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert theirs.chat_template == "{{ messages }}"
     for text in [*TEXTS, *random_texts(50)]:
-        assert theirs.encode(text, add_special_tokens=False) == codec.encode(text)
+        assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text)
 
 
 def test_a_lone_tokenizer_json_gets_a_configuration(tmp_path: Path) -> None:
     source = tmp_path / "source"
     opened(Tiktoken(path=STDLIB, num_special_tokens=4).build(), source)
     (source / "tokenizer_config.json").unlink()
-    codec = HuggingFace(path=str(source), bos=BOS, eos="<|reserved_special_token_0|>").build()
-    theirs = opened(codec, tmp_path / "it")
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (codec.bos, codec.eos)
+    tokenizer = HuggingFace(path=str(source), bos=BOS, eos="<|reserved_special_token_0|>").build()
+    theirs = opened(tokenizer, tmp_path / "it")
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos)
 
 
 def test_a_map_of_special_tokens_does_not_override_the_chosen_ones(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_a_map_of_special_tokens_does_not_override_the_chosen_ones(tmp_path: Pat
     opened(Tiktoken(path=STDLIB, num_special_tokens=4).build(), source)
     tokens = {"bos_token": BOS, "eos_token": {"content": EOS}, "pad_token": EOS}
     (source / "special_tokens_map.json").write_text(json.dumps(tokens))
-    codec = HuggingFace(path=str(source), bos=BOS, eos=eos).build()
-    theirs = opened(codec, tmp_path / "it")
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (codec.bos, codec.eos)
+    tokenizer = HuggingFace(path=str(source), bos=BOS, eos=eos).build()
+    theirs = opened(tokenizer, tmp_path / "it")
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos)
     written = json.loads((tmp_path / "it/special_tokens_map.json").read_text())
     assert written == {"bos_token": BOS, "eos_token": eos, "pad_token": EOS}
 
@@ -161,13 +161,13 @@ def test_a_configuration_that_is_no_object_is_told(tmp_path: Path) -> None:
     (source / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json .* is no JSON object"):
         HuggingFace(path=str(source)).build()
-    codec = HuggingFace(path=str(source), bos=BOS, eos=EOS).build()
+    tokenizer = HuggingFace(path=str(source), bos=BOS, eos=EOS).build()
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json .* is no JSON object"):
-        codec.hugging_face_files()
+        tokenizer.hugging_face_files()
 
 
 def test_a_tokenizer_without_such_a_form_says_so() -> None:
-    class Own(TextCodec):
+    class Own(Tokenizer):
         pass
 
     with pytest.raises(ConfigError, match="no form that transformers reads"):

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlite.config.component import ConfigError
-from titanlite.tokenizers.base import BOS, EOS, TextCodec
+from titanlite.tokenizers.base import BOS, EOS, Tokenizer
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.tiktoken import LLAMA3_PATTERN, Tiktoken
 from titanlite.tools import tokenizer as tool
@@ -45,12 +45,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def shipped() -> TextCodec:
+def shipped() -> Tokenizer:
     return Tiktoken(path=str(SHIPPED)).build()
 
 
-def framed(codec: TextCodec, *texts: str) -> list[list[int]]:
-    return [ids.tolist() for ids in codec.encode_documents(texts)]
+def framed(tokenizer: Tokenizer, *texts: str) -> list[list[int]]:
+    return [ids.tolist() for ids in tokenizer.encode_documents(texts)]
 
 
 def ranks_file(path: Path, tokens: Sequence[bytes]) -> Path:
@@ -63,12 +63,12 @@ ALL_BYTES = [bytes([b]) for b in range(256)]
 
 
 @pytest.mark.parametrize("text", GOLDEN, ids=ascii)
-def test_golden_ids(shipped: TextCodec, text: str) -> None:
+def test_golden_ids(shipped: Tokenizer, text: str) -> None:
     assert shipped.encode(text) == GOLDEN[text]
     assert shipped.decode(GOLDEN[text]) == text
 
 
-def test_shipped_vocabulary(shipped: TextCodec) -> None:
+def test_shipped_vocabulary(shipped: Tokenizer) -> None:
     assert shipped.vocab_size == 8192
     assert (shipped.bos, shipped.eos) == (8190, 8191)
     assert shipped.decode([shipped.bos, shipped.eos]) == BOS + EOS
@@ -81,7 +81,7 @@ def test_shipped_is_the_default_from_the_repository_root(monkeypatch: pytest.Mon
 
 
 @given(text=st.text())
-def test_round_trip(shipped: TextCodec, text: str) -> None:
+def test_round_trip(shipped: Tokenizer, text: str) -> None:
     ids = shipped.encode(text)
     assert shipped.decode(ids) == text
     assert all(0 <= i < 8190 for i in ids)
@@ -89,37 +89,37 @@ def test_round_trip(shipped: TextCodec, text: str) -> None:
 
 @given(st.text())
 def test_bytes_round_trip(text: str) -> None:
-    codec = Bytes().build()
-    assert codec.encode(text) == list(text.encode())
-    assert codec.decode(codec.encode(text)) == text
+    tokenizer = Bytes().build()
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_bytes_vocabulary_and_frame() -> None:
-    codec = Bytes().build()
-    assert (codec.vocab_size, codec.bos, codec.eos) == (258, 256, 257)
-    assert framed(codec, "ab", "") == [[256, 97, 98, 257], [256, 257]]
-    assert codec.decode([256, 97, 0xC3, 257]) == "a\ufffd"
+    tokenizer = Bytes().build()
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (258, 256, 257)
+    assert framed(tokenizer, "ab", "") == [[256, 97, 98, 257], [256, 257]]
+    assert tokenizer.decode([256, 97, 0xC3, 257]) == "a\ufffd"
 
 
-def test_a_special_tokens_spelling_is_plain_text(shipped: TextCodec) -> None:
-    for codec in (shipped, Bytes().build()):
+def test_a_special_tokens_spelling_is_plain_text(shipped: Tokenizer) -> None:
+    for tokenizer in (shipped, Bytes().build()):
         for text in (BOS, EOS, f"a{EOS}b", "<|reserved_special_token_0|>"):
-            ids = codec.encode(text)
-            assert codec.bos not in ids
-            assert codec.eos not in ids
-            assert codec.decode(ids) == text
-            (document,) = framed(codec, text)
-            assert document == [codec.bos, *ids, codec.eos]
+            ids = tokenizer.encode(text)
+            assert tokenizer.bos not in ids
+            assert tokenizer.eos not in ids
+            assert tokenizer.decode(ids) == text
+            (document,) = framed(tokenizer, text)
+            assert document == [tokenizer.bos, *ids, tokenizer.eos]
 
 
-def test_documents_are_framed_each_and_kept_in_order(shipped: TextCodec) -> None:
+def test_documents_are_framed_each_and_kept_in_order(shipped: Tokenizer) -> None:
     texts = [f"document {i} \u4f60" * (i % 7) for i in range(100)]
     expected = [[8190, *shipped.encode(t), 8191] for t in texts]
     assert framed(shipped, *texts) == expected
     assert all(ids.dtype == np.uint32 for ids in shipped.encode_documents(texts))
 
 
-class OneSpecial(TextCodec):
+class OneSpecial(Tokenizer):
     """GPT-2's way: one token between documents."""
 
     vocab_size, bos, eos, fingerprint = 257, 256, 256, "one-special"
@@ -134,10 +134,10 @@ def test_bos_that_is_eos_is_written_once_in_front() -> None:
 
 def test_special_tokens_come_after_the_ranks(tmp_path: Path) -> None:
     path = str(ranks_file(tmp_path / "a.tiktoken", [*ALL_BYTES, b"hi"]))
-    codec = Tiktoken(path=path, num_special_tokens=4).build()
-    assert (codec.vocab_size, codec.bos, codec.eos) == (261, 257, 258)
-    assert codec.encode("hi!") == [256, 33]
-    assert codec.decode([259, 260]) == "<|reserved_special_token_0|><|reserved_special_token_1|>"
+    tokenizer = Tiktoken(path=path, num_special_tokens=4).build()
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (261, 257, 258)
+    assert tokenizer.encode("hi!") == [256, 33]
+    assert tokenizer.decode([259, 260]) == "<|reserved_special_token_0|><|reserved_special_token_1|>"
 
 
 def test_fingerprint_changes_with_all_that_changes_ids(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_too_few_special_tokens(number: int) -> None:
     assert e.value.key == "num_special_tokens"
 
 
-def test_a_very_long_run_of_blanks(shipped: TextCodec) -> None:
+def test_a_very_long_run_of_blanks(shipped: Tokenizer) -> None:
     """A regular expression that backtracks over it overflows its stack."""
     text = " " * 1_000_000 + "x"
     assert shipped.decode(shipped.encode(text)) == text
@@ -296,14 +296,14 @@ def test_learned_ranks_are_bytes_then_merges(learned: list[bytes]) -> None:
 
 def test_same_ids_as_hugging_face(tmp_path: Path, learned: list[bytes]) -> None:
     """Single bytes have other numbers there (theirs are sorted by stand-in); every merge has the same."""
-    codec = Tiktoken(path=str(ranks_file(tmp_path / "a.tiktoken", learned))).build()
+    tokenizer = Tiktoken(path=str(ranks_file(tmp_path / "a.tiktoken", learned))).build()
     reference = hugging_face(corpus(), 600)
     rng = random.Random(1)
     letters = "etaoinshrdlu\u00e9\u4f60\u0434 \n\t'1(:Z\U0001f600"
     unseen = ["".join(rng.choices(letters, k=rng.randint(0, 60))) for _ in range(300)]
     merged = 0
     for text in [*corpus(), *unseen]:
-        pairs, ids = reference(text), codec.encode(text)
+        pairs, ids = reference(text), tokenizer.encode(text)
         assert [learned[i] for i in ids] == [token for token, _ in pairs]
         assert [i for i in ids if i >= 256] == [i for _, i in pairs if i >= 256]
         merged += sum(i >= 256 for i in ids)
@@ -348,7 +348,7 @@ def test_the_verb_refuses_fewer_ranks_than_bytes(tmp_path: Path) -> None:
     assert list(tmp_path.glob("out*")) == []
 
 
-def test_special_tokens_in_text_if_asked_for(shipped: TextCodec) -> None:
+def test_special_tokens_in_text_if_asked_for(shipped: Tokenizer) -> None:
     asked = Tiktoken(path=str(SHIPPED), special_tokens_in_text=True).build()
     text = f"a{EOS}b"
     assert shipped.eos not in shipped.encode(text)
@@ -358,7 +358,7 @@ def test_special_tokens_in_text_if_asked_for(shipped: TextCodec) -> None:
 
 
 @pytest.mark.parametrize("number", [24_999, 25_000, 25_001, 37_500, 50_001, 75_000])
-def test_runs_are_cut_where_llama_3_cuts_them(shipped: TextCodec, number: int) -> None:
+def test_runs_are_cut_where_llama_3_cuts_them(shipped: Tokenizer, number: int) -> None:
     for run in (" " * number, "x" * number):
         text = f"a b {run} c"
         begin = 4 if run[0] == "x" else 3

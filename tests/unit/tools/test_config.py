@@ -39,7 +39,7 @@ RULES = [
     ("are no multiple of local_batch_size 2", "--training.global_batch_size=7"),
     ("20 is below training.steps = 160", "--lr_scheduler.total_steps=20"),
     ("10 steps of warmup leave", "--training.steps=5 --lr_scheduler.warmup_steps=10"),
-    ("to validate on: set data.holdout_rows", "--validation.enable --data.holdout_rows=0"),
+    ("to validate on: set data.holdout_sequences", "--validation.enable --data.holdout_sequences=0"),
     ("are one weight, but on different stages", "--parallelism.pipeline_parallel_degree=2"),
     ("n_heads = 4 cannot be divided by 3", "--parallelism.tensor_parallel_degree=3"),
     ("n_kv_heads = 2 cannot be divided by 4", "--parallelism.tensor_parallel_degree=4"),
@@ -77,8 +77,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """A finished run, `run`, on a dataset of shards, `tokens`; a dataset of another tokenizer, `other`; the
     run's job, `job.toml`."""
     place = tmp_path_factory.mktemp("place")
-    codec = Bytes().build()
-    write_dataset(place / "tokens", [[256, *range(97, 117), 257]] * 40, codec)
+    tokenizer = Bytes().build()
+    write_dataset(place / "tokens", [[256, *range(97, 117), 257]] * 40, tokenizer)
     write_dataset(place / "other", [[1, 2, 3] * 40])
     assert train(make_job(place, corpus, *on_shards(place), "--training.steps=2")) == 0
     return place
@@ -98,13 +98,15 @@ FILES = {
     "no shards": ["--data.sources=[{name = 'tokens', path = 'PLACE/none'}]"],
     "other tokenizer": ["--data.sources=[{name = 'tokens', path = 'PLACE/other'}]"],
     "long sequences": ["--training.seq_len=1000", "--model.overrides.max_position=1000", NEW],
-    "held out": ["--data.holdout_rows=1000", NEW],
+    "held out": ["--data.holdout_sequences=1000", NEW],
     "epochs": ["--data.sources.0.max_epochs=0.001", "--training.steps=9"],
     "validation": [
-        NEW, "--data.holdout_rows=0", "--data.validation_sources=[{name = 'tokens', path = 'PLACE/none'}]",
+        NEW, "--data.holdout_sequences=0",
+        "--data.validation_sources=[{name = 'tokens', path = 'PLACE/none'}]",
     ],
     "same validation": [
-        NEW, "--data.holdout_rows=0", "--data.validation_sources=[{name = 'tokens', path = 'PLACE/tokens'}]",
+        NEW, "--data.holdout_sequences=0",
+        "--data.validation_sources=[{name = 'tokens', path = 'PLACE/tokens'}]",
     ],
     "initial weights": [
         "--checkpoint.initial_load_path=PLACE/none", NEW,

@@ -1,4 +1,4 @@
-"""Pins `titanlite data show`: rows of a dataset and of a run as text, with the documents' borders."""
+"""Pins `titanlite data show`: sequences of a dataset and of a run as text, with the documents' borders."""
 
 from __future__ import annotations
 
@@ -30,41 +30,45 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: object) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_rows_of_a_dataset(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(capsys, dataset, "--row=1", "--seq_len=9")
-    assert lines[0] == "==== row 1 of 3"
-    assert lines[1] == "---- document 0, its tokens 9 to 11"
-    assert lines[3] == "---- document 1, its tokens 0 to 6"
+def test_sequences_of_a_dataset(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, dataset, "--sequence=1", "--seq_len=9")
+    assert lines[0] == "==== sequence 1 of 3"
+    assert lines[1] == "---- document 0, tokens 9 to 11"
+    assert lines[3] == "---- document 1, tokens 0 to 6"
     assert (lines[2][-1], len(set(lines[4]))) == (".", 1)  # the end of one, BOS and letters of the next
 
 
-def test_packed_rows_show_padding(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packed_sequences_show_padding(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--packing=best_fit", "--seq_len=31", f"--cache_dir={tmp_path}/cache"]
-    lines = shown(capsys, dataset, "--row=0", "--rows=2", *options)
-    assert [line for line in lines if "====" in line] == ["==== row 0 of 2", "==== row 1 of 2"]
+    lines = shown(capsys, dataset, "--sequence=0", "--num-sequences=2", *options)
+    assert [line for line in lines if "====" in line] == ["==== sequence 0 of 2", "==== sequence 1 of 2"]
     padding = [line for line in lines if "padding" in line]
     assert padding == ["---- 8 tokens of padding", "---- 20 tokens of padding"]
-    assert sum("its tokens 0 to 11" in line for line in lines) == 3
+    assert sum("tokens 0 to 11" in line for line in lines) == 3
 
 
-def test_rows_of_a_run_are_those_it_trains_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sequences_of_a_run_are_those_it_trains_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     corpus = write_corpus(tmp_path)
     job = make_job(tmp_path, corpus)
     (tmp_path / "resolved.toml").write_text(toml.dump(job))
-    rows = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
+    sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
     for number in (0, 7, 12_345):
-        lines = shown(capsys, tmp_path / "resolved.toml", f"--row={number}")
-        assert lines[0].startswith(f"==== training row {number:,}: row ")
+        lines = shown(capsys, tmp_path / "resolved.toml", f"--sequence={number}")
+        assert lines[0].startswith(f"==== training sequence {number:,}: sequence ")
         text = "".join(line for line in lines[1:] if not line.startswith("----"))
-        (row,) = rows.training(np.array([number]))
-        assert text == Bytes().build().decode(row.tokens.tolist())
+        (sequence,) = sequences.training(np.array([number]))
+        assert text == Bytes().build().decode(sequence.tokens.tolist())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--row=3", "--seq_len=9"], r"has 3 rows of 9 tokens, from 0"),
-        (["--row=x"], r"--row: 'x' is not a number from 0"),
+        (["--sequence=3", "--seq_len=9"], r"has 3 sequences of 9 tokens, numbered from 0"),
+        (["--sequence=x"], r"--sequence: 'x' is not a number from 0"),
         (["--seqlen=9"], r"unknown key 'seqlen'; did you mean 'seq_len'"),
         (["--tokenizer={name = 'tiktoken'}"], r"was made with tokenizer bytes-0000000001, this one is"),
     ],

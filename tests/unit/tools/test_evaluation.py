@@ -18,7 +18,7 @@ from titanlite import cli
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.weights import load_weights
 from titanlite.models.base import Decoder
-from titanlite.tokenizers.base import TextCodec
+from titanlite.tokenizers.base import Tokenizer
 from titanlite.train import train
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +29,7 @@ TEXT = "def main(argv):\n    return 0\n"
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, Decoder, TextCodec]:
+def exported(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, Decoder, Tokenizer]:
     """An export of a run with a padded vocabulary; the run's model in fp32; its tokenizer."""
     folder = tmp_path_factory.mktemp("evaluation")
     job = make_job(
@@ -38,11 +38,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Pa
     )  # fmt: skip
     train(job)
     assert cli.run(["export", str(job.folder), str(folder / "it"), "--dtype", "float32"]) == 0
-    codec = job.tokenizer.build()
-    of = dataclasses.replace(job.model, overrides={**job.model.overrides, "vocab_size": codec.vocab_size})
+    tokenizer = job.tokenizer.build()
+    of = dataclasses.replace(job.model, overrides={**job.model.overrides, "vocab_size": tokenizer.vocab_size})
     net = of.build()
     load_weights(open_hugging_face(folder / "it"), net)
-    return folder / "it", net, codec
+    return folder / "it", net, tokenizer
 
 
 def log_likelihood(net: Decoder, before: list[int], tokens: list[int]) -> float:
@@ -53,28 +53,28 @@ def log_likelihood(net: Decoder, before: list[int], tokens: list[int]) -> float:
     return sum(log_p[i, token].item() for i, token in enumerate(tokens))
 
 
-def ours(net: Decoder, codec: TextCodec, context: str, continuation: str) -> float:
+def ours(net: Decoder, tokenizer: Tokenizer, context: str, continuation: str) -> float:
     """As documents are framed in training: BOS, then the text."""
-    whole, part = codec.encode(context + continuation), len(codec.encode(context))
-    return log_likelihood(net, [codec.bos, *whole[:part]], whole[part:])
+    whole, part = tokenizer.encode(context + continuation), len(tokenizer.encode(context))
+    return log_likelihood(net, [tokenizer.bos, *whole[:part]], whole[part:])
 
 
 def test_what_the_harness_does_with_a_directory(exported) -> None:
-    path, net, codec = exported
+    path, net, tokenizer = exported
     config = transformers.AutoConfig.from_pretrained(path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     assert config.max_position_embeddings == 512  # where the harness cuts
-    assert tokenizer.bos_token_id == codec.bos  # what it puts before an empty context
-    assert tokenizer.eos_token_id == codec.eos
+    assert their_tokenizer.bos_token_id == tokenizer.bos  # what it puts before an empty context
+    assert their_tokenizer.eos_token_id == tokenizer.eos
     for context, continuation in PAIRS:
-        whole = tokenizer.encode(context + continuation)
-        before = tokenizer.encode(context)
+        whole = their_tokenizer.encode(context + continuation)
+        before = their_tokenizer.encode(context)
         with torch.no_grad():
             log_p = torch.log_softmax(model(torch.tensor([whole[:-1]])).logits.double(), -1)[0]
         after = range(len(before), len(whole))
         theirs = sum(log_p[i - 1, whole[i]].item() for i in after)
-        assert theirs == pytest.approx(ours(net, codec, context, continuation), abs=1e-4)
+        assert theirs == pytest.approx(ours(net, tokenizer, context, continuation), abs=1e-4)
 
 
 def test_the_harness_itself(exported) -> None:
@@ -82,12 +82,12 @@ def test_the_harness_itself(exported) -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    path, net, codec = exported
+    path, net, tokenizer = exported
     harness = HFLM(pretrained=str(path), device="cpu", dtype="float32", batch_size=2)
     found = harness.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)])
     for (theirs, _), pair in zip(found, PAIRS):
-        assert theirs == pytest.approx(ours(net, codec, *pair), abs=1e-4)
+        assert theirs == pytest.approx(ours(net, tokenizer, *pair), abs=1e-4)
     # It puts a BOS before a rolling text itself; the tokenizer's would be a second one.
     harness = HFLM(pretrained=str(path), device="cpu", dtype="float32", add_bos_token=False)
     rolling = harness.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (TEXT,), 0)])
-    assert rolling[0] == pytest.approx(ours(net, codec, "", TEXT), abs=1e-4)
+    assert rolling[0] == pytest.approx(ours(net, tokenizer, "", TEXT), abs=1e-4)

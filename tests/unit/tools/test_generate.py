@@ -120,7 +120,7 @@ def test_a_text_ends_where_transformers_ends_it(run: Run, tmp_path: Path) -> Non
     source = open_source(folder, torch.device("cpu"), allow_imports=False)
     assert source.ends == {257, end}
     out = run(folder, f"--prompt={PROMPTS[0]}", "--temperature=0", "--max-new-tokens=30")[1]
-    assert out == PROMPTS[0] + source.codec.decode(first[0][: first[0].index(end)]) + "\n"
+    assert out == PROMPTS[0] + source.tokenizer.decode(first[0][: first[0].index(end)]) + "\n"
 
 
 def test_several_files_are_one_model(run: Run, tmp_path: Path) -> None:

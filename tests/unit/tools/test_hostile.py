@@ -34,10 +34,10 @@ def directory(tmp_path: Path) -> Path:
     folder, of = tmp_path / "model", family(tie_word_embeddings=False)
     folder.mkdir()
     save_file(random_net(of).state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
-    codec = Bytes().build()
-    files = {"config.json": json.dumps({**of.hf_config(), "eos_token_id": codec.eos}).encode()}
-    files["generation_config.json"] = json.dumps({"eos_token_id": [codec.eos, 65]}).encode()
-    for name, content in {**files, **codec.hugging_face_files()}.items():
+    tokenizer = Bytes().build()
+    files = {"config.json": json.dumps({**of.hf_config(), "eos_token_id": tokenizer.eos}).encode()}
+    files["generation_config.json"] = json.dumps({"eos_token_id": [tokenizer.eos, 65]}).encode()
+    for name, content in {**files, **tokenizer.hugging_face_files()}.items():
         (folder / name).write_bytes(content)
     return folder
 
@@ -118,7 +118,7 @@ def test_too_many_layers_are_named(directory: Path) -> None:
 # ---- what an export would copy
 
 
-def tokenizer(folder: Path) -> Path:
+def tokenizer_in(folder: Path) -> Path:
     """A tokenizer's folder."""
     folder.mkdir(parents=True)
     for name, content in Bytes().build().hugging_face_files().items():
@@ -127,28 +127,28 @@ def tokenizer(folder: Path) -> Path:
 
 
 def test_a_link_out_of_a_tokenizers_folder_is_not_copied(tmp_path: Path) -> None:
-    folder = tokenizer(tmp_path / "tokenizer")
+    folder = tokenizer_in(tmp_path / "tokenizer")
     (tmp_path / "secret").write_text('{"password": "x"}')
-    codec = HuggingFace(path=str(folder)).build()
+    tokenizer = HuggingFace(path=str(folder)).build()
     for name in ("chat_template.jinja", "special_tokens_map.json"):
         (folder / name).symlink_to(tmp_path / "secret")
         with pytest.raises(
             ConfigError, match=f"{name} is a link to {tmp_path / 'secret'}, outside its folder"
         ):
-            codec.hugging_face_files()
+            tokenizer.hugging_face_files()
         (folder / name).unlink()
     (folder / "template").write_text("{{ x }}")
     (folder / "chat_template.jinja").symlink_to("template")
-    assert codec.hugging_face_files()["chat_template.jinja"] == b"{{ x }}"
+    assert tokenizer.hugging_face_files()["chat_template.jinja"] == b"{{ x }}"
 
 
 def test_links_of_hugging_faces_cache_are_followed(tmp_path: Path) -> None:
-    folder = tokenizer(tmp_path / "models--x/snapshots/1234")
+    folder = tokenizer_in(tmp_path / "models--x/snapshots/1234")
     (tmp_path / "models--x/blobs").mkdir()
     (tmp_path / "models--x/blobs/abcd").write_text("{{ x }}")
     (folder / "chat_template.jinja").symlink_to("../../blobs/abcd")
-    codec = HuggingFace(path=str(folder)).build()
-    assert codec.hugging_face_files()["chat_template.jinja"] == b"{{ x }}"
+    tokenizer = HuggingFace(path=str(folder)).build()
+    assert tokenizer.hugging_face_files()["chat_template.jinja"] == b"{{ x }}"
 
 
 # ---- Meta's files
@@ -197,15 +197,15 @@ def shard(**values: Any) -> Callable[[dict[str, Any]], Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (shard(name="a\0b"), r"'a\\x00b' is no name of a shard"),
-        (shard(name="../../etc/passwd"), "is no name of a shard"),
+        (shard(name="a\0b"), r"'a\\x00b' is not a valid name of a shard"),
+        (shard(name="../../etc/passwd"), "is not a valid name of a shard"),
         (shard(name=3), "name is 3, not a string"),
         (shard(bin_sha256=5), "bin_sha256 is 5, not a string"),
         (shard(tokens="x"), "tokens is 'x', not an integer"),
         (shard(tokens=-10), "has a count below 0"),
         (lambda tree: tree.update(shards="x"), "shards is 'x', not a list"),
         (lambda tree: tree.update(shards=[3]), "3 is no object"),
-        (lambda tree: tree.update(prepared=3), "prepared is no object"),
+        (lambda tree: tree.update(prepared=3), "`prepared` is not an object"),
         (lambda tree: tree.update(dtype=[1]), "dtype is"),
         (lambda tree: tree.pop("tokenizer"), "tokenizer is missing"),
     ],

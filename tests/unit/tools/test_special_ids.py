@@ -85,9 +85,9 @@ def test_they_survive_a_run(instruct: Path, tmp_path: Path, corpus: Path) -> Non
 
 
 def test_the_end_of_a_document_is_always_among_them(instruct: Path) -> None:
-    codec = HuggingFace(path=str(instruct), eos="<|begin_of_text|>").build()
-    assert codec.model_ids()["eos_token_id"] == [256, 257, 65]
-    assert codec.stop_ids == {256, 257, 65}
+    tokenizer = HuggingFace(path=str(instruct), eos="<|begin_of_text|>").build()
+    assert tokenizer.model_ids()["eos_token_id"] == [256, 257, 65]
+    assert tokenizer.stop_ids == {256, 257, 65}
 
 
 def test_a_tokenizer_without_bos_gives_no_bos_id(tmp_path: Path, corpus: Path) -> None:

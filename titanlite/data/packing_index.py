@@ -1,0 +1,193 @@
+"""The index of best-fit packing: which documents, or spans of long documents, share a sequence.
+
+Windows of WINDOW documents are packed one by one by best-fit decreasing (as in Ding et al. 2024, arXiv
+2404.10830): longest document first, each into the fullest sequence that still has room. Documents longer than
+a sequence are first split at multiples of its length. Every token is in exactly one sequence. The index is a
+set of arrays on disk, made once and memory-mapped, so finding a sequence costs O(1). It depends on nothing
+but the dataset and the length of a sequence."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlite.config.component import ConfigError
+from titanlite.config.json_file import as_json, expect, load_object
+from titanlite.data.shards import TokenShards
+from titanlite.data.worker_pool import num_cores, worker_pool
+from titanlite.files import file_sha256, new_folder
+from titanlite.log import logger
+from titanlite.progress import Progress
+
+VERSION = 2  # raise it when the same dataset gives another index, or the files have another format
+WINDOW = 1 << 16  # documents: enough to fill sequences, few enough for one core in a fraction of a second
+FILES = {"starts": "<u8", "lengths": "<u4", "rows": "<u8"}  # of spans; and each sequence's first span
+
+
+class PackingIndex:
+    """A packing index on disk.
+
+    Opening one hashes every file; raises OSError or ValueError if a file is not what was written.
+    `fingerprint` follows from the files' content. Picklable: a loader worker maps the files anew.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        description = load_object(path / "plan.json")
+        expect(description, counts=dict, sha256=dict)
+        counts, hashes = description["counts"], description["sha256"]
+        expect(counts, **dict.fromkeys(FILES, int))
+        for name, dtype in FILES.items():
+            file = path / f"{name}.bin"
+            if (size := file.stat().st_size) != counts[name] * np.dtype(dtype).itemsize:
+                raise ValueError(f"{file.name} has {size} bytes, which differs from plan.json")
+            if file_sha256(file) != hashes.get(name):
+                raise ValueError(f"the SHA-256 of {file.name} differs from plan.json")
+        self.num_sequences: int = counts["rows"] - 1
+        self.fingerprint = hashlib.sha256("".join(hashes[name] for name in FILES).encode()).hexdigest()[:16]
+        self._maps: dict[str, np.ndarray] = {}
+
+    def spans(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ranges of the dataset's tokens in sequence `number`: starts and lengths, int64 [spans]
+        each."""
+        begin, end = self._map("rows")[number : number + 2].astype(np.int64)
+        starts, lengths = self._map("starts")[begin:end], self._map("lengths")[begin:end]
+        return starts.astype(np.int64), lengths.astype(np.int64)
+
+    def _map(self, name: str) -> np.ndarray:
+        if name not in self._maps:
+            self._maps[name] = np.asarray(np.memmap(self.path / f"{name}.bin", FILES[name], mode="r"))
+        return self._maps[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_maps": {}}
+
+
+def open_packing_index(shards: TokenShards, capacity: int, cache_dir: Path) -> PackingIndex:
+    """Open the index for sequences of `capacity` tokens. It is made on first use, on all cores, and made
+    again, with the same bytes, if it is damaged."""
+    key = hashlib.sha256(f"{VERSION} {shards.fingerprint} {capacity}".encode()).hexdigest()[:16]
+    path = cache_dir / f"best_fit-{key}"
+    if os.path.lexists(path):
+        try:
+            return PackingIndex(path)
+        except (OSError, ValueError) as e:
+            logger.warning(f"{path}: the packing index is damaged ({e}) and is made again")
+            _remove(path)
+    _write_index(shards, capacity, path)
+    return PackingIndex(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove whatever has the index's name. Other processes see it vanish at once. What a kill leaves is
+    deleted by new_folder."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    damaged = path.with_name(f".unfinished-{path.name}-{uuid.uuid4().hex[:8]}")
+    os.rename(path, damaged)
+    shutil.rmtree(damaged, ignore_errors=True)
+
+
+def _write_index(shards: TokenShards, capacity: int, path: Path) -> None:
+    if not shards.num_tokens:
+        raise ConfigError(f"{shards.path} holds no tokens")
+    digests, counts = {name: hashlib.sha256() for name in FILES}, dict.fromkeys(FILES, 0)
+    with new_folder(path) as folder:
+        with (
+            open(folder / "starts.bin", "wb") as starts,
+            open(folder / "lengths.bin", "wb") as lengths,
+            open(folder / "rows.bin", "wb") as first_spans,
+        ):
+            files = {"starts": starts, "lengths": lengths, "rows": first_spans}
+
+            def write(name: str, array: np.ndarray) -> None:
+                data = array.astype(FILES[name]).tobytes()
+                files[name].write(data)
+                digests[name].update(data)
+                counts[name] += len(array)
+
+            write("rows", np.zeros(1))
+            for start, length, spans_per_sequence in _packed_windows(shards, capacity):
+                write("rows", counts["starts"] + np.cumsum(spans_per_sequence))
+                write("starts", start)
+                write("lengths", length)
+        hashes = {name: digest.hexdigest() for name, digest in digests.items()}
+        (folder / "plan.json").write_bytes(as_json({"counts": counts, "sha256": hashes}))
+
+
+def _packed_windows(
+    shards: TokenShards, capacity: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield what pack_window returns for each window of the dataset, in order."""
+    windows = list(_windows(shards))
+    with (
+        worker_pool(min(num_cores(), -(-len(windows) // 8)), _nothing, None) as pool,
+        Progress(total=shards.num_documents, desc="packing", unit="doc", unit_scale=True, delay=1) as bar,
+    ):
+        for begin in range(0, len(windows), 64):  # results may be large, so few are pending at a time
+            batch = windows[begin : begin + 64]
+            for window, packed in zip(batch, pool.map(pack_window, *_arguments(shards, batch, capacity))):
+                yield packed
+                bar.update(window[2] - window[1])
+
+
+def _nothing(state: None) -> None:
+    pass
+
+
+def _windows(shards: TokenShards) -> Iterator[tuple[int, int, int]]:
+    """Yield (shard, first document, end) of each window. No window spans shards."""
+    for shard, count in enumerate(shards.documents_by_shard):
+        for begin in range(0, count, WINDOW):
+            yield shard, begin, min(begin + WINDOW, count)
+
+
+def _arguments(
+    shards: TokenShards, windows: list[tuple[int, int, int]], capacity: int
+) -> tuple[list[np.ndarray], list[int]]:
+    offsets = [shards.token_offsets(shard)[begin : end + 1] for shard, begin, end in windows]
+    return offsets, [capacity] * len(windows)
+
+
+def pack_window(offsets: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pack documents [offsets[i], offsets[i + 1]) by best-fit decreasing. Returns the starts and the lengths
+    of the spans, ordered by sequence, and the number of spans in each sequence."""
+    begins, sizes = offsets[:-1].astype(np.int64), np.diff(offsets.astype(np.int64))
+    num_spans: np.ndarray = -(-sizes // capacity)  # 0 for an empty document
+    number = np.arange(num_spans.sum()) - np.repeat(np.cumsum(num_spans) - num_spans, num_spans)
+    start = np.repeat(begins, num_spans) + number * capacity
+    length = np.minimum(np.repeat(begins + sizes, num_spans) - start, capacity)
+    sequence = np.empty(len(length), dtype=np.int64)
+    order = np.argsort(-length, kind="stable")
+    sequence[order] = _best_fit(length[order].tolist(), capacity)
+    by_sequence = np.argsort(sequence, kind="stable")  # within a sequence in the documents' order
+    return start[by_sequence], length[by_sequence], np.bincount(sequence)
+
+
+def _best_fit(lengths: list[int], capacity: int) -> list[int]:
+    """Return the sequence that each length is put into. Lengths are in descending order."""
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences by the room that is left
+    rooms = 0  # bit r is set where with_room[r] is not empty: one shift finds the least room that suffices
+    placed, count = [], 0
+    for length in lengths:
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            sequence = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, sequence, count = capacity, count, count + 1
+        placed.append(sequence)
+        if left := room - length:
+            with_room[left].append(sequence)
+            rooms |= 1 << left
+    return placed
