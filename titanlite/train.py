@@ -257,8 +257,15 @@ class Run:
             "train/learning_rate": lr,
             "progress/total_tokens": int(self.state.tokens),
             "data/batch_sha": self.rt.sum_u64(sum(batch.sha for batch in micro_batches)),
+            **self.auxiliary_losses(),
             **self.compilations.since_last(),
         }
+
+    def auxiliary_losses(self) -> dict[str, float]:
+        """The model's auxiliary losses in this step. Waits for the device; collective."""
+        shares = self.model.auxiliary_losses
+        sums = self.rt.sum_scalars(*shares.values()) if shares else ()
+        return {f"train/{name}": value.item() for name, value in zip(shares, sums)}
 
     def small_state(self) -> dict[str, Any]:
         """What a checkpoint records beside the tensors and the position in the data. Waits for the device."""

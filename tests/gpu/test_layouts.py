@@ -109,13 +109,13 @@ def test_one_gpu_offloads_and_resumes(tmp_path: Path, corpus: Path) -> None:
 
 
 @two_gpus
-def test_unmasked_rows_go_piece_by_piece_through_cudnn(tmp_path: Path, corpus: Path) -> None:
+def test_unmasked_sequences_go_chunk_by_chunk_through_cudnn(tmp_path: Path, corpus: Path) -> None:
     """In bf16, compiled, with recompute of everything but attention, as flex and one GPU compute them."""
     fast = [*ROWS, "--compile.enable", "--activation_checkpoint.mode=selective"]
     fast += ["--model.overrides.head_dim=64", "--training.deterministic=false"]  # for cuDNN
     one = run(tmp_path, corpus, *fast, name="one")
     log = trained(tmp_path, corpus, *fast, CONTEXT, name="two", NGPU="2")
-    assert "attention by pieces" in log
+    assert "attention by head_tail" in log
     two = metrics_of(make_job(tmp_path, corpus, *fast, CONTEXT, name="two", world_size=2))
     flex = run(tmp_path, corpus, *fast, CONTEXT, "--attention.backend=flex", ngpu=2, name="flex")
     for found in (two, flex):

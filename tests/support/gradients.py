@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+import tests.support.auxiliary  # noqa: F401  (registers its family)
 import titanlite.job  # noqa: F401  (registers the model families)
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.data.batch import IGNORE, Batch

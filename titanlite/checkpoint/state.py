@@ -65,8 +65,13 @@ def read_train(path: Path) -> dict[str, Any]:
 
 
 def model_tensors(net: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters by name."""
-    return {name: plain_tensor(p.detach()) for name, p in net.named_parameters()}
+    """The parameters and the persistent buffers by name."""
+    tensors = {name: plain_tensor(p.detach()) for name, p in net.named_parameters()}
+    for prefix, module in net.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer.detach()
+    return tensors
 
 
 def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

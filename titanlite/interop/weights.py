@@ -141,7 +141,7 @@ def check_tokenizer(weights: Weights, tokenizer: Tokenizer, way_out: str) -> Non
 def misfits(weights: Weights, net: Decoder, all_rows: bool = False) -> list[str]:
     """What keeps `weights` from being all of those of `net`, which is whole; they may have fewer rows of the
     vocabulary, unless it is to be `all_rows`."""
-    wanted = {name: tuple(p.shape) for name, p in net.named_parameters()}
+    wanted = {name: tuple(p.shape) for name, p in model_tensors(net).items()}
     vocabulary = vocabulary_of(net)
     missing = [name for name in wanted if name not in weights.tensors]
     found = [f"{name} of shape {wanted[name]} is missing" for name in missing]

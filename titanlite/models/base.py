@@ -102,6 +102,31 @@ class Decoder(nn.Module):
             return "matrix"
         return "embedding" if isinstance(module, nn.Embedding) else "head"
 
+    def initial_buffer(self, name: str) -> torch.Tensor:
+        """The initial value of the buffer `name`.
+
+        A persistent buffer is state: it starts from this value, is saved under its name and restored. A
+        non-persistent buffer is not saved: it has this value in every run. Raises ConfigError by default, so
+        that no buffer is forgotten.
+        """
+        raise ConfigError(f"initial_buffer: the model gives no value for the buffer {name!r}", "model.name")
+
+    @torch.no_grad()
+    def fill_buffers(self) -> None:
+        """Give all buffers their initial values, in place."""
+        for name, buffer in self.named_buffers():
+            buffer.copy_(self.initial_buffer(name))
+
+    def auxiliary_losses(self) -> dict[str, torch.Tensor]:
+        """Losses of the last forward beside the main one, by name, with their coefficients: fp32 scalars.
+
+        Each is a sum over the tokens that this rank had in the forward, never a mean: the training step adds
+        it to the sum of token losses and divides both by the tokens that count over all ranks and
+        micro-batches, so that the gradient does not depend on the layout. Logged as `train/NAME`; no part of
+        train/loss and of validation. Not supported with pipeline parallel.
+        """
+        return {}
+
     def after_step(self, applied: torch.Tensor) -> None:
         """Update buffers after a step of the optimizer. `applied`: bool scalar on the device, False if the
         step was skipped, in which case state must not change. Default: nothing to update."""

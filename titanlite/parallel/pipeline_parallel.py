@@ -173,7 +173,14 @@ class Pipeline:
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             inputs = next(self._waiting[number])
-            return inner(x, inputs.positions, inputs.attention, inputs.head_fn)
+            output = inner(x, inputs.positions, inputs.attention, inputs.head_fn)
+            if stage.auxiliary_losses():
+                raise ConfigError(
+                    f"the model's auxiliary losses ({', '.join(stage.auxiliary_losses())}) are not supported "
+                    "with pipeline parallel",
+                    "parallelism.pipeline_parallel_degree",
+                )
+            return output
 
         stage.forward = forward  # type: ignore[method-assign, assignment]
 

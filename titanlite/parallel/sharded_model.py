@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from titanlite.attention.base import AttentionBackend
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.sdpa import SDPA
+from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
 from titanlite.losses import LossFunction
 from titanlite.mesh import ALONE, Mesh
@@ -53,18 +54,28 @@ class ShardedModel:
         self.attention = SDPA() if attention is None else attention
         self.layout = Layout() if layout is None else layout
         self.mesh, self.pipeline = self.layout.mesh, self.layout.pipeline
+        self.auxiliary_losses: dict[str, torch.Tensor] = {}
         self.sharding = SequenceSharding(self.mesh.context) if self.mesh.degrees.context > 1 else None
 
     def materialize(self, device: torch.device, seed: int) -> None:
-        """Allocate the meta parameters and give them their initial values."""
+        """Allocate the meta parameters and buffers and give them their initial values."""
+        for name, buffer in self.net.named_buffers():  # before memory is allocated for the weights
+            if self.net.initial_buffer(name).shape != buffer.shape:
+                raise ConfigError(f"initial_buffer: {name!r} has shape {tuple(buffer.shape)}", "model.name")
         self.net.to_empty(device="cpu" if self.layout.cpu_offload else device)
+        if self.layout.cpu_offload:  # offloading is of parameters only
+            for module in self.net.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(device))
+        self.net.fill_buffers()
         for name, parameter in self.net.named_parameters():
             mean, std = self.net.init_normal(name)
             fill_normal(parameter, name, mean, std, seed, device)
 
     def forward_backward(self, micro_batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradient of (sum of token losses) / `tokens`. Returns this rank's share of that
-        loss, detached: the shares of all ranks add up to the loss.
+        """Accumulate the gradient of (sum of token losses and auxiliary losses) / `tokens`. Returns this
+        rank's share of (sum of token losses) / `tokens`, detached: the shares of all ranks add up to the
+        loss. `auxiliary_losses` then has this rank's shares of those.
 
         `tokens`: targets that count over all ranks and micro-batches. Gradients are reduced in the last
         backward, or in each.
@@ -72,13 +83,18 @@ class ShardedModel:
         if self.pipeline is not None:
             inputs = [self.model_inputs(b) for b in micro_batches]
             return self._counted_once(self.pipeline.forward_backward(inputs, tokens))
-        total = torch.zeros((), device=tokens.device)
+        total, auxiliary = torch.zeros((), device=tokens.device), dict[str, torch.Tensor]()
         for i, batch in enumerate(micro_batches):
             is_last = i == len(micro_batches) - 1
             sync_gradients(self.net, self.layout.reduce_every_micro_batch or is_last)
             loss = self.net(*self.model_inputs(batch)) / tokens.clamp(min=1)
-            loss.backward()
             total += loss.detach()
+            for name, value in self.net.auxiliary_losses().items():
+                share = value / tokens.clamp(min=1)
+                auxiliary[name] = auxiliary.get(name, 0.0) + share.detach()
+                loss = loss + share
+            loss.backward()
+        self.auxiliary_losses = auxiliary
         return self._counted_once(total)
 
     def weights_changed(self) -> None:

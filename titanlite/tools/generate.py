@@ -163,6 +163,7 @@ def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decode
         raise CheckpointError(f"{weights.path} does not fit its own configuration: {first_of(found)}")
     net.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     net.to_empty(device=device)
+    net.fill_buffers()
     load_weights(weights, net)
     if names := non_finite({"model": model_tensors(net)}):
         raise CheckpointError(f"{weights.path}: {listed(names)} has values that are not finite")

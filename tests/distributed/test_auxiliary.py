@@ -1,0 +1,93 @@
+"""A family's auxiliary loss has the same gradient on every layout; its buffers are state, or have their value
+in every run, and are never memory that nobody has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.auxiliary import Auxiliary, Net
+from tests.support.gradients import build, gradients, on_rank, uneven_rows
+from tests.support.jobs import make_job, metrics_of
+from tests.support.runs import history, run_in_hops, train_on_rank, weights_sha
+from titanlite.checkpoint.reader import load_tensors
+from titanlite.checkpoint.state import model_tensors
+from titanlite.config.component import ConfigError
+from titanlite.job import Job
+
+FAMILY = {"family": "auxiliary", "tied": False}
+OVERRIDES = [
+    '--job.imports=["tests.support.auxiliary"]',
+    '--model={name = "auxiliary", flavor = "debug"}',
+]
+
+
+def same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> bool:
+    return all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-7) for name, value in whole.items())
+
+
+def test_the_gradient_of_an_auxiliary_loss_is_the_same_for_any_split(run_on) -> None:
+    whole = gradients(1, 0, 1, **FAMILY)
+    assert same(gradients(1, 0, 4, **FAMILY), whole)
+    assert same(run_on(2, on_rank, 2, 2, FAMILY)[0], whole)
+
+
+def test_control_a_mean_in_place_of_a_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mean(net: Net) -> dict[str, torch.Tensor]:
+        return {name: loss / 8 for name, loss in net.losses.items()}
+
+    monkeypatch.setattr(Net, "auxiliary_losses", mean)
+    one = gradients(1, 0, 1, **FAMILY)
+    monkeypatch.setattr(Net, "auxiliary_losses", lambda net: {})
+    none = gradients(1, 0, 1, **FAMILY)
+    monkeypatch.undo()
+    assert not same(one, gradients(1, 0, 1, **FAMILY))
+    assert not same(none, one)
+    assert torch.equal(none["loss"], one["loss"]), "the reported loss is the main one"
+
+
+def test_a_pipeline_does_not_lose_an_auxiliary_loss() -> None:
+    """It is refused: only the last stage's output is differentiated."""
+    from titanlite.models.base import Inputs
+    from titanlite.parallel.pipeline_parallel import Pipeline
+
+    model, batch = build(1, 0, **FAMILY), uneven_rows()
+    pipeline = Pipeline.__new__(Pipeline)
+    pipeline._waiting = {0: iter([Inputs(*model.model_inputs(batch))])}
+    pipeline._feed(0, model.net)
+    with pytest.raises(ConfigError, match=r"auxiliary losses \(hidden_norm\) are not supported"):
+        model.net(batch.inputs)
+
+
+def test_a_buffer_without_a_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Net, "initial_buffer")
+    with pytest.raises(ConfigError, match="gives no value for the buffer 'applied_steps'"):
+        build(1, 0, **FAMILY)
+
+
+def saved(job: Job, step: int) -> dict[str, torch.Tensor]:
+    net = Auxiliary(flavor="debug").build()
+    tensors = model_tensors(net)
+    load_tensors(job.folder / f"checkpoint/step-{step}", {"model": tensors})
+    return tensors
+
+
+def test_a_run_saves_and_restores_its_buffers(run_on, tmp_path: Path, corpus: Path) -> None:
+    whole = run_in_hops(tmp_path, corpus, [6], *OVERRIDES, name="whole")
+    hops = run_in_hops(tmp_path, corpus, [3, 6], *OVERRIDES, name="hops")
+    assert history(hops) == history(whole)
+    assert weights_sha(hops, 6) == weights_sha(whole, 6)
+    assert saved(whole, 6)["applied_steps"].item() == saved(hops, 6)["applied_steps"].item() == 6
+    assert "scale" not in saved(whole, 6)
+    losses = [row["train/hidden_norm"] for row in metrics_of(whole)]
+    assert losses[-1] < losses[0]
+
+    run_in_hops(tmp_path, corpus, [3], *OVERRIDES, name="two")
+    run_on(2, train_on_rank, tmp_path, corpus, [*OVERRIDES, "--training.steps=6"], "two", 2)
+    two = make_job(tmp_path, corpus, *OVERRIDES, name="two")
+    assert saved(two, 6)["applied_steps"].item() == 6
+    for key in ("train/loss", "train/hidden_norm"):
+        wanted = [row[key] for row in metrics_of(whole)]
+        assert [row[key] for row in metrics_of(two)] == pytest.approx(wanted, rel=2e-5)
