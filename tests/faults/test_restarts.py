@@ -82,7 +82,7 @@ def test_sigterm_while_the_ranks_are_starting_is_75_and_nothing_is_restarted(sta
 def test_sigterm_while_waiting_for_the_other_nodes_is_75(start: Any) -> None:
     port = free_port()
     node = start(NNODES="2", RDZV_ENDPOINT=f"localhost:{port}")
-    waiting = f"titanlite: waiting for nodes at localhost:{port}: 1 of 2 have come\n"
+    waiting = f"titanlite: waiting for nodes at localhost:{port}: 1 of 2 have joined\n"
     node.until(lambda: waiting in node.log or node.launcher.poll() is not None)
     assert waiting in node.log
     node.launcher.terminate()

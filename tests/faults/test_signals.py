@@ -238,7 +238,7 @@ SAMPLES = ("--generation.freq=5", '--generation.prompts=["ab"]', "--generation.m
 STOPS = {
     # the vote of a step is held once its data is there: what comes later ends the step after it
     "loading, with workers": (Event("loading", 11), 6, (WORKERS,)),
-    "waiting for a worker": (Event("reading rows", 11, "parent"), 6, ("--data.num_workers=1",)),
+    "waiting for a worker": (Event("reading sequences", 11, "parent"), 6, ("--data.num_workers=1",)),
     "waiting for a rank": (Event("accumulating", 10, "peer", rank=0), 6, ()),
     "the first step": (Event("loading", 1), 1, ()),
     "between two micro-batches": (Event("accumulating", 10), 6, ()),

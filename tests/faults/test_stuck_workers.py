@@ -76,7 +76,7 @@ def whole(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory, corpus: Pa
 def test_one_rank_that_is_told_to_stop_saves_its_last_finished_step(
     trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any]
 ) -> None:
-    """Two of four micro-batches of step 6 have come; they are given out again."""
+    """Two of four micro-batches of step 6 have joined; they are given out again."""
     runs = Runs(trainer, tmp_path, corpus, 1)
     stuck = Fault(READ, call=5 * 4 + 3, during="start", action="stop")
     told = Fault(WAIT, during="start", action="terminate")
@@ -97,7 +97,7 @@ def test_one_rank_that_nobody_tells_saves_its_last_finished_step_and_ends(
     outcome = runs(stuck, *hurry, timeout_s=timeout_s)
     assert outcome.exits == [1], outcome.logs[0]
     assert runs.saved in ([4, 6], [4, 5])
-    assert re.search(r"rank 0: loader worker 0 \(pid \d+\) has given no batch for \d+ s", outcome.logs[0])
+    assert re.search(r"rank 0: loader worker 0 \(pid \d+\) has delivered no batch for \d+ s", outcome.logs[0])
     assert runs().exits == [0]
     assert runs.result() == whole[1]
 
@@ -119,7 +119,7 @@ def test_several_ranks_end_in_time_and_the_stuck_one_names_its_worker(
     stuck = Fault(READ, call=5 * 2 + 1, during="start", rank=1, action="stop")
     outcome = runs(stuck, *hurry, timeout_s=timeout_s)
     assert outcome.exits == [1, 1], outcome.logs
-    assert re.search(r"rank 1: loader worker 0 \(pid \d+\) has given no batch for \d+ s", outcome.logs[1])
+    assert re.search(r"rank 1: loader worker 0 \(pid \d+\) has delivered no batch for \d+ s", outcome.logs[1])
     assert "given no batch" not in outcome.logs[0]
     assert runs.saved == [4]
     again = runs()

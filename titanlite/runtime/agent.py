@@ -1,5 +1,5 @@
-"""The launcher's agent, which starts and watches this node's ranks, and tells which of them a failure began
-with."""
+"""The launcher's agent: starts and watches the ranks of this node, and names the rank with which a failure
+began."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from titanlite.log import printable, tell
 from titanlite.runtime.environment import set_notes_folder
 from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped
 
-FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # a restart would only meet them again
-# Errors of a rank whose peer has gone or does not answer, as gloo, NCCL and torch's stores word them.
+FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # exit codes that a restart would only repeat
+# Errors of gloo, NCCL and torch's stores on a rank whose peer has ended or does not answer.
 OF_A_PEER = re.compile("Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|Dist[A-Z][a-z]+Error")
 
 
 class RanksFailed(Exception):
-    """A rank failed, and no restart is left."""
+    """A rank has failed and no restart is left."""
 
     def __init__(self, exit_code: int):
         super().__init__(exit_code)
@@ -38,38 +38,41 @@ class RanksFailed(Exception):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank ended, or that it did not."""
+    """How a rank has ended, or that it has not."""
 
     rank: int
     code: int | None
-    """Its exit code, or a signal's number below zero; None: it was running when the failure was seen."""
+    """Exit code, or the negative number of the signal that ended it; None: still running when the failure was
+    seen."""
     note: str | None = None
-    """What it left in the launcher's folder: its error, "" if it was still at work, None if it was done."""
+    """Its error note in the launcher's folder: the error, "" if it left none, None if its work was done."""
     silent: str = ""
-    """For a rank that was running: why it is said not to answer."""
+    """For a rank that was still running: why it does not answer; "" if it does."""
 
     @property
     def left_early(self) -> bool:
-        """Whether it ended as if all were well, before its work was done."""
+        """Whether it ended with exit code 0 before its work was done."""
         return self.code == 0 and self.note is not None
 
     @property
-    def of_a_peer(self) -> bool:
-        """Whether its end may follow from another rank's."""
+    def follows_another(self) -> bool:
+        """Whether its end may be a consequence of another rank's end."""
         return self.code == -signal.SIGABRT or (self.code == 1 and bool(OF_A_PEER.search(self.note or "")))
 
 
 def blame(endings: Sequence[Ending], nodes: int) -> tuple[int, str]:
-    """The exit code of a failure, and one line on the rank that it began with. `endings`: this node's ranks,
-    in the order in which they ended, of which one at least has failed or left early."""
+    """The exit code of a failure, and one line about the rank with which it began.
+
+    `endings`: the ranks of this node in the order in which they ended. At least one has failed or left early.
+    """
     for ending in endings:
         if ending.left_early:
             return 1, f"rank {ending.rank} left with exit code 0 before training was done"
     failed = [ending for ending in endings if ending.code]
-    first = min(failed, key=lambda ending: ending.of_a_peer)  # the earliest, if there are several
+    first = min(failed, key=lambda ending: ending.follows_another)  # the first one with an error of its own
     code = first.code if first.code and first.code > 0 else 1
     text = f"rank {first.rank} {_describe(first)}"
-    if first.of_a_peer:
+    if first.follows_another:
         silent = [f"rank {e.rank} does not answer ({e.silent})" for e in endings if e.silent]
         if silent:
             return code, f"{', '.join(silent)}; {text}"
@@ -84,19 +87,20 @@ def _describe(ending: Ending) -> str:
         lines = (ending.note or "").strip().splitlines() if code == 1 else []
         what = f": {lines[0][:200]}" if lines else ""
         return f"ended with exit code {code}{what}; its message is above"
-    cause = " (the kernel does that when memory is short)" if code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{cause}; what is above came after it"
+    cause = " (the kernel sends it when memory is short)" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{cause}; the messages above came after it"
 
 
-def heard_signals() -> list[signal.Signals]:
-    """What the launcher passes to the ranks: not SIGHUP under nohup, which has it ignored."""
+def forwarded_signals() -> list[signal.Signals]:
+    """The signals that the launcher passes to the ranks; under nohup, which ignores SIGHUP, not SIGHUP."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in (*STOP, *SAVE) if number != signal.SIGHUP or not ignored]
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, with differences: signals are passed to the ranks, which get the time they need to
-    save; only a crash is restarted; one line says with which rank a failure began."""
+    """torchrun's agent with three differences: it passes signals to the ranks and gives them the time they
+    need to save; it restarts ranks only after a crash; and it reports a failure in one line that names the
+    rank with which the failure began."""
 
     _stop_at: float | None = None
     _ended_at: float | None = None
@@ -120,15 +124,15 @@ class Agent(LocalElasticAgent):
         self._ended = {}
         self._notes = Path(tempfile.mkdtemp(dir=self._logs_specs.root_log_dir))
         set_notes_folder(str(self._notes))
-        for worker in worker_group.workers:  # which the rank takes away when its work is done
+        for worker in worker_group.workers:  # the rank deletes it when its work is done
             (self._notes / f"rank-{worker.global_rank}").touch()
-        heard = heard_signals()
-        # Ranks inherit the mask and lift it when they have handlers: a signal before that waits, and kills
-        # none.
+        forwarded = forwarded_signals()
+        # Ranks inherit the mask and lift it when they have handlers: a signal that comes earlier waits and
+        # kills no rank.
         signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP, *SAVE))
         try:
             pids = super()._start_workers(worker_group)
-            for number in heard:  # after torchrun has set handlers of its own
+            for number in forwarded:  # after torchrun has set its own handlers
                 signal.signal(number, self._forward)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP, *SAVE))
@@ -139,9 +143,9 @@ class Agent(LocalElasticAgent):
         for local_rank in stopped if any(self._ended.values()) else ():
             os.kill(
                 self._pids()[local_rank], signal.SIGKILL
-            )  # it cannot heed the signal that ends the others
+            )  # a stopped process does not react to the signal that ends the others
         endings = self._endings(worker_group, stopped)
-        if any(ending.left_early for ending in endings):  # the others might wait for it for minutes
+        if any(ending.left_early for ending in endings):  # the others might wait minutes for it
             result = RunResult(WorkerState.FAILED)
         elif any(self._ended.values()) or len(self._ended) == len(worker_group.workers):
             result = super()._monitor_workers(worker_group)  # ends the others, if one has failed
@@ -153,14 +157,15 @@ class Agent(LocalElasticAgent):
         if result.state is WorkerState.FAILED:
             if {ending.code for ending in endings} & FINAL_CODES:
                 self._remaining_restarts = 0
-                # other nodes end with the same code; the first may host the store
+                # Other nodes end with the same code. The first node may host the store: wait for them.
                 self._exit_barrier_timeout = 30
                 self._exit_barrier()
             self._tell(endings, worker_group)
         return result
 
     def _look(self) -> set[int]:
-        """Note which ranks have ended since the last look; returns the local ranks that are stopped."""
+        """Note which ranks have ended since the last call. Returns the local ranks that a signal or a
+        debugger has stopped."""
         for local_rank, code in self._codes().items():
             if code is not None:
                 self._ended.setdefault(local_rank, code)
@@ -181,8 +186,8 @@ class Agent(LocalElasticAgent):
             return None
 
     def _endings(self, worker_group: WorkerGroup, stopped: set[int]) -> list[Ending]:
-        """In the order in which ranks ended; those that were running when the others were told to end are
-        last."""
+        """The endings of this node's ranks in the order in which they ended; ranks that were running when the
+        others were told to end come last."""
         ranks = [worker.global_rank for worker in worker_group.workers]
         endings = [Ending(ranks[r], code, self._note(ranks[r])) for r, code in self._ended.items()]
         for local_rank, code in self._codes().items():
@@ -218,7 +223,7 @@ class Agent(LocalElasticAgent):
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal, or a debugger, has stopped the process; Linux."""
+    """Whether a signal or a debugger has stopped the process. Known on Linux only."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):

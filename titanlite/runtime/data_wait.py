@@ -1,4 +1,4 @@
-"""How long a rank waits for its data, and what ends the wait."""
+"""DataWait: how long a rank waits for its next batch, and what ends the wait."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from titanlite.errors import LoaderError
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
 
-SHARE = 0.9  # of the timeout of collectives, so that the stuck rank is named before the others give up
-STOP_S = 20.0  # several ranks: for a batch after a stop; launchers kill 30 s after it
+SHARE = 0.9  # part of the timeout of collectives after which a stuck rank ends, before the others time out
+STOP_S = 20.0  # seconds that several ranks wait for a batch after a stop; launchers kill after 30
 
 
 class DataWait:
-    """Called while a batch does not come; raises to end the wait.
+    """Called by the loader while it waits for a batch. Raises to end the wait: Stopped if a run on one rank
+    was asked to stop, LoaderError if the batch took too long.
 
-    Stopped: one rank was asked to stop. LoaderError: the batch took too long. One rank can save what it has;
-    of several, the others wait for this one in a collective, and the run can only end.
-    """
+    A run on one rank can then still save. Of several ranks the others wait for this one in a collective, so
+    the run can only end."""
 
     def __init__(self, rt: Runtime, requests: StopRequests, is_first_step: Callable[[], bool]):
         self._rt, self._requests, self._is_first_step = rt, requests, is_first_step
@@ -34,6 +34,6 @@ class DataWait:
         asked_s = 0.0 if self._stop_at is None else min(waited_s, now - self._stop_at)
         if waited_s > SHARE * timeout or asked_s > STOP_S:
             raise LoaderError(
-                f"rank {self._rt.rank}: {worker} has given no batch for {waited_s:.0f} s: it is stopped, or "
-                "its file system hangs. The run ends; started again, it goes on from its last checkpoint"
+                f"rank {self._rt.rank}: {worker} has delivered no batch for {waited_s:.0f} s: it is stopped, "
+                "or its file system hangs. The run ends; start it again to resume from its last checkpoint"
             )

@@ -1,5 +1,7 @@
-"""How the launchers of all nodes find each other. One node has nobody to find and opens no port; several meet
-at the first node's address, through torch's c10d rendezvous, and say what they wait for."""
+"""How the launchers of all nodes find each other.
+
+A single node opens no port. Several nodes meet at the address of the first node through torch's c10d
+rendezvous, and log what they wait for."""
 
 from __future__ import annotations
 
@@ -33,26 +35,26 @@ from titanlite.config.component import ConfigError
 from titanlite.log import tell
 
 BACKEND = "titanlite"
-DEFAULT_PORT = 29400  # torchrun's
-SAY_AFTER_S = 5.0  # of waiting; again when there is something new to say
-JOIN_TIMEOUT_S = 600  # torchrun's: how long nodes wait for each other
+DEFAULT_PORT = 29400  # as torchrun
+SAY_AFTER_S = 5.0  # seconds of waiting after which it is logged, and logged again when it changes
+JOIN_TIMEOUT_S = 600  # seconds that nodes wait for each other, as torchrun
 
 
 class NotReached(RuntimeError):
-    """This node found no run to take part in."""
+    """This node could not join a run."""
 
     exit_code = 1
 
 
 class NotNeeded(NotReached):
-    """The run went on, and ended, without this node."""
+    """The run continued without this node, and has ended."""
 
     exit_code = 0
 
 
 class OneNode(RendezvousHandler):
-    """The rendezvous of one node: nobody to wait for, no port. The store is in the launcher's memory; the
-    ranks have one of their own."""
+    """The rendezvous of a single node, which waits for nobody and opens no port. Its store is in the
+    launcher's memory; the ranks have a store of their own."""
 
     use_agent_store = False
 
@@ -60,20 +62,20 @@ class OneNode(RendezvousHandler):
         self._run_id = run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """At once."""
+        """The rendezvous of this node alone."""
         store = dist.HashStore()  # type: ignore[attr-defined]
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("localhost", 0))
 
     def get_backend(self) -> str:
-        """The name under which it is registered."""
+        """The name under which the rendezvous is registered."""
         return BACKEND
 
     def get_run_id(self) -> str:
-        """What torchrun was given."""
+        """The id of the run that torchrun was given."""
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Never."""
+        """A single node never closes its rendezvous."""
         return False
 
     def set_closed(self) -> None:
@@ -89,46 +91,44 @@ class OneNode(RendezvousHandler):
 
 
 class SeveralNodes(DynamicRendezvousHandler):
-    """torch's rendezvous of several nodes, which says what it waits for."""
+    """torch's rendezvous of several nodes, which logs what it waits for."""
 
     _endpoint = ""
 
     @classmethod
     def at(cls, endpoint: str, handler: DynamicRendezvousHandler) -> SeveralNodes:
-        """The same handler, which meets at `endpoint`."""
+        """Turn torch's handler, which meets at `endpoint`, into this class."""
         handler.__class__ = cls
         assert isinstance(handler, cls)
         handler._endpoint = endpoint
         return handler
 
     def get_backend(self) -> str:
-        """The name under which it is registered."""
+        """The name under which the rendezvous is registered."""
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises NotReached."""
+        """Wait for the other nodes. Raises NotReached if they do not come."""
         wanted = self.settings.min_nodes
 
-        def waiting() -> str:  # how many have come is told to nobody: it is read from torch's state
-            come = len(self._state_holder.state.participants)
-            return f"waiting for nodes at {self._endpoint}: {come} of {wanted} have come"
+        def waiting() -> str:  # torch does not publish the number of nodes: it is read from the private state
+            joined = len(self._state_holder.state.participants)
+            return f"waiting for nodes at {self._endpoint}: {joined} of {wanted} have joined"
 
-        with said_when_long(waiting):
+        with logged_when_long(waiting):
             try:
                 return super().next_rendezvous()
             except RendezvousTimeoutError as error:
                 waited = f"{self.settings.timeout.join.total_seconds():.0f} s"
-                text = f"gave up after {waited}: not all of {wanted} nodes came to {self._endpoint}"
+                text = f"gave up after {waited}: not all of {wanted} nodes have joined at {self._endpoint}"
                 raise NotReached(text) from error
             except RendezvousClosedError as error:
-                text = (
-                    f"the run at {self._endpoint} is over: to start another, start all nodes' launchers again"
-                )
+                text = f"the run at {self._endpoint} has ended; start all launchers again for another"
                 raise NotReached(text) from error
             except RendezvousGracefulExitError as error:
                 text = (
-                    f"the run at {self._endpoint} is over, and did not need this node: how it ended is in "
-                    "the other nodes' logs"
+                    f"the run at {self._endpoint} has ended without this node; see the logs of the "
+                    "other nodes"
                 )
                 raise NotNeeded(text) from error
 
@@ -139,19 +139,20 @@ def register(node_rank: int) -> None:
 
 
 def create(node_rank: int, parameters: RendezvousParameters) -> RendezvousHandler:
-    """What torchrun calls to meet the other nodes. Raises ConfigError for an endpoint that cannot be used,
-    NotReached if the first node is silent."""
+    """The rendezvous for `parameters`, called by torchrun. Raises ConfigError for an endpoint that cannot be
+    used, NotReached if the first node does not answer."""
     if parameters.max_nodes == 1:
         return OneNode(parameters.run_id)
     endpoint, timeout_s = parameters.endpoint, _timeout_s(parameters)
     text = f"waiting for the first node's launcher at {endpoint}"
-    with said_when_long(lambda: text):
+    with logged_when_long(lambda: text):
         host, port = _read_endpoint(endpoint)
         if node_rank == 0:
             check_port(host, port)
         else:
             _wait_for(host, port, timeout_s)
-        # In a thread, because neither a signal nor a timeout ends torch's wait for another program's answer.
+        # In a thread: neither a signal nor a timeout ends torch's wait if another program listens at the
+        # port.
         made: Future[tuple[Any, Any]] = Future()
         Thread(
             target=lambda: _fulfil(made, partial(create_backend, parameters)), name=BACKEND, daemon=True
@@ -160,7 +161,8 @@ def create(node_rank: int, parameters: RendezvousParameters) -> RendezvousHandle
             backend, store = made.result(timeout_s)
         except FutureTimeout:
             raise NotReached(
-                f"what listens at {endpoint} does not answer as the first node's launcher; name another port"
+                f"the program that listens at {endpoint} is not the first node's launcher; choose another "
+                "port"
             ) from None
     return SeveralNodes.at(endpoint, create_handler(store, backend, parameters))
 
@@ -177,7 +179,7 @@ def _fulfil(future: Future[Any], call: Callable[[], Any]) -> None:
 
 
 def _read_endpoint(endpoint: str) -> tuple[str, int]:
-    """Host and port. Raises ConfigError if there are none, or the host is not known."""
+    """Host and port of `endpoint`. Raises ConfigError if it has none, or the host is unknown."""
     try:
         host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -189,22 +191,23 @@ def _read_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigError if `host` is this machine, and its port is taken."""
+    """Raises ConfigError if `host` is this machine and the port is in use."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)
-            except OSError as error:  # of another number: the address is not this machine's
+            except OSError as error:  # other error numbers: the address is another machine's
                 if error.errno in (errno.EADDRINUSE, errno.EACCES):
                     raise ConfigError(
                         f"RDZV_ENDPOINT={host}:{port}: this node cannot open port {port}: {error.strerror}; "
-                        "name another port, on all nodes; on another node than the first, set NODE_RANK"
+                        "choose another port on all nodes; on other nodes than the first, set NODE_RANK"
                     ) from error
 
 
 def _wait_for(host: str, port: int, timeout_s: float) -> None:
-    """Until something listens; torch's own wait prints pages and hears no signal. Raises NotReached."""
+    """Wait until a program listens at the port. torch's own wait prints pages and reacts to no signal. Raises
+    NotReached."""
     until = time.monotonic() + timeout_s
     while True:
         try:
@@ -212,7 +215,7 @@ def _wait_for(host: str, port: int, timeout_s: float) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise NotReached(
-                    f"no launcher answers at {host}:{port} ({error}): does the first node's run?"
+                    f"no launcher answers at {host}:{port} ({error}); is the first node's launcher running?"
                 ) from error
             time.sleep(0.2)
         else:
@@ -220,7 +223,7 @@ def _wait_for(host: str, port: int, timeout_s: float) -> None:
 
 
 @contextmanager
-def said_when_long(text: Callable[[], str], after_s: float | None = None) -> Iterator[None]:
+def logged_when_long(text: Callable[[], str], after_s: float | None = None) -> Iterator[None]:
     """Print `text()` if the body takes longer than `after_s`, and again when it changes."""
     interval, done = SAY_AFTER_S if after_s is None else after_s, Event()
 

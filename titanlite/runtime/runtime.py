@@ -1,8 +1,7 @@
-"""What a process needs before it can train: device, process groups, mesh, seeds, the plan of a step -- and a
-clean exit.
+"""Runtime: this process as one rank of a job, with its device, its mesh and the collectives of the training
+loop.
 
-The only module that reads the environment, and the home of the collectives that the loop itself uses. A
-single process needs no process group and makes none.
+A single process needs no process group and makes none.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from titanlite.torch_compat import set_group_timeout
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process among its peers."""
+    """This process as one rank of the job."""
 
     device: torch.device
     rank: int
@@ -55,7 +54,7 @@ class Runtime:
     comm: Comm
     gc_freq: int
     began: float
-    """When this run's set-up began, by time.perf_counter()."""
+    """time.perf_counter() at the start of the set-up."""
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """`value` summed over all ranks, in place."""
@@ -81,7 +80,7 @@ class Runtime:
         return self.sum(torch.full((), number, dtype=torch.int64, device=self.device))
 
     def vote(self, *flags: bool) -> Vote:
-        """Ask every rank; the answer to each flag is whether any rank says so."""
+        """Start to combine flags over all ranks: each is true if it is true on any rank."""
         return Vote(flags, self.device, self.world_size)
 
     def check_equal(self, what: str, value: str) -> None:
@@ -93,13 +92,13 @@ class Runtime:
             if different:
                 other = different[0]
                 raise ConfigError(
-                    f"rank {other} has another {what} than rank 0: {values[other]}, {values[0]}"
+                    f"{what} differ between rank {other} and rank 0: {values[other]}, {values[0]}"
                 )
 
     @contextmanager
     def rank_zero_first(self) -> Iterator[None]:
-        """Rank 0 runs the body before the other ranks, which find the files that it writes. An error of rank
-        0 that has an exit code is raised on every rank."""
+        """Run the body on rank 0 before the other ranks, which then find the files that rank 0 has written.
+        An error of rank 0 with an exit code is raised on every rank."""
         error: list[Any] = [None]
         if self.world_size > 1 and self.rank > 0:
             dist.broadcast_object_list(error, src=0)
@@ -114,38 +113,40 @@ class Runtime:
                     if isinstance(e, (ConfigError, OSError)) or hasattr(e, "exit_code")
                     else RuntimeError(f"rank 0: {type(e).__name__}: {e}")
                 ]
-            with suppress(RuntimeError):  # of peers that are gone: a stop was for them, too
+            with suppress(RuntimeError):  # ranks that were stopped, too, do not answer
                 self._tell(error)
             raise
         self._tell(error)
 
     def note_error(self, error: BaseException) -> None:
-        """Tell the launcher now what ends this rank."""
+        """Tell the launcher which error ends this rank."""
         if isinstance(error, (Exception, SystemExit)):
             write_error_note(error_note(self.rank), error)
 
     def _tell(self, error: list[Any]) -> None:
-        """From rank 0 to the others."""
+        """Send `error` from rank 0 to all other ranks."""
         if self.world_size > 1 and self.rank == 0:
             dist.broadcast_object_list(error, src=0)
 
     def synchronize(self) -> None:
-        """Wait for the device's work, not for copies beside it: for clocks."""
+        """Wait for the work on the device's current stream, for measuring time. Copies on other streams
+        continue."""
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         elif self.device.type == "mps":
             torch.mps.synchronize()
 
     def collect_garbage(self, step: int) -> None:
-        """When it is due."""
+        """Run Python's garbage collection if it is due at `step`."""
         if self.gc_freq and step % self.gc_freq == 0:
             gc.collect()
 
     def first_step_done(self) -> None:
-        """From here on, a collective that takes long is a hang, and what is there stays."""
+        """Call this after the first step: shorten the timeout of collectives to train_timeout_seconds, and
+        exempt all objects that exist now from garbage collection."""
         if self.gc_freq:
             gc.collect()
-            gc.freeze()  # so that a collection looks only at what is new, and takes no time
+            gc.freeze()  # later collections visit only new objects and take no time
         if self.world_size == 1:
             return
         assert self.mesh.device_mesh is not None
@@ -155,8 +156,8 @@ class Runtime:
 
 
 class Vote:
-    """Flags on their way to all ranks. Sent when it is made and read later, so that no rank waits: on CUDA
-    the device has then long passed the all-reduce."""
+    """Flags combined over all ranks. The all-reduce starts when the object is made and is read later, so that
+    no rank waits: on CUDA the device has finished it long before."""
 
     def __init__(self, flags: Sequence[bool], device: torch.device, world_size: int):
         votes = torch.tensor(flags, dtype=torch.int32)
@@ -167,14 +168,16 @@ class Vote:
         self._votes = HostCopy(votes)
 
     def result(self) -> list[bool]:
-        """The same on all ranks."""
+        """Whether each flag is true on any rank; the same on all ranks."""
         return [bool(vote) for vote in self._votes.result()]
 
 
 @contextmanager
 def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterator[Runtime]:
-    """Set the process up, and tear it down on a clean exit. On an error the peers are left to the launcher: a
-    rank that waits for them in a teardown would only hide the message."""
+    """Set this process up, and tear it down on a clean exit.
+
+    After an error nothing is torn down: a rank that waited for its peers in a teardown would only delay the
+    message. The launcher ends the other ranks."""
     began, rank, size = time.perf_counter(), global_rank(), world_size()
     if dist.is_initialized():
         rank = dist.get_rank()
@@ -185,7 +188,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     plan = StepPlan.of(training, parallelism.degrees(size).data_parallel)
     device = pick_device()
     param_dtype = choose_param_dtype(training, device)
-    offload = training.enable_cpu_offload  # by FSDP, also of one process
+    offload = training.enable_cpu_offload  # FSDP does it, so even one process needs a process group
     ours = (size > 1 or offload) and not dist.is_initialized()
     if ours:
         init_process_group(device, comm, rank, size)
@@ -203,7 +206,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
 
 
 def environment(rt: Runtime) -> dict[str, Any]:
-    """What the numbers of a run depend on besides its job: versions and hardware."""
+    """Versions and hardware, on which the numbers of a run depend besides its job."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -1,10 +1,9 @@
-"""Requests from outside, by signal or by file: stop soon, or save now.
+"""Requests to stop or to save, by signal or by file.
 
-SIGTERM, SIGINT, SIGHUP, SIGUSR1, or a file STOP in the run folder: save and end with exit code 75, "requeue
-me". SIGUSR2: save and go on. A handler only notes the request; train.py agrees on it over all ranks and acts
-between two steps, so one rank that is told is enough. A second SIGTERM, SIGINT or SIGHUP ends the process at
-once.
-"""
+SIGTERM, SIGINT, SIGHUP, SIGUSR1, or a file STOP in the run folder: save and end with exit code 75, which asks
+a scheduler to run the job again. SIGUSR2: save and continue. A signal handler only notes the request.
+train.py lets all ranks agree on it and acts between two steps, so it is enough that one rank gets the signal.
+A second SIGTERM, SIGINT or SIGHUP ends the process at once."""
 
 from __future__ import annotations
 
@@ -18,53 +17,55 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the second one does not wait
+END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # a second one of these ends the process at once
 STOP = (*END, signal.SIGUSR1)
 SAVE = (signal.SIGUSR2,)
-AGAIN_S = 3.0  # a launcher and a terminal may each send what was meant once
-LOOK_S = 1.0  # between two looks for the file
+AGAIN_S = 3.0  # seconds; a launcher and a terminal may both send the signal of one Ctrl-C
+LOOK_S = 1.0  # seconds between two looks for the STOP file
 
 
 class Stopped(BaseException):
-    """The run was asked to stop before there was a step to save. No Exception: it may arise anywhere, and
-    what handles errors there must not take it for one."""
+    """The run was asked to stop before there was a step to save.
+
+    Derived from BaseException, because it may be raised anywhere and must not be handled as an error there.
+    """
 
     exit_code = 75
 
 
 class StopRequests:
-    """What this process was asked for."""
+    """The requests that this process has got."""
 
     def __init__(self) -> None:
         self._file: Path | None = None
         self._looked = -LOOK_S
         self._stop_at: float | None = None
-        self._ended_at: float | None = None  # by one of END
+        self._ended_at: float | None = None  # time of the first signal of END
         self._save = False
         self._stepping = False
 
     def begin(self, stop_file: Path | None) -> None:
-        """From now on there is something to save, so a request waits for the end of a step. `stop_file`: on
-        rank 0, where STOP may appear."""
+        """The training loop begins: from now on a request waits for the end of a step. `stop_file`: the path
+        of the STOP file on rank 0, None on other ranks."""
         self._file, self._stepping = stop_file, True
 
     @property
     def stop(self) -> bool:
-        """Whether to stop. Looks for the file once a second."""
+        """Whether the run was asked to stop. Looks for the STOP file at most once a second."""
         now = time.monotonic()
         if self._file is not None and self._stop_at is None and now - self._looked >= LOOK_S:
             self._looked = now
-            if os.path.exists(self._file):  # False where Path.exists raises: a stale mount, say
+            if os.path.exists(self._file):  # unlike Path.exists, it is False for a stale mount
                 self._stop_at = now
         return self._stop_at is not None
 
     def take_save(self) -> bool:
-        """Whether to save; the request is then taken."""
+        """Whether a save was asked for since the last call."""
         save, self._save = self._save, False
         return save
 
     def done(self) -> None:
-        """The run has ended: the file is taken away, so that the next one does not."""
+        """The run has ended: delete the STOP file, so that it does not stop the next start."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.unlink(missing_ok=True)
@@ -76,32 +77,38 @@ class StopRequests:
         now, name = time.monotonic(), signal.Signals(number).name
         if number in END:
             if self._ended_at is not None and now - self._ended_at > AGAIN_S:
-                _say(f"{name} again: ending without saving")
+                _say(f"{name} again: quitting without saving")
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             self._ended_at = self._ended_at or now
         first, self._stop_at = self._stop_at is None, self._stop_at or now
         if not self._stepping:
             raise Stopped(f"stopped by {name} before the first step; nothing is lost")
-        if first and self._file is not None:  # one rank says it
-            _say(f"{name}: finishing the step, then saving; again after {AGAIN_S:.0f} s: not saving")
+        if first and self._file is not None:  # on rank 0 only
+            _say(
+                f"{name}: finishing this step and saving; repeat it after {AGAIN_S:.0f} s to quit without saving"
+            )
 
 
 def _say(text: str) -> None:
-    """A line to standard error, past its buffer, in which the handler may have interrupted a writer."""
+    """Write a line to standard error without its buffer: the signal may have interrupted a write to the
+    buffer."""
     with suppress(OSError):
         os.write(2, f"titanlite: {text}\n".encode())
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequests]:
-    """Handle signals in the body; in the main thread, the only one that gets them."""
+    """Note signals as requests in the body. Other threads than the main thread get no signals."""
     requests = StopRequests()
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        heard = [n for n in (*STOP, *SAVE) if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, requests._handle) for number in heard}  # nohup is heeded
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # a launcher holds them back until now
+        # nohup ignores SIGHUP; that stays.
+        handled = [
+            n for n in (*STOP, *SAVE) if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN
+        ]
+        before = {number: signal.signal(number, requests._handle) for number in handled}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # the launcher blocks them until now
     try:
         yield requests
     finally:

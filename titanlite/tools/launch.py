@@ -1,9 +1,9 @@
 """`titanlite launch`: several trainer processes on this node, through torchrun's agent.
 
-The job is loaded and checked here first, so a mistake is one line before any process starts. torchrun answers
-every failure with 1 and every SIGTERM with 30 seconds; here the code of the rank that failed first is passed
-on, signals are passed to the ranks, which get the time they need to save, and only a crash is restarted.
-"""
+The job is loaded and checked first, so that a mistake is one line before any process starts. torchrun ends
+every failure with exit code 1 and gives ranks 30 s after SIGTERM. This launcher returns the exit code of the
+rank that failed first, passes signals to the ranks and gives them the time they need to save, and restarts
+only after a crash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from titanlite.commands import launch_arguments
 from titanlite.job import load_job
 from titanlite.log import tell
 from titanlite.runtime import rendezvous
-from titanlite.runtime.agent import Agent, RanksFailed, heard_signals
+from titanlite.runtime.agent import Agent, RanksFailed, forwarded_signals
 from titanlite.runtime.environment import prepare_to_launch
 
 
@@ -41,13 +41,13 @@ def main(argv: Sequence[str]) -> int:
 def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
     prepare_to_launch()
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # its report of a failure is the agent's one line
+        if name.startswith("torch.distributed.elastic"):  # the agent reports a failure in one line instead
             logging.getLogger(name).setLevel(logging.CRITICAL)
     rendezvous.register(options.node_rank)
     setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010 -- launch_agent() has no parameter for it
     run_id = secrets.token_hex(8) if options.max_nodes == 1 else options.rdzv_id or "titanlite"
-    # A handler of torch's for a signal that nohup has ignored would make the ranks hear it.
-    handled = [number.name for number in (*heard_signals(), signal.SIGQUIT)]
+    # torch would pass SIGHUP to the ranks even if nohup ignores it.
+    handled = [number.name for number in (*forwarded_signals(), signal.SIGQUIT)]
     with tempfile.TemporaryDirectory(prefix="titanlite-", ignore_cleanup_errors=True) as folder:  # mode 0700
         arguments = [
             f"--nproc-per-node={options.nproc_per_node}",
@@ -68,9 +68,9 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
             tell(error)
             return error.exit_code
         except RendezvousConnectionError:
-            tell(f"no connection to {options.rdzv_endpoint}: does the first node's launcher run?")
+            tell(f"no connection to {options.rdzv_endpoint}: is the first node's launcher running?")
             return 1
         except SignalException as error:
-            tell(f"ended by {error.sigval.name}, without saving")
+            tell(f"ended by {error.sigval.name} without saving")
             return 128 + error.sigval
     return 0

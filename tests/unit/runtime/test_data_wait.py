@@ -44,7 +44,9 @@ def test_the_first_batch_has_the_time_of_the_start(monkeypatch: pytest.MonkeyPat
     case.waits(89)
     with pytest.raises(LoaderError) as e:
         case.waits(92)
-    assert str(e.value).startswith(f"rank {ranks - 1}: loader worker 1 (pid 42) has given no batch for 90 s")
+    assert str(e.value).startswith(
+        f"rank {ranks - 1}: loader worker 1 (pid 42) has delivered no batch for 90 s"
+    )
     assert "\n" not in str(e.value)
 
 

@@ -69,19 +69,21 @@ def test_a_node_says_how_many_have_come_until_all_have(tmp_path: Path, capfd: An
     for thread in threads:
         thread.join()
     assert met == [2, 2]
-    assert "titanlite: waiting for nodes at first:29500: 1 of 2 have come\n" in said
+    assert "titanlite: waiting for nodes at first:29500: 1 of 2 have joined\n" in said
     for n in nodes:
         n.shutdown()
 
 
 def test_the_wait_for_nodes_ends(tmp_path: Path) -> None:
-    with pytest.raises(NotReached, match=r"^gave up after 1 s: not all of 2 nodes came to first:29500$"):
+    with pytest.raises(
+        NotReached, match=r"^gave up after 1 s: not all of 2 nodes have joined at first:29500$"
+    ):
         node(tmp_path / "store", join_timeout=1).next_rendezvous()
 
 
 def test_a_node_that_comes_when_the_run_is_over(tmp_path: Path) -> None:
     node(tmp_path / "store").set_closed()
-    with pytest.raises(NotReached, match=r"^the run at first:29500 is over: ") as error:
+    with pytest.raises(NotReached, match=r"^the run at first:29500 has ended; ") as error:
         node(tmp_path / "store").next_rendezvous()
     assert error.value.exit_code == 1
 
@@ -111,7 +113,7 @@ def test_a_spare_node_that_a_run_did_not_need_is_no_failure(tmp_path: Path) -> N
     nodes[0].shutdown()
     thread.join()
     assert [str(error) for error in spare] == [
-        "the run at first:29500 is over, and did not need this node: how it ended is in the other nodes' logs"
+        "the run at first:29500 has ended without this node; see the logs of the other nodes"
     ]
     assert (type(spare[0]), spare[0].exit_code) == (NotNeeded, 0)
     for n in nodes[1:]:
@@ -129,7 +131,7 @@ def test_a_first_node_that_is_not_there(capfd: Any) -> None:
 
 def test_another_program_at_the_first_nodes_port(listener: socket.socket, capfd: Any) -> None:
     endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(NotReached, match=r"does not answer as the first node's launcher; name another port$"):
+    with pytest.raises(NotReached, match=r"is not the first node's launcher; choose another port$"):
         rendezvous.create(1, parameters(endpoint, join_timeout=1, read_timeout=1))
     listener.close()
     for thread in threading.enumerate():  # torch's own wait prints pages when it ends

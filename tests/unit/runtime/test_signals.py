@@ -247,9 +247,12 @@ def test_one_rank_answers_at_once(
     assert end_of(twice) == -INT
     heard, *rest = capfd.readouterr().err.splitlines()
     if rank_zero:
-        assert heard == "titanlite: SIGINT: finishing the step, then saving; again after 3 s: not saving"
+        assert (
+            heard
+            == "titanlite: SIGINT: finishing this step and saving; repeat it after 3 s to quit without saving"
+        )
         (heard,) = rest
-    assert heard == "titanlite: SIGINT again: ending without saving"
+    assert heard == "titanlite: SIGINT again: quitting without saving"
 
 
 def test_a_thread_goes_without() -> None:
