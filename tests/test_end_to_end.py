@@ -140,7 +140,7 @@ def test_the_worked_example_of_the_data_page(
     table = run("prepare", "prepare.toml")
     for line in ("read ", "length ", "exact_duplicates ", "near_duplicates ", "kept ", "data/code: "):
         assert f"\n{line}" in table
-    assert "every byte as written" in run("data", "verify", "data/code")
+    assert "all hashes match" in run("data", "verify", "data/code")
     assert "---- document" in run("data", "show", "data/code", "--sequence=3", "--seq_len=256")
     assert "==== training sequence 17" in run("data", "show", "train.toml", "--sequence=17")
     log = run("train", "train.toml", "--training.steps=2", "--lr_scheduler.warmup_steps=1")

@@ -86,7 +86,8 @@ class StopRequests:
             raise Stopped(f"stopped by {name} before the first step; nothing is lost")
         if first and self._file is not None:  # on rank 0 only
             _say(
-                f"{name}: finishing this step and saving; repeat it after {AGAIN_S:.0f} s to quit without saving"
+                f"{name}: finishing this step and saving; "
+                f"repeat it after {AGAIN_S:.0f} s to quit without saving"
             )
 
 
