@@ -19,9 +19,9 @@ from typing import Any
 from titanlite import __version__
 from titanlite.config import reference, schema, toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import Bare, split_arguments, split_overrides, split_words
 
-ALLOW_IMPORTS = "--allow-imports"  # the option of verbs that do not run a file's imports by themselves
 DTYPES = ("float32", "bfloat16", "float16")  # of exported weights; as in interop/export.py
 
 KEYS = """

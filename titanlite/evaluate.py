@@ -35,6 +35,15 @@ class Validation:
         if self.steps < 1 and self.steps != -1:
             raise ConfigError(f"{self.steps} is neither -1 nor at least 1", "steps")
 
+    def check(self, has_sequences: bool) -> None:
+        """Raises ConfigError if validation is on and [data] gives no sequences for it."""
+        if self.enable and not has_sequences:
+            raise ConfigError(
+                "there are no sequences to validate on: set data.holdout_sequences, for example to 256, or "
+                "give [[data.validation_sources]]",
+                "validation.enable",
+            )
+
     def num_sequences(self, held_out: int, batch_size: int) -> int:
         """Number of sequences that one validation reads."""
         return held_out if self.steps == -1 else min(held_out, self.steps * batch_size)

@@ -109,6 +109,22 @@ class Parallelism:
             if getattr(self, key) < 0:
                 raise ConfigError(f"{getattr(self, key)} is below 0", key)
 
+    def check(self, seq_len: int) -> None:
+        """Raises ConfigError unless context and tensor parallel can shard sequences of `seq_len` tokens."""
+        context, tensor = self.context_parallel_degree, self.tensor_parallel_degree
+        if context > 1 and seq_len % (2 * context * tensor):
+            raise ConfigError(
+                f"training.seq_len = {seq_len} is no multiple of 2 x context_parallel_degree {context} x "
+                f"tensor_parallel_degree {tensor}: each rank has two chunks of equal size of each sequence",
+                "parallelism.context_parallel_degree",
+            )
+        if seq_len % tensor:
+            raise ConfigError(
+                f"training.seq_len = {seq_len} is no multiple of {tensor}: sequence parallel shards the "
+                "tokens of each sequence over the tensor-parallel ranks",
+                "parallelism.tensor_parallel_degree",
+            )
+
     @property
     def fewest_ranks(self) -> int:
         """The smallest number of ranks that the degrees allow."""

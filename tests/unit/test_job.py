@@ -130,9 +130,13 @@ def test_a_global_batch_of_minus_one_follows_the_ranks(path):
     [
         (4, [], "n_kv_heads = 2 cannot be divided by 4: each rank needs key and value heads of its own"),
         (3, [], "n_heads = 4 cannot be divided by 3; it can be by [2, 4]"),
-        (2, ["--training.seq_len=33"], "training.seq_len = 33 cannot be divided by 2"),
+        (2, ["--training.seq_len=33"], "training.seq_len = 33 is no multiple of 2"),
         (2, ["--model.overrides.vocab_size=259"], "vocab_size = 259 cannot be divided by 2"),
-        (2, ["--compile.enable", "--activation_checkpoint.mode=selective"], "'op', parts of a block, cannot"),
+        (
+            2,
+            ["--compile.enable", "--activation_checkpoint.mode=selective"],
+            "'op' does not work with both",
+        ),
     ],
 )
 def test_what_tensor_parallel_cannot_do_is_refused(complaint, degree, others, said):
@@ -173,10 +177,10 @@ NO_BUBBLE = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
         ([UNTIED, "--training.mixed_precision_reduce=bfloat16"], "unset mixed_precision_reduce"),
         (
             [UNTIED, NO_BUBBLE, "--parallelism.fsdp_reshard_after_forward=always"],
-            "finds the gradients of weights that are gathered",
+            "needs weights that stay gathered",
         ),
-        ([UNTIED, NO_BUBBLE, "--compile.enable"], "ZBVZeroBubble takes a block's backward apart"),
-        ([UNTIED, NO_BUBBLE, "--activation_checkpoint.mode=full"], "1F1B and Interleaved1F1B work with both"),
+        ([UNTIED, NO_BUBBLE, "--compile.enable"], "ZBVZeroBubble divides the backward of a block"),
+        ([UNTIED, NO_BUBBLE, "--activation_checkpoint.mode=full"], "use 1F1B or Interleaved1F1B with them"),
         (
             [UNTIED, '--parallelism.pipeline_parallel_split_points=["layers.1", "layers.2"]'],
             "2 points make 3 stages, not 4",

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titanlite.config.component import ConfigError, suggest
 from titanlite.models.base import Decoder
+from titanlite.parallel.compile import BACKENDS_WITH_MEMORY_BUDGET, Compile
 
 MODULES = {"attention": "self_attn", "mlp": "mlp", "norms": "*norm"}  # of a block, as name patterns
 
@@ -52,6 +53,28 @@ class ActivationCheckpoint:
             if part not in MODULES:
                 known = {"op", "a number", *MODULES}
                 raise ConfigError(f"unknown option {part!r}{suggest(part, known)}", "selective_ac_option")
+
+    def check(self, compile: Compile, tensor_parallel: bool) -> None:
+        """Raises ConfigError for a mode that does not work with these settings of [compile], or with tensor
+        parallel."""
+        if self.mode == "memory_budget" and not compile.enable:
+            raise ConfigError(
+                "memory_budget works only with the compiler: set compile.enable, or another mode",
+                "activation_checkpoint.mode",
+            )
+        if self.mode == "memory_budget" and compile.backend not in BACKENDS_WITH_MEMORY_BUDGET:
+            raise ConfigError(
+                f"memory_budget needs the backend {' or '.join(BACKENDS_WITH_MEMORY_BUDGET)}; "
+                f"{compile.backend!r} ignores the budget",
+                "compile.backend",
+            )
+        of_modules = self.mode == "selective" and not self.selective_ac_option.isdecimal()
+        if tensor_parallel and compile.enable and of_modules:
+            raise ConfigError(
+                f"{self.selective_ac_option!r} does not work with both tensor parallel and compile.enable; "
+                'mode = "full", mode = "memory_budget" and a number here do',
+                "activation_checkpoint.selective_ac_option",
+            )
 
 
 def apply_activation_checkpoint(net: Decoder, config: ActivationCheckpoint) -> None:

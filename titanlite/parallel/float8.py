@@ -61,6 +61,28 @@ class Float8:
         """Whether the device has what the recipe needs."""
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= self._needed
 
+    def check(self, compiled: bool, micro_batch_tokens: int, cpu_offload: bool) -> None:
+        """Raises ConfigError for settings of other sections that float8 does not work with.
+
+        `compiled`: compile.enable. `micro_batch_tokens`: tokens of a micro-batch on one rank.
+        """
+        if self.enable and not (compiled or self.emulate):
+            raise ConfigError(
+                "without the compiler float8 is slower than bfloat16: set compile.enable", "float8.enable"
+            )
+        if self.enable and self.recipe != "rowwise_with_gw_hp" and micro_batch_tokens % MULTIPLE:
+            raise ConfigError(
+                f"float8 needs micro-batches of a multiple of {MULTIPLE} tokens; local_batch_size x seq_len "
+                f"/ context_parallel_degree is {micro_batch_tokens}",
+                "training.local_batch_size",
+            )
+        if cpu_offload and self.gathers_float8:
+            raise ConfigError(
+                "weights in the memory of the CPU cannot be gathered in float8: set "
+                "float8.enable_fsdp_float8_all_gather = false",
+                "training.enable_cpu_offload",
+            )
+
     def check_device(self, device: torch.device) -> None:
         """Raises ConfigError for a device without float8."""
         if not self.enable or self.emulate or self.works_on(device):

@@ -74,6 +74,53 @@ def _split_at(blocks: Sequence[str], points: Sequence[str], num_stages: int) -> 
     return [list(blocks[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
+def check_pipeline_parallel(
+    parallelism: Parallelism,
+    *,
+    num_blocks: int,
+    micro_batches: int,
+    micro_batch_sequences: int,
+    reduce_dtype: str,
+    divides_blocks: bool,
+) -> None:
+    """Raises ConfigError for a job that the schedule cannot run.
+
+    `micro_batches`: number per step and rank; `micro_batch_sequences`: sequences of one of them over all
+    ranks. `divides_blocks`: whether the backward of a block can be divided in two.
+    """
+    p, schedule = parallelism, parallelism.pipeline_parallel_schedule
+    if p.pipeline_parallel_degree == 1:
+        return
+    degree_key = "parallelism.pipeline_parallel_degree"
+    num_stages = len(split_into_stages(p, [str(i) for i in range(num_blocks)]))
+    least = {"GPipe": 1, "1F1B": num_stages}.get(schedule, p.pipeline_parallel_degree)
+    rounds = max(micro_batches // p.pipeline_parallel_degree, 1)
+    uneven = schedule.startswith("Interleaved") and micro_batches % rounds
+    if micro_batches < least or uneven:
+        legal = [n * micro_batch_sequences for n in (least, 2 * least, 4 * least)]
+        raise ConfigError(
+            f"{micro_batches} micro-batches do not fill {schedule} over {num_stages} stages; {least} or a "
+            f"multiple do: training.global_batch_size = {', '.join(map(str, legal))}",
+            degree_key,
+        )
+    if p.fsdp_reduce == "micro_batch" or reduce_dtype != "float32":
+        key = "fsdp_reduce" if p.fsdp_reduce == "micro_batch" else "mixed_precision_reduce"
+        raise ConfigError(
+            f"pipeline parallel reduces gradients once per step, in float32: unset {key}", degree_key
+        )
+    if schedule in ZERO_BUBBLE and p.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            f"{schedule} needs weights that stay gathered: set it to default or never",
+            "parallelism.fsdp_reshard_after_forward",
+        )
+    if schedule in ZERO_BUBBLE and not divides_blocks:
+        raise ConfigError(
+            f"{schedule} divides the backward of a block in two, which compile.enable and "
+            "activation_checkpoint do not allow; use 1F1B or Interleaved1F1B with them",
+            "parallelism.pipeline_parallel_schedule",
+        )
+
+
 def stages_of_rank(schedule: str, rank: int, ranks: int) -> list[int]:
     """The numbers of a rank's stages, in the order of the pipeline. `ZBVZeroBubble` turns at the last rank,
     so that the first rank has the last stage; other schedules begin anew at the first rank."""

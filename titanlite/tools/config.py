@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from titanlite.checkpoint.opening import Opening
-from titanlite.commands import ALLOW_IMPORTS, take_flag, take_numbers
+from titanlite.commands import take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_arguments
 from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder

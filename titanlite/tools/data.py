@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from titanlite.commands import ALLOW_IMPORTS, take_flag, take_numbers
+from titanlite.commands import take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.data.packing import PACKINGS, PackedSequences
 from titanlite.data.shards import TokenShards
 from titanlite.job import load_job

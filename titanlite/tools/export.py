@@ -11,10 +11,11 @@ from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
+from titanlite.config.paths import check_new
 from titanlite.interop.dcp import check_whole, open_titanlite
 from titanlite.interop.export import DTYPES, write_directory
 from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
-from titanlite.job import check_new, load_recorded_job
+from titanlite.job import load_recorded_job
 from titanlite.log import set_up_logging, tell
 
 

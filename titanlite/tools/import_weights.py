@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 from titanlite.checkpoint.digest import gib
 from titanlite.commands import parser
+from titanlite.config.paths import check_new
 from titanlite.interop.dcp import check_whole
 from titanlite.interop.export import DTYPES, write_directory
 from titanlite.interop.huggingface import tell_generation
 from titanlite.interop.initial import TO_CHANGE_IT, open_weights
 from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
-from titanlite.job import check_new, load_job
+from titanlite.job import load_job
 from titanlite.log import set_up_logging, tell
 from titanlite.tools.export import parse_size
 

@@ -19,8 +19,8 @@ import tomli_w
 from titanlite.commands import parser
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.paths import check_new
 from titanlite.files import write_atomically
-from titanlite.job import check_new
 from titanlite.tools.migrate_rules import (
     Line,
     Migration,

@@ -20,9 +20,10 @@ from typing import Literal
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.config.imports import import_components
 from titanlite.config.overrides import split_words
+from titanlite.config.paths import check_writable
 from titanlite.data.shards import TokenShards
-from titanlite.job import check_writable, import_components
 from titanlite.prepare.corpus import Limits, find_files
 from titanlite.prepare.filters import Filter
 from titanlite.prepare.pipeline import origin, prepare, work_folder

@@ -18,12 +18,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titanlite.commands import ALLOW_IMPORTS, Options, take_flag
+from titanlite.commands import Options, take_flag
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_words
+from titanlite.config.paths import check_new
 from titanlite.files import write_atomically
-from titanlite.job import check_new, load_job
+from titanlite.job import load_job
 from titanlite.prepare.corpus import Limits, documents, find_files
 from titanlite.prepare.sources import stdlib_files
 from titanlite.tokenizers.base import TokenizerConfig

@@ -1,0 +1,38 @@
+"""Checks of paths that a configuration or a command line names. They make nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from titanlite.config.component import ConfigError
+
+
+def check_name(path: str, key: str) -> None:
+    """Raises ConfigError for a path that no file system has or that a TOML file cannot record."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{path!r} is not UTF-8, so no TOML file can record it", key) from None
+    if "\0" in path:
+        raise ConfigError(f"{path!r} has a NUL in it, which no path may have", key)
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Raises ConfigError, for the key or option `key`, unless the folder can be made and written."""
+    path = folder.absolute()
+    try:
+        existing = next(p for p in (path, *path.parents) if p.exists() or p.is_symlink())
+    except OSError as e:  # a name that is too long, say
+        raise ConfigError(f"{folder} cannot be made: {e.strerror}", key) from None
+    if not existing.exists():
+        raise ConfigError(f"{folder} cannot be made: {existing} is a link that leads nowhere", key)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder} cannot be written: {existing} is no writable directory", key)
+
+
+def check_new(path: Path, key: str) -> None:
+    """Raises ConfigError unless nothing exists at `path` and it can be made."""
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"{path} exists; choose another, or delete it", key)
+    check_writable(path.parent, key)
