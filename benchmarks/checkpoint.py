@@ -210,9 +210,9 @@ with torch.device("meta"):
 ShardedModel(net, job.loss.build()).materialize(torch.device(device), 0)
 optimizer = job.optimizer.build(net, ALONE)
 state = TrainState(0, 0, torch.zeros((), dtype=torch.int64, device=device))
-recipe = json.loads((folder / "recipe.json").read_text())
+identity = json.loads((folder / "run_identity.json").read_text())
 began = time.perf_counter()
-checkpoints = Checkpointer(replace(job.checkpoint, verify=verify), folder, recipe, "")
+checkpoints = Checkpointer(replace(job.checkpoint, verify=verify), folder, identity, "")
 opened = time.perf_counter()
 checkpoints.load(net, optimizer, state)
 if device == "cuda":

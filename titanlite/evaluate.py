@@ -53,7 +53,7 @@ def validate(
     model: ShardedModel, sequences: SequenceDataset, num_sequences: int, rt: Runtime
 ) -> dict[str, float]:
     """Mean loss per token over held-out sequences [0, num_sequences). Collective."""
-    size, ranks = rt.plan.micro_batch_rows, rt.mesh.dp_size
+    size, ranks = rt.batch.micro_batch_size, rt.mesh.dp_size
     loss_sum, num_targets = 0.0, 0
     begins = range(rt.mesh.dp_rank * size, -(-num_sequences // (size * ranks)) * size * ranks, size * ranks)
     for begin in Progress(begins, desc="validating", unit="batch", delay=2, leave=False, disable=rt.rank > 0):

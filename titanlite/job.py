@@ -44,7 +44,7 @@ from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
 from titanlite.runtime.process_group import Comm
-from titanlite.runtime.training import StepPlan, Training
+from titanlite.runtime.training import BatchLayout, Training
 from titanlite.tokenizers.base import TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 
@@ -102,14 +102,14 @@ class Job:
         module of one of its sections. Raises ConfigError."""
         training, parallelism = self.training, self.parallelism
         degrees = parallelism.degrees(world_size)
-        plan = StepPlan.of(training, degrees.data_parallel)
+        batch = BatchLayout.of(training, degrees.data_parallel)
         self._check_model_parallel()
         parallelism.check(training.seq_len)
         check_pipeline_parallel(
             parallelism,
             num_blocks=self.model.config.n_layers,
-            micro_batches=plan.micro_batches,
-            micro_batch_sequences=plan.rows // plan.micro_batches,
+            micro_batches=batch.num_micro_batches,
+            micro_batch_sequences=batch.global_size // batch.num_micro_batches,
             reduce_dtype=training.mixed_precision_reduce,
             divides_blocks=not self.compile.enable and self.activation_checkpoint.mode == "none",
         )
@@ -150,7 +150,7 @@ class Job:
                 "parallelism.pipeline_parallel_degree",
             )
 
-    def recipe(self, data: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
+    def identity(self, data: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
         """What a run that continues this one must share, under the names of the keys that set it: the model's
         shape, the loss, and `data`, SequenceDataset.identity. `sources`: SequenceDataset.names, for what is
         said of a difference."""
@@ -158,8 +158,8 @@ class Job:
         data = {key: value for key, value in data.items() if key not in training}
         model = {"name": self.model.name, **toml.as_tree(self.model.config)}
         names = {"tokenizer": self.tokenizer.label, "sources": sources}
-        recipe = {"model": model, "loss": self.loss.objective, "training": training, "data": data}
-        return recipe | {"names": names}
+        identity = {"model": model, "loss": self.loss.objective, "training": training, "data": data}
+        return identity | {"names": names}
 
 
 def load_job(
@@ -197,7 +197,7 @@ def run_folder(path: Path, tree: dict[str, Any]) -> Path | None:
     here = path.absolute().parent
     if path.name != "job.toml":
         return None
-    if (here / "recipe.json").exists():
+    if (here / "run_identity.json").exists():
         return here
     section = tree.get("checkpoint", {})
     parts = Path(str(section.get("folder", ""))).parts if isinstance(section, dict) else ()

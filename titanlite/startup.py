@@ -53,7 +53,7 @@ def memory_settings(job: Job, rt: Runtime) -> MemorySettings:
     tokens = job.training.local_batch_size * job.training.seq_len
     return MemorySettings(
         local_batch_size=job.training.local_batch_size,
-        micro_batches=rt.plan.micro_batches,
+        micro_batches=rt.batch.num_micro_batches,
         shards=rt.mesh.degrees.shard * rt.mesh.degrees.context,
         recompute=job.activation_checkpoint.mode,
         chunked_loss=isinstance(job.loss, ChunkedCrossEntropy),
@@ -107,7 +107,7 @@ def check_run_folder(job: Job, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if the run folder holds a run with which this job does not go on, as far as that is
     known before any source is opened."""
     data = job.data.identity(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
-    Opening(job.checkpoint, job.folder, job.recipe(data, {})).check_known()
+    Opening(job.checkpoint, job.folder, job.identity(data, {})).check_known()
 
 
 def exporter(job: Job, tokenizer: Tokenizer, requests: StopRequests) -> Exporter | None:
@@ -131,7 +131,7 @@ def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> N
         )
 
 
-# Keys that change nothing that is trained or reported, and those that the recipe is compared for.
+# Keys that change nothing that is trained or reported, and those that the identity is compared for.
 LOCAL = (
     "job.", "checkpoint.", "comm.", "metrics.", "profiling.", "generation.", "model.", "tokenizer.",
     "data.sources.", "data.cache_dir", "data.num_workers", "data.verify", "training.gc_freq",
@@ -147,7 +147,7 @@ def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
     saved, then = recorded_job(path / "job.toml")
     now, step = toml.as_tree(job), train["step"]
     saved.setdefault("training", {})["global_batch_size"] = train["global_batch_size"]
-    now["training"]["global_batch_size"] = rt.plan.rows  # of -1: the number that it stands for
+    now["training"]["global_batch_size"] = rt.batch.global_size  # of -1: the number that it stands for
     changes = [("ranks", commit.read_manifest(path)["ranks"], rt.world_size)]
     changes += [change for change in differences(saved, now) if not change[0].startswith(LOCAL)]
     lines = [f"{key} {spell(before)} -> {spell(after)}" for key, before, after in changes if before != after]
@@ -200,7 +200,7 @@ def annotated(job: Job, lines: Sequence[str]) -> str:
 
 def describe(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDataset, kernel: str) -> None:
     """Say what is about to run. `about`: what `resolved` returns."""
-    plan, offload = rt.plan, ", weights on the host" if job.training.enable_cpu_offload else ""
+    batch, offload = rt.batch, ", weights on the host" if job.training.enable_cpu_offload else ""
     for line in about:
         logger.info(line)
     logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}{offload}, {rt.param_dtype}")
@@ -209,7 +209,8 @@ def describe(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDat
         f"{sequences.num_held_out:,} held out"
     )
     logger.info(
-        f"{plan.rows} sequences per step: {plan.micro_batches} micro-batches of {plan.micro_batch_rows} "
+        f"{batch.global_size} sequences per step: {batch.num_micro_batches} micro-batches of "
+        f"{batch.micro_batch_size} "
         "per rank"
     )
     masked = ", documents masked from each other" if job.data.mask_documents else ""
@@ -247,7 +248,7 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -
         if resumed_step:
             sinks.event(resumed_step, "resumed")
     cost = StepCost(
-        tokens=rt.plan.tokens,
+        tokens=rt.batch.num_tokens,
         world_size=rt.world_size,
         flops_per_token=flops_per_token,
         peak_flops=peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None,
@@ -258,15 +259,17 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -
 def record(
     job: Job, rt: Runtime, sequences: SequenceDataset, state: TrainState, checkpoints: Checkpointer
 ) -> None:
-    """Write beside the metrics what runs, from what recipe, on what; say what is read of each source."""
-    for line in sequences.describe(state.sequences + max(job.training.steps - state.step, 0) * rt.plan.rows):
+    """Write beside the metrics what runs, from what identity, on what; say what is read of each source."""
+    for line in sequences.describe(
+        state.sequences + max(job.training.steps - state.step, 0) * rt.batch.global_size
+    ):
         logger.info(line)
     if rt.rank == 0:
         job.folder.mkdir(parents=True, exist_ok=True)
         files = {
             "job.toml": checkpoints.job_toml,
             "env.json": json.dumps(environment(rt), indent=1) + "\n",
-            "recipe.json": json.dumps(checkpoints.recipe, indent=1) + "\n",
+            "run_identity.json": json.dumps(checkpoints.identity, indent=1) + "\n",
         }
         for name, text in files.items():
             write_atomically(job.folder / name, text)

@@ -81,7 +81,7 @@ def train(job: Job) -> int:
         while state.step < last_step and not stop:
             try:
                 with meter.waiting_for_data():
-                    micro_batches = [next(loader).to(rt.device) for _ in range(rt.plan.micro_batches)]
+                    micro_batches = [next(loader).to(rt.device) for _ in range(rt.batch.num_micro_batches)]
             except (Stopped, LoaderError) as e:
                 return run.ends_without_data(e, first_step, requests)
             state.step += 1
@@ -91,7 +91,7 @@ def train(job: Job) -> int:
             loss = model.forward_backward(micro_batches, tokens)
             norm = grad_norm(model.net.parameters(), rt.mesh.pipeline)
             loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())
-            apply = guard.judge(loss, norm, bad_norms, state.step, state.sequences, rt.plan.rows)
+            apply = guard.judge(loss, norm, bad_norms, state.step, state.sequences, rt.batch.global_size)
             checkpoints.wait_until_staged()  # a save may still be copying the weights
             guarded_step(optimizer, apply, clip_divisor(norm, job.training.max_norm))
             optimizer.zero_grad()
@@ -147,12 +147,12 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         check_run_folder(job, tokenizer)  # first: tokenising and packing may take long
         check_interop(job, tokenizer)
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
-    recipe = job.recipe(sequences.identity, sequences.names)
-    rt.check_equal("data, tokenizer or model", json.dumps(recipe, sort_keys=True))
-    # Opening the checkpoints refuses a folder that holds another recipe's run, before it is written to.
+    identity = job.identity(sequences.identity, sequences.names)
+    rt.check_equal("data, tokenizer or model", json.dumps(identity, sort_keys=True))
+    # Opening the checkpoints refuses a folder that holds another identity's run, before it is written to.
     exports = exporter(job, tokenizer, requests)
-    checkpoints = Checkpointer(job.checkpoint, job.folder, recipe, annotated(job, about), exports)
-    check_global_batch(job, rt.plan.rows, checkpoints.resumed)
+    checkpoints = Checkpointer(job.checkpoint, job.folder, identity, annotated(job, about), exports)
+    check_global_batch(job, rt.batch.global_size, checkpoints.resumed)
 
     describe(job, rt, about, sequences, kernel)
     with building(size, rt.mesh.shards):
@@ -166,8 +166,10 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         guard = StepGuard(job.guard, rt.device)
         if checkpoints.resumed is not None:
             guard.load_state_dict(checkpoints.resumed["guard"], state.step)
-    check_global_batch(job, rt.plan.rows, checkpoints.resumed)  # of the one before, if that was damaged
-    order = MicroBatches(0, rt.plan.rows, rt.plan.micro_batch_rows, rt.mesh.dp_rank, rt.mesh.dp_size)
+    check_global_batch(
+        job, rt.batch.global_size, checkpoints.resumed
+    )  # of the one before, if that was damaged
+    order = MicroBatches(0, rt.batch.global_size, rt.batch.micro_batch_size, rt.mesh.dp_rank, rt.mesh.dp_size)
     loader = SequenceLoader(sequences, order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
     loader.load_state_dict({"sequences": state.sequences})
 
@@ -270,11 +272,17 @@ class Run:
     def small_state(self) -> dict[str, Any]:
         """What a checkpoint records beside the tensors and the position in the data. Waits for the device."""
         guard = self.guard.state_dict()
-        return {"global_batch_size": self.rt.plan.rows, "guard": guard, "healthy": guard["streak"] == 0}
+        return {
+            "global_batch_size": self.rt.batch.global_size,
+            "guard": guard,
+            "healthy": guard["streak"] == 0,
+        }
 
     def validate(self) -> dict[str, Any]:
         """Validation loss on the held-out sequences."""
-        num_sequences = self.job.validation.num_sequences(self.sequences.num_held_out, self.rt.plan.rows)
+        num_sequences = self.job.validation.num_sequences(
+            self.sequences.num_held_out, self.rt.batch.global_size
+        )
         with self.meter.apart("time/validation_s"):
             return validate(self.model, self.sequences, num_sequences, self.rt)
 

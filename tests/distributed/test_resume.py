@@ -411,7 +411,7 @@ def test_another_optimizer_is_told_in_words(
     folder, other = whole.folder.parent, whole.folder.parent / "other"
     step = whole.folder / "checkpoint/step-12"
     ways = (
-        "Set it back, or start a new run from the weights, in another --job.dump_folder, with "
+        "Undo the change, or start a new run from the weights, in another --job.dump_folder, with "
         "--checkpoint.initial_load_path="
     )
     mine = ["--optimizer={name = 'momentum'}"]

@@ -36,7 +36,7 @@ FILES = {
     "last_commit.json",
     "job.toml",
     "env.json",
-    "recipe.json",
+    "run_identity.json",
     "run_id.txt",
     "metrics.jsonl",
     "checkpoint",

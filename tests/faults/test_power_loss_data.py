@@ -276,7 +276,7 @@ def test_a_run_with_exports(trained: Path, tmp_path: Path) -> None:
         missing = {f"step-{step}" for step in range(1, newest + 1)} - saved - exported
         assert not missing, f"{missing} are neither saved nor exported"
         assert (mark != "over") or (newest, len(exported)) == (4, 4)
-        for name in ("env.json", "recipe.json"):
+        for name in ("env.json", "run_identity.json"):
             if (run / name).exists():
                 assert json.loads((run / name).read_text())
         return sorted(saved), sorted(exported)

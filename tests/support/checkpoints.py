@@ -18,7 +18,7 @@ from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.state import TrainState
 
 EXTRA = {"global_batch_size": 8, "guard": {"streak": 0, "skipped_steps": 0}, "healthy": True}
-RECIPE = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {"abc": 1000}}}
+IDENTITY = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {"abc": 1000}}}
 
 
 class Parts:
@@ -52,8 +52,8 @@ def sharded_parts(ranks: int, width: int, seed: int = 0) -> Parts:
     return parts
 
 
-def open_run(folder: Path, /, recipe: dict = RECIPE, **config: object) -> Checkpointer:
-    return Checkpointer(Checkpoint(interval=1, **config), folder, recipe, "[job]\n")
+def open_run(folder: Path, /, identity: dict = IDENTITY, **config: object) -> Checkpointer:
+    return Checkpointer(Checkpoint(interval=1, **config), folder, identity, "[job]\n")
 
 
 def save_steps(folder: Path, steps: int, **config: object) -> tuple[Parts, Checkpointer]:

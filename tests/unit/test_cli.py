@@ -204,7 +204,7 @@ def test_the_help_of_train_lists_the_keys(run):
     code, out, _ = run("train", "--help")
     assert code == 0
     assert "  --training.seq_len=2048   <int>" in out.splitlines()
-    assert "      Targets a row; a row is seq_len + 1 tokens." in out.splitlines()
+    assert "      Tokens that are predicted in each sequence; a sequence has seq_len + 1 tokens." in out.splitlines()
 
 
 def test_the_reference_is_printed(run):
@@ -279,7 +279,7 @@ def test_an_unknown_key_on_the_command_line(run, config):
         (
             "global_batch_size = 16",
             "global_batch_size = 15",
-            "training.global_batch_size: 15 rows are no multiple of",
+            "training.global_batch_size: 15 sequences are not a multiple of",
         ),
     ],
     ids=["wrong type", "unknown choice", "bad literal", "cross-section rule"],
@@ -457,7 +457,7 @@ def test_launch_of_one_process_trains_in_this_one(run, trained, config):
 
 def test_launch_checks_the_job_for_all_ranks_before_it_starts_any(run, trained, config):
     message = complaint_of(run("launch", "--nproc-per-node=3", config))
-    assert "training.global_batch_size: 16 rows " in message
+    assert "training.global_batch_size: 16 sequences " in message
     assert trained == []
 
 

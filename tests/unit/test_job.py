@@ -113,12 +113,12 @@ def test_a_job_that_keeps_the_rules(path):
 @pytest.mark.parametrize("world_size", [3, 16])
 def test_the_global_batch_divides_over_the_ranks(complaint, world_size):
     message = complaint(world_size=world_size)
-    assert message.startswith("job.toml:7: training.global_batch_size: 16 rows ")
+    assert message.startswith("job.toml:7: training.global_batch_size: 16 sequences ")
     assert f"local_batch_size 2 x {world_size}" in message
 
 
 def test_the_nearest_global_batches_are_named(complaint):
-    assert complaint(world_size=3).endswith("the nearest: 12 or 18")
+    assert complaint(world_size=3).endswith("the nearest are 12 or 18")
 
 
 def test_a_global_batch_of_minus_one_follows_the_ranks(path):

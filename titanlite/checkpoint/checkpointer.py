@@ -61,7 +61,7 @@ class Checkpointer:
     refuses a folder with the run of another identity (ConfigError). Collective, as are all its methods that
     save or load.
 
-    `recipe`: nested plain values that a resumed run must share. `job_toml`: stored in every checkpoint.
+    `identity`: nested plain values that a resumed run must share. `job_toml`: stored in every checkpoint.
     `exports`: makes exports of committed checkpoints; None for a run without exports.
     """
 
@@ -69,15 +69,15 @@ class Checkpointer:
         self,
         config: Checkpoint,
         dump_folder: Path,
-        recipe: dict[str, Any],
+        identity: dict[str, Any],
         job_toml: str,
         exports: Exports | None = None,
     ):
         self.config, self.folder = config, dump_folder / config.folder
-        self.recipe, self.job_toml = recipe, job_toml
-        self._recipe_file = dump_folder / "recipe.json"
+        self.identity, self.job_toml = identity, job_toml
+        self._identity_file = dump_folder / "run_identity.json"
         self._record = CommitRecord(dump_folder, config)
-        self._opening = Opening(config, dump_folder, recipe)
+        self._opening = Opening(config, dump_folder, identity)
         self.ranks = Ranks(self.folder)
         self._lock: FolderLock | None = None
         self._save_is_late = False  # a periodic save waits for the end of a streak of skipped steps
@@ -148,7 +148,13 @@ class Checkpointer:
         """
         self._save_is_late = False
         tensors = tensors_of(net, optimizer)
-        train = {**state.as_json(), **extra, "finite": True, "branch": self._branch(), "recipe": self.recipe}
+        train = {
+            **state.as_json(),
+            **extra,
+            "finite": True,
+            "branch": self._branch(),
+            "identity": self.identity,
+        }
         snapshot = Snapshot(
             state.step,
             tensors,
@@ -177,10 +183,10 @@ class Checkpointer:
         healthy = newest_healthy(self.folder)
         if healthy is None:
             return (
-                "no checkpoint was saved before: start again in another --job.dump_folder, for example with "
+                "no checkpoint was saved before; start again in another --job.dump_folder, for example with "
                 "a lower --optimizer.lr"
             )
-        # What was saved after going back to a step is gone on from when load_step names that step again.
+        # A start with the same load_step again would resume from what was saved after going back.
         later = [path.name for step, path in commit.committed(self.folder) if step > healthy]
         first = f"move {', '.join(later)} out of {self.folder}, then "
         return (
@@ -272,22 +278,24 @@ class Checkpointer:
         if candidate is not None:
             resume.check_shared(candidate, self.ranks)
         if self.config.enable:
-            self.ranks.agree(lambda: commit.clean(self.folder))  # first: what a kill left may fill the disk
+            self.ranks.agree(
+                lambda: commit.clean(self.folder)
+            )  # first, since files left by a kill may fill the disk
             resume.probe(self.folder, self.ranks)
-        self.ranks.agree(self._sign)
+        self.ranks.agree(self._write_owner)
         if candidate is None:
             self.ranks.agree(lambda: self._start(None))
         return candidate
 
     def _load(self, candidate: Candidate, tensors: Tensors) -> str | None:
-        """Load, and verify beside it; what is wrong with the checkpoint, if anything."""
+        """Load the checkpoint and verify it at the same time. Returns what is wrong with it, or None."""
         full = self.config.verify == "full"
         logger.info(f"loading {'and verifying ' if full else ''}{candidate.path}")
         verification = resume.Verification(candidate, self.ranks) if full else None
         error = None
         try:
             load_tensors(candidate.path, tensors, self.ranks)
-        except CheckpointError as e:  # of damage, or of another model: the hashes tell
+        except CheckpointError as e:  # it is damaged, or of another model: the hashes decide
             error = e
             verification = verification or resume.Verification(candidate, self.ranks)
         reason = verification.result() if verification else None
@@ -300,7 +308,8 @@ class Checkpointer:
         return reason
 
     def _fall_back(self, damaged: Candidate, reason: str) -> Candidate:
-        """On rank 0: the checkpoint before the damaged one. Raises CheckpointError if none is left."""
+        """The usable checkpoint before a damaged one. Called on rank 0. Raises CheckpointError if none is
+        left."""
         self._faults.append((damaged.path, reason))
         found = self._opening.candidate(self._faults)
         assert found is not None, "candidate() raises if there is none left"
@@ -312,24 +321,24 @@ class Checkpointer:
         except OSError as e:
             raise ConfigError(f"{dump_folder} cannot be written to: {e}", "job.dump_folder") from None
 
-    def _sign(self) -> None:
+    def _write_owner(self) -> None:
         assert self._lock is not None
-        self._lock.sign()
+        self._lock.write_owner()
 
     def _start(self, step: int | None) -> None:
-        """On rank 0, once a checkpoint is loaded and verified, or none was ever saved: only now are damaged
-        ones renamed, so that a run with no usable one keeps all of them as they are."""
+        """Called on rank 0 when a checkpoint is loaded and verified, or the run is new. Damaged checkpoints
+        are renamed only now, so that a folder without a usable checkpoint stays as it is."""
         resume.quarantine_all(self._faults)
-        if not self._record.restarts():  # else _restart() does, when the remains are archived
+        if not self._record.restarts():  # otherwise _restart() records it when the old run is archived
             self._record.start(step)
 
     def _leave_branch(self, step: int) -> None:
-        """Having gone back to load_step: what was saved after it is no longer this run's."""
+        """Archive what was saved after load_step, if the run has gone back to it."""
         if step == self.config.load_step:
             self._archive(after=step)
 
     def _restart(self) -> None:
-        """Having begun a new run: the remains of the one before are no longer this run's."""
+        """Archive the earlier run, if checkpoint.restart is to be carried out."""
         if self._record.restarts():
             self._archive(after=0)
             self._record.quarantine_if_damaged()
@@ -337,12 +346,12 @@ class Checkpointer:
             logger.info("checkpoint.restart = true: a new run begins at step 1")
 
     def _archive(self, after: int) -> None:
-        for folder in (self._recipe_file.parent / EXPORTS, self.folder):
+        for folder in (self._identity_file.parent / EXPORTS, self.folder):
             for path in commit.archive_after(folder, after):
-                logger.warning(f"saved after step {after}, and archived: {path}")
+                logger.warning(f"archived as {path}: it was saved after step {after}")
 
     def _branch(self) -> int | None:
-        """The load_step that this start, or the starts before with the same one, went back to."""
+        """The step that the run has gone back to by load_step, or None."""
         return self.config.load_step if self.config.load_step != -1 else None
 
     def _release(self) -> None:

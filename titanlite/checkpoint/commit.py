@@ -33,7 +33,7 @@ class CheckpointError(RuntimeError):
 
 MANIFEST = "manifest.json"
 SHARD = ".distcp"
-FORMAT = 3
+FORMAT = 4
 SLACK = 1.05  # free space needed, as a multiple of the tensors' bytes: the rest is for metadata and metrics
 
 

@@ -1,7 +1,7 @@
-"""One run a folder: LOCK in the run folder is held from the start of a run to its end.
+"""A lock on the run folder, held from the start of a run to its end, so that one run uses the folder.
 
-A POSIX record lock: it ends with the process however that ends, children do not inherit it, and NFS has it.
-"""
+A POSIX record lock on the file LOCK: it ends with the process however the process ends, child processes do
+not inherit it, and it works on NFS."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from titanlite.config.component import ConfigError
 from titanlite.files import FileFault, make_folder, open_own
 from titanlite.log import logger
 
-WAIT_S = 120.0  # a restart may come before the last process of the run before is gone, or known to be
+WAIT_S = 120.0  # seconds; a restart may come before the last process of the earlier start is gone
 
 
 class FolderLock:
-    """Taking it raises ConfigError if another process keeps it for longer than WAIT_S."""
+    """The lock on `folder`. Making it raises ConfigError if another process holds the lock for longer than
+    WAIT_S."""
 
     def __init__(self, folder: Path):
         make_folder(folder)
@@ -46,8 +47,8 @@ class FolderLock:
                 told = True
             time.sleep(0.2)
 
-    def sign(self) -> None:
-        """Say in the file who holds it. Raises ConfigError if the disk is full."""
+    def write_owner(self) -> None:
+        """Write into the file which process holds the lock. Raises ConfigError if the disk is full."""
         assert self._file is not None
         try:
             self._file.truncate(0)
@@ -57,9 +58,9 @@ class FolderLock:
             raise ConfigError(f"{self._path} cannot be written to: {e}", "job.dump_folder") from None
 
     def close(self) -> None:
-        """Let the next run have the folder."""
+        """Release the lock."""
         if self._file is not None:
-            with suppress(OSError):  # of a full disk; it is closed all the same
+            with suppress(OSError):  # a full disk; the file is closed all the same
                 self._file.close()
             self._file = None
 
@@ -71,7 +72,7 @@ class FolderLock:
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 return False
             logger.warning(
-                f"{self._path} cannot be locked ({e}): see to it that no second run uses this folder"
+                f"{self._path} cannot be locked ({e}): make sure that no second run uses this folder"
             )
         return True
 

@@ -1,4 +1,4 @@
-"""The ranks that share a checkpoint: they decide together, over a gloo group that training does not use."""
+"""Ranks: decisions that all ranks of a run take together, over a gloo group that training does not use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This rank among those that share `folder`. Opening it is collective."""
+    """This rank among the ranks that share the checkpoints in `folder`. Making it is collective."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -28,7 +28,7 @@ class Ranks:
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self.distributed else None
 
     def agree(self, act: Callable[[], T]) -> T:
-        """What `act()` gave on rank 0, its error included, on every rank."""
+        """Call `act()` on rank 0, and return its result or raise its error on every rank."""
         box: list[Any] = [None]
         if self.rank == 0:
             try:
@@ -37,7 +37,7 @@ class Ranks:
                 box = [e]
             except OSError as e:
                 box = [e if e.errno in REFUSALS else RuntimeError(f"rank 0, {self.folder}: {e}")]
-            except Exception as e:  # any error must reach the others, or they would wait for it
+            except Exception as e:  # every error must reach the other ranks, which wait for the result
                 box = [RuntimeError(f"rank 0, {self.folder}: {type(e).__name__}: {e}")]
         if self.distributed:
             dist.broadcast_object_list(box, group=self.group, group_src=0)
@@ -46,7 +46,7 @@ class Ranks:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
+        """The values of all ranks, in their order, on every rank."""
         values: list[Any] = [value]
         if self.distributed:
             values = [None] * self.size

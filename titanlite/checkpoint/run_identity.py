@@ -1,7 +1,8 @@
-"""The recipe: what a run must share with the one it resumes, by dotted name.
+"""The run identity: values by dotted name that a resumed run must share with its checkpoint, such as the
+model's architecture, the loss and the content of the data.
 
-Its `names` are not compared. They are what messages call the tokenizer and, by fingerprint, the sources.
-"""
+The section `names` of a run identity is not compared: it has the names that messages use for the tokenizer
+and, by fingerprint, for the sources."""
 
 from __future__ import annotations
 
@@ -14,44 +15,46 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.json_file import read_object
 
-NUMBERING = ("training.", "data.")  # what decides which sequence has which number ...
-NOT_NUMBERING = "data.mask_documents"  # ... but for this, which only hides documents from each other
+NUMBERING = ("training.", "data.")  # sections that decide which sequence has which number ...
+NOT_NUMBERING = "data.mask_documents"  # ... except this key, which only masks documents from each other
 TOKENIZER, SOURCES = "data.tokenizer", "data.sources."
 REPACKING = (TOKENIZER, "data.packing", "training.seq_len")
-SHOWN = 3  # differences in one message
+SHOWN = 3  # differences named in one message
 ABSENT = object()
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """recipe.json of a run folder. Raises ConfigError if it is damaged."""
+def read_identity(path: Path) -> dict[str, Any]:
+    """Read the run_identity.json of a run folder. Raises ConfigError if it is damaged."""
     try:
         return read_object(path)
     except ConfigError as e:
-        raise ConfigError(f"{e}; there is no checkpoint beside it: delete it") from None
+        raise ConfigError(f"{e}; the run has no checkpoint, so the file can be deleted") from None
 
 
-def check_allowed(names: Sequence[str], recipe: dict[str, Any]) -> None:
-    """Raises ConfigError for a name in checkpoint.allow_changed that stands for nothing in a new run's
-    recipe. A run that resumes may name keys that only its checkpoint has, or had."""
-    keys = flatten({key: value for key, value in recipe.items() if key != "names"})
+def check_allowed(names: Sequence[str], identity: dict[str, Any]) -> None:
+    """Raises ConfigError for a name in checkpoint.allow_changed that a new run's identity does not have. A
+    run that resumes may also name keys that only its checkpoint has."""
+    keys = flatten({key: value for key, value in identity.items() if key != "names"})
     for name in names:
         if not any(_covers(name, key) for key in keys):
             known = {"data.sources" if key.startswith(SOURCES) else key for key in keys}
             raise ConfigError(
-                f"unknown key of the recipe {name!r}{suggest(name, known)}", "checkpoint.allow_changed"
+                f"the run identity has no key {name!r}{suggest(name, known)}", "checkpoint.allow_changed"
             )
 
 
-def check_recipe(
+def check_identity(
     theirs: dict[str, Any],
     ours: dict[str, Any],
     allow_changed: Sequence[str],
     where: Path,
     num_sequences: int = 0,
 ) -> list[str]:
-    """The differences that are allowed, a sentence each. Raises ConfigError naming what differs, unless it is
-    allowed to, itself or a table it belongs to. What numbers the sequences may not change once
-    `num_sequences` have been trained on: some would be trained on again and others left out."""
+    """The allowed differences between two run identities, each as a sentence.
+
+    Raises ConfigError that names the differences unless `allow_changed` names their keys or tables. Keys that
+    decide the numbers of sequences may not change once `num_sequences` were trained on: some sequences would
+    be trained on again and others left out. `where`: the folder of the recorded run, for messages."""
     changes = dict(_changes(theirs, ours))
     named = {key for key in changes if any(_covers(a, key) for a in allow_changed)}
     fixed = {key for key in changes if num_sequences and key.startswith(NUMBERING) and key != NOT_NUMBERING}
@@ -60,16 +63,20 @@ def check_recipe(
     if named & fixed:
         raise ConfigError(
             f"{_first(changes, named & fixed)}: after {num_sequences:,} sequences this run would train on "
-            "some of them again and leave others out. Set it back, or start a new run in another "
-            f"--job.dump_folder{weights} (changing data within a run needs stages, which titanlite does "
-            "not have yet)",
+            "some of them again and leave others out. Undo the change, or start a new run in another "
+            f"--job.dump_folder{weights} (changing the data within a run is not "
+            "supported yet)",
             "checkpoint.allow_changed",
         )
     if refused := changes.keys() - named:
-        allow = "" if refused & fixed else "; to change it in this run, name it in --checkpoint.allow_changed"
+        allow = (
+            "" if refused & fixed else "; to change it within this run, name it in --checkpoint.allow_changed"
+        )
         raise ConfigError(
-            f"{where} holds a run that differs: {_first(changes, refused)}. Set it back, start a new run in "
-            f"another --job.dump_folder{weights}, or begin anew in this one with --checkpoint.restart=true"
+            f"{where} holds a run that differs: {_first(changes, refused)}. Undo the change, start a new "
+            "run in "
+            f"another --job.dump_folder{weights}, or restart at step 1 in this one with "
+            "--checkpoint.restart=true"
             f"{allow}",
             "job.dump_folder",
         )
@@ -77,8 +84,9 @@ def check_recipe(
 
 
 def before_opening(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """A recorded recipe, to be compared with that of a job whose sources are not opened yet, and are listed
-    by label. As many sources may be the same ones: a label names a place, and data may be moved."""
+    """A recorded run identity in the form that a job has before its sources are opened, with sources listed
+    by label. If both have the same number of sources, the labels are not compared: data may have been
+    moved."""
     names, labels = _names(theirs)[1], ours["data"]["sources"]
     flat = flatten({key: value for key, value in theirs.items() if key != "names"})
     uids = [key.removeprefix(SOURCES) for key in flat if key.startswith(SOURCES)]
@@ -88,8 +96,8 @@ def before_opening(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, An
 
 
 def check_optimizer(checkpoint: Path, job_toml: str) -> None:
-    """Raises ConfigError if the job of the checkpoint has another [optimizer]: the reason why its tensors are
-    not those of this job."""
+    """Raises ConfigError if the checkpoint's job has another [optimizer] than this job, which explains why
+    its tensors differ."""
     saved = toml.read(checkpoint / "job.toml")[0].get("optimizer", {})
     ours = toml.parse(job_toml).get("optimizer", {})
     name, changes = saved.get("name"), list(differences(saved, ours))
@@ -100,14 +108,16 @@ def check_optimizer(checkpoint: Path, job_toml: str) -> None:
         what = f"with other optimizer state: {said}"
     if changes:
         raise ConfigError(
-            f"{checkpoint} was saved {what}. Set it back, or start a new run from the weights, in another "
+            f"{checkpoint} was saved {what}. Undo the change, or start a new run from the weights, in "
+            "another "
             f"--job.dump_folder, with --checkpoint.initial_load_path={checkpoint}",
             "optimizer.name",
         )
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value before, value now) where two trees differ; ABSENT for a key that one lacks."""
+    """(dotted key, value before, value now) where two trees differ; ABSENT for a key that only one of them
+    has."""
     old, new = flatten(before), flatten(now)
     for key in [*new, *(key for key in old if key not in new)]:
         a, b = old.get(key, ABSENT), new.get(key, ABSENT)
@@ -116,12 +126,12 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[s
 
 
 def spell(value: Any) -> str:
-    """A value for messages, as TOML has it."""
+    """A value as TOML spells it, for messages."""
     return "absent" if value is ABSENT else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables, also in lists, as dotted keys."""
+    """A nested table with dotted keys; tables in lists are numbered from 0."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -131,9 +141,9 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(dotted key, sentence) of each difference; the sources come last."""
+    """(dotted key, sentence about it) for each difference; the sources come last."""
     (old, old_names), (new, new_names) = _names(theirs), _names(ours)
-    before, now = ({k: v for k, v in recipe.items() if k != "names"} for recipe in (theirs, ours))
+    before, now = ({k: v for k, v in identity.items() if k != "names"} for identity in (theirs, ours))
     shares: dict[str, tuple[Any, Any]] = {}
     for key, a, b in differences(before, now):
         if key.startswith(SOURCES):
@@ -145,7 +155,7 @@ def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str
             yield key, changed
         else:
             yield key, f"{key} was {spell(a)}, is {spell(b)}"
-    # The fingerprints of all sources change with the tokenizer, and with how tokens become sequences.
+    # The fingerprints of all sources change with the tokenizer and with the packing.
     is_explained = any(_at(before, key) != _at(now, key) for key in REPACKING)
     yield from _source_changes(shares, old_names, new_names, is_explained)
 
@@ -156,7 +166,8 @@ def _source_changes(
     new_names: dict[str, str],
     is_explained: bool,
 ) -> Iterator[tuple[str, str]]:
-    """The same for the sources: their shares, in thousandths, before and now, by fingerprint."""
+    """(dotted key, sentence about it) for each source that differs. `shares`: the source's thousandths of all
+    sequences before and now, by fingerprint."""
     gone = {old_names.get(uid, uid): uid for uid, (_, b) in shares.items() if b is ABSENT}
     for uid, (a, b) in shares.items():
         name, key = (old_names if b is ABSENT else new_names).get(uid, uid), f"{SOURCES}{uid}"
@@ -171,9 +182,10 @@ def _source_changes(
             yield key, f"the content of {name} has changed"
 
 
-def _names(recipe: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """What a recipe calls the tokenizer and the sources; nothing if it does not say, or not in this form."""
-    names = recipe.get("names")
+def _names(identity: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """The names of the tokenizer and of the sources by fingerprint; empty if the run identity does not have
+    them."""
+    names = identity.get("names")
     sources = names.get("sources") if isinstance(names, dict) else None
     if not isinstance(names, dict) or not isinstance(sources, dict):
         return "", {}
@@ -181,7 +193,7 @@ def _names(recipe: dict[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def _covers(name: str, key: str) -> bool:
-    """Whether a name in checkpoint.allow_changed is that of the key, or of a table it belongs to."""
+    """Whether a name in checkpoint.allow_changed is the key, or a table that contains the key."""
     return key == name or key.startswith(f"{name}.")
 
 
@@ -191,6 +203,6 @@ def _at(tree: dict[str, Any], key: str) -> Any:
 
 
 def _first(changes: dict[str, str], keys: Collection[str]) -> str:
-    """The first of the changes with these keys, on one line."""
+    """The first sentences about these keys, on one line."""
     said = [text for key, text in changes.items() if key in keys]
     return "; ".join(said[:SHOWN]) + (f" (and {len(said) - SHOWN} more)" if len(said) > SHOWN else "")

@@ -1,4 +1,4 @@
-"""`[checkpoint]`: the keys of saving, resuming, and of what comes from and goes to other programs."""
+"""`[checkpoint]`: saving, resuming, initial weights and exports."""
 
 from __future__ import annotations
 
@@ -8,58 +8,57 @@ from typing import Literal
 
 from titanlite.config.component import ConfigError
 
-EXPORTS = "hf"  # in the run folder
+EXPORTS = "hf"  # folder of the exports in the run folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Saving and resuming. A run resumes by itself from the newest good checkpoint in its folder."""
+    """Saving and resuming. A run resumes automatically from the newest usable checkpoint in its folder."""
 
     enable: bool = True
     """Save checkpoints and resume from them."""
     folder: str = "checkpoint"
-    """Where, under job.dump_folder."""
+    """Folder of the checkpoints, below job.dump_folder."""
     interval: int = 500
     """Steps between saves; the last step is always saved."""
     async_mode: Literal["disabled", "async"] = "async"
-    """`async`: training goes on while the checkpoint is copied to host memory and written. Needs as much host
-    memory as a rank has state. The files are the same."""
+    """`async`: training continues while a copy of the state in host memory is written, which needs as much
+    host memory as the rank's state has. `disabled`: training waits for each save. The files are the same."""
     keep_latest_k: int = 10
-    """Checkpoints to keep, the newest ones; 0: all. Also kept: the one resumed from, and any with an empty
-    file `step-N.keep` beside it."""
+    """Number of newest checkpoints to keep; 0: all. The checkpoint that the run resumed from, the newest
+    healthy one, and any with an empty file `step-N.keep` beside it are kept, too."""
     keep_every_n_steps: int = 0
-    """Also keep those whose step is a multiple of this; 0: none."""
+    """Also keep checkpoints whose step is a multiple of this; 0: none."""
     load_step: int = -1
-    """-1: the newest. Else go back to this step: later checkpoints, and exports, are moved to
-    `archived-<n>/`, once; a restart with the same value goes on from the newest one saved since."""
+    """Step to resume from; -1: the newest. Going back to a step moves later checkpoints and exports to
+    `archived-<n>/`, once; the next start with the same value resumes from the newest checkpoint saved
+    since."""
     restart: bool = False
-    """Begin a new run at step 1 in a folder that holds another: its checkpoints and exports are moved to
-    `archived-<n>/`, its metrics to `*.superseded.*`, once; a start with the same arguments goes on from the
-    newest checkpoint saved since."""
+    """Start at step 1 in a folder that holds a run. Its checkpoints and exports are moved to `archived-<n>/`,
+    its metrics to `*.superseded.*`, once; the next start with the same arguments resumes from the newest
+    checkpoint saved since."""
     verify: Literal["full", "sizes", "off"] = "full"
-    """What is checked of a checkpoint that is loaded: `full`: SHA-256 of all files; `sizes`: of the small
-    files, and that the shards are there with their sizes; `off`: of the small files. A load that fails is
-    followed by `full`."""
+    """Checks of a checkpoint before it is used. `full`: SHA-256 of all files. `sizes`: SHA-256 of the small
+    files, and the sizes of the shards. `off`: SHA-256 of the small files. If loading fails, all files are
+    checked."""
     on_save_error: Literal["continue", "stop"] = "continue"
-    """After a failed save (a full disk, say): `continue` trains on and stops at the third failure in a row;
-    `stop` stops at once."""
+    """What to do after a failed save, for example on a full disk. `continue`: train on, and stop after the
+    third failed save in a row. `stop`: stop at once."""
     initial_load_path: str = ""
-    """A directory with the weights that a new run starts from: Hugging Face's, a titanlite checkpoint or run
-    (its weights alone), a torchtitan DCP checkpoint, or Meta's `consolidated.*.pth`. Not used by a run that
-    resumes."""
+    """Directory with the weights that a new run starts from: a Hugging Face model, a titanlite checkpoint or
+    run, a torchtitan DCP checkpoint, or Meta's `consolidated.*.pth`. A run that resumes does not use it."""
     export_hf: bool = False
-    """At the end of the run also write the model as a Hugging Face directory, `hf/step-N` under
-    job.dump_folder."""
+    """Write the model as a Hugging Face directory `hf/step-N` below job.dump_folder at the end of the run."""
     export_hf_interval: int = 0
-    """Steps between such exports, a multiple of `interval`. They are made from the checkpoint while training
-    goes on, and a checkpoint is kept until its export is made; the next start makes those that a killed or
-    stopped run has not. 0: only at the end."""
+    """Steps between Hugging Face exports, a multiple of `interval`; 0: only at the end. An export is made
+    from its checkpoint while training continues, and the checkpoint is kept until then. Exports that a killed
+    or stopped run has left out are made after the next save."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """The dtype of exported weights."""
+    """dtype of exported weights."""
     allow_changed: list[str] = field(default_factory=list)
-    """Keys of the recipe that may differ on resume, for example `["model.rope_theta"]`; any other difference
-    is refused, and so is one that would train on sequences of the epoch again or leave some out. A new run
-    refuses a name that its recipe does not have."""
+    """Keys of the run identity that may differ on resume, for example `["model.rope_theta"]`. Any other
+    difference is refused, and so is one that would repeat or leave out sequences of the epoch. A new run
+    refuses names that its run identity does not have."""
 
     def __post_init__(self) -> None:
         folder = Path(self.folder)
@@ -75,14 +74,15 @@ class Checkpoint:
             raise ConfigError(f"{self.keep_every_n_steps} is below 0", "keep_every_n_steps")
         if self.export_hf_interval < 0 or self.export_hf_interval % self.interval:
             raise ConfigError(
-                f"{self.export_hf_interval} is no multiple of interval = {self.interval}: exports are made "
+                f"{self.export_hf_interval} is not a multiple of interval = {self.interval}: exports are "
+                "made "
                 "from checkpoints",
                 "export_hf_interval",
             )
         if self.export_hf_interval and not self.export_hf:
             raise ConfigError("without export_hf = true nothing is exported", "export_hf_interval")
         if self.export_hf and folder.parts[0] == EXPORTS:
-            raise ConfigError(f"{EXPORTS} is where exports go; name another folder", "folder")
+            raise ConfigError(f"{EXPORTS} is the folder of the exports; choose another one", "folder")
         if self.export_hf and not self.enable:
             raise ConfigError("exports are made from checkpoints, and enable = false saves none", "export_hf")
         if self.load_step < 1 and self.load_step != -1:

@@ -24,7 +24,7 @@ from titanlite.torch_compat import foreach_norm, plain_tensor
 TRAIN = "train.json"
 TRAIN_KEYS: dict[str, type] = {
     "step": int, "sequences": int, "tokens": int, "global_batch_size": int, "guard": dict, "healthy": bool,
-    "finite": bool, "recipe": dict,
+    "finite": bool, "identity": dict,
 }  # fmt: skip
 Tensors = dict[str, dict[str, torch.Tensor]]  # part of the state, name, tensor
 

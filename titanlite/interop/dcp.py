@@ -39,15 +39,15 @@ def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
         name.removeprefix(MODEL): name for name in metadata.state_dict_metadata if name.startswith(MODEL)
     }
     try:
-        recipe = read_train(path)["recipe"]
-        expect(recipe, model=dict)
-        expect(recipe["model"], name=str)
-        data = recipe.get("data", {})
+        identity = read_train(path)["identity"]
+        expect(identity, model=dict)
+        expect(identity["model"], name=str)
+        data = identity.get("data", {})
         expect(data)
         tokenizer = data.get("tokenizer", "")
     except ValueError as e:
         raise CheckpointError(f"{path} is damaged: its {TRAIN} cannot be trusted: {e}") from None
-    numbers = _recorded(recipe["model"], family, path) if family is not None else {}
+    numbers = _recorded(identity["model"], family, path) if family is not None else {}
     return Weights(path, "titanlite", stored_tensors(path, metadata, names), numbers, tokenizer)
 
 
@@ -90,7 +90,7 @@ def _load(file: Path, name: str, offset: int, length: int, region: Region) -> to
 
 
 def _recorded(model: Mapping[str, Any], family: ModelFamily, path: Path) -> dict[str, Any]:
-    """The numbers of the model that a recipe records, if it is of the same family."""
+    """The numbers of the model that an identity records, if it is of the same family."""
     if model["name"] != family.name:
         raise ConfigError(f"{path} is of a {model['name']}, the job's model is a {family.name}")
     fields = {f.name for f in dataclasses.fields(family.config)}

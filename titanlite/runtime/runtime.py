@@ -36,7 +36,7 @@ from titanlite.runtime.process import (
     write_error_note,
 )
 from titanlite.runtime.process_group import Comm, init_process_group
-from titanlite.runtime.training import StepPlan, Training, choose_param_dtype
+from titanlite.runtime.training import BatchLayout, Training, choose_param_dtype
 from titanlite.torch_compat import set_group_timeout
 
 
@@ -48,7 +48,7 @@ class Runtime:
     rank: int
     world_size: int
     mesh: Mesh
-    plan: StepPlan
+    batch: BatchLayout
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     comm: Comm
@@ -185,7 +185,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     set_library_defaults()
     if is_under_torchrun():
         die_with_launcher()
-    plan = StepPlan.of(training, parallelism.degrees(size).data_parallel)
+    batch = BatchLayout.of(training, parallelism.degrees(size).data_parallel)
     device = pick_device()
     param_dtype = choose_param_dtype(training, device)
     offload = training.enable_cpu_offload  # FSDP does it, so even one process needs a process group
@@ -197,7 +197,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     with explicit_garbage_collection(training.gc_freq), reporting_to_launcher(rank):
         yield Runtime(
-            device, rank, size, mesh, plan, param_dtype, reduce_dtype, comm, training.gc_freq, began
+            device, rank, size, mesh, batch, param_dtype, reduce_dtype, comm, training.gc_freq, began
         )
     set_determinism(False)
     if ours:

@@ -12,35 +12,36 @@ from titanlite.config.component import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The step: its size, its number, its precision, its seed."""
+    """Size, number and precision of the optimizer steps."""
 
     seq_len: int = 2048
-    """Targets a row; a row is seq_len + 1 tokens."""
+    """Tokens that are predicted in each sequence; a sequence has seq_len + 1 tokens."""
     local_batch_size: int = 8
-    """Rows of one micro-batch of one rank: what has to fit into memory at once."""
+    """Sequences in one micro-batch of one data-parallel rank: what has to fit into memory at once."""
     global_batch_size: int = -1
-    """Rows of one optimizer step over all ranks; what exceeds local_batch_size x ranks is accumulated. -1:
-    that product."""
+    """Sequences in one optimizer step over all ranks. If it exceeds local_batch_size x data-parallel ranks,
+    gradients of several micro-batches are accumulated. -1: that product."""
     steps: int = 10000
-    """Optimizer steps until the run is done."""
+    """Optimizer steps after which the run is done."""
     max_norm: float = 1.0
-    """Gradients are scaled down to this total norm; 0: never."""
+    """Gradients are scaled down to at most this total norm; 0: no clipping."""
     seed: int = 0
     """Seed of the initial weights and of the data order."""
     deterministic: bool = False
-    """Only deterministic kernels: bit-identical reruns on the same layout, at some cost in speed."""
+    """Use deterministic kernels only: reruns on the same layout are bit-identical, at some cost in speed."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
-    """dtype of parameters and activations in forward and backward (the optimizer's copy is fp32). auto:
-    bfloat16 on CUDA, float32 elsewhere."""
+    """dtype of parameters and activations in forward and backward; the optimizer's copy of the weights is
+    float32. `auto`: bfloat16 on CUDA, float32 elsewhere."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
-    """dtype in which gradients are summed over ranks. bfloat16 halves the traffic; micro-batches still add up
-    in fp32, for which each is reduced at once (as with parallelism.fsdp_reduce = "micro_batch")."""
+    """dtype in which gradients are summed over ranks. bfloat16 halves the traffic. Micro-batches still
+    accumulate in float32, for which each is reduced separately, as with parallelism.fsdp_reduce =
+    "micro_batch"."""
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in the host's memory, and let the CPU take the optimizer's
-    step: for a model that the GPUs cannot hold. Slow."""
+    """Keep weights, gradients and optimizer state in host memory and run the optimizer on the CPU. Slow; for
+    a model that does not fit the GPUs."""
     gc_freq: int = 50
-    """Collect Python's garbage every so many steps, on all ranks in the same one: a rank that does it in its
-    own time holds up the others. 0: each in its own time."""
+    """Run Python's garbage collection every this many steps, at the same step on all ranks, so that no rank
+    stalls the others. 0: Python's automatic collection."""
 
     def __post_init__(self) -> None:
         if self.gc_freq < 0:
@@ -63,33 +64,36 @@ class Training:
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """How one optimizer step is cut: `rows` = micro_batches x micro_batch_rows x data-parallel ranks."""
+class BatchLayout:
+    """How the sequences of one optimizer step are divided: global_size = micro_batch_size x num_micro_batches
+    x data-parallel ranks. Sizes count sequences; num_tokens counts the predicted tokens of a step."""
 
-    rows: int
-    micro_batch_rows: int
-    micro_batches: int
-    tokens: int
+    global_size: int
+    micro_batch_size: int
+    num_micro_batches: int
+    num_tokens: int
 
     @classmethod
-    def of(cls, training: Training, dp_size: int) -> StepPlan:
-        """Raises ConfigError if the global batch does not divide."""
-        at_once = training.local_batch_size * dp_size
-        rows = at_once if training.global_batch_size == -1 else training.global_batch_size
-        if rows % at_once:
-            nearest = sorted({max(rows // at_once, 1) * at_once, (rows // at_once + 1) * at_once})
+    def of(cls, training: Training, dp_size: int) -> BatchLayout:
+        """The layout for `dp_size` data-parallel ranks. Raises ConfigError if global_batch_size cannot be
+        divided."""
+        unit = training.local_batch_size * dp_size
+        size = unit if training.global_batch_size == -1 else training.global_batch_size
+        if size % unit:
+            nearest = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
             raise ConfigError(
-                f"{rows} rows are no multiple of local_batch_size {training.local_batch_size} x {dp_size} "
-                f"ranks = {at_once}; the nearest: {' or '.join(str(n) for n in nearest)}",
+                f"{size} sequences are not a multiple of local_batch_size {training.local_batch_size} x "
+                f"{dp_size} "
+                f"ranks = {unit}; the nearest are {' or '.join(str(n) for n in nearest)}",
                 "training.global_batch_size",
             )
-        if rows * training.seq_len * training.steps >= 1 << 63:
+        if size * training.seq_len * training.steps >= 1 << 63:
             raise ConfigError(
-                f"{training.steps} steps of {rows} x {training.seq_len} tokens are 2^63 tokens or more, "
+                f"{training.steps} steps of {size} x {training.seq_len} tokens are 2^63 tokens or more, "
                 "which cannot be counted",
                 "training.steps",
             )
-        return cls(rows, training.local_batch_size, rows // at_once, rows * training.seq_len)
+        return cls(size, training.local_batch_size, size // unit, size * training.seq_len)
 
 
 def choose_param_dtype(training: Training, device: torch.device) -> torch.dtype:

@@ -1,7 +1,7 @@
 """titanlite checkpoint list DIR                what is there; looks at sizes, not at contents
 titanlite checkpoint verify DIR [DIR ...]     hash every file, look for values that are not finite; exit
                                               code 3 if a checkpoint is bad
-titanlite checkpoint show DIR [--tensors]     what is in the newest: state, recipe, files, tensors
+titanlite checkpoint show DIR [--tensors]     what is in the newest: state, identity, files, tensors
 
 DIR is a run folder, its checkpoint folder, or one step-N folder; a folder with several runs is refused. To
 keep a checkpoint for good, put an empty file step-N.keep beside it; to go back to one, train with
@@ -94,17 +94,19 @@ def _show(paths: list[Path], list_tensors: bool = False) -> int:
         train = read_train(path)
     except ValueError as e:
         raise commit.CheckpointError(f"{path} is damaged: its {TRAIN} cannot be trusted: {e}") from None
-    recipe = flatten(train.pop("recipe"))
+    identity = flatten(train.pop("identity"))
     saved = read_metadata(path).state_dict_metadata
     tensors = {name: t for name, t in saved.items() if isinstance(t, TensorStorageMetadata)}
     _say(path)
     for key, value in {**train, **{k: v for k, v in manifest.items() if k not in ("files", "step")}}.items():
         if value is not None:
             _say(f"  {key:20} {value:,}" if type(value) is int else f"  {key:20} {value}")
-    for title, values in (("recipe", recipe), ("files", commit.digests(manifest))):
+    for title, values in (("identity", identity), ("files", commit.digests(manifest))):
         _say(f"{title}:")
         for key, value in values.items():
-            _say(f"  {key:40} {value if title == 'recipe' else f'{value.size:>15,}  sha256 {value.sha256}'}")
+            _say(
+                f"  {key:40} {value if title == 'identity' else f'{value.size:>15,}  sha256 {value.sha256}'}"
+            )
     for part in sorted({name.partition(".")[0] for name in tensors}):
         inside = {name: t for name, t in tensors.items() if name.startswith(f"{part}.")}
         total = sum(t.size.numel() for t in inside.values())

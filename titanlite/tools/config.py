@@ -26,7 +26,7 @@ from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.float8 import divide_layers
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
-from titanlite.runtime.training import StepPlan, choose_param_dtype
+from titanlite.runtime.training import BatchLayout, choose_param_dtype
 from titanlite.startup import (
     annotated,
     check_device,
@@ -81,16 +81,16 @@ def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
     tokenizer = open_tokenizer(job)
     check_run_folder(job, tokenizer)
     check_interop(job, tokenizer)
-    plan = StepPlan.of(job.training, job.parallelism.degrees(ranks).data_parallel)
+    batch = BatchLayout.of(job.training, job.parallelism.degrees(ranks).data_parallel)
     sequences = job.data.check(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     if sequences is not None:
-        sequences.describe(job.training.steps * plan.rows)
+        sequences.describe(job.training.steps * batch.global_size)
     else:
         unchecked.append("what depends on sources that a run tokenises or packs when it first starts")
-    recipe = None if sequences is None else job.recipe(sequences.identity, sequences.names)
-    opening = Opening(job.checkpoint, job.folder, recipe)
+    identity = None if sequences is None else job.identity(sequences.identity, sequences.names)
+    opening = Opening(job.checkpoint, job.folder, identity)
     found = opening.candidate([])
-    check_global_batch(job, plan.rows, found.train if found else None)
+    check_global_batch(job, batch.global_size, found.train if found else None)
     return tokenizer.vocab_size, unchecked
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import EXTRA, RECIPE, Parts, names, open_run, save_steps
+from tests.support.checkpoints import EXTRA, IDENTITY, Parts, names, open_run, save_steps
 from titanlite.checkpoint import commit, lock, resume, saver
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
@@ -40,7 +40,7 @@ def test_round_trip(tmp_path: Path, mode: str) -> None:
     assert other.state.as_json() == {"step": 3, "sequences": 24, "tokens": 240}
     step = tmp_path / "checkpoint/step-3"
     assert (step / "job.toml").read_text() == "[job]\n"
-    assert json.loads((step / "train.json").read_text())["recipe"] == RECIPE
+    assert json.loads((step / "train.json").read_text())["identity"] == IDENTITY
     assert set(json.loads((step / "manifest.json").read_text())["files"]) == {
         p.name for p in step.iterdir() if p.name != "manifest.json"
     }
@@ -130,9 +130,9 @@ def test_only_damaged_ones_end_the_run_instead_of_starting_afresh(tmp_path: Path
 
 def test_another_recipe_is_refused_by_name_unless_allowed(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
-    changed = {**RECIPE, "model": {"dim": 5}}
+    changed = {**IDENTITY, "model": {"dim": 5}}
     with pytest.raises(
-        ConfigError, match=r"model\.dim was 4, is 5\. .*; to change it in this run, name it in"
+        ConfigError, match=r"model\.dim was 4, is 5\. .*; to change it within this run, name it in"
     ):
         open_run(tmp_path, changed)
     run = open_run(tmp_path, changed, allow_changed=["model.dim"])
@@ -141,7 +141,7 @@ def test_another_recipe_is_refused_by_name_unless_allowed(tmp_path: Path) -> Non
 
 def test_a_new_run_knows_what_it_allows_to_change(tmp_path: Path) -> None:
     """Not one that resumes: it may name a key that only the checkpoint had."""
-    known = r"unknown key of the recipe '{}'.* \(known: data\.seed, data\.sources, model\.dim\)$"
+    known = r"the run identity has no key '{}'.* \(known: data\.seed, data\.sources, model\.dim\)$"
     for name in ("foo", "model.dims", "dim", "model.", "names"):
         for restart in (False, True):
             with pytest.raises(ConfigError, match=known.format(name)) as error:
@@ -274,15 +274,15 @@ def test_a_refused_run_touches_nothing(tmp_path: Path) -> None:
     damage_short(tmp_path / "checkpoint/step-2")
     before = names(tmp_path)
     with pytest.raises(ConfigError):
-        open_run(tmp_path, {**RECIPE, "model": {"dim": 5}})
+        open_run(tmp_path, {**IDENTITY, "model": {"dim": 5}})
     assert names(tmp_path) == before
 
 
 def test_the_recipe_of_a_run_without_checkpoints_counts_too(tmp_path: Path) -> None:
-    (tmp_path / "recipe.json").write_text(json.dumps(RECIPE))
+    (tmp_path / "run_identity.json").write_text(json.dumps(IDENTITY))
     assert open_run(tmp_path).resumed is None
     with pytest.raises(ConfigError, match=r"model\.dim was 4, is 5"):
-        open_run(tmp_path, {**RECIPE, "model": {"dim": 5}}, enable=False)
+        open_run(tmp_path, {**IDENTITY, "model": {"dim": 5}}, enable=False)
 
 
 def test_a_run_with_checkpoints_is_not_started_over_without(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ from pathlib import Path
 from titanlite.checkpoint import lock
 lock.WAIT_S = 0
 held = lock.FolderLock(Path(sys.argv[1]))
-held.sign()
+held.write_owner()
 child = os.fork() if "worker" in sys.argv else 0
 if "worker" in sys.argv and child == 0:
     time.sleep(600)  # like a loader's worker: it has all files of its parent

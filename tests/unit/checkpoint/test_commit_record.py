@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.checkpoints import (
     EXTRA,
-    RECIPE,
+    IDENTITY,
     Parts,
     archived,
     flip_a_shard,
@@ -63,9 +63,9 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(tmp_path: Path, en
         with pytest.raises(CheckpointError) as error:
             open_run(run, enable=enable)
         assert error.value.exit_code == 3
-        restart = "start again at step 1 with --checkpoint.restart=true, " if enable else ""
+        restart = "start at step 1 with --checkpoint.restart=true, " if enable else ""
         assert str(error.value) == (
-            f"this run has saved {run}/checkpoint/step-3, and no checkpoint is there now: bring it back (is "
+            f"this run has saved {run}/checkpoint/step-3, and no checkpoint exists now: put it back (is "
             f"a disk not mounted?), {restart}or choose another --job.dump_folder"
         )
     assert sorted(run.iterdir()) == before
@@ -77,14 +77,14 @@ def test_another_checkpoint_folder_is_told_where_the_checkpoints_are(tmp_path: P
     go(tmp_path, 3)
     other = Checkpoint(folder="other")
     with pytest.raises(CheckpointError) as error:
-        Checkpointer(other, tmp_path, RECIPE, "[job]\n")
+        Checkpointer(other, tmp_path, IDENTITY, "[job]\n")
     error.match(
         rf"^this run's newest checkpoint is {tmp_path}/checkpoint/step-3, and {tmp_path}/other has none: set "
-        r"--checkpoint\.folder=checkpoint to go on from it, start again "
+        r"--checkpoint\.folder=checkpoint to resume from it, start at step 1 "
     )
     assert not (tmp_path / "other").exists()
     (tmp_path / "checkpoint").rename(tmp_path / "other")  # renamed by a person: that is where they are
-    run, parts = Checkpointer(other, tmp_path, RECIPE, "[job]\n"), Parts()
+    run, parts = Checkpointer(other, tmp_path, IDENTITY, "[job]\n"), Parts()
     run.load(parts.net, parts.optimizer, parts.state)
     assert run.resumed is not None
     run.close()
@@ -101,7 +101,7 @@ def test_a_run_that_saved_nothing_starts_again_and_says_so(
     assert "starting again" not in capsys.readouterr().err
     job = make_job(tmp_path, corpus, "--training.steps=2", f"--checkpoint.enable={enable}")
     train(job)
-    line = f"the run before in {job.folder} saved no checkpoint: starting again at step 1"
+    line = f"the earlier run in {job.folder} saved no checkpoint; starting at step 1"
     assert capsys.readouterr().err.count(line) == 1
     assert [row["step"] for row in metrics_of(job)] == [1, 2]
 
@@ -135,7 +135,7 @@ def test_restart_archives_what_was_there_once(tmp_path: Path, capsys: pytest.Cap
     assert go(tmp_path, 3) == 3  # step 4 is quarantined
     (tmp_path / "checkpoint/step-2.keep").touch()
     (tmp_path / "hf/step-2").mkdir(parents=True)
-    other = {**RECIPE, "model": {"dim": 8}}  # a new run may have another recipe
+    other = {**IDENTITY, "model": {"dim": 8}}  # a new run may have another identity
     run, parts = open_run(tmp_path, other, restart=True), Parts()
     run.load(parts.net, parts.optimizer, parts.state)
     assert parts.state.step == 0

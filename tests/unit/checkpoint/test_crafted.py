@@ -102,8 +102,8 @@ CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {
     "train.json empty": (train_is(""), "its train.json cannot be trusted"),
     "train.json a list": (train_is("[]"), "its train.json cannot be trusted: it is no JSON object"),
     "train.json nested deep": (train_is(DEEP), "its train.json cannot be trusted: it is nested too deep"),
-    "train.json without recipe": (train_with(recipe=None), "recipe is missing"),
-    "a recipe nested": (train_with(recipe=nested(900)), "nested too deep"),
+    "train.json without identity": (train_with(identity=None), "identity is missing"),
+    "an identity nested": (train_with(identity=nested(900)), "nested too deep"),
     "sequences a text": (train_with(sequences="x"), "sequences is 'x', not an integer"),
     "sequences below 0": (train_with(sequences=-5), "sequences is -5"),
     "tokens past 2^63": (train_with(tokens=1 << 63), "tokens is 9223372036854775808"),
@@ -182,9 +182,9 @@ def test_no_link_of_the_run_folder_is_followed(tmp_path: Path, corpus: Path) -> 
     job.folder.mkdir()
     theirs = tmp_path / "theirs"
     theirs.mkdir()
-    for name in ("job.toml", "env.json", "recipe.json", ".job.toml", "metrics.partial", "samples.txt"):
+    for name in ("job.toml", "env.json", "run_identity.json", ".job.toml", "metrics.partial", "samples.txt"):
         (theirs / name).write_text("theirs\n")
-        if name != "recipe.json":  # a recipe is read; by way of a link or not
+        if name != "run_identity.json":  # an identity is read; by way of a link or not
             (job.folder / name).symlink_to(theirs / name)
     assert train(job) == 0
     assert {p.name: p.read_text() for p in theirs.iterdir()} == {p.name: "theirs\n" for p in theirs.iterdir()}

@@ -130,13 +130,13 @@ def test_a_file_that_cannot_be_read(
 def test_a_start_killed_while_it_wrote_the_recipe_is_not_the_end_of_the_run(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, torn: int
 ) -> None:
-    """Each start writes recipe.json beside the metrics; the checkpoints have their own."""
+    """Each start writes run_identity.json beside the metrics; the checkpoints have their own."""
     train(make_job(tmp_path, corpus, "--training.steps=2"))
     write_new = files.write_new
 
     def killed(path: Path, data: bytes) -> None:
-        write_new(path, data[:torn] if "recipe" in path.name else data)
-        if "recipe" in path.name:
+        write_new(path, data[:torn] if "identity" in path.name else data)
+        if "identity" in path.name:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(files, "write_new", killed)

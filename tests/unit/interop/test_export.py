@@ -274,10 +274,10 @@ def test_a_failed_export_of_an_earlier_step_does_not_fail_a_finished_run(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=6"], "no multiple of interval = 4"),
+        (["--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=6"], "not a multiple of interval = 4"),
         (["--checkpoint.export_hf_interval=4"], "without export_hf = true"),
         (["--checkpoint.export_hf=true", "--checkpoint.enable=false"], "enable = false saves none"),
-        (["--checkpoint.export_hf=true", "--checkpoint.folder=hf"], "hf is where exports go"),
+        (["--checkpoint.export_hf=true", "--checkpoint.folder=hf"], "hf is the folder of the exports"),
     ],
 )
 def test_keys_that_contradict_each_other(
@@ -431,8 +431,8 @@ def test_export_holds_less_than_its_largest_file(tmp_path: Path, run_on: Callabl
         net = family(**of).build()
         for p in net.parameters():
             p.data.zero_()
-        recipe = {"model": {"name": "llama3", **vars(family(**of).config)}}
-        run = open_run(tmp_path / name, recipe, async_mode="disabled")
+        identity = {"model": {"name": "llama3", **vars(family(**of).config)}}
+        run = open_run(tmp_path / name, identity, async_mode="disabled")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         run.save(net, optimizer, TrainState(1, 0, torch.zeros((), dtype=torch.int64)), EXTRA)
         run.close()

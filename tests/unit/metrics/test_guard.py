@@ -237,7 +237,7 @@ def test_the_command_ends_with_4_and_one_line(
     assert last.startswith(
         "titanlite: training has diverged: step 2 had a loss or gradient norm that is not finite"
     )
-    assert "no checkpoint was saved before: start again" in last
+    assert "no checkpoint was saved before; start again" in last
 
 
 def _same(job: Job) -> list[str]:

@@ -279,7 +279,7 @@ def test_show_of_a_damaged_file_is_an_error_and_no_crash(
         (["list", "RUN", "--tensors"], "unknown option '--tensors' of `titanlite checkpoint list`"),
         (["show", "RUN", "--all"], "unknown option '--all' of `titanlite checkpoint show`"),
         (["list", "RUN/nowhere"], "RUN/nowhere: no such directory"),
-        (["verify", "RUN/recipe"], "RUN/recipe: no such directory"),
+        (["verify", "RUN/identity"], "RUN/identity: no such directory"),
         (
             ["show", "RUN/empty"],
             "RUN/empty holds no checkpoint: give a run folder, or one of its step-N folders",
@@ -290,7 +290,7 @@ def test_show_of_a_damaged_file_is_an_error_and_no_crash(
 )
 def test_wrong_words(run: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
     (run / "empty").mkdir()
-    (run / "recipe").touch()
+    (run / "identity").touch()
     filled = [word.replace("RUN", str(run)) for word in argv]
     with pytest.raises(ConfigError) as error:
         checkpoint.main(filled)

@@ -36,7 +36,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
 RULES = [
     ("mode: memory_budget works only with the compiler", "--activation_checkpoint.mode=memory_budget"),
     ("without the compiler float8", "--float8.enable"),
-    ("are no multiple of local_batch_size 2", "--training.global_batch_size=7"),
+    ("are not a multiple of local_batch_size 2", "--training.global_batch_size=7"),
     ("20 is below training.steps = 160", "--lr_scheduler.total_steps=20"),
     ("10 steps of warmup leave", "--training.steps=5 --lr_scheduler.warmup_steps=10"),
     ("to validate on: set data.holdout_sequences", "--validation.enable --data.holdout_sequences=0"),
@@ -67,7 +67,7 @@ def test_files_are_not_looked_at_without_a_number_of_ranks(said) -> None:
 def test_the_number_of_ranks_counts(said) -> None:
     code, line = said("config", "llama3_8b", "--ranks=3")
     assert code == 2
-    assert "training.global_batch_size: 512 rows are no multiple of local_batch_size 1 x 3 ranks" in line
+    assert "training.global_batch_size: 512 sequences are not a multiple of local_batch_size 1 x 3 ranks" in line
     assert said("config", "debug", "--ranks", "0") == (2, "titanlite: command line, --ranks: 0 is below 1")
     assert said("config", "debug", "--ranks=two")[0] == 2
 

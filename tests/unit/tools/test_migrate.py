@@ -18,7 +18,7 @@ from titanlite import cli
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.job import Job, load_job
-from titanlite.runtime.training import StepPlan
+from titanlite.runtime.training import BatchLayout
 from titanlite.tokenizers.tiktoken import Tiktoken
 from titanlite.tools.migrate import KINDS, became, era, migrate
 from titanlite.tools.migrate_rules import flatten
@@ -471,8 +471,8 @@ def test_a_pipelines_micro_batches_are_carried_over(
     assert (job.training.local_batch_size, job.training.global_batch_size) == (local, whole)
     assert ("TO DO: training.global_batch_size" in text) == undecided
     assert "titanlite refuses" not in text.replace("which titanlite refuses: BPE", "")
-    plan = StepPlan.of(job.training, max(job.parallelism.data_parallel_shard_degree, 1))
-    assert plan.micro_batches % 8 == 0
+    batch = BatchLayout.of(job.training, max(job.parallelism.data_parallel_shard_degree, 1))
+    assert batch.num_micro_batches % 8 == 0
 
 
 @pytest.mark.parametrize(
