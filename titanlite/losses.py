@@ -75,10 +75,6 @@ class Loss(Component):
         """What is minimised: a resumed run must have the same. Excludes how it is computed."""
         return {"name": self.name, **asdict(self)}
 
-    def bytes_held(self, tokens: int, dim: int, vocab_size: int, itemsize: int) -> int:
-        """Approximate peak memory of the logits of a micro-batch and their gradient."""
-        return 2 * tokens * vocab_size * itemsize
-
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(Loss, name="cross_entropy"):
@@ -118,10 +114,6 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
     @property
     def objective(self) -> dict[str, Any]:
         return CrossEntropy().objective
-
-    def bytes_held(self, tokens: int, dim: int, vocab_size: int, itemsize: int) -> int:
-        chunk = -(-tokens // self.num_chunks(tokens)) * vocab_size * itemsize
-        return chunk + vocab_size * dim * 4  # the weight's gradient in fp32
 
 
 def cross_entropy(

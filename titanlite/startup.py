@@ -28,8 +28,6 @@ from titanlite.interop.initial import check_initial
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import Job
 from titanlite.log import logger
-from titanlite.losses import ChunkedCrossEntropy
-from titanlite.metrics.memory import MemorySettings
 from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.models.base import Decoder
@@ -44,23 +42,6 @@ def flops_of(job: Job, net: Decoder) -> int:
     c = job.model.config
     return flops_per_token(
         net.num_matmul_parameters(), c.n_layers, c.n_heads, c.head_dim, job.training.seq_len
-    )
-
-
-def memory_settings(job: Job, rt: Runtime) -> MemorySettings:
-    """What decides how much memory a step takes."""
-    c = job.model.config
-    tokens = job.training.local_batch_size * job.training.seq_len
-    return MemorySettings(
-        local_batch_size=job.training.local_batch_size,
-        micro_batches=rt.batch.num_micro_batches,
-        shards=rt.mesh.degrees.shard * rt.mesh.degrees.context,
-        recompute=job.activation_checkpoint.mode,
-        chunked_loss=isinstance(job.loss, ChunkedCrossEntropy),
-        float8_possible=job.compile.enable and not job.float8.enable and job.float8.works_on(rt.device),
-        reduces_each=job.parallelism.fsdp_reduce == "micro_batch" or rt.reduce_dtype != torch.float32,
-        pipeline=rt.mesh.pipeline is not None,
-        logits=job.loss.bytes_held(tokens, c.dim, c.vocab_size, rt.param_dtype.itemsize),
     )
 
 

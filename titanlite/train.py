@@ -30,7 +30,7 @@ from titanlite.interop.initial import load_initial
 from titanlite.job import Job, load_job
 from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
-from titanlite.metrics.memory import OutOfMemory, building, explain
+from titanlite.metrics.memory import OutOfMemory, building, explain, phase
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.profiling import Profiler
 from titanlite.optim.base import guarded_step, set_lr
@@ -52,7 +52,6 @@ from titanlite.startup import (
     exporter,
     flops_of,
     log_changes,
-    memory_settings,
     open_meter,
     open_tokenizer,
     record,
@@ -207,9 +206,7 @@ class Run:
         self.loader.close()
         self.meter.sinks.close()
         if isinstance(error, torch.OutOfMemoryError):
-            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-            settings, step = memory_settings(self.job, self.rt), self.state.step
-            raise OutOfMemory(explain(trace, step, peak, self.optimizer, settings)) from error
+            raise OutOfMemory(explain(f"in step {self.state.step}, {phase(trace)}")) from error
 
     def profiler(self) -> Profiler:
         """Traces the steps that `[profiling]` asks for."""

@@ -189,5 +189,5 @@ def test_out_of_memory_is_explained(tmp_path: Path, corpus: Path) -> None:
         "--data.holdout_sequences=0",
     ]  # fmt: skip
     last = trained(tmp_path, corpus, *large, code=1).split("OutOfMemory: ")[-1]
-    assert last.startswith("out of memory in step 1, forward: ")
-    assert 'activation_checkpoint.mode = "full"' in last
+    assert last.startswith("out of memory in step 1, forward (peak memory ")
+    assert "activation_checkpoint.mode = " in last

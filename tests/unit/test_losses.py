@@ -197,14 +197,6 @@ def test_a_chunk_has_tokens() -> None:
     assert e.value.key == "chunk_tokens"
 
 
-def test_only_whole_logits_grow_with_the_tokens() -> None:
-    """Of what a loss says it holds, from which the advice on running out of memory is made."""
-    few, many = ({"tokens": n, "dim": 8, "vocab_size": 50, "itemsize": 2} for n in (100, 1000))
-    whole, chunked = CrossEntropy(), ChunkedCrossEntropy(chunk_tokens=10)
-    assert whole.bytes_held(**many) == 10 * whole.bytes_held(**few)
-    assert chunked.bytes_held(**many) == chunked.bytes_held(**few) < whole.bytes_held(**few)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_two_gradients_can_be_taken_apart(dtype: torch.dtype) -> None:
     """As a pipeline without bubbles takes them: first the hidden states', later the weight's."""
