@@ -1,7 +1,8 @@
 """Profiling of chosen steps: torch.profiler traces with a table of the longest kernels, allocation histories,
 or ranges for Nsight Systems.
 
-Steps are counted from the run's beginning, so a resumed run traces the same ones.
+Steps are counted from the beginning of the run, so a resumed run traces the same steps.
+torch.profiler.schedule counts from the start of the process, and would save traces that a resume has cut.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ from torch.profiler import ProfilerAction
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
 
-TOP = 20  # rows of the table
-ALLOCATIONS = 200_000  # events of an allocation history
+TABLE_ROWS = 20
+MAX_ALLOCATIONS = 200_000  # events of an allocation history
 RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profiling:
-    """Where the time and the memory of a step go."""
+    """Profiles of chosen steps: time by kernel, and memory by allocation."""
 
     enable_profiling: bool = False
-    """Trace the last steps of each profile_freq."""
+    """Trace the last profiler_active steps of each cycle of profile_freq steps."""
     profiler: Literal["torch", "nsys"] = "torch"
-    """`torch`: traces in <dump_folder>/profile/, for ui.perfetto.dev, and at the end a table of the kernels
-    that took longest. `nsys`: NVTX ranges and capture ranges, for
+    """`torch`: write traces for ui.perfetto.dev to <dump_folder>/profile/, and at the end of the run log a
+    table of the kernels that took longest. `nsys`: NVTX ranges and capture ranges, for
     `nsys profile -c cudaProfilerApi --capture-range-end=repeat`."""
     enable_memory_snapshot: bool = False
-    """Record the allocations of the traced steps into <dump_folder>/profile/, for pytorch.org/memory_viz."""
+    """Write the allocations of the traced steps to <dump_folder>/profile/, for pytorch.org/memory_viz."""
     profile_freq: int = 10
-    """Steps of a cycle, at whose end there is a trace."""
+    """Steps per cycle. Each cycle ends with a trace."""
     profiler_warmup: int = 2
-    """Steps before the traced ones in which the profiler already runs, so that its start is not traced."""
+    """Steps before the traced steps in which the profiler already runs, so that its start is not traced."""
     profiler_active: int = 1
-    """Steps of a trace."""
+    """Steps per trace."""
     profile_cycles: int = 1
-    """Traces to take; 0: as many as there are cycles."""
+    """Number of traces to take; 0: one per cycle."""
     ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks to trace."""
+    """Ranks that are traced."""
 
     def __post_init__(self) -> None:
         for key, least in (("profiler_warmup", 0), ("profiler_active", 1), ("profile_cycles", 0)):
@@ -54,13 +55,13 @@ class Profiling:
                 raise ConfigError(f"{getattr(self, key)} is below {least}", key)
         if self.profile_freq < self.profiler_warmup + self.profiler_active:
             raise ConfigError(
-                f"{self.profile_freq} steps have no room for {self.profiler_warmup} of warm-up and "
-                f"{self.profiler_active} traced ones",
+                f"{self.profile_freq} steps have no room for {self.profiler_warmup} steps of warm-up and "
+                f"{self.profiler_active} traced steps",
                 "profile_freq",
             )
 
     def check(self, device: torch.device, world_size: int) -> None:
-        """Raises ConfigError for what `device` does not have, and for a rank that there is not."""
+        """Raises ConfigError for a profile that needs a CUDA device, and for ranks that do not exist."""
         if device.type != "cuda":
             for on, key in (
                 (self.enable_memory_snapshot, "enable_memory_snapshot"),
@@ -69,22 +70,23 @@ class Profiling:
                 if on:
                     raise ConfigError("needs a CUDA device", f"profiling.{key}")
         if not self.ranks:
-            raise ConfigError("names no rank; to profile none, leave the section out", "profiling.ranks")
+            raise ConfigError("names no rank; to profile no rank, leave the section out", "profiling.ranks")
         if missing := [rank for rank in self.ranks if not 0 <= rank < world_size]:
             raise ConfigError(f"there is no rank {missing[0]} among {world_size}", "profiling.ranks")
 
     def traced(self, first_step: int, last_step: int) -> list[int]:
-        """The last steps of the traces that a run from `first_step` to `last_step` will take: of cycles
-        whose traced steps are all in it."""
+        """The last steps of the traces that a run from `first_step` to `last_step` takes: those of all cycles
+        whose traced steps are all in the run."""
         begin = -(-(first_step + self.profiler_active - 1) // self.profile_freq) * self.profile_freq
         ends = list(range(begin, last_step + 1, self.profile_freq))
         return ends[: self.profile_cycles or None]
 
 
 class Profiler:
-    """Traces steps while it is open; `step_done` after each. A rank that is not asked for does nothing.
+    """Traces steps while it is open; call `step_done` after each step. Does nothing on ranks that are not
+    traced.
 
-    `apart`: within it, traces are written.
+    `apart`: a context in which traces are written, to keep that time out of the step time.
     """
 
     def __init__(
@@ -126,20 +128,20 @@ class Profiler:
         if self._snapshots:
             torch.cuda.memory._record_memory_history(enabled=None)
         if self._torch is not None and error is None and self._ends:
-            self._step = 0  # what is still recorded is no whole trace
+            self._step = 0  # an incomplete trace is not saved
             self._torch.stop()
         if self._table:
             logger.info(self._table)
 
     def step_done(self) -> None:
         """A step has been issued to the device."""
-        with self._apart() if self._step in self._ends else nullcontext():  # writing takes its time
+        with self._apart() if self._step in self._ends else nullcontext():
             self._advance()
 
     def _advance(self) -> None:
         action, following = self._action(self._step), self._action(self._step + 1)
         if following in RECORDING and action not in RECORDING and torch.cuda.is_available():
-            torch.cuda.synchronize()  # or the trace would begin with this step's kernels
+            torch.cuda.synchronize()  # otherwise the trace would begin with kernels of this step
         if action is ProfilerAction.RECORD_AND_SAVE:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -153,7 +155,7 @@ class Profiler:
         self._begin()
 
     def _action(self, step: int) -> ProfilerAction:
-        left = next((end - step + 1 for end in self._ends if step <= end), 0)  # steps up to a trace's end
+        left = next((end - step + 1 for end in self._ends if step <= end), 0)  # steps to the end of a trace
         if 0 < left <= self._config.profiler_active:
             return ProfilerAction.RECORD_AND_SAVE if left == 1 else ProfilerAction.RECORD
         if 0 < left <= self._config.profiler_active + self._config.profiler_warmup:
@@ -161,37 +163,38 @@ class Profiler:
         return ProfilerAction.NONE
 
     def _begin(self) -> None:
-        """What torch.profiler does not do, at the first step of a trace."""
+        """At the first step of a trace, begin allocation histories and ranges for nsys."""
         if self._action(self._step) not in RECORDING:
             return
         if self._step > self._first_step and self._action(self._step - 1) is ProfilerAction.RECORD:
             return
         if self._snapshots:
-            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
-        if self._nsys:  # one range of capture a trace
+            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+        if self._nsys:  # one capture range per trace
             self._ranges.enter_context(torch.cuda.profiler.profile())
             self._ranges.enter_context(torch.autograd.profiler.emit_nvtx())
             self._ranges.enter_context(torch.cuda.nvtx.range(f"titanlite: from step {self._step}"))
 
     def _save_trace(self, done: torch.profiler.profile) -> None:
-        if self._step not in self._ends:  # the run ends within it
+        if self._step not in self._ends:  # the run ends within this trace
             return
         self._save("trace", "json.gz", done.export_chrome_trace)
-        self._table = f"where the time of step {self._step} went, on rank {self._rank}:\n"
+        self._table = f"time per step up to step {self._step} on rank {self._rank}:\n"
         self._table += kernel_table(done.key_averages(), self._config.profiler_active)
 
-    def _save(self, what: str, ending: str, write: Callable[[str], object]) -> None:
-        path = self._folder / f"{what}-step-{self._step}-rank-{self._rank}.{ending}"
+    def _save(self, kind: str, ending: str, write: Callable[[str], object]) -> None:
+        path = self._folder / f"{kind}-step-{self._step}-rank-{self._rank}.{ending}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write(str(path))
-            logger.info(f"{what} of step {self._step} in {path}")
+            logger.info(f"{kind} of step {self._step} in {path}")
         except OSError as e:  # a full disk does not end the run
             logger.error(f"{path} cannot be written: {e}")
 
 
 def kernel_table(events: Any, steps: int) -> str:
-    """The kernels, or without a device the operators, that took longest; times are a step's."""
+    """The kernels that took longest, or on CPU the operators; times and calls are per step. torch's own table
+    counts a kernel's time twice, for the kernel and for the operator that launched it."""
     on_device = [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation]
     times = (
         {e.key: (e.self_device_time_total, e.count) for e in on_device}
@@ -200,8 +203,8 @@ def kernel_table(events: Any, steps: int) -> str:
     )
     total = sum(time for time, _ in times.values()) or 1.0
     longest = sorted(times.items(), key=lambda item: -item[1][0])
-    rows = [(name, time, count) for name, (time, count) in longest[:TOP]]
-    if rest := longest[TOP:]:
+    rows = [(name, time, count) for name, (time, count) in longest[:TABLE_ROWS]]
+    if rest := longest[TABLE_ROWS:]:
         rows.append((f"{len(rest)} others", sum(t for _, (t, _) in rest), sum(c for _, (_, c) in rest)))
     lines = [f"{'ms':>9}  {'share':>6}  {'calls':>6}  name"]
     for name, time, count in rows:

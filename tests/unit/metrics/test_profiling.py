@@ -1,4 +1,4 @@
-"""Which steps are profiled, and what is left of it: a trace that opens, a table that adds up."""
+"""Which steps are profiled, and what a profile leaves: a trace that opens, a table that adds up."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_run_leaves_a_trace_and_a_table(
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert "aten::mm" in names
     assert any(str(name).startswith("Optimizer.step#AdamW") for name in names)
-    (table,) = re.findall(r"where the time of step 4 went.*?name\n(.*?others)", capfd.readouterr().err, re.S)
+    (table,) = re.findall(r"time per step up to step 4.*?name\n(.*?others)", capfd.readouterr().err, re.S)
     shares = [float(line.split()[1].rstrip("%")) for line in table.splitlines()]
     assert sum(shares) == pytest.approx(100, abs=2)
     assert shares[:-1] == sorted(shares[:-1], reverse=True)
