@@ -1,6 +1,6 @@
-"""What training costs, by arithmetic: FLOPs a token, and the peak rate of the device to hold it against.
+"""Model FLOPs per token, and the peak FLOP/s of devices, for the model FLOPs utilisation (MFU).
 
-An unknown device has no peak: utilisation is then absent, never a guess.
+The peak of an unknown device is None: MFU is then left out, never guessed.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 
 # Dense bf16 tensor-core FLOP/s with fp32 accumulation, from the vendors' datasheets (sparsity figures
-# halved). The first pattern that matches the device's name counts; order matters where one name contains
-# another.
+# halved). The first pattern that matches the device's name counts, so longer names come first.
 PEAK_BF16_FLOPS = [
     (r"\bGB200\b", 2.5e15),
     (r"\bB200\b", 2.25e15),
@@ -28,7 +27,7 @@ PEAK_BF16_FLOPS = [
     (r"\bMI355X\b", 2.5e15),
     (r"\bMI325X\b", 1307e12),
     (r"\bMI300X\b", 1307e12),
-    (r"\bMI250X\b", 191.5e12),  # one of its two dies, which is what a process sees
+    (r"\bMI250X\b", 191.5e12),  # one of its two dies, which a process sees as a device
     (r"\bRTX 5090$", 209.5e12),
     (r"\bRTX 4090$", 165.2e12),
     (r"\bRTX 3090$", 71e12),
@@ -36,7 +35,7 @@ PEAK_BF16_FLOPS = [
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of one device, or None where it is not in the table."""
+    """Dense bf16 FLOP/s of one device; None if the device is not in the table."""
     if " MIG " in device_name:  # a slice of a device
         return None
     return next((flops for pattern, flops in PEAK_BF16_FLOPS if re.search(pattern, device_name)), None)
@@ -45,8 +44,8 @@ def peak_bf16_flops(device_name: str) -> float | None:
 def flops_per_token(matmul_parameters: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int) -> int:
     """FLOPs of forward and backward for one token: 6 N + 12 L H E T.
 
-    N: parameters that the token is multiplied with (an embedding looked up is not; a tied head is). The
-    second term is the two attention products over the whole row; causal masking is not deducted, as is usual
-    (PaLM, appendix B). Recomputation is not counted: utilisation is of model FLOPs.
+    N: parameters that a token is multiplied with: a tied head counts, an embedding that is only looked up
+    does not. The second term is the two matrix products of attention over the whole sequence; causal masking
+    is not deducted (PaLM, Chowdhery et al. 2022, appendix B). Activation checkpointing is not counted.
     """
     return 6 * matmul_parameters + 12 * n_layers * n_heads * head_dim * seq_len

@@ -1,8 +1,7 @@
-"""Job: the whole TOML schema, composed of the sections that each module owns, and the rules that span
-sections.
+"""Job: the whole TOML schema. Each section belongs to the module that uses it, and so do the rules.
 
-Importing this module registers every choice that ships with titanlite; `[job] imports` adds those of other
-packages.
+Importing this module registers all components that ship with titanlite; `[job] imports` adds components of
+other packages.
 """
 
 from __future__ import annotations
@@ -54,12 +53,13 @@ class JobInfo:
     """The run itself."""
 
     dump_folder: str = "outputs"
-    """The run folder: metrics, samples and checkpoints of this run and no other."""
+    """The run folder, for metrics, samples and checkpoints. Each run needs one of its own."""
     description: str = ""
-    """For people; not used."""
+    """Free text for people; titanlite does not use it."""
     imports: list[str] = field(default_factory=list)
-    """Python modules to import first, which register components of their own; modules in the current
-    directory are found. `train` and `launch` run them; other verbs need `--allow-imports`."""
+    """Python modules to import before the rest of the file is read; they register components from outside
+    the package. Modules in the current directory are found. `train` and `launch` run them; other verbs need
+    `--allow-imports`."""
 
     def __post_init__(self) -> None:
         if not self.dump_folder:
@@ -69,7 +69,7 @@ class JobInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training job. Every part of titanlite is handed its own section; only programs see the whole."""
+    """A training job. Every unit of titanlite receives its own section; only programs see the whole job."""
 
     job: JobInfo = field(default_factory=JobInfo)
     model: ModelFamily
@@ -124,7 +124,7 @@ class Job:
         self.lr_scheduler.check(training.steps)
 
     def check_folders(self) -> None:
-        """Raises ConfigError unless the folders that a run writes into can be made; makes nothing."""
+        """Raises ConfigError unless the folders that a run writes to can be made. Makes nothing."""
         check_writable(self.folder, "job.dump_folder")
         check_writable(Path(self.data.cache_dir), "data.cache_dir")
 
@@ -168,10 +168,11 @@ def load_job(
     world_size: int | None = 1,
     allow_imports: bool = False,
 ) -> Job:
-    """The checked job of a TOML file and command-line overrides; without `world_size`, for use other than
-    training, unchecked across sections. Raises ConfigError, which says where.
+    """The job of a TOML file and command-line overrides, checked for `world_size` ranks. Raises ConfigError,
+    which names file and line.
 
-    `allow_imports`: run the modules that `[job] imports` names; otherwise a job that names any is refused.
+    `world_size`: None skips the rules that span sections, for uses other than training. `allow_imports`: run
+    the modules that `[job] imports` names; without it, a job that names any is refused.
     """
     tree, locator = toml.read(path, overrides)
     section = tree.get("job", {})
@@ -191,9 +192,9 @@ def load_job(
 
 
 def run_folder(path: Path, tree: dict[str, Any]) -> Path | None:
-    """The run folder that a job.toml recorded by titanlite lies in, itself or in a checkpoint; None for any
-    other file. A recorded job is of the run where it lies: that may have been moved, or be named from another
-    directory than the one that its relative dump_folder started at."""
+    """The run folder of a job.toml that titanlite recorded there or in one of its checkpoints; None for any
+    other file. The place of the file counts, not its dump_folder: the run folder may have been moved, and a
+    relative dump_folder depends on the current directory."""
     here = path.absolute().parent
     if path.name != "job.toml":
         return None
@@ -206,6 +207,6 @@ def run_folder(path: Path, tree: dict[str, Any]) -> Path | None:
 
 
 def load_recorded_job(checkpoint: Path, allow_imports: bool) -> Job:
-    """The job of a checkpoint, which has been verified. Raises ConfigError if that would run code that has
-    not been allowed."""
+    """The job of a checkpoint that has been verified. Raises ConfigError if it names modules to import and
+    `allow_imports` is false."""
     return load_job(checkpoint / "job.toml", world_size=None, allow_imports=allow_imports)

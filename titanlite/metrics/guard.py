@@ -1,8 +1,9 @@
-"""The non-finite guard: a step whose loss or gradient norm is not finite changes nothing.
+"""The non-finite guard: a step whose loss or gradient norm is not finite changes neither weights nor
+optimizer state.
 
-The decision is made on the device from two numbers that are equal on all ranks, so it costs no host
-synchronisation and is the same everywhere. The host reads it one step later, to log the step and to end a run
-that has diverged; by then the device refuses all further updates, so none slips through.
+The device decides, from two numbers that are equal on all ranks: no host synchronisation is needed, and all
+ranks decide alike. The host reads the decision one step later, to log it and to end a run that has diverged.
+In the meantime the device refuses all further updates.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from titanlite.log import logger
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """What happens to a step whose loss or gradient norm is not finite."""
+    """The reaction to a step whose loss or gradient norm is not finite."""
 
     skip_non_finite: bool = True
-    """Skip the update of such a step: weights and optimizer state stay as they are, its sequences count as
-    consumed. false: the first such step ends the run with exit code 4, without applying its update."""
+    """true: skip the update of such a step. Weights and optimizer state stay as they are, and the sequences
+    of the step count as consumed. false: the first such step ends the run with exit code 4; its update is
+    not applied."""
     max_consecutive: int = 8
-    """After this many skipped steps in a row the run ends with exit code 4: training has diverged."""
+    """Number of skipped steps in a row after which the run ends with exit code 4, because training has
+    diverged."""
 
     def __post_init__(self) -> None:
         if self.max_consecutive < 1:
@@ -39,7 +42,8 @@ class Guard:
 
 
 class _Decision(NamedTuple):
-    """What the host has yet to read of one step. `values`: skipped (0 or 1), streak, loss, gradient norm."""
+    """The device's decision on one step, not yet read by the host. `values`: skipped (0 or 1), streak, loss,
+    gradient norm."""
 
     step: int
     first_sequence: int
@@ -48,8 +52,8 @@ class _Decision(NamedTuple):
 
 
 class StepGuard:
-    """Judges each step, on the device. Its state is two integers: `streak`, how many of the newest steps in a
-    row were skipped, and `skipped`, how many of all steps."""
+    """Judges each step on the device. The state is two integers: the streak, which is the number of skipped
+    steps in a row up to the newest step, and the number of all skipped steps."""
 
     def __init__(self, config: Guard, device: torch.device):
         self.config = config
@@ -70,12 +74,12 @@ class StepGuard:
     ) -> torch.Tensor:
         """Whether to apply this step's update: bool scalar on the device; no host synchronisation.
 
-        `loss`: of the whole step. `bad_norms`: on how many ranks the gradient norm is not finite; ranks with
-        copies of a gradient may differ if one is damaged. Both are equal on all ranks, so the decision is.
-        `grad_norm` and the sequences are for the log.
+        `loss`: loss of the whole step. `bad_norms`: number of ranks whose gradient norm is not finite; ranks
+        with copies of one gradient differ if a copy is damaged. Both are equal on all ranks, and so is the
+        decision. `grad_norm`, `first_sequence` and `num_sequences` are for the log.
         """
         finite = loss.isfinite() & (bad_norms == 0)
-        allowed = self._streak < self.config.limit  # once the limit is reached, no update is applied any more
+        allowed = self._streak < self.config.limit  # at the limit, no update is applied any more
         apply = finite & allowed
         streak = torch.where(finite, 0, self._streak + 1)
         self._streak = torch.where(allowed, streak, self._streak)
@@ -95,7 +99,7 @@ class StepGuard:
             step, first, last, values = self._unread.popleft()
             skipped, streak, loss, grad_norm = values.result().tolist()
             if skipped and not self.diverged:
-                logger.info(  # no warning: every rank would say it
+                logger.info(  # not a warning, which every rank would log
                     f"step {step} is skipped: loss {loss:g}, gradient norm {grad_norm:g}; its sequences are "
                     f"{first} to {last} (skipped step {streak:.0f} in a row, the run ends at "
                     f"{self.config.limit})"
@@ -110,16 +114,16 @@ class StepGuard:
         return self._streak.item() > 0
 
     def ended_in_streak(self, step: int) -> bool:
-        """Whether `step`, the newest one that read() or load_state_dict() knows of, was skipped."""
+        """Whether `step`, the newest step known to read() or load_state_dict(), was skipped."""
         first, last = self._last_streak
         return first <= last == step
 
     def skipped_steps(self) -> int:
-        """Steps skipped since the run's first. Waits for the device."""
+        """Number of steps skipped since the beginning of the run. Waits for the device."""
         return int(self._skipped.item())
 
     def reason(self) -> str:
-        """Why the run ends, after read() has found that it has `diverged`, or ended in a streak."""
+        """Why the run ends, if it has diverged or its last step was skipped."""
         first, last = self._last_streak
         steps = f"step {last}" if first == last else f"{last - first + 1} steps in a row, {first} to {last},"
         return f"training has diverged: {steps} had a loss or gradient norm that is not finite"
@@ -129,8 +133,8 @@ class StepGuard:
         return {"streak": int(self._streak.item()), "skipped_steps": self.skipped_steps()}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Continue from `state`, saved after `step`. A streak that had reached the limit has ended its run;
-        who starts it again gets a new count."""
+        """Continue from `state`, saved after `step`. A streak at the limit has ended the run that saved it,
+        and is counted anew."""
         streak = state["streak"] if state["streak"] < self.config.limit else 0
         self._streak.fill_(streak)
         self._skipped.fill_(state["skipped_steps"])

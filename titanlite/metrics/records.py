@@ -1,7 +1,8 @@
-"""Files that a run only appends to, for people and their tools: nothing that happens to them ends a run.
+"""Files of records that a run appends to, for people and their tools. Nothing that happens to these files
+ends a run.
 
-A file that is damaged or no file at all is moved aside at the start. What cannot be written while a disk is
-full is kept in memory, and written once there is room.
+A damaged file, or something else than a file at its path, is moved aside at the start. Records that cannot be
+written because the disk is full are kept in memory, and written when there is room.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import IO
 from titanlite.files import FileFault, open_own, write_atomically
 from titanlite.log import logger
 
-MOST_KEPT = 10_000  # records in memory: some MiB
-MOST_DIGITS = 18  # of a step
+MAX_WAITING = 10_000  # records kept in memory: some MiB
+MAX_STEP_DIGITS = 18
 
 
 class Records:
-    """A file of records, each of which is written whole or not at all.
+    """A file of records. Each record is written whole or not at all.
 
-    `prepare` makes room for the file before it is opened. It is called again later if it raises OSError.
+    `prepare` is called before the file is opened, and again later if it raises OSError.
     """
 
     def __init__(self, path: Path, prepare: Callable[[], None]):
@@ -38,9 +39,9 @@ class Records:
         self.append()
 
     def append(self, *records: bytes) -> None:
-        """Write the records, or keep them until they can be written."""
+        """Write the records, or keep them in memory until they can be written."""
         self._waiting.extend(records)
-        while len(self._waiting) > MOST_KEPT:
+        while len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
             self._num_lost += 1
         num_waiting = len(self._waiting)
@@ -67,7 +68,7 @@ class Records:
             self._waiting.popleft()
 
     def close(self) -> None:
-        """Try once more to write what is kept, and close the file."""
+        """Try once more to write the waiting records, and close the file."""
         self.append()
         if self._waiting:
             logger.error(f"{self._path}: its last {len(self._waiting)} records could not be written")
@@ -83,12 +84,13 @@ def cut(
     begins: bytes,
     from_step: int,
 ) -> None:
-    """Leave the records up to `from_step` in the file. Those of later steps, and a torn last one, move to
-    `<name>.superseded.<ending>`. A damaged file is moved aside; its readable records stay.
+    """Leave only the records up to `from_step` in the file. Records of later steps, and a last record that a
+    kill has cut short, move to `<name>.superseded.<ending>`. A damaged file is moved aside, and its readable
+    records are written to a new one.
 
-    `split`: a file's content into records. `step_of`: a record's step; raises ValueError for a damaged one.
-    `begins`: what stands before the step in each record; it tells a last one that a kill has torn from a
-    damaged one.
+    `split`: splits a file's content into records. `step_of`: the step of a record; raises ValueError for a
+    damaged record. `begins`: the bytes before the step in each record, by which a record that a kill has cut
+    short is told from a damaged one.
     """
     if not os.path.lexists(path):
         return
@@ -105,14 +107,14 @@ def cut(
         ended = record.endswith(b"\n")
         try:
             step = step_of(record)
-            if not 0 <= step < 10**MOST_DIGITS:
+            if not 0 <= step < 10**MAX_STEP_DIGITS:
                 raise ValueError("no run takes such a step")
             is_later = step > from_step
         except ValueError:
             if ended or i < len(records) or not _is_torn(record, begins):
                 num_damaged += 1
                 continue
-            is_later = True  # torn by a kill: its step is written again
+            is_later = True  # cut short by a kill: its step will be written again
         (later if is_later else kept).append(record if ended else record + b"\n")
     if later:
         _append(path.with_suffix(f".superseded{path.suffix}"), b"".join(later))
@@ -128,14 +130,14 @@ def cut(
 
 
 def _is_torn(record: bytes, begins: bytes) -> bool:
-    """Whether a kill may have left this of a record."""
+    """Whether a kill during the write of a record may have left this."""
     digits = re.match(rb"\d*", record[len(begins) :])
-    is_step = digits is not None and len(digits[0]) <= MOST_DIGITS
+    is_step = digits is not None and len(digits[0]) <= MAX_STEP_DIGITS
     return begins.startswith(record[: len(begins)]) and is_step and b"\0" not in record
 
 
 def _append(path: Path, data: bytes) -> None:
-    """Append to a file of the run folder; what is no file is moved aside."""
+    """Append to a file of the run folder; anything else at its path is moved aside."""
     try:
         file = open_own(path)
     except FileFault as e:

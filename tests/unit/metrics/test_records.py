@@ -248,7 +248,7 @@ def test_lines_that_a_full_disk_refused_are_written_later(
 def test_what_is_kept_has_a_limit(
     tmp_path: Path, disk: FullDisk, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "MOST_KEPT", 3)
+    monkeypatch.setattr(records, "MAX_WAITING", 3)
     path = tmp_path / "metrics.jsonl"
     sink = JsonLines(path, 0)
     disk.room = 0
