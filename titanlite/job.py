@@ -103,7 +103,8 @@ class Job:
         training, parallelism = self.training, self.parallelism
         degrees = parallelism.degrees(world_size)
         batch = BatchLayout.of(training, degrees.data_parallel)
-        self._check_model_parallel()
+        self.model.check_tensor_parallel(degrees.tensor)
+        self.model.check_pipeline_parallel(degrees.pipeline)
         parallelism.check(training.seq_len)
         check_pipeline_parallel(
             parallelism,
@@ -127,28 +128,6 @@ class Job:
         """Raises ConfigError unless the folders that a run writes to can be made. Makes nothing."""
         check_writable(self.folder, "job.dump_folder")
         check_writable(Path(self.data.cache_dir), "data.cache_dir")
-
-    def _check_model_parallel(self) -> None:
-        """Raises ConfigError for a model that tensor or pipeline parallel cannot shard."""
-        degree, c = self.parallelism.tensor_parallel_degree, self.model.config
-        for what, number, why in (
-            ("n_heads", c.n_heads, ""),
-            ("n_kv_heads", c.n_kv_heads, ": each rank needs key and value heads of its own"),
-            ("hidden_dim", c.hidden_dim, ""),
-            ("vocab_size", c.vocab_size, ": the loss is divided over the vocabulary"),
-        ):
-            if number % degree:
-                legal = [n for n in range(2, number + 1) if number % n == 0][:4]
-                raise ConfigError(
-                    f"{what} = {number} cannot be divided by {degree}{why}; it can be by {legal}",
-                    "parallelism.tensor_parallel_degree",
-                )
-        if self.parallelism.pipeline_parallel_degree > 1 and getattr(c, "tie_word_embeddings", False):
-            raise ConfigError(
-                "the embedding and the head are one weight, but on different stages; "
-                "model.overrides.tie_word_embeddings = false makes two of it, for a new model",
-                "parallelism.pipeline_parallel_degree",
-            )
 
     def identity(self, data: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
         """What a run that continues this one must share, under the names of the keys that set it: the model's

@@ -16,6 +16,7 @@ from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
+from titanlite.models.decoder import RotaryConfig
 
 FAMILY = {"family": "auxiliary", "tied": False}
 OVERRIDES = [
@@ -48,22 +49,38 @@ def test_control_a_mean_in_place_of_a_sum_is_noticed(monkeypatch: pytest.MonkeyP
     assert torch.equal(none["loss"], one["loss"]), "the reported loss is the main one"
 
 
-def test_a_pipeline_does_not_lose_an_auxiliary_loss() -> None:
-    """It is refused: only the last stage's output is differentiated."""
-    from titanlite.models.base import Inputs
-    from titanlite.parallel.pipeline_parallel import Pipeline
+def complaints_of_a_pipeline() -> tuple[str, str]:
+    """Of the auxiliary loss, and of a buffer that belongs to no module which stages share."""
+    layout, rank = {**FAMILY, "pipeline": 2}, torch.distributed.get_rank()
+    model = build(2, rank, **layout)
+    loss = ""
+    if rank == 0:  # the second rank would wait for the first one's hidden states
+        with pytest.raises(ConfigError) as e:
+            model.loss_sum(uneven_rows())
+        loss = str(e.value)
+    init = Net.__init__
 
-    model, batch = build(1, 0, **FAMILY), uneven_rows()
-    pipeline = Pipeline.__new__(Pipeline)
-    pipeline._waiting = {0: iter([Inputs(*model.model_inputs(batch))])}
-    pipeline._feed(0, model.net)
-    with pytest.raises(ConfigError, match=r"auxiliary losses \(hidden_norm\) are not supported"):
-        model.net(batch.inputs)
+    def with_stray_buffer(net: Net, c: RotaryConfig) -> None:
+        init(net, c)
+        net.register_buffer("stray", torch.empty(c.dim))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Net, "__init__", with_stray_buffer)
+        with pytest.raises(ConfigError) as buffer:
+            build(2, rank, **layout)
+    return loss, str(buffer.value)
+
+
+def test_a_pipeline_loses_no_auxiliary_loss_and_no_buffer(run_on) -> None:
+    """What it cannot do is refused."""
+    loss, buffer = run_on(2, complaints_of_a_pipeline)[0]
+    assert "auxiliary losses (hidden_norm) are not supported with pipeline parallel" in loss
+    assert "'stray' does not" in buffer
 
 
 def test_a_buffer_without_a_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Net, "initial_buffer")
-    with pytest.raises(ConfigError, match="gives no value for the buffer 'applied_steps'"):
+    with pytest.raises(ConfigError, match="gives no value for the buffer"):
         build(1, 0, **FAMILY)
 
 
@@ -79,15 +96,16 @@ def test_a_run_saves_and_restores_its_buffers(run_on, tmp_path: Path, corpus: Pa
     hops = run_in_hops(tmp_path, corpus, [3, 6], *OVERRIDES, name="hops")
     assert history(hops) == history(whole)
     assert weights_sha(hops, 6) == weights_sha(whole, 6)
-    assert saved(whole, 6)["applied_steps"].item() == saved(hops, 6)["applied_steps"].item() == 6
-    assert "scale" not in saved(whole, 6)
+    counts = [saved(job, 6)["counter.applied_steps"].item() for job in (whole, hops)]
+    assert counts == [6, 6]
+    assert "counter.scale" not in saved(whole, 6)
     losses = [row["train/hidden_norm"] for row in metrics_of(whole)]
     assert losses[-1] < losses[0]
 
     run_in_hops(tmp_path, corpus, [3], *OVERRIDES, name="two")
     run_on(2, train_on_rank, tmp_path, corpus, [*OVERRIDES, "--training.steps=6"], "two", 2)
     two = make_job(tmp_path, corpus, *OVERRIDES, name="two")
-    assert saved(two, 6)["applied_steps"].item() == 6
+    assert saved(two, 6)["counter.applied_steps"].item() == 6
     for key in ("train/loss", "train/hidden_norm"):
         wanted = [row[key] for row in metrics_of(whole)]
         assert [row[key] for row in metrics_of(two)] == pytest.approx(wanted, rel=2e-5)

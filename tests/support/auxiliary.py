@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from titanlite.attention.base import Attention
 from titanlite.attention.sdpa import CAUSAL
@@ -20,14 +21,22 @@ FLAVORS = {
 }  # fmt: skip
 
 
+class Counter(nn.Module):
+    """A buffer that is state, and one that is not."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.register_buffer("applied_steps", torch.empty(1))
+        self.register_buffer("scale", torch.empty(dim), persistent=False)
+
+
 class Net(RotaryDecoder):
     """Hidden states are kept small by an auxiliary loss, and multiplied by a constant; applied steps are
     counted."""
 
     def __init__(self, c: RotaryConfig):
         super().__init__(c)
-        self.register_buffer("applied_steps", torch.empty(1))
-        self.register_buffer("scale", torch.empty(c.dim), persistent=False)
+        self.counter = Counter(c.dim)
         self.losses: dict[str, torch.Tensor] = {}
 
     def forward(
@@ -39,17 +48,17 @@ class Net(RotaryDecoder):
     ) -> torch.Tensor:
         h_BTD = self.model(tokens, positions, attention)
         self.losses = {"hidden_norm": 0.01 * h_BTD.float().square().sum()}
-        assert self.lm_head is not None
-        return self.lm_head(h_BTD * self.scale.to(h_BTD.dtype), head_fn)
+        h_BTD = h_BTD * self.counter.scale.to(h_BTD.dtype)
+        return h_BTD if self.lm_head is None else self.lm_head(h_BTD, head_fn)
 
     def initial_buffer(self, name: str) -> torch.Tensor:
-        return torch.zeros(1) if name == "applied_steps" else torch.full((self.dim,), 0.5)
+        return torch.zeros(1) if name == "counter.applied_steps" else torch.full((self.dim,), 0.5)
 
     def auxiliary_losses(self) -> dict[str, torch.Tensor]:
         return self.losses
 
     def after_step(self, applied: torch.Tensor) -> None:
-        self.applied_steps += applied
+        self.counter.applied_steps += applied
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,6 +214,32 @@ class ModelFamily(Component, kind="model"):
                 "training.seq_len",
             )
 
+    def check_tensor_parallel(self, degree: int) -> None:
+        """Raises ConfigError unless `degree` tensor-parallel ranks can share the model's layers. A family
+        whose `tensor_plan` shards other sizes overrides this method."""
+        c = self.config
+        for name, size, reason in (
+            ("n_heads", c.n_heads, ""),
+            ("n_kv_heads", c.n_kv_heads, ": each rank needs key and value heads of its own"),
+            ("hidden_dim", c.hidden_dim, ""),
+            ("vocab_size", c.vocab_size, ": the head is sharded over the vocabulary"),
+        ):
+            if size % degree:
+                divisors = [n for n in range(2, size + 1) if size % n == 0][:4]
+                raise ConfigError(
+                    f"{name} = {size} cannot be divided by {degree}{reason}; it can be by {divisors}",
+                    "parallelism.tensor_parallel_degree",
+                )
+
+    def check_pipeline_parallel(self, degree: int) -> None:
+        """Raises ConfigError if the model cannot be split into the pipeline stages of `degree` ranks."""
+        if degree > 1 and getattr(self.config, "tie_word_embeddings", False):
+            raise ConfigError(
+                "the embedding and the head are one weight, but on different stages of the pipeline; "
+                "model.overrides.tie_word_embeddings = false makes them two weights, for a new model",
+                "parallelism.pipeline_parallel_degree",
+            )
+
     def build(self) -> Decoder:
         """The module, on the current default device (meta, when training)."""
         raise NotImplementedError

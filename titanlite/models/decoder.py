@@ -8,6 +8,7 @@ suffixes: B batch, T tokens, D model dim, H query heads, K key/value heads, E he
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -139,7 +140,6 @@ class RotaryDecoder(Decoder):
     ):
         super().__init__()
         self.config, self.vocab_size, self.dim = c, c.vocab_size, c.dim
-        self.attention_class = attention
         self.model = Model(c, attention)
         self.lm_head = None if c.tie_word_embeddings else Head(c.dim, c.vocab_size)
         head = {} if c.tie_word_embeddings else {"lm_head": "head"}
@@ -160,9 +160,8 @@ class RotaryDecoder(Decoder):
         return h_BTD
 
     def pipeline_stage(self, blocks: Collection[str], first: bool, last: bool) -> Decoder:
-        with torch.device("meta"):
-            stage = RotaryDecoder(self.config, self.attention_class)
-        stage.tensor_plan = self.tensor_plan
+        containers = (self, self.model, self.model.layers)
+        stage = copy.deepcopy(self, {id(m): m for m in self.modules() if m not in containers})
         stage.model.layers = nn.ModuleDict({i: b for i, b in self.model.layers.items() if i in blocks})
         stage.model.embed_tokens = self.model.embed_tokens if first else None
         stage.model.norm = self.model.norm if last else None

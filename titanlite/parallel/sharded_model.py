@@ -68,6 +68,13 @@ class ShardedModel:
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(device))
         self.net.fill_buffers()
+        for stage in self.pipeline.stages.values() if self.pipeline is not None else ():
+            if names := [name for name, buffer in stage.named_buffers() if buffer.is_meta]:
+                raise ConfigError(
+                    f"with pipeline parallel, a buffer belongs in a block, the embedding, the norm or the "
+                    f"head, which stages share with the model; {names[0]!r} does not",
+                    "parallelism.pipeline_parallel_degree",
+                )
         for name, parameter in self.net.named_parameters():
             mean, std = self.net.init_normal(name)
             fill_normal(parameter, name, mean, std, seed, device)
