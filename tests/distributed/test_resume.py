@@ -276,7 +276,7 @@ def test_an_edited_source_is_refused_by_name(tmp_path: Path) -> None:
     train(make_job(tmp_path, corpus, "--training.steps=1"))
     (corpus / "b.txt").write_text((corpus / "b.txt").read_text() + "!")
     with pytest.raises(
-        ConfigError, match=rf"differs: the content of text {corpus}/b\.txt has changed\. Set it"
+        ConfigError, match=rf"differs: the content of text {corpus}/b\.txt has changed\. Undo the change"
     ):
         train(make_job(tmp_path, corpus, "--training.steps=2"))
 

@@ -204,7 +204,10 @@ def test_the_help_of_train_lists_the_keys(run):
     code, out, _ = run("train", "--help")
     assert code == 0
     assert "  --training.seq_len=2048   <int>" in out.splitlines()
-    assert "      Tokens that are predicted in each sequence; a sequence has seq_len + 1 tokens." in out.splitlines()
+    assert (
+        "      Tokens that are predicted in each sequence; a sequence has seq_len + 1 tokens."
+        in out.splitlines()
+    )
 
 
 def test_the_reference_is_printed(run):

@@ -1,9 +1,8 @@
-"""Digests: the size and SHA-256 of every file of a checkpoint, taken while it is written and again before it
-is loaded.
+"""Digests: size and SHA-256 of every file of a checkpoint, computed while it is written and before it is
+loaded.
 
-torch's own format finds nothing: 199 of 200 random bit flips in a DCP file load in silence, because the CRC
-of its zip records is not checked (pytorch issue 126952).
-"""
+torch's file format does not find damage: 199 of 200 random bit flips in a DCP file load without an error,
+because the CRC of its zip records is not checked (pytorch issue 126952). """
 
 from __future__ import annotations
 
@@ -18,18 +17,18 @@ from typing import IO, NamedTuple
 from titanlite.files import FileFault, open_regular
 
 READ_BYTES = 8 << 20
-THREADS = 8  # hashing and file I/O leave the interpreter's lock; one core hashes 1.5 to 2 GB/s
+THREADS = 8  # hashing and file I/O release the interpreter's lock; one core hashes 1.5 to 2 GB/s
 
 
 class FileDigest(NamedTuple):
-    """What a file must be: bytes, and SHA-256 in hex."""
+    """Size in bytes and SHA-256 in hex of a file."""
 
     size: int
     sha256: str
 
 
 class HashingFile:
-    """A new file that hashes what passes through it. Sequential writes only."""
+    """A new file that hashes what is written to it. Takes sequential writes only."""
 
     def __init__(self, path: Path):
         self._file: IO[bytes] = open(path, "xb")  # noqa: SIM115 -- closed by its owner; never over an old file
@@ -48,7 +47,7 @@ class HashingFile:
         self._file.flush()
 
     def fileno(self) -> int:
-        """For fsync; flushed, because an fsync does not see what Python still holds."""
+        """The file descriptor, for fsync. Flushes Python's buffer first, which fsync does not see."""
         self._file.flush()
         return self._file.fileno()
 
@@ -56,7 +55,7 @@ class HashingFile:
         self._file.close()
 
     def digest(self) -> FileDigest:
-        """Of all that was written."""
+        """The digest of all that was written."""
         return FileDigest(self.size, self._sha.hexdigest())
 
 
@@ -83,29 +82,29 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def first_fault(folder: Path, files: Mapping[str, FileDigest]) -> str | None:
-    """Read and hash `files` in parallel; what is wrong with the first wrong one. OSError if that cannot
-    be told."""
+    """Read and hash `files` in parallel. Returns what is wrong with the first wrong file, or None. Raises
+    OSError for a file system that does not answer."""
 
     def fault(item: tuple[str, FileDigest]) -> str | None:
         name, expected = item
         try:
-            found = digest_file(folder / name)
+            digest = digest_file(folder / name)
         except FileNotFoundError:
             return f"{name} is missing"
         except FileFault as e:
             return f"{name} cannot be read: {e}"
         except OSError as e:
-            if e.errno != errno.EIO:  # a file system that does not answer says nothing about the file
+            if e.errno != errno.EIO:  # a file system that does not answer is no damage of the file
                 raise
             return f"{name} cannot be read: {e.strerror}"
-        if found.size != expected.size:
-            return f"{name} has {found.size:,} bytes, {expected.size:,} were written"
-        return None if found == expected else f"{name} is not what was written: its SHA-256 differs"
+        if digest.size != expected.size:
+            return f"{name} has {digest.size:,} bytes, {expected.size:,} were written"
+        return None if digest == expected else f"{name} is not what was written: its SHA-256 differs"
 
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        return next((found for found in pool.map(fault, files.items()) if found), None)
+        return next((reason for reason in pool.map(fault, files.items()) if reason), None)
 
 
 def gib(size: int) -> str:
-    """Bytes for people."""
+    """A number of bytes in GiB or MiB, for messages."""
     return f"{size / 2**30:.1f} GiB" if size >= 1 << 29 else f"{size / 2**20:.1f} MiB"

@@ -1,10 +1,10 @@
-"""Staging: copies of the state in host memory, made at a save, that training can no longer change.
+"""Staging: copies of the state in host memory, from which a checkpoint is written while training changes the
+originals.
 
-The buffers are allocated once and reused, so at most one save may be in flight. On CUDA they are pinned and
-the copy runs on a stream of its own, beside the next step's forward and backward: only the optimizer's next
-update has to wait for it, and waits on the device. (torch's own DefaultStager fails at its second use with
-DTensors: KeyError <class 'type'>, seen with torch 2.11 on CUDA.)
-"""
+The buffers are allocated once and reused, so at most one save may be in flight. On CUDA they are pinned, and
+the copy runs on a stream of its own during the next step's forward and backward. Only the optimizer's next
+update waits for it, on the device. (torch's DefaultStager fails at its second use with DTensors: KeyError
+<class 'type'>, seen with torch 2.11 on CUDA.) """
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.state import Tensors
 from titanlite.torch_compat import dtensor_like
 
-SEGMENT_BYTES = 256 << 20  # pinned at once; pinning holds up the driver, so not all of it in one call
+SEGMENT_BYTES = 256 << 20  # pinned in one call; pinning blocks the driver, so not all memory at once
 
 
 class HostBuffers:
-    """One host buffer for each tensor's local shard."""
+    """A host buffer for the local shard of each tensor."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -31,8 +31,8 @@ class HostBuffers:
         self._copied: torch.cuda.Event | None = None
 
     def allocate(self, tensors: Tensors) -> int:
-        """Have a buffer for each tensor; returns their bytes. Takes seconds for tens of GB, once. Raises
-        CheckpointError if the host has not that much memory to pin."""
+        """Allocate the missing buffers, and return the bytes of all of them. Takes seconds for tens of GB,
+        once. Raises CheckpointError if the host cannot pin that much memory."""
         wanted = {name: local for name, local in _local(tensors) if name not in self._buffers}
         segment: list[tuple[str, torch.Tensor]] = []
         for name, local in wanted.items():
@@ -45,8 +45,8 @@ class HostBuffers:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def copy(self, tensors: Tensors) -> Tensors:
-        """Begin to copy; the tensors on the host, DTensors with the same placements, are complete after
-        wait(). Until wait_on_device() the originals must not change."""
+        """Start to copy `tensors` and return the copies on the host; a DTensor's copy has the same
+        placements. The copies are complete after wait(). The originals may change after wait_on_device()."""
         self.allocate(tensors)
         cuda = any(local.is_cuda for _, local in _local(tensors))
         if cuda:
@@ -62,12 +62,12 @@ class HostBuffers:
         }
 
     def wait(self) -> None:
-        """Until the copies are complete; for the thread that writes them."""
+        """Block the calling thread until the copies are complete."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def wait_on_device(self) -> None:
-        """What the device does next on the current stream waits for the copies."""
+        """Make later work on the current CUDA stream wait for the copies."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
@@ -78,8 +78,8 @@ class HostBuffers:
         return buffer
 
     def _allocate(self, segment: list[tuple[str, torch.Tensor]]) -> None:
-        """One mapping of its own for all tensors of `segment`: page-aligned, which pinning wants, and not
-        rounded up to a power of two, which torch's pinned allocator would do."""
+        """Allocate the buffers of `segment` in one memory mapping: it is page-aligned, as pinning needs, and
+        not rounded up to a power of two, as by torch's allocator of pinned memory."""
         offsets, size = [], 0
         for _, local in segment:
             offsets.append(size)
@@ -88,7 +88,7 @@ class HostBuffers:
             memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as e:
             raise CheckpointError(f"no host memory for an asynchronous save: {e}; {INSTEAD}") from e
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # Linux; loader workers need no part of it
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # Linux; loader workers do not need a copy
             if hasattr(mmap, advice):
                 with suppress(OSError):  # a kernel without huge pages
                     memory.madvise(getattr(mmap, advice))
@@ -105,13 +105,15 @@ class HostBuffers:
 INSTEAD = "set --checkpoint.async_mode=disabled to save without a copy"
 
 
-_pinned: list[torch.Tensor] = []  # never unmapped: the driver would refuse the next mapping at that address
+_pinned: list[
+    torch.Tensor
+] = []  # never unmapped: the driver would refuse a later mapping at the same address
 
 
 def pin(memory: torch.Tensor) -> None:
     """Page-lock host memory for the life of the process, so that the device writes to it directly."""
     _pinned.append(memory)
-    memory.zero_()  # the pages exist before they are pinned, which is faster
+    memory.zero_()  # pinning is faster if the pages exist
     code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(code) != 0:
         raise CheckpointError(
@@ -120,7 +122,7 @@ def pin(memory: torch.Tensor) -> None:
 
 
 def same_device() -> Callable[[], None]:
-    """For a thread to begin with: threads start on device 0, whatever this rank's is."""
+    """A function that sets this rank's device in a new thread, which would otherwise use device 0."""
     if not torch.cuda.is_available():
         return lambda: None
     device = torch.cuda.current_device()

@@ -1,9 +1,9 @@
-"""What a checkpoint holds: all that cannot be recomputed, under names that do not depend on the layout.
+"""The contents of a checkpoint: all state that cannot be recomputed, under names that do not depend on the
+layout.
 
-Tensors go through torch DCP, which reshards them; the rest is a few numbers in train.json. The learning rate,
-the data order and the schedule are functions of these and are not stored, so a changed one is never
-overwritten by a resume.
-"""
+Tensors are saved by torch DCP, which reshards them; the rest is a few numbers in train.json. The learning
+rate and the data order are functions of these numbers and are not stored, so a resume never overwrites a
+changed schedule. """
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ TRAIN_KEYS: dict[str, type] = {
     "step": int, "sequences": int, "tokens": int, "global_batch_size": int, "guard": dict, "healthy": bool,
     "finite": bool, "identity": dict,
 }  # fmt: skip
-Tensors = dict[str, dict[str, torch.Tensor]]  # part of the state, name, tensor
+Tensors = dict[str, dict[str, torch.Tensor]]  # "model" or "optimizer" -> name -> tensor
 
 
 @dataclass
 class TrainState:
-    """The small state after a finished step. `sequences`: sequences of the run's order that are trained on,
-    the loader's state. `tokens`: targets counted, int64 on the device."""
+    """The small state after a finished step. `sequences`: number of sequences consumed, which is the loader's
+    state. `tokens`: number of target tokens trained on, int64 scalar on the device."""
 
     step: int
     sequences: int
     tokens: torch.Tensor
 
     def as_json(self) -> dict[str, int]:
-        """Plain numbers; reads the device."""
+        """The state as plain numbers. Waits for the device."""
         return {"step": self.step, "sequences": self.sequences, "tokens": int(self.tokens)}
 
     def consumed(self, loader: dict[str, int], tokens: torch.Tensor) -> None:
-        """A step is done: the loader's state after it, and the step's targets that count."""
+        """Count a finished step: the loader's state after it, and the number of its target tokens."""
         self.sequences = loader["sequences"]
         self.tokens += tokens
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take the numbers of a train.json."""
+        """Set the state from the values of a train.json."""
         self.step, self.sequences = values["step"], values["sequences"]
         self.tokens.fill_(values["tokens"])
 
 
 def read_train(path: Path) -> dict[str, Any]:
-    """The train.json of a checkpoint. Raises OSError, or ValueError for one that no run has written."""
+    """Read the train.json of a checkpoint. Raises OSError, or ValueError if it is not as a run writes it."""
     train = load_object(path / TRAIN)
     expect(train, **TRAIN_KEYS)
     expect(train["guard"], streak=int, skipped_steps=int)
@@ -75,29 +75,28 @@ def model_tensors(net: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's tensors by parameter name: `model.norm.weight.exp_avg`."""
+    """The optimizer's state by `<parameter name>.<key>`, such as `model.norm.weight.exp_avg`."""
     names: dict[torch.Tensor, str] = {p: name for name, p in net.named_parameters()}
     tensors = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             assert isinstance(value, torch.Tensor), (
-                f"{key} of the optimizer is not a tensor: it would not be saved"
+                f"{key} of the optimizer is not a tensor, so it would not be saved"
             )
             tensors[f"{names[parameter]}.{key}"] = value
     return tensors
 
 
 def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """All tensors of a checkpoint."""
+    """All tensors that a checkpoint holds."""
     return {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
 
 
 def non_finite(tensors: Tensors) -> list[str]:
-    """Names of this rank's weights and moments that hold NaN or infinity. Waits for the device; needs almost
-    no memory.
+    """Names of this rank's weights and optimizer state tensors that hold NaN or infinity. Waits for the
+    device, and needs almost no memory.
 
-    Of the optimizer's state only tensors of their parameter's shape count: scalars may be infinite on
-    purpose.
+    Optimizer state with another shape than its parameter is left out: a scalar may be infinite on purpose.
     """
     shapes = {name: t.shape for name, t in tensors["model"].items()}
     local: dict[str, torch.Tensor] = {}
@@ -109,19 +108,20 @@ def non_finite(tensors: Tensors) -> list[str]:
                 local[f"{section}.{name}"] = shard
     if not local:
         return []
-    largest = foreach_norm(list(local.values()), math.inf)  # NaN wins over any number
+    largest = foreach_norm(list(local.values()), math.inf)  # the maximum of NaN and a number is NaN
     finite = torch.stack([norm.float() for norm in largest]).isfinite().tolist()
     return [name for name, ok in zip(local, finite) if not ok]
 
 
 def listed(names: Sequence[str], shown: int = 3) -> str:
-    """The first of the names, and how many more there are."""
+    """The first names, and how many more there are, on one line."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
 
 
 def size_of(tensors: Tensors, ranks: Ranks) -> int:
-    """Bytes of what all ranks have together. Collective."""
+    """Bytes of the tensors of all ranks together; a tensor that several ranks have counts once.
+    Collective."""
     mine = {
         f"{part}.{name}": t.numel() * t.itemsize for part, of in tensors.items() for name, t in of.items()
     }

@@ -1,9 +1,9 @@
-"""DCP's writer, made safe: each file is hashed as it is written, flushed before it is synced, and never
-written over; an error in any thread fails the save; every planned tensor must have been written.
+"""A safe variant of DCP's file writer.
 
-torch's own writer loses errors of its side threads (pytorch issue 191391), syncs `.metadata` before it
-flushes it, and does not count what was written. The files are DCP's own: plain DCP reads them.
-"""
+Each file is hashed while it is written, flushed before it is synced, and never replaces another file. An
+error in any thread fails the save, and every planned tensor must have been written. torch's own writer loses
+errors of its threads (pytorch issue 191391), syncs `.metadata` before it flushes it, and does not check that
+all tensors were written. The files have DCP's format: plain DCP reads them. """
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from titanlite.files import sync
 from titanlite.torch_compat import storage_info
 
 FILE_BYTES = 2 << 30  # a rank's shards are cut into files of about this size, which are hashed in parallel
-MAX_FILES = 8  # of one rank
-THREADS = 4  # of one rank; the rest of the cores feed the devices
+MAX_FILES = 8  # per rank
+THREADS = 4  # per rank; the other cores feed the devices
 
 
 class HashingFileSystem(FileSystem):
-    """Records the digest of each file that is written, by name."""
+    """DCP's access to files, which records the digest of each file that it writes, by name."""
 
     def __init__(self) -> None:
         self.files: dict[str, FileDigest] = {}
@@ -56,7 +56,7 @@ class HashingFileSystem(FileSystem):
 
 
 class ShardWriter(FileSystemWriter):
-    """Writes this rank's shards into `path`; `files` has the digests of what this rank wrote."""
+    """Writes this rank's shards into the directory `path`."""
 
     fs: HashingFileSystem
     path: Path
@@ -68,20 +68,20 @@ class ShardWriter(FileSystemWriter):
 
     @property
     def files(self) -> dict[str, FileDigest]:
-        """Of this rank, by name."""
+        """Digests of the files that this rank has written, by name."""
         return self.fs.files
 
     def storage_meta(self) -> StorageMeta:
-        """Nothing of its own: the same state gives the same bytes, wherever it is written."""
+        """Empty metadata, so that the same state gives the same bytes wherever it is written."""
         return StorageMeta()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: remember what the ranks are about to write."""
+        """On the coordinator: remember the items that all ranks will write."""
         self._planned = {item.index for plan in plans for item in plan.items}
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items; raises what any thread raised."""
+        """Write this rank's items. Raises the error of any thread."""
         named = [
             (f"{plan.storage_data.prefix}{i}.distcp", items) for i, items in enumerate(_files(plan.items))
         ]
@@ -89,23 +89,24 @@ class ShardWriter(FileSystemWriter):
             results = list(pool.map(lambda file: self.write_file(file[0], file[1], planner), named))
         sync(self.path)
         done: Future[list[WriteResult]] = Future()
-        done.set_result([result for of in results for result in of])
+        done.set_result([result for by_file in results for result in by_file])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: `.metadata`, once every planned item has been written."""
-        written = {result.index for of in results for result in of}
+        """On the coordinator: write `.metadata` when every planned item has been written. Raises
+        CheckpointError if one is missing."""
+        written = {result.index for by_rank in results for result in by_rank}
         if missing := self._planned - written:
             raise CheckpointError(
-                f"{len(missing)} tensors were not written, {next(iter(missing)).fqn} is one"
+                f"{len(missing)} tensors were not written, for example {next(iter(missing)).fqn}"
             )
         for entry in metadata.state_dict_metadata.values():
             if isinstance(entry, TensorStorageMetadata):
-                entry.properties.pin_memory = False  # true of a copy in pinned memory, not of the tensor
+                entry.properties.pin_memory = False  # the copy is in pinned memory, the tensor is not
         super().finish(metadata, results)
 
     def write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        """Write items one after another into a new file. Several threads call it, for different files."""
+        """Write `items` into the new file `name`. Called from several threads for different files."""
         results = []
         with self.fs.create_stream(self.path / name, "wb") as stream:
             for item in items:
@@ -120,18 +121,18 @@ class ShardWriter(FileSystemWriter):
 
 
 def write_tensor(tensor: torch.Tensor, stream: Any) -> None:
-    """Append a tensor to a file, as DCP does: each is a torch.save of its own."""
+    """Append a tensor to a file as DCP does, by torch.save."""
     tensor = tensor.detach().cpu()
-    if tensor.untyped_storage().size() != tensor.nbytes:  # torch.save would write all of the storage
+    if tensor.untyped_storage().size() != tensor.nbytes:  # torch.save would write the whole storage
         tensor = tensor.clone()
     try:
         torch.save(tensor, stream)
-    except RuntimeError as e:  # torch's complaint about the archive, when the disk had complained first
+    except RuntimeError as e:  # torch hides the error of the disk behind one about the archive
         raise e.__context__ if isinstance(e.__context__, OSError) else e from None
 
 
 def _files(items: list[WriteItem]) -> list[list[WriteItem]]:
-    """Items in files of about equal size, the largest item first to the smallest file."""
+    """Distribute items over files of about equal size: the largest item first, each to the smallest file."""
     sizes = [_bytes(item) for item in items]
     count = max(1, min(MAX_FILES, -(-sum(sizes) // FILE_BYTES)))
     files: list[list[WriteItem]] = [[] for _ in range(count)]
@@ -144,6 +145,6 @@ def _files(items: list[WriteItem]) -> list[list[WriteItem]]:
 
 
 def _bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None, f"{item.index.fqn} is no tensor: it belongs in train.json"
+    assert item.tensor_data is not None, f"{item.index.fqn} is not a tensor; it belongs in train.json"
     data = item.tensor_data
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize

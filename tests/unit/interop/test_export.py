@@ -274,7 +274,10 @@ def test_a_failed_export_of_an_earlier_step_does_not_fail_a_finished_run(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=6"], "not a multiple of interval = 4"),
+        (
+            ["--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=6"],
+            "not a multiple of interval = 4",
+        ),
         (["--checkpoint.export_hf_interval=4"], "without export_hf = true"),
         (["--checkpoint.export_hf=true", "--checkpoint.enable=false"], "enable = false saves none"),
         (["--checkpoint.export_hf=true", "--checkpoint.folder=hf"], "hf is the folder of the exports"),

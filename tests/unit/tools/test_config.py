@@ -67,7 +67,9 @@ def test_files_are_not_looked_at_without_a_number_of_ranks(said) -> None:
 def test_the_number_of_ranks_counts(said) -> None:
     code, line = said("config", "llama3_8b", "--ranks=3")
     assert code == 2
-    assert "training.global_batch_size: 512 sequences are not a multiple of local_batch_size 1 x 3 ranks" in line
+    assert (
+        "training.global_batch_size: 512 sequences are not a multiple of local_batch_size 1 x 3 ranks" in line
+    )
     assert said("config", "debug", "--ranks", "0") == (2, "titanlite: command line, --ranks: 0 is below 1")
     assert said("config", "debug", "--ranks=two")[0] == 2
 
