@@ -38,7 +38,7 @@ from titanlite.tokenizers.base import Tokenizer
 
 
 def flops_of(job: Job, net: Decoder) -> int:
-    """Model FLOPs a token of this job."""
+    """Model FLOPs per token of this job."""
     c = job.model.config
     return flops_per_token(
         net.num_matmul_parameters(), c.n_layers, c.n_heads, c.head_dim, job.training.seq_len
@@ -48,8 +48,8 @@ def flops_of(job: Job, net: Decoder) -> int:
 def check_device(
     job: Job, device: torch.device, param_dtype: torch.dtype, world_size: int
 ) -> tuple[AttentionBackend, str]:
-    """Raises ConfigError for what the job asks of a device that this one does not have. Returns the attention
-    backend that the run uses and the name of its kernel."""
+    """The attention backend for this device, and the name of its kernel. Raises ConfigError if the job needs
+    something that the device lacks."""
     job.float8.check_device(device)
     job.profiling.check(device, world_size)
     c = job.model.config
@@ -68,7 +68,7 @@ def check_device(
 
 
 def open_tokenizer(job: Job) -> Tokenizer:
-    """The tokenizer, whose ids are all in the model's vocabulary. Raises ConfigError."""
+    """The job's tokenizer. Raises ConfigError if it has ids that the model's vocabulary lacks."""
     tokenizer = job.tokenizer.build()
     job.model.check_vocabulary(tokenizer.vocab_size)
     return tokenizer
@@ -85,35 +85,36 @@ def check_interop(job: Job, tokenizer: Tokenizer) -> None:
 
 
 def check_run_folder(job: Job, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the run folder holds a run with which this job does not go on, as far as that is
-    known before any source is opened."""
+    """Raises ConfigError if the run folder holds a run that this job cannot continue, as far as can be told
+    before any source is opened."""
     data = job.data.identity(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     Opening(job.checkpoint, job.folder, job.identity(data, {})).check_known()
 
 
 def exporter(job: Job, tokenizer: Tokenizer, requests: StopRequests) -> Exporter | None:
-    """What exports this run's checkpoints, until the run is asked to stop; None for a run without exports."""
+    """The exporter of this run's checkpoints, which stops when the run is asked to stop; None for a run
+    without exports."""
     if not job.checkpoint.export_hf:
         return None
     exchange = ModelAndTokenizer(job.model, tokenizer)
     return Exporter(job.checkpoint, job.folder, exchange, job.training.steps, lambda: requests.stop)
 
 
-def check_global_batch(job: Job, rows: int, resumed: dict[str, Any] | None) -> None:
-    """A global batch that only follows from the number of ranks must not change unseen when that number
-    does."""
-    before = resumed["global_batch_size"] if resumed else rows
-    if rows == before:
+def check_global_batch(job: Job, size: int, resumed: dict[str, Any] | None) -> None:
+    """Raises ConfigError if the global batch size differs from the resumed run's only because the number of
+    ranks does. `resumed`: the train.json of the checkpoint."""
+    before = resumed["global_batch_size"] if resumed else size
+    if size == before:
         return
     if job.training.global_batch_size == -1:
         raise ConfigError(
-            f"this run takes {before} rows a step; global_batch_size = -1 would make it {rows} here: "
-            f"set --training.global_batch_size={before} to keep it, or ={rows} to change it"
+            f"this run takes {before} sequences per step; global_batch_size = -1 would make it {size} here: "
+            f"set --training.global_batch_size={before} to keep it, or ={size} to change it"
         )
 
 
-# Keys that change nothing that is trained or reported, and those that the identity is compared for.
-LOCAL = (
+# Changes of these keys are not logged: they change no result, or the run identity is compared for them.
+NOT_LOGGED = (
     "job.", "checkpoint.", "comm.", "metrics.", "profiling.", "generation.", "model.", "tokenizer.",
     "data.sources.", "data.cache_dir", "data.num_workers", "data.verify", "training.gc_freq",
 )  # fmt: skip
@@ -121,16 +122,16 @@ SCHEDULE = ("lr_scheduler.", "optimizer.lr", "training.steps")
 
 
 def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
-    """Log a line for each key that differs from the job of the checkpoint that the run goes on from."""
+    """Log each key whose value differs from the job of the checkpoint that the run resumes."""
     path, train = checkpoints.resumed_from, checkpoints.resumed
     if path is None or train is None or rt.rank > 0:
         return
     saved, then = recorded_job(path / "job.toml")
     now, step = toml.as_tree(job), train["step"]
     saved.setdefault("training", {})["global_batch_size"] = train["global_batch_size"]
-    now["training"]["global_batch_size"] = rt.batch.global_size  # of -1: the number that it stands for
+    now["training"]["global_batch_size"] = rt.batch.global_size  # the resolved number, if it is -1
     changes = [("ranks", commit.read_manifest(path)["ranks"], rt.world_size)]
-    changes += [change for change in differences(saved, now) if not change[0].startswith(LOCAL)]
+    changes += [change for change in differences(saved, now) if not change[0].startswith(NOT_LOGGED)]
     lines = [f"{key} {spell(before)} -> {spell(after)}" for key, before, after in changes if before != after]
     lr = (learning_rate(then, step), learning_rate(job, step)) if then else (None, None)
     if lr[0] != lr[1]:
@@ -138,15 +139,15 @@ def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
         causes = [i for i, line in enumerate(lines) if line.startswith(SCHEDULE)]
         if len(causes) == 1:
             lines[causes[0]] += f", {change}"
-        else:  # of all of them together
+        else:  # several changes cause it together
             lines.append(change)
     for line in lines:
         logger.info(f"changed since step {step}: {line}")
 
 
 def recorded_job(path: Path) -> tuple[dict[str, Any], Job | None]:
-    """The resolved tree of a recorded job.toml, and the job itself unless a key or a component of it is not
-    known here. Imports nothing: a component from outside is known if this job imports it, too."""
+    """The resolved tree of a recorded job.toml, and the job itself, or None if it has an unknown key or
+    component. Imports nothing: a component from outside is known only if the running job imports it."""
     tree, locator = toml.read(path)
     try:
         job = toml.build(Job, tree, locator)
@@ -156,7 +157,7 @@ def recorded_job(path: Path) -> tuple[dict[str, Any], Job | None]:
 
 
 def learning_rate(job: Job, step: int) -> float:
-    """The learning rate that a job has at a step."""
+    """The learning rate at a step, without the multipliers of parameter groups."""
     return job.optimizer.lr * job.lr_scheduler.factor(step, job.training.steps)
 
 
@@ -175,27 +176,28 @@ def resolved(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
 
 
 def annotated(job: Job, lines: Sequence[str]) -> str:
-    """The job as TOML, with `lines` as comments at its top."""
+    """The job as TOML, below `lines` as comments."""
     return "".join(f"# {line}\n" for line in lines) + "\n" + toml.dump(job)
 
 
 def describe(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDataset, kernel: str) -> None:
-    """Say what is about to run. `about`: what `resolved` returns."""
-    batch, offload = rt.batch, ", weights on the host" if job.training.enable_cpu_offload else ""
+    """Log the model, the layout, the data and the batch. `about`: the lines of `resolved`."""
+    batch, offload = rt.batch, ", weights on the CPU" if job.training.enable_cpu_offload else ""
+    dtype = str(rt.param_dtype).removeprefix("torch.")
     for line in about:
         logger.info(line)
-    logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}{offload}, {rt.param_dtype}")
+    logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}{offload}, {dtype}")
     logger.info(
         f"{sum(sequences.sizes):,} sequences of {sequences.seq_len} tokens to train on, "
         f"{sequences.num_held_out:,} held out"
     )
     logger.info(
         f"{batch.global_size} sequences per step: {batch.num_micro_batches} micro-batches of "
-        f"{batch.micro_batch_size} "
-        "per rank"
+        f"{batch.micro_batch_size} per rank"
     )
     masked = ", documents masked from each other" if job.data.mask_documents else ""
-    logger.info(f"attention by {kernel}{masked}; recompute {job.activation_checkpoint.mode}; {job.loss.name}")
+    mode = job.activation_checkpoint.mode
+    logger.info(f"attention by {kernel}{masked}; activation checkpointing {mode}; {job.loss.name}")
     logger.info("initialising the weights")
 
 
@@ -240,7 +242,8 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -
 def record(
     job: Job, rt: Runtime, sequences: SequenceDataset, state: TrainState, checkpoints: Checkpointer
 ) -> None:
-    """Write beside the metrics what runs, from what identity, on what; say what is read of each source."""
+    """Log how much of each source is read, and write job.toml, env.json and run_identity.json into the run
+    folder."""
     for line in sequences.describe(
         state.sequences + max(job.training.steps - state.step, 0) * rt.batch.global_size
     ):

@@ -1,7 +1,7 @@
 """The trainer. Read `train` from top to bottom: everything that happens in a step is written there, in order.
 
 titanlite train CONFIG.toml [--section.key=value ...]        one process
-NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process a GPU, on torchrun
+NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process per GPU, on torchrun
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from titanlite.startup import (
     describe,
     exporter,
     flops_of,
+    learning_rate,
     log_changes,
     open_meter,
     open_tokenizer,
@@ -61,9 +62,9 @@ from titanlite.tokenizers.base import Tokenizer
 
 
 def train(job: Job) -> int:
-    """Train until `training.steps`, resuming from the run folder if it holds a checkpoint. Returns the exit
-    code: 0, or 75 when it was asked to stop, and has saved. Raises Diverged when too many steps in a row were
-    not finite."""
+    """Train until step `training.steps`; resume if the run folder holds a checkpoint. Returns the exit code:
+    0, or 75 if the run was asked to stop and has saved. Raises Diverged after too many non-finite steps in a
+    row."""
     with (
         stop_requests() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
@@ -82,47 +83,47 @@ def train(job: Job) -> int:
                 with meter.waiting_for_data():
                     micro_batches = [next(loader).to(rt.device) for _ in range(rt.batch.num_micro_batches)]
             except (Stopped, LoaderError) as e:
-                return run.ends_without_data(e, first_step, requests)
+                return run.end_without_data(e, first_step, requests)
             state.step += 1
-            lr = set_lr(optimizer, job.lr_scheduler.factor(state.step, last_step))
+            set_lr(optimizer, job.lr_scheduler.factor(state.step, last_step))
             tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
             vote = rt.vote(requests.stop, requests.take_save(), checkpoints.failed)
             loss = model.forward_backward(micro_batches, tokens)
             norm = grad_norm(model.net.parameters(), rt.mesh.pipeline)
             loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())
-            apply = guard.judge(loss, norm, bad_norms, state.step, state.sequences, rt.batch.global_size)
+            ok = guard.judge(loss, norm, bad_norms, state.step, state.sequences, rt.batch.global_size)
             checkpoints.wait_until_staged()  # a save may still be copying the weights
-            guarded_step(optimizer, apply, clip_divisor(norm, job.training.max_norm))
+            guarded_step(optimizer, ok, clip_divisor(norm, job.training.max_norm))
             optimizer.zero_grad()
-            model.after_step(apply)
+            model.after_step(ok)
             state.consumed(loader.state_dict(), tokens)
             meter.step_done()
             profiler.step_done()
             rt.collect_garbage(state.step)
             if state.step == first_step:
                 run.first_step_done()
-            run.read_guard(leave=1)  # what the device decided on the step before
+            run.read_guard(leave=1)  # the device's decision on the previous step
 
             evaluation = {}
             if job.validation.enable and due(job.validation.freq, state.step, last_step):
                 evaluation = run.validate()
             if due(job.generation.freq, state.step, last_step):
                 run.sample()
-            stop, save_now, save_failed = vote.result()  # if any rank says so, all do
+            stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
             logged = evaluation or stop or state.step == first_step
             if logged or due(job.metrics.log_freq, state.step, last_step):
-                meter.report(state.step, run.values(loss, norm, lr, micro_batches) | evaluation)
+                meter.report(state.step, run.values(loss, norm, micro_batches) | evaluation)
             if save_failed:
                 checkpoints.settle()
             if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):
-                run.save()  # now that the step's line is written
+                run.save()  # after the step's metrics are written
 
         return finish(run, evaluation, trained=state.step - first_step + 1, requests=requests)
 
 
 def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
-    """All parts of the run: model, data, optimizer, and the state they continue from. Cheap checks of whether
-    they fit together run first; nothing is written before all of them have passed."""
+    """Build the model, the data and the optimizer of the run, and load the checkpoint that it resumes. Cheap
+    compatibility checks run first; nothing is written to disk until all of them have passed."""
     attention, kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
     tokenizer = open_tokenizer(job)
     with torch.device("meta"):
@@ -148,7 +149,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     identity = job.identity(sequences.identity, sequences.names)
     rt.check_equal("data, tokenizer or model", json.dumps(identity, sort_keys=True))
-    # Opening the checkpoints refuses a folder that holds another identity's run, before it is written to.
+    # Opening the checkpoints refuses the folder of a run with another identity, before anything is written.
     exports = exporter(job, tokenizer, requests)
     checkpoints = Checkpointer(job.checkpoint, job.folder, identity, annotated(job, about), exports)
     check_global_batch(job, rt.batch.global_size, checkpoints.resumed)
@@ -165,9 +166,8 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         guard = StepGuard(job.guard, rt.device)
         if checkpoints.resumed is not None:
             guard.load_state_dict(checkpoints.resumed["guard"], state.step)
-    check_global_batch(
-        job, rt.batch.global_size, checkpoints.resumed
-    )  # of the one before, if that was damaged
+    # Again, because load() may have fallen back to an older checkpoint with another batch size.
+    check_global_batch(job, rt.batch.global_size, checkpoints.resumed)
     order = MicroBatches(0, rt.batch.global_size, rt.batch.micro_batch_size, rt.mesh.dp_rank, rt.mesh.dp_size)
     loader = SequenceLoader(sequences, order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
     loader.load_state_dict({"sequences": state.sequences})
@@ -180,8 +180,8 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
 
 @dataclass
 class Run:
-    """The parts of a run. Leaving it closes the sinks; after an error, a checkpoint in flight may still
-    become whole."""
+    """Everything that a run consists of. Leaving its context closes the loader and the sinks; after an error,
+    a save in flight may still be completed."""
 
     job: Job
     rt: Runtime
@@ -209,14 +209,15 @@ class Run:
             raise OutOfMemory(explain(f"in step {self.state.step}, {phase(trace)}")) from error
 
     def profiler(self) -> Profiler:
-        """Traces the steps that `[profiling]` asks for."""
+        """The profiler of the steps that [profiling] chooses."""
         folder, steps = self.job.folder / "profile", self.job.training.steps
         apart = partial(self.meter.apart, "time/profiling_s")
         return Profiler(self.job.profiling, folder, self.rt.rank, self.state.step + 1, steps, apart)
 
-    def ends_without_data(self, error: Stopped | LoaderError, first_step: int, requests: StopRequests) -> int:
-        """No batch comes. One rank, which needs no other, saves the last finished step. Raises `error`, or
-        returns the exit code if the run was asked to stop and there was a step to save."""
+    def end_without_data(self, error: Stopped | LoaderError, first_step: int, requests: StopRequests) -> int:
+        """End a run that gets no more batches. A single rank saves the last finished step; several ranks
+        cannot, because the others may be waiting in a collective. Raises `error`, or returns the exit code if
+        the run was asked to stop after at least one step."""
         state, finished = self.state, self.state.step - first_step + 1
         can_save = self.rt.world_size == 1 and finished and self.job.checkpoint.enable
         if can_save and not self.checkpoints.has(state.step):
@@ -226,7 +227,7 @@ class Run:
         return finish(self, {}, finished, requests)
 
     def first_step_done(self) -> None:
-        """Everything is compiled and allocated: what waits for that."""
+        """Do what has to wait until everything is compiled and allocated."""
         self.rt.first_step_done()
         self.checkpoints.warm_up(self.model.net, self.optimizer)
 
@@ -246,14 +247,14 @@ class Run:
             self.checkpoints.save(self.model.net, self.optimizer, self.state, self.small_state())
 
     def values(
-        self, loss: torch.Tensor, norm: torch.Tensor, lr: float, micro_batches: Sequence[Batch]
+        self, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[Batch]
     ) -> dict[str, Any]:
-        """What the log says of a step. Waits for the device; collective."""
+        """The metrics of a step, but for those that the meter adds. Waits for the device; collective."""
         return {
             "train/loss": loss.item(),
             "train/grad_norm": norm.item(),
             "train/skipped_steps": self.guard.skipped_steps(),
-            "train/learning_rate": lr,
+            "train/learning_rate": learning_rate(self.job, self.state.step),
             "progress/total_tokens": int(self.state.tokens),
             "data/batch_sha": self.rt.sum_u64(sum(batch.sha for batch in micro_batches)),
             **self.auxiliary_losses(),
@@ -267,7 +268,7 @@ class Run:
         return {f"train/{name}": value.item() for name, value in zip(shares, sums)}
 
     def small_state(self) -> dict[str, Any]:
-        """What a checkpoint records beside the tensors and the position in the data. Waits for the device."""
+        """The entries of train.json beside TrainState's own. Waits for the device."""
         guard = self.guard.state_dict()
         return {
             "global_batch_size": self.rt.batch.global_size,
@@ -285,12 +286,12 @@ class Run:
 
     def sample(self, keep: bool = True) -> None:
         """Log a sample for each prompt and append it to samples.txt."""
-        c = self.job.generation
+        generation = self.job.generation
         with self.meter.apart("time/generation_s"):
-            for i, prompt in enumerate(c.prompts):
+            for i, prompt in enumerate(generation.prompts):
                 seed, device = self.job.training.seed + i, self.rt.device
                 try:
-                    text = generate(self.model.logits, self.tokenizer, prompt, c, seed, device)
+                    text = generate(self.model.logits, self.tokenizer, prompt, generation, seed, device)
                 except Diverged as e:  # the guard decides whether the run goes on
                     logger.info(f"no sample at step {self.state.step}: {e}")
                     return
@@ -300,13 +301,13 @@ class Run:
 
 
 def due(freq: int, step: int, last_step: int) -> bool:
-    """Every `freq` steps (0: never) and at the last one."""
+    """Whether `step` is the last one or a multiple of `freq` (0: never)."""
     return step == last_step or (freq > 0 and step % freq == 0)
 
 
 def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: StopRequests) -> int:
-    """Say what came of the run and where it is; a run that was finished already is evaluated again. Returns
-    the exit code."""
+    """Wait for the last save and log the outcome of the run. A run that was finished before is evaluated
+    again. Returns the exit code."""
     job = run.job
     run.checkpoints.close(is_over=run.state.step >= job.training.steps)
     requests.done()
@@ -341,5 +342,5 @@ def main(argv: Sequence[str]) -> int:
     job = load_job(path, overrides, world_size(), allow_imports=True)
     try:
         return train(job)
-    except ConfigError as e:  # of an input that the job names: say where it names it
+    except ConfigError as e:  # an error in a file that the job names: add the line that names it
         raise toml.read(path, overrides)[1].located(e) from None

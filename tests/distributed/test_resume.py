@@ -192,7 +192,7 @@ def refused_on_rank(folder: Path, corpus: Path, world_size: int) -> str:
 def test_a_global_batch_that_follows_the_ranks_is_refused(tmp_path: Path, corpus: Path, run_on) -> None:
     train(make_job(tmp_path, corpus, "--training.global_batch_size=-1", "--training.steps=2", name="batch"))
     messages = run_on(2, refused_on_rank, tmp_path, corpus, 2)
-    assert "this run takes 4 rows a step; global_batch_size = -1 would make it 8" in messages[0]
+    assert "this run takes 4 sequences per step; global_batch_size = -1 would make it 8" in messages[0]
     assert messages[0] == messages[1]
 
 

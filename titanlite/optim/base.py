@@ -139,14 +139,13 @@ class Optimizer(Component):
         return grouped
 
 
-def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> float:
-    """Set each group's learning rate to `factor` times its peak; returns the first group's, for the log.
+def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set each group's learning rate to `factor` times its peak.
 
     The peak of a group is the learning rate that the optimizer was built with. It is kept as `peak_lr`.
     """
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
-    return optimizer.param_groups[0]["lr"]
 
 
 @torch.no_grad()

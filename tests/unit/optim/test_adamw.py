@@ -46,12 +46,13 @@ def test_five_steps_equal_adamw_written_by_hand():
     v = {name: torch.zeros_like(w) for name, w in expected.items()}
     optimizer = config.build(Parameters(params), ALONE)
     for step in range(1, 6):
-        lr = set_lr(optimizer, step / 5)
+        set_lr(optimizer, step / 5)
         for name, gradient in gradients(params, seed=step).items():
             params[name].grad = gradient
             expected[name], m[name], v[name] = adamw_by_hand(
                 expected[name], gradient.double(), m[name], v[name], step,
-                lr=lr, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.3 if gradient.ndim >= 2 else 0.0,
+                lr=1e-2 * step / 5, beta1=0.8, beta2=0.9, eps=1e-3,
+                weight_decay=0.3 if gradient.ndim >= 2 else 0.0,
             )  # fmt: skip
         optimizer.step()
     for name, p in params.items():
@@ -94,8 +95,8 @@ def test_a_group_without_parameters_is_left_out(names):
 
 def test_set_lr_scales_the_peak_and_not_what_was_set_before():
     optimizer = AdamW(lr=0.2).build(Parameters(parameters()), ALONE)
-    assert set_lr(optimizer, 0.5) == pytest.approx(0.1)
-    assert set_lr(optimizer, 0.5) == pytest.approx(0.1)
+    set_lr(optimizer, 0.5)
+    set_lr(optimizer, 0.5)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
 
 
@@ -104,14 +105,15 @@ def test_groups_keep_their_own_peaks():
         [{"params": [p], "lr": lr} for p, lr in zip(parameters().values(), (0.2, 0.8))]
     )
     for _ in range(2):
-        assert set_lr(optimizer, 0.25) == pytest.approx(0.05)
+        set_lr(optimizer, 0.25)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.2])
 
 
 def test_an_optimizer_that_was_built_without_groups_has_a_peak_too():
     optimizer = torch.optim.SGD(parameters().values(), lr=0.4)
-    assert set_lr(optimizer, 0.5) == pytest.approx(0.2)
-    assert set_lr(optimizer, 1.0) == pytest.approx(0.4)
+    for factor in (0.5, 1.0):
+        set_lr(optimizer, factor)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.4 * factor)
 
 
 def test_it_is_chosen_by_name():
