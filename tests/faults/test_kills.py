@@ -245,8 +245,8 @@ def exports(run: Run) -> dict[str, Any]:
     with_tiers(
         [[replace(SAVE["P7 agreed"], step=4)]],
         [
-            [replace(SAVE["P7 agreed"], step=4), Fault("export:_put", during="start")],
-            [Fault("export:_put", "after", during="start"), SAVE["P6 renamed"].at(0, step=8)],
+            [replace(SAVE["P7 agreed"], step=4), Fault("export:_rename", during="start")],
+            [Fault("export:_rename", "after", during="start"), SAVE["P6 renamed"].at(0, step=8)],
         ],
     ),
     ids=["between commit and export", "in the export of the next start", "exported, and the last one not"],

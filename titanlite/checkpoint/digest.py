@@ -2,7 +2,7 @@
 loaded.
 
 torch's file format does not find damage: 199 of 200 random bit flips in a DCP file load without an error,
-because the CRC of its zip records is not checked (pytorch issue 126952). """
+because the CRC of its zip records is not checked (pytorch issue 126952)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ originals.
 The buffers are allocated once and reused, so at most one save may be in flight. On CUDA they are pinned, and
 the copy runs on a stream of its own during the next step's forward and backward. Only the optimizer's next
 update waits for it, on the device. (torch's DefaultStager fails at its second use with DTensors: KeyError
-<class 'type'>, seen with torch 2.11 on CUDA.) """
+<class 'type'>, seen with torch 2.11 on CUDA.)"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ layout.
 
 Tensors are saved by torch DCP, which reshards them; the rest is a few numbers in train.json. The learning
 rate and the data order are functions of these numbers and are not stored, so a resume never overwrites a
-changed schedule. """
+changed schedule."""
 
 from __future__ import annotations
 

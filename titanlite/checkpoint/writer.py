@@ -3,7 +3,7 @@
 Each file is hashed while it is written, flushed before it is synced, and never replaces another file. An
 error in any thread fails the save, and every planned tensor must have been written. torch's own writer loses
 errors of its threads (pytorch issue 191391), syncs `.metadata` before it flushes it, and does not check that
-all tensors were written. The files have DCP's format: plain DCP reads them. """
+all tensors were written. The files have DCP's format: plain DCP reads them."""
 
 from __future__ import annotations
 

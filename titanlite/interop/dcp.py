@@ -1,5 +1,6 @@
-"""Reading tensors of a DCP checkpoint, titanlite's or another's, a region at a time and without DCP's
-planner: each rank for itself, in any dtype, under other names. Nothing in it is executed.
+"""Reading tensors of a DCP checkpoint, of titanlite or another program, by regions and without DCP's planner.
+
+Each rank reads for itself, in any dtype and under other names. No code from the checkpoint is executed.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
 from titanlite.models.base import ModelFamily
 from titanlite.torch_compat import file_view
 
-MODEL = "model."  # where a titanlite checkpoint has the weights
+MODEL = "model."  # prefix of the weights in a titanlite checkpoint
 
 
 def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
-    """The weights of a step folder, or of the newest checkpoint of a run. Raises CheckpointError if it is not
-    whole; the shards' contents are not looked at. `family`: to tell what the recorded model computes."""
+    """Open the weights of a step folder, or of the newest checkpoint of a run. Raises CheckpointError if the
+    checkpoint is damaged; the contents of its shards are not checked. `family`: the family of the recorded
+    model, whose architecture is then read."""
     path = find_checkpoint(path)
     if reason := first_fault(path, small_files(path)):
         raise CheckpointError(f"{path} is damaged: {reason}")
@@ -47,13 +49,13 @@ def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
         tokenizer = data.get("tokenizer", "")
     except ValueError as e:
         raise CheckpointError(f"{path} is damaged: its {TRAIN} cannot be trusted: {e}") from None
-    numbers = _recorded(identity["model"], family, path) if family is not None else {}
-    return Weights(path, "titanlite", stored_tensors(path, metadata, names), numbers, tokenizer)
+    architecture = _recorded(identity["model"], family, path) if family is not None else {}
+    return Weights(path, "titanlite", stored_tensors(path, metadata, names), architecture, tokenizer)
 
 
 def stored_tensors(path: Path, metadata: Metadata, names: Mapping[str, str]) -> dict[str, LazyTensor]:
-    """The tensors `names`: the name to give to the one DCP has. What is not a tensor raises
-    CheckpointError."""
+    """The tensors of a DCP checkpoint under other names. `names`: new name -> DCP's name. Raises
+    CheckpointError for an entry that is not a tensor."""
     sizes = {file.name: file.stat().st_size for file in path.iterdir()}
     return {ours: _stored(path, metadata, theirs, sizes) for ours, theirs in names.items()}
 
@@ -68,14 +70,14 @@ def _stored(path: Path, metadata: Metadata, name: str, sizes: Mapping[str, int])
             info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
             file = path / info.relative_path
             if getattr(info, "transform_descriptors", None):
-                raise CheckpointError(f"{file}: {name} is compressed, which is not read")
+                raise CheckpointError(f"{file}: {name} is compressed, which is not supported")
             size = sizes.get(info.relative_path, 0)
             if size < info.offset + info.length:
-                raise CheckpointError(f"{file} has {size:,} bytes: {name} is not, or not all, in it")
+                raise CheckpointError(f"{file} has {size:,} bytes and does not contain all of {name}")
             load = functools.partial(_load, file, name, info.offset, info.length)
             chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), load))
         return LazyTensor(tuple(entry.size), entry.properties.dtype, file, chunks)
-    except (KeyError, TypeError, AttributeError) as e:  # unpickled, but not what DCP wrote
+    except (KeyError, TypeError, AttributeError) as e:  # it can be unpickled, but DCP has not written it
         raise CheckpointError(f"{path}: .metadata is damaged: {type(e).__name__}: {e}") from None
 
 
@@ -84,35 +86,35 @@ def _load(file: Path, name: str, offset: int, length: int, region: Region) -> to
         with open(file, "rb") as f:
             chunk = torch.load(file_view(f, offset, length), map_location="cpu", weights_only=True)
         return chunk[region]
-    except Exception as e:  # torch.load of damaged bytes raises nearly anything
+    except Exception as e:  # torch.load of damaged bytes may raise almost any error
         what = str(e).strip().partition("\n")[0]
         raise CheckpointError(f"{file}: {name} cannot be read: {type(e).__name__}: {what}") from None
 
 
 def _recorded(model: Mapping[str, Any], family: ModelFamily, path: Path) -> dict[str, Any]:
-    """The numbers of the model that an identity records, if it is of the same family."""
+    """The architecture fields of the model that a run identity records. Raises ConfigError for another
+    family."""
     if model["name"] != family.name:
-        raise ConfigError(f"{path} is of a {model['name']}, the job's model is a {family.name}")
+        raise ConfigError(f"{path} has a {model['name']} model, the job's model is {family.name}")
     fields = {f.name for f in dataclasses.fields(family.config)}
     known = {key: value for key, value in model.items() if key in fields}
     return dataclasses.replace(family, overrides=known).config.numbers()
 
 
 def non_finite_in(path: Path) -> list[str]:
-    """Names of a checkpoint's tensors, weights and optimizer state, that hold NaN or infinity; scalars do not
-    count. Reads all of them, one block at a time. Raises CheckpointError if one cannot be read."""
+    """Names of the tensors in a checkpoint, except scalars, that hold NaN or infinity. Reads all tensors, one
+    block at a time. Raises CheckpointError if one cannot be read."""
     metadata = read_metadata(path)
     names = {n: n for n, entry in metadata.state_dict_metadata.items() if getattr(entry, "size", ())}
-    found = []
+    bad = []
     for name, stored in stored_tensors(path, metadata, names).items():
         blocks = stored.row_blocks(stored.shape[0]) if stored.dtype.is_floating_point else []
         if not all(stored.read(block).isfinite().all() for block in blocks):
-            found.append(name)
-    return found
+            bad.append(name)
+    return bad
 
 
-def check_whole(path: Path) -> None:
-    """Hash every file of a checkpoint of titanlite's. Raises CheckpointError if one is not what was
-    written."""
+def check_hashes(path: Path) -> None:
+    """Hash every file of a titanlite checkpoint. Raises CheckpointError if one is not what was written."""
     if reason := first_fault(path, commit.digests(commit.read_manifest(path))):
         raise CheckpointError(f"{path} is damaged: {reason}")

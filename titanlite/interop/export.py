@@ -1,11 +1,10 @@
-"""Writing weights as a Hugging Face directory that transformers opens with nothing added: safetensors with an
-index, config.json, generation_config.json, the tokenizer.
+"""Writing weights as a Hugging Face directory that transformers opens as it is: safetensors with an index,
+config.json, generation_config.json and the tokenizer's files.
 
-A safetensors file is a header that says where each tensor will be, and their bytes: the header is known
-before the first tensor is read, so tensors pass through one chunk at a time, and a model of any size is
-written in the memory of its largest chunk. The directory is written aside, synced and renamed, like a
-checkpoint.
-"""
+A safetensors file is a header with the position of each tensor, and the tensors' bytes. The header is known
+before the first tensor is read, so tensors are copied one chunk at a time, and a model of any size needs the
+memory of its largest chunk. Like a checkpoint, the directory is written under another name, synced and
+renamed."""
 
 from __future__ import annotations
 
@@ -31,12 +30,12 @@ from titanlite.interop.weights import LazyTensor, ModelAndTokenizer, Weights, ch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
-MAX_SHARD_BYTES = 5 * 10**9  # transformers' own default was 5 GB for long
-PIECE_BYTES = 32 << 20  # converted at a time
+MAX_SHARD_BYTES = 5 * 10**9  # long the default of transformers
+BLOCK_BYTES = 32 << 20  # converted at a time
 
 
 class _Output(NamedTuple):
-    """A tensor as it will be written: the first `shape[0]` rows of `stored`."""
+    """A tensor of an export: the first `shape[0]` rows of `stored`, in `dtype`."""
 
     name: str
     stored: LazyTensor
@@ -58,13 +57,13 @@ def write_directory(
     replace: bool = False,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Write `weights` of the exchange's model to the new directory `target`; returns the bytes of its
-    tensors.
+    """Write `weights` as the new directory `target`; returns the bytes of its tensors.
 
-    `dtype`: None for the one each tensor has. Rows of the vocabulary that the tokenizer has no ids for are
-    left out, unless `keep_padding`. `replace`: a target that is there, when the new one is whole. `gives_up`:
-    polled while files are written; stop when it is true. Raises ConfigError if the weights are of another
-    model or `target` is there, CheckpointError if it cannot be written; then nothing is left."""
+    `dtype`: of the written tensors; None for the dtype that each tensor has. Rows of the vocabulary without a
+    token id are left out, unless `keep_padding`. `replace`: replace an existing `target` when the new one is
+    complete. `gives_up`: polled while files are written; the export stops when it is true. Raises ConfigError
+    if the weights belong to another model or `target` exists, CheckpointError if it cannot be written. After
+    an error nothing is left."""
     check(weights, exchange.family)
     if not replace and (target.exists() or target.is_symlink()):
         raise ConfigError(f"{target} exists; choose another directory, or delete it")
@@ -80,7 +79,7 @@ def write_directory(
             write_file(partial / name, content)
         _write_shards(partial, _in_shards(outputs, max_shard_bytes), size, gives_up)
         sync(partial)
-        _put(partial, target, replace)
+        _rename(partial, target, replace)
     except OSError as e:
         commit.discard(partial)
         raise CheckpointError(f"{target} could not be written: {type(e).__name__}: {e}") from e
@@ -90,8 +89,8 @@ def write_directory(
     return size
 
 
-def _put(partial: Path, target: Path, replace: bool) -> None:
-    """Give it its name; what had that before is deleted afterwards."""
+def _rename(partial: Path, target: Path, replace: bool) -> None:
+    """Rename `partial` to `target`, and delete the directory that had the name before."""
     old = target.with_name(f".trash-{target.name}-{uuid.uuid4().hex[:8]}")
     if replace and target.exists():
         os.rename(target, old)
@@ -108,7 +107,7 @@ def _put(partial: Path, target: Path, replace: bool) -> None:
 def _outputs(
     weights: Weights, exchange: ModelAndTokenizer, dtype: torch.dtype | None, keep_padding: bool
 ) -> tuple[list[_Output], int]:
-    """What is written, in the model's order, and the rows of its vocabulary."""
+    """The tensors of the export in the model's order, and the size of its vocabulary."""
     with torch.device("meta"):
         net = exchange.family.build()
     vocabulary, outputs, vocab_size = vocabulary_of(net), [], net.vocab_size
@@ -146,7 +145,7 @@ def _small_files(
 
 
 def _in_shards(outputs: Sequence[_Output], max_bytes: int) -> list[list[_Output]]:
-    """Files of at most `max_bytes`, or of one tensor that is larger."""
+    """Distribute tensors over files of at most `max_bytes`; a larger tensor has a file of its own."""
     shards: list[list[_Output]] = [[]]
     for output in outputs:
         if shards[-1] and sum(o.size for o in shards[-1]) + output.size > max_bytes:
@@ -189,19 +188,19 @@ def _write_shard(file: Path, shard: Sequence[_Output], gives_up: Callable[[], bo
             for region in output.stored.row_blocks(output.shape[0]):
                 if gives_up():
                     raise CheckpointError("the export was given up")
-                band = output.stored.read(region)
-                rows = max(PIECE_BYTES // max(band[:1].numel() * output.dtype.itemsize, 1), 1)
-                for piece in band.split(rows):
-                    values = piece.to(output.dtype)
+                rows_of_region = output.stored.read(region)
+                rows = max(BLOCK_BYTES // max(rows_of_region[:1].numel() * output.dtype.itemsize, 1), 1)
+                for block in rows_of_region.split(rows):
+                    values = block.to(output.dtype)
                     if not values.isfinite().all():
-                        raise CheckpointError(_not_finite(output, piece))
+                        raise CheckpointError(_not_finite(output, block))
                     f.write(values.flatten().view(torch.uint8).numpy().data)
         f.flush()
         os.fsync(f.fileno())
 
 
 def _not_finite(output: _Output, values: torch.Tensor) -> str:
-    """Why these values of a tensor are not written."""
+    """The error message for values of a tensor that are not finite in the export's dtype."""
     where = f"{output.stored.file}: {output.name}"
     if values.isfinite().all():
         return f"{where} has values that are too large for {NAMES[output.dtype]}; nothing is exported"

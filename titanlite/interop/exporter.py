@@ -13,7 +13,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
-from titanlite.interop.dcp import check_whole, open_titanlite
+from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.export import DTYPES, write_directory
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.log import logger
@@ -85,7 +85,7 @@ class Exporter:
             if target.exists():
                 logger.info(f"{target} is an export of an earlier save of this step, and will be replaced")
             if verify:
-                check_whole(checkpoint)
+                check_hashes(checkpoint)
             size = write_directory(
                 open_titanlite(checkpoint, self._exchange.family),
                 target,

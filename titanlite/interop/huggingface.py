@@ -1,8 +1,8 @@
-"""Reading a Hugging Face directory: safetensors, one file or several with an index, beside a config.json.
+"""Reading the weights of a Hugging Face directory: one safetensors file, or several with an index, and a
+config.json.
 
-Names and layouts are the model's own, so nothing is converted. Files are mapped, and their headers say what
-is in them: a truncated file is found when it is opened.
-"""
+Names and tensor layouts are the model's own, so nothing is converted. Files are memory-mapped, and their
+headers describe the content, so a truncated file is found when it is opened."""
 
 from __future__ import annotations
 
@@ -33,36 +33,39 @@ DTYPES = {
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether there are safetensors in the directory."""
+    """Whether the directory has safetensors files."""
     return (path / INDEX).exists() or any(path.glob("*.safetensors"))
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether the directory has a PEFT adapter and no model."""
+    """Whether the directory has a PEFT adapter and no whole model."""
     whole = (path / SINGLE).exists() or (path / INDEX).exists()
     return (path / "adapter_config.json").exists() and not whole
 
 
 def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
-    """The tensors of a directory. `family`: the model that they are for, which reads config.json. Raises
-    ConfigError, naming the file, for one that is missing or not whole, or not what the index says."""
+    """Open the weights in a directory. `family`: the model family that reads its config.json. Raises
+    ConfigError that names a file that is missing, damaged, or differs from the index."""
     tensors: dict[str, LazyTensor] = {}
     placed = _index(path)
     for file in sorted({*placed.values()}) if placed else [_single(path)]:
         for name, stored in _tensors(path / file):
             if placed.get(name, file) != file or name in tensors:
-                raise ConfigError(f"{name} is in {path / file}, {INDEX} has it in {placed.get(name)}")
-            if not name.endswith("rotary_emb.inv_freq"):  # old directories hold what is computed from config
+                raise ConfigError(f"{name} is in {path / file}, but {INDEX} says {placed.get(name)}")
+            if not name.endswith(
+                "rotary_emb.inv_freq"
+            ):  # old directories store values that are computed from the config
                 tensors[name] = stored
             placed.pop(name, None)
     if placed:
         name, file = next(iter(placed.items()))
-        raise ConfigError(f"{name} is not in {path / file}, where {INDEX} has it")
-    return Weights(path, KIND, tensors, _numbers(path, family))
+        raise ConfigError(f"{name} is not in {path / file}, as {INDEX} says")
+    return Weights(path, KIND, tensors, _architecture(path, family))
 
 
 def _index(path: Path) -> dict[str, str]:
-    """Tensor to file, if there is an index that counts: transformers, too, takes the single file first."""
+    """The file of each tensor by the index; empty without one. A single file takes precedence, as in
+    transformers."""
     if (path / SINGLE).exists() or not (path / INDEX).exists():
         return {}
     tree = read_object(path / INDEX)
@@ -71,7 +74,7 @@ def _index(path: Path) -> dict[str, str]:
         raise ConfigError(f"{path / INDEX} has no weight_map")
     for file in placed.values():
         if not isinstance(file, str) or file != Path(file).name or not (path / file).is_file():
-            raise ConfigError(f"{path / INDEX} names {file!r}, which is not there")
+            raise ConfigError(f"{path / INDEX} names {file!r}, which does not exist")
     return placed
 
 
@@ -79,34 +82,35 @@ def _single(path: Path) -> str:
     files = [file.name for file in sorted(path.glob("*.safetensors"))]
     if SINGLE in files or len(files) == 1:
         return SINGLE if SINGLE in files else files[0]
-    raise ConfigError(f"{path} has {len(files)} safetensors, but no {INDEX} that says what is where")
+    raise ConfigError(f"{path} has {len(files)} safetensors files, but no {INDEX}")
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
     try:
         check_regular(file)
         opened = safe_open(file, framework="pt")
-        for name in opened.keys():  # noqa: SIM118 -- it is no dict
-            piece = opened.get_slice(name)
-            shape, dtype = tuple(piece.get_shape()), piece.get_dtype()
+        for name in opened.keys():  # noqa: SIM118 -- safe_open is not a dict
+            stored = opened.get_slice(name)
+            shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
             if dtype not in DTYPES:
-                raise ConfigError(f"{file}: {name} is {dtype}, which is not read")
-            load = functools.partial(_load, file, name, piece)
+                raise ConfigError(f"{file}: {name} has dtype {dtype}, which is not supported")
+            load = functools.partial(_load, file, name, stored)
             yield name, LazyTensor(shape, DTYPES[dtype], file, [Chunk((0,) * len(shape), shape, load)])
     except (SafetensorError, OSError, FileFault) as e:
-        raise ConfigError(f"{file} is no whole safetensors file: {e}") from None
+        raise ConfigError(f"{file} is not a complete safetensors file: {e}") from None
 
 
-def _load(file: Path, name: str, piece: Any, region: Region) -> torch.Tensor:
+def _load(file: Path, name: str, stored: Any, region: Region) -> torch.Tensor:
     try:
-        return piece[region] if region else piece[...]
+        return stored[region] if region else stored[...]
     except SafetensorError as e:
         raise ConfigError(f"{file}: {name} cannot be read: {e}") from None
 
 
-def tell_generation(weights: Weights, tokenizer: Tokenizer) -> None:
-    """Warn of the settings in a Hugging Face directory's generation_config.json that an export will not
-    have: it has those of the tokenizer's own folder."""
+def warn_of_generation_settings(weights: Weights, tokenizer: Tokenizer) -> None:
+    """Warn of settings in the directory's generation_config.json that an export will not have, because it
+    takes them
+    from the tokenizer's folder."""
     file = weights.path / "generation_config.json"
     if weights.kind != KIND or not file.exists():
         return
@@ -114,13 +118,15 @@ def tell_generation(weights: Weights, tokenizer: Tokenizer) -> None:
     lost = [key for key, value in read_object(file).items() if ours.get(key) != value]
     if lost := [key for key in lost if key != "transformers_version" and not key.startswith("_")]:
         logger.warning(
-            f"{file}: {', '.join(lost)} will not be in an export, which has those of the tokenizer's folder: "
+            f"{file}: an export will not have {', '.join(lost)}, because it takes them from the "
+            "tokenizer's folder; "
             f"--tokenizer.name=huggingface --tokenizer.path={weights.path} keeps them"
         )
 
 
-def _numbers(path: Path, family: ModelFamily | None) -> dict[str, Any]:
-    """What config.json says; empty if there is none (torchtitan writes none) or the family reads none."""
+def _architecture(path: Path, family: ModelFamily | None) -> dict[str, Any]:
+    """The architecture fields in config.json; empty without the file, which torchtitan does not write, or if
+    the family does not read one."""
     if family is None or not family.hf_model_type or not (path / "config.json").exists():
         return {}
     return read_family(path, family).config.numbers()

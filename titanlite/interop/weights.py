@@ -1,10 +1,10 @@
-"""Weights from anywhere, as one thing: named tensors of which any region can be read, whatever the format.
+"""A lazy view of a model's weights that does not depend on the file format: named tensors of which any region
+can be read.
 
-A format (huggingface.py, dcp.py, foreign.py) says which tensors there are and how a chunk of one is loaded;
-what is done with them is the same for all: they are compared with a model, read into its parameters on any
-layout, or written as a Hugging Face directory (export.py). Names are the model's own, which are Hugging
-Face's. No more than a region is held at a time.
-"""
+Each format (huggingface.py, dcp.py, torchtitan_meta.py) lists its tensors and loads chunks of them.
+Everything else is the same for all formats: weights are compared with a model, read into its parameters on
+any layout, or written as a Hugging Face directory (export.py). Names are Hugging Face's. Only one region is
+in memory at a time."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from titanlite.mesh import local_part
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.tokenizers.base import Tokenizer
 
-Region = tuple[slice, ...]  # of a tensor; begin and end along each dim
+Region = tuple[slice, ...]  # begin and end along each dimension of a tensor
 
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 HEAD = "lm_head.weight"
-SHOWN = 3  # of the misfits that one message names
+SHOWN = 3  # mismatches named in one message
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor that is stored in one piece. `load` reads a region of it, counted from its own
-    beginning, to host memory."""
+    """A contiguous block of a tensor in a file. `load` reads a region of the block, relative to its
+    beginning, into host memory."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor in files; `file` is one that holds some of it."""
+    """A tensor stored in files as one or more chunks. `file`: one of the files, for messages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,10 +50,10 @@ class LazyTensor:
     chunks: Sequence[Chunk]
 
     def read(self, region: Region) -> torch.Tensor:
-        """The region, on the host, in the dtype it is stored in. Raises CheckpointError if the chunks do not
-        cover it, or are not what they are said to be."""
+        """Read a region into host memory, in the stored dtype. Raises CheckpointError if the chunks do not
+        cover the region, or differ from their description."""
         shape = tuple(s.stop - s.start for s in region)
-        found, filled = None, 0
+        whole, filled = None, 0
         for chunk in self.chunks:
             low = [max(s.start, o) for s, o in zip(region, chunk.offsets)]
             high = [min(s.stop, o + n) for s, o, n in zip(region, chunk.offsets, chunk.shape)]
@@ -63,20 +63,22 @@ class LazyTensor:
             wanted = tuple(b - a for a, b in zip(low, high))
             if part.dtype != self.dtype or tuple(part.shape) != wanted:
                 raise CheckpointError(
-                    f"{self.file}: found {part.dtype} of shape {tuple(part.shape)} where {self.dtype} of "
-                    f"shape {wanted} was announced"
+                    f"{self.file}: a block is {part.dtype} of shape {tuple(part.shape)}, but its "
+                    "description says "
+                    f"{self.dtype} of shape {wanted}"
                 )
             if wanted == shape:
                 return part
-            found = torch.empty(shape, dtype=self.dtype) if found is None else found
-            found[tuple(slice(a - s.start, b - s.start) for a, b, s in zip(low, high, region))] = part
+            whole = torch.empty(shape, dtype=self.dtype) if whole is None else whole
+            whole[tuple(slice(a - s.start, b - s.start) for a, b, s in zip(low, high, region))] = part
             filled += part.numel()
-        if found is None or filled != math.prod(shape):
+        if whole is None or filled != math.prod(shape):
             raise CheckpointError(f"{self.file} does not hold all of a tensor of shape {self.shape}")
-        return found
+        return whole
 
     def row_blocks(self, num_rows: int) -> list[Region]:
-        """The first `num_rows` rows, each of them, cut where chunks begin, so that none is loaded twice."""
+        """Regions that cover the first `num_rows` rows, divided where chunks begin, so that no chunk is read
+        twice."""
         begins = sorted({0, *(o for chunk in self.chunks if (o := chunk.offsets[0]) < num_rows)})
         rest = tuple(slice(0, n) for n in self.shape[1:])
         return [(slice(a, b), *rest) for a, b in zip(begins, [*begins[1:], num_rows])]
@@ -84,33 +86,35 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of a model, by name. `kind`: the format, for people. `numbers`: what the source says of the
-    model, by the fields of the family's config (DecoderConfig.numbers), as far as it does. `tokenizer`: the
-    fingerprint of the one it was trained with, if that is recorded."""
+    """All tensors of a model by name, and what their directory says about the model.
+
+    `kind`: the name of the format, for messages. `architecture`: fields of the family's config, as far as
+    they are recorded. `tokenizer`: fingerprint of the tokenizer that the model was trained with; "" if it is
+    not recorded."""
 
     path: Path
     kind: str
     tensors: Mapping[str, LazyTensor]
-    numbers: Mapping[str, Any]
+    architecture: Mapping[str, Any]
     tokenizer: str = ""
 
 
 class ModelAndTokenizer(NamedTuple):
-    """What other programs need to know of a run: its model, and the tokenizer whose ids the first rows of the
-    vocabulary are."""
+    """A model and its tokenizer, whose ids are the first rows of embedding and head."""
 
     family: ModelFamily
     tokenizer: Tokenizer
 
 
 def skeleton(weights: Weights, family: ModelFamily) -> Decoder:
-    """The family's model without memory, to compare `weights` with. Raises ConfigError if it cannot be built,
-    and for more blocks than `weights` have tensors: a damaged config.json may ask for a million."""
+    """Build the family's model on the meta device, to compare `weights` with it. Raises ConfigError if it
+    cannot be built, or has more blocks than `weights` has tensors: a damaged config.json may ask for a
+    million blocks."""
     blocks, tensors = family.config.n_layers, len(weights.tensors)
     if blocks > tensors:
         raise ConfigError(
-            f"{weights.path} has {tensors} tensors, too few for the {blocks} layers that are asked for: its "
-            "config.json, or the job's [model], is of another model"
+            f"{weights.path} has {tensors} tensors, too few for a model of {blocks} layers: its "
+            "config.json, or the job's [model], describes another model"
         )
     try:
         with torch.device("meta"):
@@ -120,53 +124,55 @@ def skeleton(weights: Weights, family: ModelFamily) -> Decoder:
 
 
 def check(weights: Weights, family: ModelFamily) -> None:
-    """Raises ConfigError unless these are the weights of the family's model: its names and shapes, in a
-    floating-point dtype, for the same arithmetic. They may have fewer rows of the vocabulary."""
+    """Raises ConfigError unless `weights` belongs to the family's model: the same architecture, names and
+    shapes, in a floating-point dtype. It may have fewer rows of the vocabulary."""
     net = skeleton(weights, family)
-    if contradictions(family.config.numbers(), weights.numbers):
+    if contradictions(family.config.numbers(), weights.architecture):
         raise ConfigError(
-            f"{weights.path} is of another model than the job's: {_differences(weights, net, family)}"
+            f"{weights.path} has another model than the job: {_differences(weights, net, family)}"
         )
-    found = misfits(weights, net)
-    if found:
-        raise ConfigError(f"{weights.path} does not fit the job's model: {first_of(found)}")
+    if differences := mismatches(weights, net):
+        raise ConfigError(f"{weights.path} does not fit the job's model: {first_of(differences)}")
 
 
 def check_tokenizer(weights: Weights, tokenizer: Tokenizer, way_out: str) -> None:
-    """Raises ConfigError, which ends in `way_out`, if the weights were trained with another tokenizer."""
+    """Raises ConfigError, which ends with the advice `way_out`, if the weights were trained with another
+    tokenizer."""
     if weights.tokenizer not in ("", tokenizer.fingerprint):
         raise ConfigError(f"{weights.path} was trained with another tokenizer than this one; {way_out}")
 
 
-def misfits(weights: Weights, net: Decoder, all_rows: bool = False) -> list[str]:
-    """What keeps `weights` from being all of those of `net`, which is whole; they may have fewer rows of the
-    vocabulary, unless it is to be `all_rows`."""
+def mismatches(weights: Weights, net: Decoder, all_rows: bool = False) -> list[str]:
+    """The differences between `weights` and the parameters of the unsharded model `net`, each as a phrase.
+    Unless `all_rows`, `weights` may have fewer rows of the vocabulary."""
     wanted = {name: tuple(p.shape) for name, p in model_tensors(net).items()}
     vocabulary = vocabulary_of(net)
     missing = [name for name in wanted if name not in weights.tensors]
-    found = [f"{name} of shape {wanted[name]} is missing" for name in missing]
+    differences = [f"{name} of shape {wanted[name]} is missing" for name in missing]
     rows = {shape[0] for n in vocabulary & weights.tensors.keys() if (shape := weights.tensors[n].shape)}
     for name, stored in weights.tensors.items():
         where = f"{name} in {stored.file.name}"
         if name not in wanted:
             if name != HEAD or HEAD in vocabulary or len(vocabulary) != 1:
-                found.append(f"{where} is unexpected")
+                differences.append(f"{where} is unexpected")
             elif not _have_equal_values(stored, weights.tensors.get(next(iter(vocabulary)))):
-                found.append(f"{where} differs from the embedding, to which the job's model ties its head")
+                differences.append(
+                    f"{where} differs from the embedding, to which the job's model ties its head"
+                )
             continue
         expected = wanted[name]
         fewer = not all_rows and name in vocabulary and stored.shape[:1] < expected[:1]
         if stored.shape[1:] != expected[1:] or not (fewer or stored.shape == expected):
-            found.append(f"{where} has shape {stored.shape}, the model's has {expected}")
+            differences.append(f"{where} has shape {stored.shape}, the model's has {expected}")
         elif stored.dtype not in FLOATS:
-            found.append(f"{where} is {stored.dtype}; quantized weights cannot be trained on")
+            differences.append(f"{where} is {stored.dtype}; quantized weights cannot be trained on")
     if len(rows) > 1:
-        found.append(f"embedding and head have different numbers of rows: {sorted(rows)}")
-    return found
+        differences.append(f"embedding and head have different numbers of rows: {sorted(rows)}")
+    return differences
 
 
 def vocabulary_of(net: Decoder) -> set[str]:
-    """The parameters of `net` with a row for each id of the vocabulary: embedding and head."""
+    """Names of the parameters of `net` with a row for each token id: embedding and head."""
     inside = {id(p) for p in net.blocks().parameters()}
     return {
         name
@@ -176,8 +182,8 @@ def vocabulary_of(net: Decoder) -> set[str]:
 
 
 def load_weights(weights: Weights, net: torch.nn.Module) -> None:
-    """Read this rank's part of each parameter in place, in the parameter's dtype. Rows that `weights` lack
-    keep their values. Not collective; `weights` have been checked."""
+    """Read this rank's shard of each parameter of `net` in place, in the parameter's dtype. Rows of the
+    vocabulary that `weights` does not have keep their values. Not collective. check() must have passed."""
     for name, parameter in model_tensors(net).items():
         local, offsets = local_part(parameter)
         stored = weights.tensors[name]
@@ -188,26 +194,25 @@ def load_weights(weights: Weights, net: torch.nn.Module) -> None:
 
 
 def contradictions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `theirs`, the numbers of a model, that differ from `ours`; what one of them does not say is
-    not compared."""
+    """The fields of `theirs` that differ from `ours`. A field that only one of them has is not compared."""
     return {
         key: theirs[key] for key, value in ours.items() if key in theirs and not _same(value, theirs[key])
     }
 
 
 def _differences(weights: Weights, net: Decoder, family: ModelFamily) -> str:
-    """All fields in which the model of the weights differs from the job's, and the option that makes the
-    job's model that one."""
+    """The fields in which the model of the weights differs from the job's model, and the option that makes
+    them equal."""
     job = {key: value for key, value in vars(family.config).items() if key != "max_position"}
-    theirs = {key: value for key, value in weights.numbers.items() if key != "vocab_size"}
+    theirs = {key: value for key, value in weights.architecture.items() if key != "vocab_size"}
     rows = [weights.tensors[n].shape[:1] for n in vocabulary_of(net) if n in weights.tensors]
     if (most := max(rows, default=())) > (net.vocab_size,):
         theirs["vocab_size"] = most[0]
-    found = contradictions(job, theirs)
-    fields = ", ".join(f"{key} = {json.dumps(value)}" for key, value in found.items())
+    differences = contradictions(job, theirs)
+    fields = ", ".join(f"{key} = {json.dumps(value)}" for key, value in differences.items())
     return (
-        "; ".join(f"its {key} is {value!r}, the job's {job[key]!r}" for key, value in found.items())
-        + f"; '--model.overrides={{{fields}}}' makes the job's model this one"
+        "; ".join(f"its {key} is {value!r}, the job's {job[key]!r}" for key, value in differences.items())
+        + f"; '--model.overrides={{{fields}}}' makes the job's model equal"
     )
 
 
@@ -226,7 +231,7 @@ def _have_equal_values(a: LazyTensor, b: LazyTensor | None) -> bool:
     return all(torch.equal(a.read(r), b.read(r)) for r in regions)
 
 
-def first_of(found: Sequence[str]) -> str:
-    """The first of them, on one line."""
-    more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
-    return "; ".join(found[:SHOWN]) + more
+def first_of(differences: Sequence[str]) -> str:
+    """The first differences, on one line."""
+    more = f" (and {len(differences) - SHOWN} more)" if len(differences) > SHOWN else ""
+    return "; ".join(differences[:SHOWN]) + more

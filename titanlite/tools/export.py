@@ -12,7 +12,7 @@ from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_new
-from titanlite.interop.dcp import check_whole, open_titanlite
+from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.export import DTYPES, write_directory
 from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
 from titanlite.job import load_recorded_job
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     set_up_logging(rank=0, verbose=False)
     check_new(options.target, "DIR")
     path = find_checkpoint(options.path)
-    check_whole(path)
+    check_hashes(path)
     job = load_recorded_job(path, options.allow_imports)
     tokenizer = job.tokenizer.build()
     weights = open_titanlite(path, job.model)

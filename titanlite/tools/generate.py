@@ -18,9 +18,9 @@ from titanlite.checkpoint.state import listed, model_tensors, non_finite
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
 from titanlite.generate import CachedRows, Generation, before_any, next_tokens
-from titanlite.interop.dcp import check_whole, open_titanlite
+from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.huggingface import open_hugging_face
-from titanlite.interop.weights import Weights, first_of, load_weights, misfits, skeleton
+from titanlite.interop.weights import Weights, first_of, load_weights, mismatches, skeleton
 from titanlite.job import load_recorded_job
 from titanlite.log import for_terminal, set_up_logging, tell
 from titanlite.models.base import Decoder, ModelFamily
@@ -129,7 +129,7 @@ def open_source(path: Path, device: torch.device, allow_imports: bool) -> Source
     if (path / "config.json").exists():
         return _open_hugging_face(path, device)
     path = find_checkpoint(path)
-    check_whole(path)
+    check_hashes(path)
     job = load_recorded_job(path, allow_imports)
     tokenizer = job.tokenizer.build()
     weights = open_titanlite(path)
@@ -159,7 +159,7 @@ def _open_hugging_face(path: Path, device: torch.device) -> Source:
 def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decoder:
     """The family's model with these weights, all of them and no others."""
     net = skeleton(weights, family)
-    if found := misfits(weights, net, all_rows=True):
+    if found := mismatches(weights, net, all_rows=True):
         raise CheckpointError(f"{weights.path} does not fit its own configuration: {first_of(found)}")
     net.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     net.to_empty(device=device)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from titanlite.checkpoint.digest import gib
 from titanlite.commands import parser
 from titanlite.config.paths import check_new
-from titanlite.interop.dcp import check_whole
+from titanlite.interop.dcp import check_hashes
 from titanlite.interop.export import DTYPES, write_directory
-from titanlite.interop.huggingface import tell_generation
+from titanlite.interop.huggingface import warn_of_generation_settings
 from titanlite.interop.initial import TO_CHANGE_IT, open_weights
 from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
 from titanlite.job import load_job
@@ -30,14 +30,14 @@ def main(argv: Sequence[str]) -> int:
     job = load_job(options.config, overrides, None, options.allow_imports)
     weights = open_weights(options.source, job.model)
     if weights.kind == "titanlite":
-        check_whole(weights.path)
+        check_hashes(weights.path)
     exchange = ModelAndTokenizer(job.model, job.tokenizer.build())
     check_tokenizer(weights, exchange.tokenizer, TO_CHANGE_IT)
     tell(f"using {weights.path}")
     size = write_directory(
         weights, options.target, exchange, DTYPES.get(options.dtype), size_limit, keep_padding=True
     )
-    tell_generation(weights, exchange.tokenizer)
+    warn_of_generation_settings(weights, exchange.tokenizer)
     model = f"{job.model.name} {job.model.flavor}"
     print(f"{options.target}: {model} from {weights.path} ({weights.kind}), {gib(size)}")
     return 0

@@ -291,9 +291,9 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         r"'--model\.overrides=\{rope_factor = 8\.0, rope_original_max_position = 64\}' makes the job's model",
     ),
     "quantized": (lambda d: edit_config(d, quantization_config={}), "quantized"),
-    "truncated": (truncate, r"model\.safetensors is no whole safetensors file"),
-    "header": (lie_about_length, r"model\.safetensors is no whole safetensors file"),
-    "index": (split_badly, "names 'gone.safetensors', which is not there"),
+    "truncated": (truncate, r"model\.safetensors is not a complete safetensors file"),
+    "header": (lie_about_length, r"model\.safetensors is not a complete safetensors file"),
+    "index": (split_badly, "names 'gone.safetensors', which does not exist"),
     "config": (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read"),
     "pickle": (only_a_pickle, r"pytorch_model\.bin"),
     "nothing": (lambda d: shutil.rmtree(d), "no such directory"),
@@ -326,7 +326,7 @@ def test_one_message_has_all_that_a_job_of_another_shape_needs(tmp_path: Path, c
     start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", "--training.steps=1"]
     with pytest.raises(ConfigError) as error:
         train(make_job(tmp_path, corpus, *start))
-    option = re.search(r"'(--model\.overrides=\{.*\})' makes the job's model this one", str(error.value))
+    option = re.search(r"'(--model\.overrides=\{.*\})' makes the job's model equal", str(error.value))
     assert option is not None, str(error.value)
     job = make_job(tmp_path, corpus, *start, option[1])
     check_initial(tmp_path / "theirs", ModelAndTokenizer(job.model, job.tokenizer.build()))
@@ -336,7 +336,7 @@ def test_one_message_has_all_that_a_job_of_another_shape_needs(tmp_path: Path, c
 def test_a_file_instead_of_its_folder_is_told(tmp_path: Path) -> None:
     hugging_face(family()).save_pretrained(tmp_path / "theirs")
     file = tmp_path / "theirs/model.safetensors"
-    with pytest.raises(ConfigError, match=rf"is a file; name the directory that holds it: {file.parent}$"):
+    with pytest.raises(ConfigError, match=rf"is a file; give its directory: {file.parent}$"):
         open_weights(file, family())
 
 

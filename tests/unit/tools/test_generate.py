@@ -239,7 +239,7 @@ def damaged(folder: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "code", "message"),
     [
-        ("truncated", 2, "model.safetensors is no whole safetensors file"),
+        ("truncated", 2, "model.safetensors is not a complete safetensors file"),
         ("missing", 3, "model.layers.0.self_attn.q_norm.weight of shape (16,) is missing"),
         ("unexpected", 3, "model.bias in model.safetensors is unexpected"),
         ("shape", 3, "q_norm.weight in model.safetensors has shape (3,), the model's has (16,)"),

@@ -111,7 +111,7 @@ def test_a_configuration_is_compared_before_a_model_is_built(
 
 def test_too_many_layers_are_named(directory: Path) -> None:
     set_in("config.json", num_hidden_layers=10**6)(directory)
-    with pytest.raises(ConfigError, match=r"has 21 tensors, too few for the 1000000 layers"):
+    with pytest.raises(ConfigError, match=r"has 21 tensors, too few for a model of 1000000 layers"):
         open_source(directory, torch.device("cpu"), False)
 
 
