@@ -25,7 +25,7 @@ from titanlite.data.worker_pool import num_cores
 from titanlite.prepare.filters import ExactDuplicates, Filter, Length, NearDuplicates
 from titanlite.prepare.pipeline import prepare
 from titanlite.prepare.sources import stdlib_files
-from titanlite.prepare.stages import Recipe
+from titanlite.prepare.stages import PrepareOptions
 from titanlite.tokenizers.tiktoken import Tiktoken
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ def main() -> None:
         def titanlite(*filters: Filter) -> Callable[[int], None]:
             def run(number: int) -> None:
                 name = f"{'-'.join(f.name for f in filters)}{number}"
-                prepare([file], Path(folder) / f"out-{name}", tokenizer, Recipe(filters=filters))
+                prepare([file], Path(folder) / f"out-{name}", tokenizer, PrepareOptions(filters=filters))
 
             return run
 

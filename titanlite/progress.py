@@ -12,6 +12,7 @@ from titanlite.log import tell
 
 SECONDS_PER_LINE = 60.0
 LINE = "{desc}: {percentage:.0f}% of {total_fmt} [{elapsed}, {remaining} left, {rate_fmt}{postfix}]"
+COUNT = "{desc}: {n_fmt}{unit} [{elapsed}, {rate_fmt}{postfix}]"  # of work whose size is not known
 
 
 class Progress(tqdm):
@@ -22,7 +23,7 @@ class Progress(tqdm):
         self._lines, self._leaves = not sys.stderr.isatty(), options.get("leave", True)
         self._began = self._last_line = time.monotonic()
         if self._lines:
-            options |= {"bar_format": LINE, "leave": False}
+            options |= {"bar_format": LINE if args or options.get("total") else COUNT, "leave": False}
         super().__init__(*args, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:

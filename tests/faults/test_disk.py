@@ -498,7 +498,7 @@ def test_a_full_disk_while_a_cache_is_made(
     if packing == "best_fit":
         fill_at(monkeypatch, packing_index, "_packed_windows", disk)
     else:
-        fill_at(monkeypatch, stages.Work, "encode", disk)
+        fill_at(monkeypatch, stages.JobState, "encode", disk)
     line = refused(capsys, *start)
     assert f"{disk.path}/cache/" in line
     assert "No space left on device; make room there" in line
@@ -515,7 +515,7 @@ def test_prepare_onto_a_full_disk(
     start += ["--num_processes=1", "--filters.0.name=exact_duplicates"]
     for stage in ("scan", "resolve", "encode", "assemble"):
         with monkeypatch.context() as patch:
-            fill_at(patch, stages.Work, stage, disk)
+            fill_at(patch, stages.JobState, stage, disk)
             line = refused(capsys, *start)
         assert f"{disk.path}/" in line, stage
         assert "No space left on device" in line or "not all could be written" in line, stage

@@ -28,14 +28,14 @@ from titanlite.prepare.corpus import find_files
 from titanlite.prepare.filters import ExactDuplicates, Length
 from titanlite.prepare.pipeline import prepare
 from titanlite.prepare.sources import Text
-from titanlite.prepare.stages import Recipe
+from titanlite.prepare.stages import PrepareOptions
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tools import export
 from titanlite.train import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="holds files by O_PATH")
-RECIPE = Recipe(filters=(Length(min_words=3), ExactDuplicates()))
-OTHER = Recipe(filters=(Length(min_words=9), ExactDuplicates()))
+RECIPE = PrepareOptions(filters=(Length(min_words=3), ExactDuplicates()))
+OTHER = PrepareOptions(filters=(Length(min_words=9), ExactDuplicates()))
 SAMPLE = pytest.mark.parametrize("most", [60, pytest.param(2000, marks=pytest.mark.full)])
 
 
@@ -43,7 +43,7 @@ SAMPLE = pytest.mark.parametrize("most", [60, pytest.param(2000, marks=pytest.ma
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some units in some shards, made by a thread; no log, no wait for the disk."""
     monkeypatch.setattr(pipeline, "num_cores", lambda: 1)
-    monkeypatch.setattr(corpora, "UNIT_BYTES", 1200)
+    monkeypatch.setattr(corpora, "SPLIT_BYTES", 1200)
     monkeypatch.setattr(stages, "SHARD_BYTES", 2500)
     monkeypatch.setattr(logger, "disabled", True)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
@@ -59,15 +59,15 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(raw: Path, output: Path, recipe: Recipe = RECIPE) -> None:
+def make(raw: Path, output: Path, recipe: PrepareOptions = RECIPE) -> None:
     prepare(find_files([str(raw)], "input"), output, Bytes().build(), recipe)
 
 
 @pytest.fixture
-def reference(raw: Path, tmp_path: Path) -> Callable[[Recipe], dict[str, Any]]:
+def reference(raw: Path, tmp_path: Path) -> Callable[[PrepareOptions], dict[str, Any]]:
     """The dataset that nothing happened to."""
 
-    def get(recipe: Recipe) -> dict[str, Any]:
+    def get(recipe: PrepareOptions) -> dict[str, Any]:
         output = tmp_path / f"reference{recipe.seed}"
         make(raw, output, recipe)
         return tree_of(output)
@@ -134,7 +134,7 @@ def test_prepare_over_the_work_for_another_recipe(
     make(raw, tmp_path / "whole", OTHER)
     for recipe, moment in ((OTHER, "assemble"), (RECIPE, "_delete")):
         with monkeypatch.context() as patch, recorded(root) as recording:
-            patch.setattr(stages.Work, moment, stop)
+            patch.setattr(stages.JobState, moment, stop)
             with pytest.raises(Stop):
                 make(raw, root / "out", recipe)
     whole = tree_of(tmp_path / "whole")

@@ -108,4 +108,9 @@ def tiny_arguments(folder: Path, corpus: Path, name: str = "run") -> list[str]:
 
 def metrics_of(job: Job) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]
+    return metrics_in(job.folder)
+
+
+def metrics_in(run_folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl in a run folder."""
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]

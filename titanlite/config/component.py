@@ -40,7 +40,8 @@ def suggest(word: str, known: Iterable[object], elsewhere: Sequence[str] = ()) -
 
 
 class Component:
-    """Base of every kind. Subclass without `name` to open a kind, with `name` to add a choice to it. `kind`:
+    """Base of every kind. Subclass Component without `name` to open a kind, and the kind with `name` to add a
+    choice to it. A subclass of a kind without `name` is a base class for choices. `kind`:
     what messages call a kind, if not by its class's name. `key`: the TOML key that selects the choice."""
 
     choices: ClassVar[dict[str, type[Component]]]
@@ -52,6 +53,8 @@ class Component:
         cls, *, name: str | None = None, kind: str | None = None, key: str = "name", **kwargs: Any
     ):
         super().__init_subclass__(**kwargs)
+        if name is None and Component not in cls.__bases__:
+            return
         if name is None:
             cls.choices, cls.kind, cls.key = {}, kind or cls.__name__.lower(), key
         elif name in cls.choices and not _same_class(cls, cls.choices[name]):

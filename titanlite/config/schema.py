@@ -30,7 +30,7 @@ IMPORTS = ("job", "imports")  # where a configuration names modules that add cho
 SCALARS = {int: "int", float: "float", str: "str", bool: "bool", Any: "any"}
 # Keys that were renamed: old dotted key -> new dotted key. The keys inside lists have no number:
 # data.sources.path.
-RENAMED = {"data.holdout_rows": "data.holdout_sequences"}
+RENAMED = {"data.holdout_rows": "data.holdout_sequences", "part": "worker"}
 EXPECTED = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
 
 

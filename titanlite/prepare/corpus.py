@@ -1,8 +1,8 @@
-"""The raw corpus: which files it is made of, cut into units of work, and the documents of a unit.
+"""The raw corpus: which files it is made of, cut into splits of work, and the documents of a split.
 
 Files may be .jsonl (a document a line, under a field; .ndjson and .json are read alike), .parquet (a document
 a row, under a column), or anything else (one document); all but parquet may be compressed (.gz, .zst). The
-cut depends on the files alone, never on who works on it, so whatever is made of the units in their order is
+cut depends on the files alone, never on who works on it, so whatever is made of the splits in their order is
 the same on any number of processes. Text must be UTF-8; a byte order mark at the start of a file is no text.
 Nothing is guessed or patched: bad input is an error with its place, or, where it is one line or row, handed
 to `bad`. Memory has a bound: a document has one (`Limits`), and files are read and decompressed in pieces.
@@ -23,8 +23,8 @@ from typing import IO, Any
 from titanlite.config.component import ConfigError
 from titanlite.files import file_sha256, if_on_hub
 
-UNIT_BYTES = 8 << 20  # of text: about a second of one core's tokenising
-COMPRESSED_UNITS = 64  # a corpus of fewer compressed files is cut finer, to occupy as many cores
+SPLIT_BYTES = 8 << 20  # of text: about a second of one core's tokenising
+COMPRESSED_SPLITS = 64  # a corpus of fewer compressed files is cut finer, to occupy as many cores
 PARTS = 8  # at most, of one compressed file: each part decompresses all of it, 3% of a part's work
 RATIO = 4  # typical of compressed text; only balances the work
 BLOCK_LINES = 64  # lines that a part of a compressed file takes in turn
@@ -75,7 +75,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Unit:
+class FileSplit:
     """A piece of the corpus. `files`: several where each is one document, otherwise one.
 
     `begin`, `end`: of lines, the range of bytes in which they start; of parquet, the row groups; of
@@ -173,42 +173,42 @@ def where(file: Path, place: int) -> str:
         )
 
 
-# ---- units
+# ---- splits
 
 
-def plan_units(files: Sequence[Path], field: str) -> list[Unit]:
-    """The corpus in pieces of about UNIT_BYTES, in the files' order."""
-    units = list[Unit]()
+def split_files(files: Sequence[Path], field: str) -> list[FileSplit]:
+    """The corpus in pieces of about SPLIT_BYTES, in the files' order."""
+    splits = list[FileSplit]()
     compressed = sum(format_of(f)[1] != "" for f in files)
     for file in files:
         kind, compression = format_of(file)
         size = _size(file) * (RATIO if compression else 1)
         if kind == "parquet":
-            units += _parquet_units(file, field)
+            splits += _parquet_splits(file, field)
         elif kind == "text":
-            before = units[-1] if units and format_of(units[-1].files[0])[0] == "text" else None
-            if before and before.size + size <= UNIT_BYTES:
-                units[-1] = Unit((*before.files, file), 0, before.end + 1, before.size + size)
+            before = splits[-1] if splits and format_of(splits[-1].files[0])[0] == "text" else None
+            if before and before.size + size <= SPLIT_BYTES:
+                splits[-1] = FileSplit((*before.files, file), 0, before.end + 1, before.size + size)
             else:
-                units.append(Unit((file,), 0, 1, size))
+                splits.append(FileSplit((file,), 0, 1, size))
         elif compression:
-            parts = min(PARTS, -(-COMPRESSED_UNITS // compressed), max(1, -(-size // UNIT_BYTES)))
-            units += [Unit((file,), part, parts, size // parts) for part in range(parts)]
+            parts = min(PARTS, -(-COMPRESSED_SPLITS // compressed), max(1, -(-size // SPLIT_BYTES)))
+            splits += [FileSplit((file,), part, parts, size // parts) for part in range(parts)]
         else:
-            ends = [*range(UNIT_BYTES, size, UNIT_BYTES), size]
-            units += [Unit((file,), b, e, e - b) for b, e in zip([0, *ends], ends)]
-    return units
+            ends = [*range(SPLIT_BYTES, size, SPLIT_BYTES), size]
+            splits += [FileSplit((file,), b, e, e - b) for b, e in zip([0, *ends], ends)]
+    return splits
 
 
-def _parquet_units(file: Path, field: str) -> list[Unit]:
+def _parquet_splits(file: Path, field: str) -> list[FileSplit]:
     parquet = _open_parquet(file, field)
-    units, begin, size = list[Unit](), 0, 0
+    splits, begin, size = list[FileSplit](), 0, 0
     for group in range(parquet.metadata.num_row_groups):
         size += _column(parquet, group, field).total_uncompressed_size
-        if size >= UNIT_BYTES or group == parquet.metadata.num_row_groups - 1:
-            units.append(Unit((file,), begin, group + 1, size))
+        if size >= SPLIT_BYTES or group == parquet.metadata.num_row_groups - 1:
+            splits.append(FileSplit((file,), begin, group + 1, size))
             begin, size = group + 1, 0
-    return units
+    return splits
 
 
 # ---- documents
@@ -218,23 +218,25 @@ def documents(
     files: Sequence[Path], field: str, bad: Bad = stop, limits: Limits = DEFAULT_LIMITS
 ) -> Iterator[Document]:
     """All documents of the files, in order; empty ones are left out."""
-    for unit in plan_units(files, field):
-        yield from read_unit(unit, field, bad, limits)
+    for split in split_files(files, field):
+        yield from read_split(split, field, bad, limits)
 
 
-def read_unit(unit: Unit, field: str, bad: Bad = stop, limits: Limits = DEFAULT_LIMITS) -> Iterator[Document]:
-    """A unit's documents in order; empty ones are left out, and what `bad` was told of.
+def read_split(
+    split: FileSplit, field: str, bad: Bad = stop, limits: Limits = DEFAULT_LIMITS
+) -> Iterator[Document]:
+    """A split's documents in order; empty ones are left out, and what `bad` was told of.
 
     Raises ConfigError for a file that cannot be read, is cut off or damaged, or lacks the column.
     """
-    file = unit.files[0]
+    file = split.files[0]
     kind, compression = format_of(file)
     if kind == "text":
-        yield from _whole_files(unit.files, bad, limits)
+        yield from _whole_files(split.files, bad, limits)
     elif kind == "parquet":
-        yield from _rows(unit, field, bad, limits)
+        yield from _rows(split, field, bad, limits)
     else:
-        for place, line in _part_of_lines(unit, limits) if compression else _range_of_lines(unit, limits):
+        for place, line in _part_of_lines(split, limits) if compression else _range_of_lines(split, limits):
             try:
                 limits.check_document(len(line) - line.endswith(b"\n"))
                 text = _text_of(line, field)
@@ -262,13 +264,13 @@ def _whole_files(files: Iterable[Path], bad: Bad, limits: Limits) -> Iterator[Do
                 yield Document(text, file, 0)
 
 
-def _rows(unit: Unit, field: str, bad: Bad, limits: Limits) -> Iterator[Document]:
+def _rows(split: FileSplit, field: str, bad: Bad, limits: Limits) -> Iterator[Document]:
     import pyarrow  # _open_parquet says how to get it
 
-    (file,) = unit.files
+    (file,) = split.files
     parquet = _open_parquet(file, field)
-    row = 1 + sum(parquet.metadata.row_group(g).num_rows for g in range(unit.begin))
-    groups = list(range(unit.begin, unit.end))
+    row = 1 + sum(parquet.metadata.row_group(g).num_rows for g in range(split.begin))
+    groups = list(range(split.begin, split.end))
     size = max(_column(parquet, group, field).total_uncompressed_size for group in groups)
     rows = min(max(PARQUET_BYTES // max(size, 1), 1), 256)  # one value, stored once, may be that of all rows
     try:
@@ -321,21 +323,21 @@ def _column(parquet: Any, group: int, field: str) -> Any:
     return parquet.metadata.row_group(group).column(index)
 
 
-def _range_of_lines(unit: Unit, limits: Limits) -> Iterator[tuple[int, bytes]]:
+def _range_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
     """Lines that start in [begin, end), each with its offset; of one that is too long, little more than may
     be."""
     try:
-        with open(unit.files[0], "rb") as f:
-            at = unit.begin
+        with open(split.files[0], "rb") as f:
+            at = split.begin
             if at:
                 f.seek(at - 1)
                 at += _skip_line(f) - 1
-            while at < unit.end and (line := f.readline(limits.document_bytes + 1)):
+            while at < split.end and (line := f.readline(limits.document_bytes + 1)):
                 if not line.isspace():
                     yield at, line if at else line.removeprefix(codecs.BOM_UTF8)
                 at += len(line) if line.endswith(b"\n") else len(line) + _skip_line(f)
     except OSError as e:
-        raise ConfigError(f"{unit.files[0]}: {e.strerror}") from None
+        raise ConfigError(f"{split.files[0]}: {e.strerror}") from None
 
 
 def _skip_line(f: IO[bytes]) -> int:
@@ -348,15 +350,15 @@ def _skip_line(f: IO[bytes]) -> int:
     return skipped
 
 
-def _part_of_lines(unit: Unit, limits: Limits) -> Iterator[tuple[int, bytes]]:
+def _part_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
     """Every `end`-th block of lines of a compressed file, from block `begin` on; each line with its number;
     of one that is too long, little more than may be."""
     number, rest, is_too_long, most = 0, bytearray(), False, limits.document_bytes + 1
 
     def is_wanted(line: bytes | bytearray) -> bool:
-        return number // BLOCK_LINES % unit.end == unit.begin and bool(line) and not line.isspace()
+        return number // BLOCK_LINES % split.end == split.begin and bool(line) and not line.isspace()
 
-    for chunk in _decompressed(unit.files[0], limits):
+    for chunk in _decompressed(split.files[0], limits):
         *ended, tail = chunk.split(b"\n")
         for line in ended:
             rest += b"" if is_too_long else line[: most - len(rest)]

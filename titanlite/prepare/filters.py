@@ -1,9 +1,9 @@
 """Filters: steps of `titanlite prepare` that remove documents, in the order of their `[[filters]]` tables.
 
-A step either judges a document by itself (`Judge`) or compares it with all others (`Bands`: documents that
-share a value in any band are one, and the first of them in the corpus stays). Nothing here knows a language:
-words are what blanks separate. The defaults are Gopher's (Rae et al. 2021, arXiv 2112.11446, table A1).
-"""
+A step either judges a document by itself (`FilterFunction`) or compares it with all others (`LshSignature`:
+documents that share a value in any band are one, and the first of them in the corpus stays). Nothing here
+knows a language: words are what blanks separate. The defaults are Gopher's (Rae et al. 2021, arXiv
+2112.11446, table A1)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import numpy as np
 from titanlite.config.component import Component, ConfigError
 from titanlite.data.order import hash64, key_of
 
-Judge = Callable[[str], str | None]  # why the document is removed, or None
+FilterFunction = Callable[[str], str | None]  # why the document is removed, or None
 
 
 @dataclass(frozen=True)
-class Bands:
+class LshSignature:
     """`of` gives a document's signature: uint64 [count]."""
 
     count: int
@@ -34,7 +34,7 @@ class Bands:
 class Filter(Component):
     """Kind: `[[filters]] name = ...`."""
 
-    def build(self) -> Judge | Bands:
+    def build(self) -> FilterFunction | LshSignature:
         """The step. Raises ConfigError if a library that it needs is missing."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class Length(Filter, name="length"):
             if low < 0 or (high != 0 and high < low):
                 raise ConfigError(f"{low} to {high} is no range", f"min_{unit}")
 
-    def build(self) -> Judge:
+    def build(self) -> FilterFunction:
         def judge(text: str) -> str | None:
             words = len(text.split())
             for count, unit, low, high in (
@@ -94,7 +94,7 @@ class MeanWordLength(Filter, name="mean_word_length"):
         if not 0 <= self.min <= self.max:
             raise ConfigError(f"{self.min:g} to {self.max:g} is no range", "min")
 
-    def build(self) -> Judge:
+    def build(self) -> FilterFunction:
         def judge(text: str) -> str | None:
             words = text.split()
             mean = sum(map(len, words)) / max(len(words), 1)
@@ -114,7 +114,7 @@ class Alphabetic(Filter, name="alphabetic"):
     def __post_init__(self) -> None:
         _check_shares(self, "min_share")
 
-    def build(self) -> Judge:
+    def build(self) -> FilterFunction:
         def judge(text: str) -> str | None:
             words = text.split()
             share = sum(any(map(str.isalpha, w)) for w in words) / max(len(words), 1)
@@ -138,7 +138,7 @@ class Symbols(Filter, name="symbols"):
         if not self.symbols or not all(self.symbols):
             raise ConfigError("give at least one symbol, and none empty", "symbols")
 
-    def build(self) -> Judge:
+    def build(self) -> FilterFunction:
         symbols = [symbol.replace("\u2026", "...") for symbol in self.symbols]
 
         def judge(text: str) -> str | None:
@@ -163,7 +163,7 @@ class RepeatedLines(Filter, name="repeated_lines"):
     def __post_init__(self) -> None:
         _check_shares(self, "max_line_share", "max_character_share")
 
-    def build(self) -> Judge:
+    def build(self) -> FilterFunction:
         def judge(text: str) -> str | None:
             lines = [line for line in map(str.strip, text.splitlines()) if line]
             repeats = len(lines) - len(set(lines))
@@ -192,7 +192,7 @@ class RepeatedNGrams(Filter, name="repeated_ngrams"):
     def __post_init__(self) -> None:
         _check_shares(self, "max_top_share", "max_repeated_share")
 
-    def build(self) -> Judge:
+    def build(self) -> FilterFunction:
         def judge(text: str) -> str | None:
             words = text.split()
             lengths, hashes = np.array([len(w) for w in words], dtype=np.int64), word_hashes(words)
@@ -224,12 +224,12 @@ class RepeatedNGrams(Filter, name="repeated_ngrams"):
 class ExactDuplicates(Filter, name="exact_duplicates"):
     """Removes all but the first of documents with equal text (blanks at both ends aside)."""
 
-    def build(self) -> Bands:
+    def build(self) -> LshSignature:
         def of(text: str) -> np.ndarray:
             digest = hashlib.blake2b(text.strip().encode(), digest_size=8).digest()
             return np.frombuffer(digest, dtype="<u8")
 
-        return Bands(1, of)
+        return LshSignature(1, of)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +251,7 @@ class NearDuplicates(Filter, name="near_duplicates"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{getattr(self, key)} is below 1", key)
 
-    def build(self) -> Bands:
+    def build(self) -> LshSignature:
         try:
             import regex
             from datasketch import MinHash
@@ -278,7 +278,7 @@ class NearDuplicates(Filter, name="near_duplicates"):
                 keys = hash64(keys ^ column, 0)
             return keys
 
-        return Bands(self.num_bands, of)
+        return LshSignature(self.num_bands, of)
 
 
 # Runs of letters, digits and the marks on them; of scripts without blanks between words every character.

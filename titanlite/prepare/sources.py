@@ -1,10 +1,10 @@
-"""Sources whose text is tokenised on first use."""
+"""Sources whose documents are tokenised on first use and cached in data.cache_dir."""
 
 from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +13,41 @@ from titanlite.data.shards import TokenShards
 from titanlite.data.sources import Source
 from titanlite.prepare.corpus import Limits, content_sha256, find_files, format_of
 from titanlite.prepare.pipeline import prepare
-from titanlite.prepare.stages import VERSION, Recipe
+from titanlite.prepare.stages import VERSION, PrepareOptions
+from titanlite.prepare.write_shards import Document, write_shards
 from titanlite.tokenizers.base import Tokenizer
 
 
+class DocumentSource(Source):
+    """Base of sources that make token shards from documents: a generator, a database, a Hugging Face dataset.
+
+    A subclass with a `name` gives two methods. `documents` yields the documents, and `fingerprint` identifies
+    them. The first run with a fingerprint and a tokenizer tokenises the documents into a directory of
+    data.cache_dir; other runs open that directory. With several ranks one rank does this while the others
+    wait. tests/examples/iterable_source.py is an example."""
+
+    def fingerprint(self) -> str:
+        """Return a text that changes whenever the documents change: the SHA-256 of a file, a revision of a
+        dataset, and every key of this source that selects documents. Stale tokens are trained on if it does
+        not."""
+        raise NotImplementedError
+
+    def documents(self) -> Iterable[Document]:
+        """Return the documents: what `write_shards` takes. The iterable must end, and have the same documents
+        in the same order each time. Raises ConfigError for missing or unreadable input."""
+        raise NotImplementedError
+
+    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
+        key = f"{self.fingerprint()} {tokenizer.fingerprint}"
+        path = cache_dir / f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        return TokenShards(path) if path.exists() else self._write(path, tokenizer)
+
+    def _write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
+        return write_shards(self.documents(), path, tokenizer)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Text(Limits, Source, name="text"):
+class Text(Limits, DocumentSource, name="text"):
     """Text files, tokenised on first use: .jsonl, .ndjson and .json have one document per line, .parquet one
     per row, any other file is one document. For more than a few gigabytes run `titanlite prepare` first."""
 
@@ -29,30 +58,35 @@ class Text(Limits, Source, name="text"):
     """The field of a JSON line, or the column of a .parquet file, that holds the text."""
 
     def __post_init__(self) -> None:
-        Source.__post_init__(self)
+        DocumentSource.__post_init__(self)
         Limits.__post_init__(self)
 
     def check(self, tokenizer: Tokenizer) -> bool:
         find_files(self.path, "path")
         return False
 
-    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
-        files = find_files(self.path, "path")
-        recipe = Recipe(
+    def fingerprint(self) -> str:
+        return _fingerprint(find_files(self.path, "path"), self.name, self.field)
+
+    def _write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
+        options = PrepareOptions(
             field=self.field,
             max_document_mib=self.max_document_mib,
             max_compression_ratio=self.max_compression_ratio,
         )
-        return _cached(files, "text", tokenizer, cache_dir, recipe)
+        return _prepare(find_files(self.path, "path"), path, tokenizer, options)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PythonStdlib(Source, name="python_stdlib"):
+class PythonStdlib(DocumentSource, name="python_stdlib"):
     """The .py files of the running interpreter's standard library, tests left out: real text on every machine
     that runs titanlite, about 3 million tokens. Which text depends on the Python version."""
 
-    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
-        return _cached(stdlib_files(), "python_stdlib", tokenizer, cache_dir, Recipe(field=""))
+    def fingerprint(self) -> str:
+        return _fingerprint(stdlib_files(), self.name, "")
+
+    def _write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
+        return _prepare(stdlib_files(), path, tokenizer, PrepareOptions(field=""))
 
 
 def stdlib_files() -> list[Path]:
@@ -78,16 +112,14 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def _cached(
-    files: Sequence[Path], kind: str, tokenizer: Tokenizer, cache_dir: Path, recipe: Recipe
-) -> TokenShards:
-    # the same bytes read another way are other documents
-    ways = "".join("".join(format_of(f)) + " " for f in files)
-    content = f"{VERSION} {kind} {recipe.field} {ways}{content_sha256(files)} {tokenizer.fingerprint}"
-    path = cache_dir / f"{kind}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
-    if path.exists():
-        return TokenShards(path)
-    # After bad input the text has to change, and with it the name: nothing is kept for another try.
-    shards = prepare(files, path, tokenizer, recipe, keep=False)
-    assert shards is not None  # there is one part
+def _fingerprint(files: Sequence[Path], name: str, field: str) -> str:
+    # The same bytes read as another format are other documents.
+    formats = "".join("".join(format_of(file)) + " " for file in files)
+    return f"{VERSION} {name} {field} {formats}{content_sha256(files)}"
+
+
+def _prepare(files: Sequence[Path], path: Path, tokenizer: Tokenizer, options: PrepareOptions) -> TokenShards:
+    # Bad input has to be changed, which changes the directory's name: finished work would not be used again.
+    shards = prepare(files, path, tokenizer, options, keep=False)
+    assert shards is not None  # there is one worker
     return shards

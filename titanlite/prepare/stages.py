@@ -1,7 +1,7 @@
 """The stages of preparation, each a function of its inputs that leaves files in the work folder:
 
-    scan every unit -> resolve duplicates  (only where a filter compares documents)
-    encode a shard's units -> assemble the shard
+    scan every split -> resolve duplicates  (only where a filter compares documents)
+    encode a shard's splits -> assemble the shard
 
 A stage writes its marker last: a JSON file with the key of all it was made from. Where a marker has the
 current key, its stage is done.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -27,19 +27,20 @@ from titanlite.config.json_file import load_object
 from titanlite.data.order import key_of, permute
 from titanlite.data.shards import token_dtype, write_shard
 from titanlite.files import named, sync
-from titanlite.prepare.corpus import Document, Limits, Unit, plan_units, read_unit, stop, where
+from titanlite.prepare.corpus import Document, FileSplit, Limits, read_split, split_files, stop, where
 from titanlite.prepare.dedup import first_of_each
-from titanlite.prepare.filters import Bands, Filter
+from titanlite.prepare.filters import Filter, LshSignature
 from titanlite.prepare.report import Place, Report, merge
 from titanlite.tokenizers.base import Tokenizer
 
+T = TypeVar("T")
 VERSION = 2  # of these functions: raise it when the same input gives other bytes
-SHARD_BYTES = 256 << 20  # of text: 128 MiB of uint16 tokens from 32 units
+SHARD_BYTES = 256 << 20  # of text: 128 MiB of uint16 tokens from 32 splits
 BATCH, BATCH_CHARACTERS = 64, 8 << 20  # documents handed to the tokenizer at once, at most
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(Limits):
+class PrepareOptions(Limits):
     """What decides a dataset besides its files and tokenizer."""
 
     field: str = "text"
@@ -48,28 +49,28 @@ class Recipe(Limits):
     filters: Sequence[Filter] = ()
 
 
-class Work:
+class JobState:
     """The plan of one preparation: the same for the same input, wherever it is made.
 
-    `units` of the corpus; `shards`: of each, its units by number. Picklable: every worker process has a copy.
-    """
+    `splits` of the corpus; `shards`: of each, its splits by number. Picklable: every worker process has a
+    copy."""
 
-    def __init__(self, files: Sequence[Path], folder: Path, tokenizer: Tokenizer, recipe: Recipe):
-        self.files, self.folder, self.tokenizer, self.recipe = files, folder, tokenizer, recipe
-        self.units = plan_units(files, recipe.field)
-        self.shards = _grouped(self.units, recipe.seed)
-        filters = toml.as_tree(list(recipe.filters))
-        self.identities = identities = [_identity(u) for u in self.units]
+    def __init__(self, files: Sequence[Path], folder: Path, tokenizer: Tokenizer, options: PrepareOptions):
+        self.files, self.folder, self.tokenizer, self.options = files, folder, tokenizer, options
+        self.splits = split_files(files, options.field)
+        self.shards = _grouped(self.splits, options.seed)
+        filters = toml.as_tree(list(options.filters))
+        self.identities = identities = [_identity(u) for u in self.splits]
         self.scan_keys = [
-            _key(VERSION, identity, recipe.field, recipe.bad_lines, recipe.max_document_mib, filters)
+            _key(VERSION, identity, options.field, options.bad_lines, options.max_document_mib, filters)
             for identity in identities
         ]
-        self.filters = [f.build() for f in recipe.filters]
-        self.compares = any(isinstance(f, Bands) for f in self.filters)
+        self.filters = [f.build() for f in options.filters]
+        self.compares = any(isinstance(f, LshSignature) for f in self.filters)
         self.resolve_key = _key(*self.scan_keys) if self.compares else ""
-        self.unit_keys = [_key(k, tokenizer.fingerprint, self.resolve_key) for k in self.scan_keys]
+        self.split_keys = [_key(k, tokenizer.fingerprint, self.resolve_key) for k in self.scan_keys]
         self.shard_keys = [
-            _key(recipe.seed, i, *map(self.unit_keys.__getitem__, s)) for i, s in enumerate(self.shards)
+            _key(options.seed, i, *map(self.split_keys.__getitem__, s)) for i, s in enumerate(self.shards)
         ]
         self.key = _key(*self.shard_keys)
 
@@ -78,7 +79,7 @@ class Work:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self.filters = [f.build() for f in self.recipe.filters]
+        self.filters = [f.build() for f in self.options.filters]
 
     # ---- markers
 
@@ -119,14 +120,14 @@ class Work:
     # ---- stages
 
     def scan(self, u: int) -> dict[str, Any]:
-        """Which filter removes each document of a unit by itself, and the signatures of the others."""
+        """Which filter removes each document of a split by itself, and the signatures of the others."""
         if done := self.marker(f"scan-{u:06}", self.scan_keys[u]):  # by another part, meanwhile
             return done
         self._unmark(f"scan-{u:06}")
-        unit, bands = self.units[u], sum(f.count for f in self.filters if isinstance(f, Bands))
+        split, bands = self.splits[u], sum(f.count for f in self.filters if isinstance(f, LshSignature))
         removed, places, signatures = list[int](), list[tuple[int, int]](), list[np.ndarray]()
-        numbers = {file: i for i, file in enumerate(unit.files)}
-        for document in self._read(unit, Report([])):
+        numbers = {file: i for i, file in enumerate(split.files)}
+        for document in self._read(split, Report([])):
             removed.append(self._judge(document.text)[0])
             places.append((numbers[document.file], document.place))
             signatures.append(self._signature(document.text, removed[-1], bands))
@@ -143,29 +144,29 @@ class Work:
         return self.mark(f"scan-{u:06}", self.scan_keys[u], {"documents": len(removed), "tokens": 0})
 
     def resolve(self, progress: Callable[[str], None]) -> None:
-        """Find the duplicates among all units' documents: which filter removes each document, and for which
+        """Find the duplicates among all splits' documents: which filter removes each document, and for which
         other one."""
         self._unmark("resolve")
-        counts = [self._scanned(u)["removed"].size for u in range(len(self.units))]
+        counts = [self._scanned(u)["removed"].size for u in range(len(self.splits))]
         offsets = np.cumsum([0, *counts])
-        removed = np.concatenate([self._scanned(u)["removed"] for u in range(len(self.units))])
+        removed = np.concatenate([self._scanned(u)["removed"] for u in range(len(self.splits))])
         original, done = np.full(len(removed), -1, dtype=np.int64), 0
         for i, bands in enumerate(self.filters):
-            if not isinstance(bands, Bands):
+            if not isinstance(bands, LshSignature):
                 continue
             candidates = np.flatnonzero((removed == 0) | (removed > i + 1))
 
             def band(
                 b: int,
                 *,
-                name: str = self.recipe.filters[i].name,
+                name: str = self.options.filters[i].name,
                 start: int = done,
                 among: np.ndarray = candidates,
             ) -> np.ndarray:
                 progress(f"{name}, band {b + 1}")
-                return np.concatenate([self._scanned(u)[f"band{start + b}"] for u in range(len(self.units))])[
-                    among
-                ]
+                return np.concatenate(
+                    [self._scanned(u)[f"band{start + b}"] for u in range(len(self.splits))]
+                )[among]
 
             first = first_of_each(len(candidates), bands.count, band)
             later = np.flatnonzero(first != np.arange(len(first)))
@@ -178,13 +179,13 @@ class Work:
         self.mark("resolve", self.resolve_key, {})
 
     def encode(self, u: int) -> dict[str, Any]:
-        """A unit's remaining documents as tokens, in order."""
+        """A split's remaining documents as tokens, in order."""
         self._unmark(f"unit-{u:06}")
-        report = Report([f.name for f in self.recipe.filters])
+        report = Report([f.name for f in self.options.filters])
         dtype, vocab_size = token_dtype(self.tokenizer.vocab_size), self.tokenizer.vocab_size
         documents, lengths = self._remaining(u, report), list[int]()
         with self._written(f"unit-{u:06}.bin") as path, open(path, "wb") as f:
-            for batch in _batches(documents):
+            for batch in batches(documents, lambda document: len(document.text)):
                 for document, ids in zip(batch, self.tokenizer.encode_documents([d.text for d in batch])):
                     if len(ids) and ids.max() >= vocab_size:
                         place = where(document.file, document.place)
@@ -197,27 +198,27 @@ class Work:
         with self._written(f"unit-{u:06}.npy") as path, open(path, "wb") as f:
             np.save(f, np.array(lengths, np.int64))
         left = {"documents": len(lengths), "tokens": sum(lengths), "report": report.tree}
-        return self.mark(f"unit-{u:06}", self.unit_keys[u], left)
+        return self.mark(f"unit-{u:06}", self.split_keys[u], left)
 
     def assemble(self, s: int) -> dict[str, Any]:
-        """A shard of its units' documents, shuffled; their files are deleted."""
-        dtype, units = token_dtype(self.tokenizer.vocab_size), self.shards[s]
-        reports = [self.marker(f"unit-{u:06}", self.unit_keys[u]) for u in units]
-        lengths = [np.load(self.folder / f"unit-{u:06}.npy") for u in units]
-        tokens = [_mapped(self.folder / f"unit-{u:06}.bin", dtype) for u in units]
+        """A shard of its splits' documents, shuffled; their files are deleted."""
+        dtype, splits = token_dtype(self.tokenizer.vocab_size), self.shards[s]
+        reports = [self.marker(f"unit-{u:06}", self.split_keys[u]) for u in splits]
+        lengths = [np.load(self.folder / f"unit-{u:06}.npy") for u in splits]
+        tokens = [_mapped(self.folder / f"unit-{u:06}.bin", dtype) for u in splits]
         if None in reports or [len(t) for t in tokens] != [of.sum() for of in lengths]:
             raise RuntimeError(f"{self.folder}: files were replaced while shard {s} was made; run it again")
         self._unmark(f"shard-{s:05}")
         ends = [np.cumsum(of) for of in lengths]
-        unit = np.repeat(np.arange(len(units)), [len(of) for of in lengths])
+        split = np.repeat(np.arange(len(splits)), [len(of) for of in lengths])
         begin, end = np.concatenate([e - of for e, of in zip(ends, lengths)]), np.concatenate(ends)
-        order = permute(np.arange(len(unit)), len(unit), key_of("documents", self.recipe.seed, s))
-        shuffled = (tokens[unit[i]][begin[i] : end[i]] for i in order)
+        order = permute(np.arange(len(split)), len(split), key_of("documents", self.options.seed, s))
+        shuffled = (tokens[split[i]][begin[i] : end[i]] for i in order)
         entry = write_shard(self.folder, f"{s:05}", shuffled, dtype)
         report = merge(r["report"] for r in reports if r is not None)
         self.mark(f"shard-{s:05}", self.shard_keys[s], {"entry": entry, "report": report})
-        self._delete([f"unit-{u:06}.json" for u in units])  # the markers first
-        self._delete([f"unit-{u:06}.{suffix}" for u in units for suffix in ("npy", "bin")])
+        self._delete([f"unit-{u:06}.json" for u in splits])  # the markers first
+        self._delete([f"unit-{u:06}.{suffix}" for u in splits for suffix in ("npy", "bin")])
         return entry
 
     def _delete(self, names: Iterable[str]) -> None:
@@ -229,14 +230,14 @@ class Work:
 
     # ---- documents
 
-    def _read(self, unit: Unit, report: Report) -> Iterator[Document]:
-        bad = stop if self.recipe.bad_lines == "stop" else report.bad
-        return read_unit(unit, self.recipe.field, bad, self.recipe)
+    def _read(self, split: FileSplit, report: Report) -> Iterator[Document]:
+        bad = stop if self.options.bad_lines == "stop" else report.bad
+        return read_split(split, self.options.field, bad, self.options)
 
     def _remaining(self, u: int, report: Report) -> Iterator[Document]:
         """The documents that no filter removes."""
         number, scanned = 0, self._resolved(u)
-        for number, document in enumerate(self._read(self.units[u], report), 1):
+        for number, document in enumerate(self._read(self.splits[u], report), 1):
             report.read(document)
             if scanned is None:
                 index, reason = self._judge(document.text)
@@ -251,16 +252,16 @@ class Work:
             report.removed(index - 1, document, reason, original)
         self._check_unchanged(u)
         if scanned is not None and number != len(scanned):
-            raise ConfigError(f"{self.units[u].files[0]}: its documents changed since they were scanned")
+            raise ConfigError(f"{self.splits[u].files[0]}: its documents changed since they were scanned")
 
     def _check_unchanged(self, u: int) -> None:
-        if _identity(self.units[u]) != self.identities[u]:
-            raise ConfigError(f"{self.units[u].files[0]}: changed while it was being prepared; run it again")
+        if _identity(self.splits[u]) != self.identities[u]:
+            raise ConfigError(f"{self.splits[u].files[0]}: changed while it was being prepared; run it again")
 
     def _judge(self, text: str) -> tuple[int, str]:
         """The first filter (from 1) that removes the text by itself and why, or 0."""
         for i, judge in enumerate(self.filters, 1):
-            if not isinstance(judge, Bands) and (reason := judge(text)):
+            if not isinstance(judge, LshSignature) and (reason := judge(text)):
                 return i, reason
         return 0, ""
 
@@ -268,7 +269,7 @@ class Work:
         """The bands of all comparing filters; 0 from the filter on that removes the document."""
         out, done = np.zeros(bands, dtype=np.uint64), 0
         for i, f in enumerate(self.filters, 1):
-            if isinstance(f, Bands):
+            if isinstance(f, LshSignature):
                 if not removed or i < removed:
                     out[done : done + f.count] = f.of(text)
                 done += f.count
@@ -284,22 +285,23 @@ class Work:
         return np.array(np.load(self.folder / "removed.npy", mmap_mode="r")[begin:end])
 
     def _reason(self, index: int, text: str, u: int, number: int) -> tuple[str, Place | None]:
-        """Why filter `index` removed document `number` of unit `u`, and in favour of which one."""
+        """Why filter `index` removed document `number` of split `u`, and in favour of which one."""
         judge = self.filters[index - 1]
-        if not isinstance(judge, Bands):
+        if not isinstance(judge, LshSignature):
             return judge(text) or "", None
         offsets = np.load(self.folder / "offsets.npy", mmap_mode="r")
         kept = int(np.load(self.folder / "original.npy", mmap_mode="r")[offsets[u] + number])
-        unit = int(np.searchsorted(offsets, kept, side="right")) - 1
-        file, place = self._scanned(unit)["places"][kept - offsets[unit]]
-        return "duplicate of", (self.units[unit].files[file], int(place))
+        split = int(np.searchsorted(offsets, kept, side="right")) - 1
+        file, place = self._scanned(split)["places"][kept - offsets[split]]
+        return "duplicate of", (self.splits[split].files[file], int(place))
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, size = list[Document](), 0
+def batches(documents: Iterable[T], length_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group documents into batches that are handed to the tokenizer at once."""
+    batch, size = list[T](), 0
     for document in documents:
         batch.append(document)
-        size += len(document.text)
+        size += length_of(document)
         if len(batch) == BATCH or size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -307,22 +309,22 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _grouped(units: Sequence[Unit], seed: int) -> list[list[int]]:
+def _grouped(splits: Sequence[FileSplit], seed: int) -> list[list[int]]:
     """Units drawn at random into groups of about SHARD_BYTES."""
     groups, size = list[list[int]](), SHARD_BYTES
-    for u in permute(np.arange(len(units)), len(units), key_of("units", seed)).tolist():
+    for u in permute(np.arange(len(splits)), len(splits), key_of("splits", seed)).tolist():
         if size >= SHARD_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(u)
-        size += units[u].size
+        size += splits[u].size
     return groups
 
 
-def _identity(unit: Unit) -> list[object]:
+def _identity(split: FileSplit) -> list[object]:
     """What tells an edited file from the one that was read."""
-    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in unit.files]
-    return [stats, unit.begin, unit.end]
+    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in split.files]
+    return [stats, split.begin, split.end]
 
 
 def _key(*parts: object) -> str:

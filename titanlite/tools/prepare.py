@@ -1,11 +1,10 @@
-"""titanlite prepare [CONFIG.toml] [INPUT ...] --output=DIR [--key=value ...] [--part=I/N]
+"""titanlite prepare [CONFIG.toml] [INPUT ...] --output=DIR [--key=value ...] [--worker=I/N]
 
-Make a dataset of token shards from text: files, directories and globs of .jsonl (a document a line), .parquet
-(a document a row) and other files (one document each), also compressed (.gz, .zst). The documents are
-filtered and shuffled, then tokenised on all cores. Run it again after an interruption: it continues. The
-result does not depend on the number of processes or parts. --reference prints every key as Markdown:
-docs/prepare.md.
-"""
+Make a dataset of token shards from text. INPUT: files, directories and globs of .jsonl (one document per
+line), .parquet (one document per row) and other files (one document each), also compressed (.gz, .zst). The
+documents are filtered, shuffled and tokenised on all cores. After an interruption the same command continues
+the work. The result does not depend on the number of processes or workers. --reference prints every key as
+Markdown, as in docs/prepare.md."""
 
 from __future__ import annotations
 
@@ -28,35 +27,35 @@ from titanlite.prepare.corpus import Limits, find_files
 from titanlite.prepare.filters import Filter
 from titanlite.prepare.pipeline import origin, prepare, work_folder
 from titanlite.prepare.report import table
-from titanlite.prepare.stages import Recipe
+from titanlite.prepare.stages import PrepareOptions
 from titanlite.tokenizers.base import TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(Limits):
-    """A preparation. Every key may be in the TOML file or on the command line."""
+    """A preparation of a dataset. Every key may be in the TOML file or on the command line."""
 
     input: list[str] = dataclasses.field(default_factory=list)
     """Files, directories (their .txt, .jsonl, .ndjson, .json and .parquet files, compressed ones too) and
     globs."""
     output: str = ""
-    """The directory to make; it appears when it is whole."""
+    """The dataset directory to make. It appears when it is complete."""
     field: str = "text"
     """The field of a JSON line, or the column of a .parquet file, that holds the text."""
     seed: int = 0
-    """Of the order of the documents."""
+    """Seed of the shuffle of the documents."""
     bad_lines: Literal["stop", "skip"] = "stop"
-    """Lines that are not JSON, lack the field, are not UTF-8 or exceed max_document_mib: stop at the first,
-    or skip and count them."""
+    """Action for lines that are not JSON, lack the field, are not UTF-8 or exceed max_document_mib: `stop` at
+    the first one, or `skip` and count them."""
     num_processes: int = 0
-    """Processes to tokenise with; 0: one a core. Does not change the result."""
-    part: str = "0/1"
-    """I/N: this is the I-th (from 0) of N machines that share the work in one file system. The last to finish
-    completes the directory. Does not change the result."""
+    """Processes to tokenise with; 0: one per core. Does not change the result."""
+    worker: str = "0/1"
+    """I/N: do the share of worker I (from 0) of N, each on a machine of its own, with `output` on a shared
+    file system. The last worker to finish completes the dataset. Does not change the result."""
     imports: list[str] = dataclasses.field(default_factory=list)
-    """Python modules to import first, which register filters or tokenizers of their own; modules in the
-    current directory are found."""
+    """Python modules to import first, which register filters or tokenizers. Modules in the current directory
+    are found."""
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=Tiktoken)
     filters: list[Filter] = dataclasses.field(default_factory=list)
 
@@ -68,15 +67,15 @@ class Prepare(Limits):
 
     @property
     def share(self) -> tuple[int, int]:
-        """`part` as (I, N)."""
-        i, _, n = self.part.partition("/")
+        """The key `worker` as (I, N)."""
+        i, _, n = self.worker.partition("/")
         if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
-            raise ConfigError(f"{self.part!r} is not I/N with I from 0 to N - 1, as in 0/4", "part")
+            raise ConfigError(f"{self.worker!r} is not I/N with I from 0 to N - 1, as in 0/4", "worker")
         return int(i), int(n)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prepare, and print what was made of the input."""
+    """Prepare the dataset and print the report."""
     words, overrides = split_words(argv)
     path = words.pop(0) if words and words[0].endswith(".toml") else None
     tree, locator = toml.read(path, overrides)
@@ -86,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     job = toml.build(Prepare, tree, locator)
     output = Path(job.output)
     try:
-        recipe = Recipe(
+        options = PrepareOptions(
             field=job.field,
             seed=job.seed,
             bad_lines=job.bad_lines,
@@ -97,22 +96,22 @@ def main(argv: Sequence[str]) -> int:
         _check(job, output)
         files = find_files(job.input, "input")
         tokenizer = job.tokenizer.build()
-        made_of = origin(recipe, tokenizer, files)
-        complete = job.share[1] > 1 and output.exists() and TokenShards(output).prepared == made_of
-        # Where parts are more than shards, others may have done it all.
+        prepared = origin(options, tokenizer, files)
+        complete = job.share[1] > 1 and output.exists() and TokenShards(output).prepared == prepared
+        # With more workers than shards the other workers may have done all the work.
         if os.path.lexists(output) and not complete:
             raise ConfigError(f"{output} exists; choose another, or delete it", "output")
-        shards = prepare(files, output, tokenizer, recipe, num_processes=job.num_processes, part=job.share)
+        shards = prepare(files, output, tokenizer, options, num_processes=job.num_processes, worker=job.share)
     except ConfigError as e:
         raise locator.located(e) from None
     if shards is None:
-        print(f"part {job.part} is done; the last one to finish completes {output}")
+        print(f"worker {job.worker} is done; the last worker to finish completes {output}")
         return 0
     report = json.loads((output / "report.json").read_text())
     print(table(report))
     print(
         f"{output}: {shards.num_documents:,} documents, {shards.num_tokens:,} tokens "
-        f"({report['kept']['characters'] / shards.num_tokens:.2f} characters a token)"
+        f"({report['kept']['characters'] / shards.num_tokens:.2f} characters per token)"
     )
     return 0
 

@@ -1,13 +1,12 @@
 """titanlite tokenizer train [FILE ...] --output FILE [--vocab-size N] [--field NAME] [--max-document-mib N]
 titanlite tokenizer show [CONFIG.toml] [TEXT] [--tokenizer.name=... --tokenizer.path=...] [--allow-imports]
 
-`train` learns byte-level BPE in tiktoken's file format, with Hugging Face's `tokenizers`, from files or, by
-default, the standard library's source; the same text gives the same file. --vocab-size counts the tokens
-without the special ones (8190); --field names the field of a .jsonl line that holds the text;
---max-document-mib is the size of the largest document to read (64). A file that exists is not written over.
-The tokenizer in assets/ is `titanlite tokenizer train --vocab-size 8190 --output stdlib.tiktoken` under the
-CPython named in assets/tokenizer/README.md. `show` prints what a text (or standard input) becomes, token by
-token.
+`train` learns byte-level BPE with Hugging Face's `tokenizers` and writes tiktoken's file format. It reads the
+files, or by default the standard library's source; the same text gives the same file. --vocab-size: number of
+tokens without special tokens (8190). --field: field of a .jsonl line that holds the text. --max-document-mib:
+size of the largest document to read (64). An existing output is not overwritten. The tokenizer in assets/ was
+made by `titanlite tokenizer train --vocab-size 8190 --output stdlib.tiktoken` with the CPython named in
+assets/tokenizer/README.md. `show` tokenises a text, or standard input, and prints one token per line.
 """
 
 from __future__ import annotations
@@ -66,16 +65,16 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def _make_place(folder: Path) -> None:
-    """Make the output's folder before the work begins. Raises ConfigError if that cannot be done."""
+    """Make the output's folder before the training begins. Raises ConfigError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ConfigError(f"{folder} cannot be made: {e.strerror}", "--output") from None
+        raise ConfigError(f"cannot make {folder}: {e.strerror}", "--output") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """What `show` reads of the command line."""
+    """The keys of `titanlite tokenizer show` on the command line."""
 
     tokenizer: TokenizerConfig = field(default_factory=Tiktoken)
 
@@ -98,7 +97,7 @@ def _show(argv: Sequence[str]) -> int:
     for i in ids:
         print(f"{i:>7}  {tokenizer.decode([i])!r}")
     if ids:
-        print(f"{len(ids):,} tokens, {len(text):,} characters ({len(text) / len(ids):.2f} a token)")
+        print(f"{len(ids):,} tokens, {len(text):,} characters ({len(text) / len(ids):.2f} per token)")
     return 0
 
 
@@ -110,7 +109,8 @@ def _decode(data: bytes) -> str:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
-    """The tokens in the order of their ranks: the 256 bytes, then one for each merge."""
+    """Learn byte-level BPE. Returns the tokens in the order of their ranks: the 256 bytes, then one per
+    merge."""
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError:
@@ -123,11 +123,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    # Its progress would leave blank lines on standard output.
+    # The library's progress would leave blank lines on standard output.
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator(texts, trainer)
     to_byte = byte_alphabet()
     ranks = sorted(bpe.get_vocab().items(), key=lambda entry: entry[1])
     tokens = [bytes(to_byte[c] for c in token) for token, _ in ranks]
-    # In tiktoken a merge's rank is its token's; single bytes may have any, so put them in order.
+    # In tiktoken a merge has the rank of its token. Single bytes may have any rank, so they go first, in
+    # order.
     return [bytes([b]) for b in range(256)] + [t for t in tokens if len(t) > 1]

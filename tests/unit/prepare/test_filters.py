@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from titanlite.config.component import ConfigError
 from titanlite.prepare.filters import (
     Alphabetic,
-    Bands,
     ExactDuplicates,
     Filter,
-    Judge,
+    FilterFunction,
     Length,
+    LshSignature,
     MeanWordLength,
     NearDuplicates,
     RepeatedLines,
@@ -95,17 +95,17 @@ def share(part: int, whole: int) -> Fraction:
     return Fraction(part, whole) if whole else Fraction(0)
 
 
-def judge_of(section: Filter) -> Judge:
+def judge_of(section: Filter) -> FilterFunction:
     """Built, and known to judge by itself."""
     judge = section.build()
-    assert not isinstance(judge, Bands)
+    assert not isinstance(judge, LshSignature)
     return judge
 
 
 def bands_of(section: Filter) -> Callable[[str], np.ndarray]:
     """Built, with the form of what it gives checked."""
     bands = section.build()
-    assert isinstance(bands, Bands)
+    assert isinstance(bands, LshSignature)
 
     def of(text: str) -> np.ndarray:
         keys = bands.of(text)

@@ -1,6 +1,6 @@
 """Pins the formats of corpus files: plain and compressed lines (gzip and Zstandard, of any number of
 members), compressed text and parquet give the same documents, each once, however finely files are cut into
-units; a file that is cut off at any byte or damaged is an error that names it and never passes for a whole
+splits; a file that is cut off at any byte or damaged is an error that names it and never passes for a whole
 one; one broken line or row is handed to `bad` with its place, and what stands around it is read."""
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ import zstandard
 
 from titanlite.config.component import ConfigError
 from titanlite.prepare import corpus
-from titanlite.prepare.corpus import Unit, content_sha256, documents, find_files, plan_units, read_unit, where
+from titanlite.prepare.corpus import (
+    FileSplit,
+    content_sha256,
+    documents,
+    find_files,
+    read_split,
+    split_files,
+    where,
+)
 
 Compress = Callable[[bytes], bytes]
 
@@ -100,34 +108,34 @@ def collect(errors: list[ConfigError]) -> corpus.Bad:
 
 
 def read(*files: Path, field: str = "text", bad: corpus.Bad = corpus.stop) -> list[str]:
-    """All documents of all units."""
-    return [d.text for u in plan_units(files, field) for d in read_unit(u, field, bad)]
+    """All documents of all splits."""
+    return [d.text for u in split_files(files, field) for d in read_split(u, field, bad)]
 
 
 @pytest.fixture(params=[1, 50, 10**9])
-def unit_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """From a unit for every byte to one for all."""
-    monkeypatch.setattr(corpus, "UNIT_BYTES", request.param)
+def split_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """From a split for every byte to one for all."""
+    monkeypatch.setattr(corpus, "SPLIT_BYTES", request.param)
     return request.param
 
 
 @pytest.fixture
 def cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of about a line, and blocks of three."""
-    monkeypatch.setattr(corpus, "UNIT_BYTES", 50)
+    monkeypatch.setattr(corpus, "SPLIT_BYTES", 50)
     monkeypatch.setattr(corpus, "BLOCK_LINES", 3)
 
 
 # ---- the same documents
 
 
-def test_lines(tmp_path: Path, unit_bytes: int) -> None:
-    content = lines(TEXTS[:60] if unit_bytes == 1 else TEXTS)
+def test_lines(tmp_path: Path, split_bytes: int) -> None:
+    content = lines(TEXTS[:60] if split_bytes == 1 else TEXTS)
     file = write(tmp_path / "a.jsonl", content)
-    units = plan_units([file], "text")
-    assert len(units) == -(-len(content) // unit_bytes)
-    assert sum(u.size for u in units) == len(content)
-    assert read(file) == (TEXTS[:60] if unit_bytes == 1 else TEXTS)
+    splits = split_files([file], "text")
+    assert len(splits) == -(-len(content) // split_bytes)
+    assert sum(u.size for u in splits) == len(content)
+    assert read(file) == (TEXTS[:60] if split_bytes == 1 else TEXTS)
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".ndjson", ".json"])
@@ -140,18 +148,18 @@ def test_lines_by_any_name(tmp_path: Path, ending: str, suffix: str) -> None:
 @pytest.mark.parametrize("block_lines", [1, 64])
 @pytest.mark.parametrize("how", COMPRESSED)
 def test_compressed_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, block_lines: int, unit_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, block_lines: int, split_bytes: int
 ) -> None:
     """The parts take turns: in order within one, and together all of it."""
     monkeypatch.setattr(corpus, "BLOCK_LINES", block_lines)
     suffix, compress = COMPRESSED[how]
     file = write(tmp_path / f"a.jsonl{suffix}", compress(lines(TEXTS)))
-    units = plan_units([file], "text")
-    assert len(units) == (1 if unit_bytes == 10**9 else corpus.PARTS)
-    parts = [[d.text for d in read_unit(u, "text")] for u in units]
+    splits = split_files([file], "text")
+    assert len(splits) == (1 if split_bytes == 10**9 else corpus.PARTS)
+    parts = [[d.text for d in read_split(u, "text")] for u in splits]
     assert sorted(t for part in parts for t in part) == sorted(TEXTS)
     for p, part in enumerate(parts):
-        assert part == [t for i, t in enumerate(TEXTS) if i // block_lines % len(units) == p]
+        assert part == [t for i, t in enumerate(TEXTS) if i // block_lines % len(splits) == p]
 
 
 @pytest.mark.parametrize("how", COMPRESSED)
@@ -163,18 +171,18 @@ def test_compressed_text_is_one_document(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
 @pytest.mark.parametrize(("rows", "compression"), [(5, "none"), (30, "snappy"), (70, "zstd"), (100, "gzip")])
-def test_parquet(tmp_path: Path, kind: Any, rows: int, compression: str, unit_bytes: int) -> None:
+def test_parquet(tmp_path: Path, kind: Any, rows: int, compression: str, split_bytes: int) -> None:
     texts = TEXTS[:100]
     file = write_parquet(tmp_path / "a.parquet", [*texts], kind, rows, compression=compression)
-    units = plan_units([file], "text")
-    ends = [0, *(u.end for u in units)]
-    assert [u.begin for u in units] == ends[:-1]
+    splits = split_files([file], "text")
+    ends = [0, *(u.end for u in splits)]
+    assert [u.begin for u in splits] == ends[:-1]
     assert ends[-1] == -(-len(texts) // rows)
-    assert len(units) == (1 if unit_bytes == 10**9 else ends[-1])
+    assert len(splits) == (1 if split_bytes == 10**9 else ends[-1])
     assert read(file) == texts
 
 
-def test_parquet_row_groups_make_a_unit_until_it_is_large_enough(
+def test_parquet_row_groups_make_a_split_until_it_is_large_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of about 1000, 1000 and 3000 bytes, then of 100."""
@@ -187,10 +195,10 @@ def test_parquet_row_groups_make_a_unit_until_it_is_large_enough(
         use_dictionary=False,
         write_statistics=False,
     )
-    monkeypatch.setattr(corpus, "UNIT_BYTES", 2000)
-    units = plan_units([tmp_path / "a.parquet"], "text")
-    assert [(u.begin, u.end) for u in units] == [(0, 2), (2, 3), (3, 5)]
-    assert 5200 <= sum(u.size for u in units) < 6000
+    monkeypatch.setattr(corpus, "SPLIT_BYTES", 2000)
+    splits = split_files([tmp_path / "a.parquet"], "text")
+    assert [(u.begin, u.end) for u in splits] == [(0, 2), (2, 3), (3, 5)]
+    assert 5200 <= sum(u.size for u in splits) < 6000
 
 
 @pytest.mark.parametrize("field", ["body", "a.b", "caf\u00e9"])
@@ -211,7 +219,7 @@ def test_parquet_without_rows(tmp_path: Path, num_groups: int) -> None:
 
 @pytest.mark.usefixtures("cut_finely")
 def test_a_corpus_of_all_formats(tmp_path: Path) -> None:
-    """In the files' order, each unit of one kind; the hash over the content is of the bytes as they are."""
+    """In the files' order, each split of one kind; the hash over the content is of the bytes as they are."""
     (tmp_path / "in").mkdir()
     write(tmp_path / "in" / "a.jsonl", lines(TEXTS[:30]))
     write(tmp_path / "in" / "b.jsonl.gz", gzip.compress(lines(TEXTS[30:60])))
@@ -236,15 +244,15 @@ def test_a_corpus_of_all_formats(tmp_path: Path) -> None:
     assert content_sha256(files) != before
 
 
-def test_small_texts_share_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_texts_share_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to its size; a file is never split, and other kinds of file come between."""
-    monkeypatch.setattr(corpus, "UNIT_BYTES", 10)
+    monkeypatch.setattr(corpus, "SPLIT_BYTES", 10)
     sizes = {"a.txt": 4, "b.txt": 6, "c.txt": 1, "d.md": 30, "e.jsonl": 0, "f.txt": 2, "g.txt": 3}
     files = [write(tmp_path / name, b"x" * size) for name, size in sizes.items()]
-    units = plan_units(files, "text")
-    names = [[f.name for f in u.files] for u in units]
+    splits = split_files(files, "text")
+    names = [[f.name for f in u.files] for u in splits]
     assert names == [["a.txt", "b.txt"], ["c.txt"], ["d.md"], ["e.jsonl"], ["f.txt", "g.txt"]]
-    assert [u.size for u in units] == [10, 1, 30, 0, 5]
+    assert [u.size for u in splits] == [10, 1, 30, 0, 5]
 
 
 @pytest.mark.parametrize(
@@ -256,8 +264,8 @@ def test_few_compressed_files_are_cut_finer(tmp_path: Path, count: int, parts: i
     for file in files:
         with open(file, "wb") as f:
             f.truncate(1 << 30)  # no byte of it is stored
-    units = plan_units([*files, write(tmp_path / "z.txt", b"x")], "text")
-    assert [(u.files[0], u.begin, u.end) for u in units[:-1]] == [
+    splits = split_files([*files, write(tmp_path / "z.txt", b"x")], "text")
+    assert [(u.files[0], u.begin, u.end) for u in splits[:-1]] == [
         (file, part, parts) for file in files for part in range(parts)
     ]
 
@@ -272,7 +280,7 @@ ODD_LINES = {
         '{"text": "a\u2028b\u0085c"}\n{"text": "d"}'.encode(),
         ["a\u2028b\u0085c", "d"],
     ),
-    "a line of many units": (b'{"text": "%s"}\n{"text": "b"}\n' % (b"a" * 5000), ["a" * 5000, "b"]),
+    "a line of many splits": (b'{"text": "%s"}\n{"text": "b"}\n' % (b"a" * 5000), ["a" * 5000, "b"]),
     "nothing": (b"", []),
     "only blanks": (b"\n \n\t", []),
 }
@@ -280,7 +288,7 @@ ODD_LINES = {
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("case", ODD_LINES)
-def test_odd_lines(tmp_path: Path, case: str, suffix: str, unit_bytes: int) -> None:
+def test_odd_lines(tmp_path: Path, case: str, suffix: str, split_bytes: int) -> None:
     content, expected = ODD_LINES[case]
     compress = {"": bytes, ".gz": gzip.compress, ".zst": zst}[suffix]
     assert sorted(read(write(tmp_path / f"a.jsonl{suffix}", compress(content)))) == expected
@@ -351,9 +359,9 @@ def test_a_file_cut_off_at_any_byte(tmp_path: Path, ending: str, suffix: str, co
     assert len(read(file)) == (len(SMALL) if ending == ".jsonl" else 1)
     for length in range(len(whole)):
         write(file, whole[:length])
-        for unit in plan_units([file], "text"):
+        for split in split_files([file], "text"):
             with pytest.raises(ConfigError, match=r"cut off after [\d,]+ bytes of its content") as e:
-                list(read_unit(unit, "text"))
+                list(read_split(split, "text"))
             assert str(file) in str(e.value)
 
 
@@ -416,7 +424,7 @@ def test_parquet_cut_off_at_any_byte(tmp_path: Path) -> None:
     for length in range(len(whole)):
         write(file, whole[:length])
         with pytest.raises(ConfigError, match=r"a\.parquet: not a whole parquet file"):
-            plan_units([file], "text")
+            split_files([file], "text")
 
 
 def test_a_page_of_parquet_that_does_not_decompress(tmp_path: Path) -> None:
@@ -429,7 +437,7 @@ def test_a_page_of_parquet_that_does_not_decompress(tmp_path: Path) -> None:
     write(file, bytes(content))
     found = list[str]()
     with pytest.raises(ConfigError, match=r"a\.parquet: row 257 or later: damaged parquet"):
-        found.extend(d.text for u in plan_units([file], "text") for d in read_unit(u, "text"))
+        found.extend(d.text for u in split_files([file], "text") for d in read_split(u, "text"))
     assert found == TEXTS[:256]
 
 
@@ -470,7 +478,7 @@ def test_a_column_of_another_type(tmp_path: Path, values: list[object], kind: st
 @pytest.mark.parametrize("name", ["gone.jsonl", "gone.jsonl.gz", "gone.txt.zst", "gone.parquet"])
 def test_a_file_that_vanished_after_the_plan(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}.*No such file"):
-        list(read_unit(Unit((tmp_path / name,), 0, 1, 1), "text"))
+        list(read_split(FileSplit((tmp_path / name,), 0, 1, 1), "text"))
 
 
 @pytest.mark.parametrize(
@@ -553,7 +561,7 @@ def test_texts_around_a_broken_one_are_read(tmp_path: Path) -> None:
     assert all("not UTF-8" in str(e) for e in errors)
 
 
-def test_rows_around_a_null_are_read(tmp_path: Path, unit_bytes: int) -> None:
+def test_rows_around_a_null_are_read(tmp_path: Path, split_bytes: int) -> None:
     """Rows are counted from 1 over all row groups; empty ones count too."""
     texts: list[str | None] = [*TEXTS]
     texts[0] = texts[31] = texts[299] = texts[399] = None
@@ -595,8 +603,8 @@ def test_where_a_line_of_a_plain_file_is(tmp_path: Path) -> None:
     for i, lines_of_it in enumerate(content):
         numbers[str(i)] = line
         line += lines_of_it.count(b"\n")
-    (unit,) = plan_units([file], "text")
-    documents = list(read_unit(unit, "text"))
+    (split,) = split_files([file], "text")
+    documents = list(read_split(split, "text"))
     assert len(documents) == len(content)
     for document in [*documents[:3], *documents[14_000:14_003], documents[-1]]:
         assert where(document.file, document.place) == f"{file}:{numbers[document.text]}"
@@ -605,14 +613,14 @@ def test_where_a_line_of_a_plain_file_is(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cut_finely")
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt", "a.txt.gz"])
 def test_where_every_document_is(tmp_path: Path, name: str) -> None:
-    """By the units that it was read in, also after blank lines."""
+    """By the splits that it was read in, also after blank lines."""
     file = tmp_path / name
     content = b"\n \n" + lines(SMALL)
     if name == "a.parquet":
         write_parquet(file, [*SMALL], rows=3)
     else:
         write(file, {".gz": gzip.compress, ".zst": zst}.get(file.suffix, bytes)(content))
-    documents = [d for u in plan_units([file], "text") for d in read_unit(u, "text")]
+    documents = [d for u in split_files([file], "text") for d in read_split(u, "text")]
     places = {d.text: where(d.file, d.place) for d in documents}
     if "txt" in name:
         assert [*places.values()] == [str(file)]

@@ -20,7 +20,7 @@ from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.prepare import corpus
-from titanlite.prepare.corpus import Bad, Limits, plan_units, read_unit, stop
+from titanlite.prepare.corpus import Bad, Limits, read_split, split_files, stop
 
 ONE_MIB = Limits(max_document_mib=1)
 LARGE = "x" * (1 << 20)  # with the braces around it, or one more, too large
@@ -31,8 +31,8 @@ def zst(data: bytes) -> bytes:
 
 
 def read(file: Path, limits: Limits, bad: Bad = stop) -> list[str]:
-    """The documents of all units."""
-    return [d.text for u in plan_units([file], "text") for d in read_unit(u, "text", bad, limits)]
+    """The documents of all splits."""
+    return [d.text for u in split_files([file], "text") for d in read_split(u, "text", bad, limits)]
 
 
 def lines(*texts: str) -> bytes:
@@ -46,16 +46,16 @@ LINES: list[tuple[str, Callable[[bytes], bytes]]] = [
 ]
 
 
-@pytest.mark.parametrize("unit_bytes", [1000, 1 << 30])
+@pytest.mark.parametrize("split_bytes", [1000, 1 << 30])
 @pytest.mark.parametrize(("ending", "compress"), LINES)
 def test_a_line_that_is_too_large(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     ending: str,
     compress: Callable[[bytes], bytes],
-    unit_bytes: int,
+    split_bytes: int,
 ) -> None:
-    monkeypatch.setattr(corpus, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(corpus, "SPLIT_BYTES", split_bytes)
     monkeypatch.setattr(corpus, "BLOCK_LINES", 1)
     file = tmp_path / f"a{ending}"
     file.write_bytes(compress(lines("one", LARGE, "three")))

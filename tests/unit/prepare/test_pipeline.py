@@ -1,6 +1,6 @@
-"""Pins preparation: the bytes of a dataset depend on the corpus and the recipe alone, not on processes, parts
-or interruptions; a run killed at any moment goes on without doing done work again; an edited file is read
-again; what went wrong is named, and never leaves a dataset; the report adds up."""
+"""Pins preparation: the bytes of a dataset depend on the corpus and the options alone, not on processes,
+workers or interruptions; a run killed at any moment goes on without doing done work again; an edited file is
+read again; what went wrong is named, and never leaves a dataset; the report adds up."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ from titanlite.prepare import corpus, pipeline, stages
 from titanlite.prepare.corpus import find_files
 from titanlite.prepare.filters import ExactDuplicates, Length, NearDuplicates
 from titanlite.prepare.pipeline import prepare, work_folder
-from titanlite.prepare.stages import Recipe, Work
+from titanlite.prepare.stages import JobState, PrepareOptions
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.tiktoken import Tiktoken
 
-RECIPE = Recipe(filters=(Length(min_words=3), ExactDuplicates(), NearDuplicates(num_bands=4, band_size=4)))
-SMALL = {"UNIT_BYTES": 1500, "SHARD_BYTES": 6000}
+OPTIONS = PrepareOptions(
+    filters=(Length(min_words=3), ExactDuplicates(), NearDuplicates(num_bands=4, band_size=4))
+)
+SMALL = {"SPLIT_BYTES": 1500, "SHARD_BYTES": 6000}
 
 
 @pytest.fixture(autouse=True)
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some 20 units in some 6 shards; workers are handed the plan."""
-    monkeypatch.setattr(corpus, "UNIT_BYTES", SMALL["UNIT_BYTES"])
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some 20 splits in some 6 shards; workers are handed the plan."""
+    monkeypatch.setattr(corpus, "SPLIT_BYTES", SMALL["SPLIT_BYTES"])
     monkeypatch.setattr(stages, "SHARD_BYTES", SMALL["SHARD_BYTES"])
 
 
@@ -71,8 +73,8 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("raw") / "in")
 
 
-def make(raw: Path, output: Path, recipe: Recipe = RECIPE, **options: Any) -> TokenShards | None:
-    return prepare(find_files([str(raw)], "input"), output, Bytes().build(), recipe, **options)
+def make(raw: Path, output: Path, chosen: PrepareOptions = OPTIONS, **options: Any) -> TokenShards | None:
+    return prepare(find_files([str(raw)], "input"), output, Bytes().build(), chosen, **options)
 
 
 def content(output: Path) -> dict[str, str]:
@@ -84,7 +86,7 @@ def content(output: Path) -> dict[str, str]:
 def reference(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What one process makes of the corpus in one go."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "UNIT_BYTES", SMALL["UNIT_BYTES"])
+        patch.setattr(corpus, "SPLIT_BYTES", SMALL["SPLIT_BYTES"])
         patch.setattr(stages, "SHARD_BYTES", SMALL["SHARD_BYTES"])
         output = tmp_path_factory.mktemp("reference") / "out"
         make(raw, output, num_processes=1)
@@ -110,23 +112,23 @@ def test_the_number_of_processes_does_not_matter(
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [2, 0, 1], [3, 1, 4, 0, 2]], ids=str)
-def test_the_number_of_parts_does_not_matter(
+def test_the_number_of_workers_does_not_matter(
     raw: Path, reference: dict[str, str], tmp_path: Path, order: list[int]
 ) -> None:
     """One after the other, in any order: each but the last leaves the dataset to be completed."""
     for i in order:
-        made = make(raw, tmp_path / "out", num_processes=1, part=(i, len(order)))
+        made = make(raw, tmp_path / "out", num_processes=1, worker=(i, len(order)))
         assert (made is not None) == (tmp_path / "out").exists() == (i == order[-1])
     assert content(tmp_path / "out") == reference
 
 
-def drive(raw: Path, output: Path, processes: int = 1, parts: int = 1, moment: str = "never") -> None:
-    """In a process of its own: prepares the part that is its rank's, and may kill itself at the n-th call of
-    a function."""
-    corpus.UNIT_BYTES, stages.SHARD_BYTES = SMALL["UNIT_BYTES"], SMALL["SHARD_BYTES"]
+def drive(raw: Path, output: Path, processes: int = 1, workers: int = 1, moment: str = "never") -> None:
+    """In a process of its own: prepares the worker that is its rank's, and may kill itself at the n-th call
+    of a function."""
+    corpus.SPLIT_BYTES, stages.SHARD_BYTES = SMALL["SPLIT_BYTES"], SMALL["SHARD_BYTES"]
     if moment != "never":
         name, _, number = moment.partition(":")
-        owner = {"rename": os, "replace": os, "unlink": Path}.get(name, Work)
+        owner = {"rename": os, "replace": os, "unlink": Path}.get(name, JobState)
         original, calls = getattr(owner, name), itertools.count(1)
 
         def dying(*args: Any, **kwargs: Any) -> Any:
@@ -135,8 +137,8 @@ def drive(raw: Path, output: Path, processes: int = 1, parts: int = 1, moment: s
             return original(*args, **kwargs)
 
         setattr(owner, name, dying)
-    part = (dist.get_rank() if parts > 1 else 0, parts)
-    make(raw, output, num_processes=processes, part=part)
+    worker = (dist.get_rank() if workers > 1 else 0, workers)
+    make(raw, output, num_processes=processes, worker=worker)
 
 
 def prepare_until_killed(raw: Path, output: Path, moment: str) -> None:
@@ -144,7 +146,7 @@ def prepare_until_killed(raw: Path, output: Path, moment: str) -> None:
         ranks.run(1, drive, raw, output, 1, 1, moment)
 
 
-def test_parts_at_the_same_time(
+def test_workers_at_the_same_time(
     raw: Path, reference: dict[str, str], tmp_path: Path, run_on: Callable[..., list[Any]]
 ) -> None:
     run_on(3, drive, raw, tmp_path / "out", 1, 3)
@@ -182,7 +184,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, *functions: str) -> Counter:
     calls: Counter = Counter()
 
     def count(name: str) -> Callable[..., Any]:
-        original = getattr(Work, name)
+        original = getattr(JobState, name)
 
         def function(*args: Any) -> Any:
             calls[name] += 1
@@ -191,7 +193,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, *functions: str) -> Counter:
         return function
 
     for name in functions:
-        monkeypatch.setattr(Work, name, count(name))
+        monkeypatch.setattr(JobState, name, count(name))
     return calls
 
 
@@ -239,8 +241,8 @@ def session_of(leader: int | None) -> list[int]:
 
 def test_a_killed_worker_ends_the_run_with_a_reason(raw: Path, tmp_path: Path) -> None:
     files, folder = find_files([str(raw)], "input"), tmp_path / "killed"
-    with pytest.raises(RuntimeError, match=r"killed .out of memory.*run it again"):
-        prepare(files, folder, Killed().build(), RECIPE, num_processes=2)
+    with pytest.raises(RuntimeError, match=r"killed, perhaps because memory ran out; run it again"):
+        prepare(files, folder, Killed().build(), OPTIONS, num_processes=2)
     assert not folder.exists()
 
 
@@ -263,28 +265,28 @@ def suicidal() -> Any:
 # ---- input that changes, or is wrong
 
 
-def test_an_edited_file_costs_only_its_own_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw, recipe = write_corpus(tmp_path / "in"), Recipe(filters=(Length(min_words=3),))
+def test_an_edited_file_costs_only_its_own_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, options = write_corpus(tmp_path / "in"), PrepareOptions(filters=(Length(min_words=3),))
     calls = counted(monkeypatch, "encode")
-    make(raw, tmp_path / "old", recipe, num_processes=1)
-    units = calls["encode"]
+    make(raw, tmp_path / "old", options, num_processes=1)
+    splits = calls["encode"]
     calls.clear()
     with monkeypatch.context() as patch:  # everything but the assembly of shards
-        patch.setattr(Work, "assemble", lambda self, s: 1 / 0)
+        patch.setattr(JobState, "assemble", lambda self, s: 1 / 0)
         patch.setattr(stages, "SHARD_BYTES", 1 << 30)
         with pytest.raises(ZeroDivisionError):
-            make(raw, tmp_path / "out", recipe, num_processes=1)
-        assert calls["encode"] == units
+            make(raw, tmp_path / "out", options, num_processes=1)
+        assert calls["encode"] == splits
     lines = (raw / "a.jsonl").read_text().splitlines(keepends=True)
     (raw / "a.jsonl").write_text("".join(lines[:-1]) + json.dumps({"text": "quite another last line"}) + "\n")
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(stages, "SHARD_BYTES", 1 << 30)
-        made = make(raw, tmp_path / "out", recipe, num_processes=1)
+        made = make(raw, tmp_path / "out", options, num_processes=1)
         assert made is not None
         assert "quite another last line" in texts_of(made)
-        assert 0 < calls["encode"] < units  # those of a.jsonl
-        fresh = make(raw, tmp_path / "fresh", recipe, num_processes=1)
+        assert 0 < calls["encode"] < splits  # those of a.jsonl
+        fresh = make(raw, tmp_path / "fresh", options, num_processes=1)
         assert fresh is not None
         assert fresh.fingerprint == made.fingerprint
 
@@ -315,9 +317,9 @@ def test_bad_lines_are_skipped_and_counted_if_asked_for(tmp_path: Path) -> None:
     raw = write_corpus(tmp_path / "in")
     before = make(raw, tmp_path / "before", num_processes=1)
     (raw / "a.jsonl").write_text('{"text": 3}\n' + (raw / "a.jsonl").read_text() + "{\n[]\n")
-    recipe = replace(RECIPE, bad_lines="skip")
+    options = replace(OPTIONS, bad_lines="skip")
     for processes in (1, 2):
-        made = make(raw, tmp_path / f"out{processes}", recipe, num_processes=processes)
+        made = make(raw, tmp_path / f"out{processes}", options, num_processes=processes)
         assert made is not None
         assert before is not None
         assert sorted(texts_of(made)) == sorted(texts_of(before))
@@ -331,40 +333,40 @@ def test_a_damaged_archive_is_an_error_even_where_bad_lines_are_skipped(tmp_path
     raw = write_corpus(tmp_path / "in")
     (raw / "b.jsonl.gz").write_bytes((raw / "b.jsonl.gz").read_bytes()[:-9])
     with pytest.raises(ConfigError, match=r"b\.jsonl\.gz: cut off"):
-        make(raw, tmp_path / "out", replace(RECIPE, bad_lines="skip"), num_processes=1)
+        make(raw, tmp_path / "out", replace(OPTIONS, bad_lines="skip"), num_processes=1)
 
 
 def test_an_id_outside_the_vocabulary_is_named(raw: Path, tmp_path: Path) -> None:
     tokenizer = Bytes().build()
     tokenizer.vocab_size = 120
     with pytest.raises(ConfigError, match=r"in/\S+: (row \d+: )?token id 257 outside the vocabulary of 120"):
-        prepare(find_files([str(raw)], "input"), tmp_path / "out", tokenizer, RECIPE, num_processes=1)
+        prepare(find_files([str(raw)], "input"), tmp_path / "out", tokenizer, OPTIONS, num_processes=1)
     assert not (tmp_path / "out").exists()
 
 
-def test_another_cut_into_parts_at_the_same_time_is_refused(raw: Path, tmp_path: Path) -> None:
+def test_another_cut_into_workers_at_the_same_time_is_refused(raw: Path, tmp_path: Path) -> None:
     folder = work_folder(tmp_path / "out")
     folder.mkdir()
     with (
         pipeline.locked(folder, tmp_path / "out", (0, 2)),
-        pytest.raises(ConfigError, match="in 2 parts just now"),
+        pytest.raises(ConfigError, match="a preparation by 2 workers is running"),
     ):
         make(raw, tmp_path / "out", num_processes=1)
     assert make(raw, tmp_path / "out", num_processes=1) is not None  # nobody works on it any more
 
 
-def test_parts_of_other_files_at_the_same_time_are_refused(tmp_path: Path) -> None:
-    """They would mix: a unit's number means another unit."""
+def test_workers_of_other_files_at_the_same_time_are_refused(tmp_path: Path) -> None:
+    """They would mix: a split's number means another split."""
     raw = write_corpus(tmp_path / "in")
     folder = work_folder(tmp_path / "out")
     folder.mkdir()
-    make(raw, tmp_path / "out", num_processes=1, part=(0, 3))
+    make(raw, tmp_path / "out", num_processes=1, worker=(0, 3))
     with pipeline.locked(folder, tmp_path / "out", (0, 3)):
         (raw / "0.txt").write_text("one more file at the same time")
-        with pytest.raises(ConfigError, match="others prepare it just now from other files"):
-            make(raw, tmp_path / "out", num_processes=1, part=(1, 3))
+        with pytest.raises(ConfigError, match="another worker is preparing it from other files"):
+            make(raw, tmp_path / "out", num_processes=1, worker=(1, 3))
     for i in range(3):  # nobody works on it any more
-        made = make(raw, tmp_path / "out", num_processes=1, part=(i, 3))
+        made = make(raw, tmp_path / "out", num_processes=1, worker=(i, 3))
     fresh = make(raw, tmp_path / "fresh", num_processes=1)
     assert made is not None
     assert fresh is not None
@@ -372,37 +374,39 @@ def test_parts_of_other_files_at_the_same_time_are_refused(tmp_path: Path) -> No
 
 
 def test_an_old_marker_does_not_vouch_for_new_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two recipes in turn in one folder, the second killed between a unit's files and its marker."""
+    """Two recipes in turn in one folder, the second killed between a split's files and its marker."""
     (tmp_path / "in").mkdir()
     lines = [json.dumps({"text": f"right {i}", "body": f"wrong {i}"}) + "\n" for i in range(50)]
     (tmp_path / "in" / "a.jsonl").write_text("".join(lines))
     with monkeypatch.context() as patch:
-        patch.setattr(Work, "assemble", lambda self, s: 1 / 0)
+        patch.setattr(JobState, "assemble", lambda self, s: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            make(tmp_path / "in", tmp_path / "out", Recipe(), num_processes=1)
-    mark = Work.mark
+            make(tmp_path / "in", tmp_path / "out", PrepareOptions(), num_processes=1)
+    mark = JobState.mark
     with monkeypatch.context() as patch:
-        patch.setattr(Work, "mark", lambda self, name, *a: 1 / 0 if "unit" in name else mark(self, name, *a))
+        patch.setattr(
+            JobState, "mark", lambda self, name, *a: 1 / 0 if "unit" in name else mark(self, name, *a)
+        )
         with pytest.raises(ZeroDivisionError):
-            make(tmp_path / "in", tmp_path / "out", Recipe(field="body"), num_processes=1)
-    made = make(tmp_path / "in", tmp_path / "out", Recipe(), num_processes=1)
+            make(tmp_path / "in", tmp_path / "out", PrepareOptions(field="body"), num_processes=1)
+    made = make(tmp_path / "in", tmp_path / "out", PrepareOptions(), num_processes=1)
     assert made is not None
     assert all(text.startswith("right") for text in texts_of(made))
 
 
 def test_a_file_edited_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = write_corpus(tmp_path / "in")
-    encode = Work.encode
+    encode = JobState.encode
 
-    def edited(self: Work, u: int) -> Any:
+    def edited(self: JobState, u: int) -> Any:
         with open(raw / "a.jsonl", "a") as f:
             f.write('{"text": "appended later"}\n')
         return encode(self, u)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Work, "encode", edited)
+        patch.setattr(JobState, "encode", edited)
         with pytest.raises(ConfigError, match=r"a\.jsonl: changed while it was being prepared"):
-            make(raw, tmp_path / "out", Recipe(), num_processes=1)
+            make(raw, tmp_path / "out", PrepareOptions(), num_processes=1)
     assert not (tmp_path / "out").exists()
 
 
@@ -411,19 +415,19 @@ def test_other_documents_than_those_scanned_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
     """In a file of the same size and time: nothing else tells it from the one that was scanned."""
-    file, encode = tmp_path / "a.jsonl", Work.encode
+    file, encode = tmp_path / "a.jsonl", JobState.encode
     line = json.dumps({"text": "some words of a document"})
     contents = [f"{line.ljust(2 * len(line) + 1)}\n", f"{line}\n{line}\n"]  # one document, or two
     file.write_text(contents[before - 1])
     times = file.stat()
 
-    def replaced(self: Work, u: int) -> Any:
+    def replaced(self: JobState, u: int) -> Any:
         file.write_text(contents[before % 2])
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         return encode(self, u)
 
-    monkeypatch.setattr(corpus, "UNIT_BYTES", 1 << 20)
-    monkeypatch.setattr(Work, "encode", replaced)
+    monkeypatch.setattr(corpus, "SPLIT_BYTES", 1 << 20)
+    monkeypatch.setattr(JobState, "encode", replaced)
     with pytest.raises(ConfigError, match=r"a\.jsonl: its documents changed since they were scanned"):
         make(file, tmp_path / "out", num_processes=1)
 
@@ -432,7 +436,7 @@ def test_other_documents_than_those_scanned_are_an_error(
 
 
 def test_documents_are_shuffled_with_the_seed(raw: Path, tmp_path: Path) -> None:
-    plain = Recipe()
+    plain = PrepareOptions()
     made = [make(raw, tmp_path / str(s), replace(plain, seed=s), num_processes=1) for s in (0, 1)]
     first, second = (texts_of(m) for m in made if m is not None)
     assert first != second
@@ -449,9 +453,9 @@ def test_the_report_adds_up(raw: Path, tmp_path: Path) -> None:
     assert made is not None
     report = json.loads((made.path / "report.json").read_text())
     assert report["read"]["documents"] == 240
-    for unit in ("documents", "characters"):
-        removed = sum(f[unit] for f in report["filters"])
-        assert report["read"][unit] == removed + report["kept"][unit]
+    for split in ("documents", "characters"):
+        removed = sum(f[split] for f in report["filters"])
+        assert report["read"][split] == removed + report["kept"][split]
     assert (report["kept"]["documents"], report["kept"]["tokens"]) == (made.num_documents, made.num_tokens)
     assert sum(map(len, texts_of(made))) == report["kept"]["characters"]
     names = [f["name"] for f in report["filters"]]
@@ -472,7 +476,9 @@ def test_of_duplicates_the_first_in_the_corpus_stays(tmp_path: Path) -> None:
     for name in "abc":
         text = json.dumps({"text": "the same words again"})
         (tmp_path / "in" / f"{name}.jsonl").write_text(f"{text}\n" * 40)
-    made = make(tmp_path / "in", tmp_path / "out", Recipe(filters=(ExactDuplicates(),)), num_processes=1)
+    made = make(
+        tmp_path / "in", tmp_path / "out", PrepareOptions(filters=(ExactDuplicates(),)), num_processes=1
+    )
     assert made is not None
     assert texts_of(made) == ["the same words again"]
     (entry,) = json.loads((made.path / "report.json").read_text())["filters"]
@@ -490,7 +496,7 @@ def test_filters_run_in_their_order(tmp_path: Path) -> None:
         ((ExactDuplicates(), Length(min_words=3)), [2, 1]),
     ):
         output = tmp_path / filters[0].name
-        made = make(tmp_path / "in", output, Recipe(filters=filters), num_processes=1)
+        made = make(tmp_path / "in", output, PrepareOptions(filters=filters), num_processes=1)
         assert made is not None
         assert texts_of(made) == ["three four five"]
         report = json.loads((output / "report.json").read_text())
@@ -499,14 +505,14 @@ def test_filters_run_in_their_order(tmp_path: Path) -> None:
 
 def test_filters_that_remove_everything(raw: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)empty.*the filters removed all.*length"):
-        make(raw, tmp_path / "out", Recipe(filters=(Length(min_words=1000),)), num_processes=1)
+        make(raw, tmp_path / "out", PrepareOptions(filters=(Length(min_words=1000),)), num_processes=1)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_dataset_says_what_it_was_made_of(raw: Path, tmp_path: Path) -> None:
     path = str(Path(__file__).resolve().parents[3] / "assets/tokenizer/stdlib.tiktoken")
     tokenizer = Tiktoken(path=path).build()
-    made = prepare(find_files([str(raw)], "input"), tmp_path / "out", tokenizer, RECIPE, num_processes=1)
+    made = prepare(find_files([str(raw)], "input"), tmp_path / "out", tokenizer, OPTIONS, num_processes=1)
     description = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert description["prepared"]["filters"][0]["name"] == "length"
     assert description["prepared"]["tokenizer"]["path"] == path
