@@ -1,12 +1,11 @@
-"""The raw corpus: which files it is made of, cut into splits of work, and the documents of a split.
+"""The raw corpus: its files, their division into splits, and the documents of a split.
 
-Files may be .jsonl (a document a line, under a field; .ndjson and .json are read alike), .parquet (a document
-a row, under a column), or anything else (one document); all but parquet may be compressed (.gz, .zst). The
-cut depends on the files alone, never on who works on it, so whatever is made of the splits in their order is
-the same on any number of processes. Text must be UTF-8; a byte order mark at the start of a file is no text.
-Nothing is guessed or patched: bad input is an error with its place, or, where it is one line or row, handed
-to `bad`. Memory has a bound: a document has one (`Limits`), and files are read and decompressed in pieces.
-"""
+Files may be .jsonl (one document per line, under a field; .ndjson and .json are read alike), .parquet (one
+document per row, in a column), or anything else (one document per file). All but parquet may be compressed
+(.gz, .zst). The splits depend on the files alone, so what is made of them in order is the same on any number
+of processes. Text must be UTF-8; a byte order mark at the start of a file is dropped. Nothing is guessed or
+repaired: bad input is an error that names its place, or, if it is one line or row, passed to `on_bad`. Memory
+is bounded: documents have a largest size (Limits), and files are read and decompressed in blocks."""
 
 from __future__ import annotations
 
@@ -23,22 +22,24 @@ from typing import IO, Any
 from titanlite.config.component import ConfigError
 from titanlite.files import file_sha256, if_on_hub
 
-SPLIT_BYTES = 8 << 20  # of text: about a second of one core's tokenising
-COMPRESSED_SPLITS = 64  # a corpus of fewer compressed files is cut finer, to occupy as many cores
-PARTS = 8  # at most, of one compressed file: each part decompresses all of it, 3% of a part's work
-RATIO = 4  # typical of compressed text; only balances the work
-BLOCK_LINES = 64  # lines that a part of a compressed file takes in turn
+SPLIT_BYTES = 8 << 20  # of text: about a second of tokenising on one core
+COMPRESSED_SPLITS = 64  # if a corpus has fewer compressed files, they are split to occupy as many cores
+MAX_SPLITS = 8  # of one compressed file: each split decompresses all of it, which is 3% of a split's work
+RATIO = 4  # typical compression ratio of text; only balances the work
+BLOCK_LINES = 64  # consecutive lines of a compressed file that go to one split
 LINES, COMPRESSIONS = (".jsonl", ".ndjson", ".json"), (".gz", ".zst")
-IN_FOLDERS = (".txt", *LINES, ".parquet")  # read where a directory is named; also compressed
-FEED_BYTES = 1 << 10  # of a compressed file, decompressed at once: zstd can make 32 MiB of 1 KiB
-RATIO_GRACE = 256 << 20  # bytes of content from which on the ratio of compression has a limit
-PARQUET_BYTES = 256 << 20  # of text that rows of parquet may take in memory at once, if they share one value
-ABOUT = ("dataset_info.json", "dataset_infos.json")  # files that Hugging Face puts beside a dataset's text
+IN_FOLDERS = (".txt", *LINES, ".parquet")  # the files of a directory that are read; also compressed
+FEED_BYTES = 1 << 10  # of a compressed file, decompressed at a time: zstd can make 32 MiB of 1 KiB
+RATIO_GRACE = 256 << 20  # bytes of content above which the compression ratio is limited
+PARQUET_BYTES = (
+    256 << 20
+)  # of text that rows of parquet may take in memory at a time, if they share one value
+ABOUT = ("dataset_info.json", "dataset_infos.json")  # Hugging Face's metadata beside the text of a dataset
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of memory and work for a corpus that others made."""
+    """Limits of memory and work for a corpus of unknown origin."""
 
     max_document_mib: int = 64
     """Largest document in MiB: a line of .jsonl, a row of .parquet, or any other file, uncompressed. A larger
@@ -58,15 +59,14 @@ class Limits:
         return self.max_document_mib << 20
 
     def check_document(self, num_bytes: int) -> None:
-        """Raises ValueError for more than a document may have."""
+        """Raise ValueError for a document of more than max_document_mib."""
         if num_bytes > self.document_bytes:
             raise ValueError(
                 f"a document of more than {self.max_document_mib} MiB; raise max_document_mib if it is meant"
             )
 
     def check_ratio(self, file: Path, num_bytes: int, size: int) -> None:
-        """Raises ConfigError if `num_bytes` of content or more are too many for a compressed file of `size`
-        bytes."""
+        """Raise ConfigError if `num_bytes` of content are too many for a compressed file of `size` bytes."""
         if num_bytes > max(RATIO_GRACE, self.max_compression_ratio * size):
             raise ConfigError(
                 f"{file}: its {size:,} bytes decompress to more than {num_bytes - 1:,}; raise "
@@ -76,11 +76,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class FileSplit:
-    """A piece of the corpus. `files`: several where each is one document, otherwise one.
+    """A part of the corpus that one process reads. `files`: several if each file is one document, otherwise
+    one.
 
-    `begin`, `end`: of lines, the range of bytes in which they start; of parquet, the row groups; of
-    compressed lines, part `begin` of `end`. `size`: bytes of text, estimated where compressed.
-    """
+    `begin`, `end`: for lines, the range of bytes in which the lines start; for parquet, the range of row
+    groups; for compressed lines, split `begin` of `end` of the file. `size`: bytes of text, estimated if
+    compressed."""
 
     files: tuple[Path, ...]
     begin: int
@@ -90,7 +91,7 @@ class FileSplit:
 
 @dataclass(frozen=True)
 class Document:
-    """One document's text, and where it came from: `where(file, place)`."""
+    """A document's text and origin. `place` in `file` is for `where(file, place)`."""
 
     text: str
     file: Path
@@ -98,11 +99,11 @@ class Document:
 
 
 DEFAULT_LIMITS = Limits()
-Bad = Callable[[Path, int, str], None]  # file, place, reason
+OnBad = Callable[[Path, int, str], None]  # called with file, place and reason
 
 
 def stop(file: Path, place: int, reason: str) -> None:
-    """What to do with a bad line unless told otherwise."""
+    """The default OnBad: raise ConfigError."""
     raise ConfigError(f"{where(file, place)}: {reason}")
 
 
@@ -110,16 +111,16 @@ def stop(file: Path, place: int, reason: str) -> None:
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """Files named by paths, directories (all text, lines and parquet below) and globs, sorted by path, each
-    once."""
-    files: dict[Path, Path] = {}  # by what they resolve to: one file under two names is read once
+    """Return the files that paths, directories and globs name, sorted by path, each once. In a directory
+    these are the files of the formats in IN_FOLDERS, at any depth."""
+    files: dict[Path, Path] = {}  # by resolved path: a file under two names is read once
     for pattern in patterns:
-        literal = Path(pattern)  # a name may hold a glob's characters
-        found = [literal] if literal.exists() else [Path(p) for p in glob.glob(pattern, recursive=True)]
-        if not found:
+        literal = Path(pattern)  # a name may contain a glob's characters
+        paths = [literal] if literal.exists() else [Path(p) for p in glob.glob(pattern, recursive=True)]
+        if not paths:
             start = f" (relative paths start at {Path.cwd()})"
             raise ConfigError(f"no such file: {pattern!r}{start}{if_on_hub(pattern, 'dataset')}", key)
-        for path in found:
+        for path in paths:
             below = [path]
             if path.is_dir():  # through links too, not into hidden folders
                 below = [Path(p) for p in glob.iglob(f"{glob.escape(str(path))}/**", recursive=True)]
@@ -135,7 +136,7 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
 
 
 def format_of(file: Path) -> tuple[str, str]:
-    """How a file is read, by its name: ("lines" | "parquet" | "text", compression suffix or "")."""
+    """Return how a file is read, by its name: ("lines" | "parquet" | "text", compression suffix or "")."""
     compression = file.suffix if file.suffix in COMPRESSIONS else ""
     suffix = file.with_suffix("").suffix if compression else file.suffix
     return "lines" if suffix in LINES else "parquet" if suffix == ".parquet" else "text", compression
@@ -148,7 +149,7 @@ def _in_folder(file: Path) -> bool:
 
 
 def content_sha256(files: Iterable[Path]) -> str:
-    """One hash over the content of all files, in order."""
+    """Return one hash of the content of all files, in order."""
     digest = hashlib.sha256()
     for file in files:
         try:
@@ -159,7 +160,7 @@ def content_sha256(files: Iterable[Path]) -> str:
 
 
 def where(file: Path, place: int) -> str:
-    """A document's place in words: the file, and the line or row in it."""
+    """Describe a document's place: the file, and the line or row in it."""
     kind, compression = format_of(file)
     if kind == "text":
         return str(file)
@@ -167,7 +168,7 @@ def where(file: Path, place: int) -> str:
         return f"{file}: row {place}"
     if compression:
         return f"{file}:{place}"
-    with open(file, "rb") as f:  # the place is an offset: lines are counted only for who is told of one
+    with open(file, "rb") as f:  # the place is an offset: lines are counted only for messages
         return (
             f"{file}:{sum(f.read(min(1 << 20, place - at)).count(10) for at in range(0, place, 1 << 20)) + 1}"
         )
@@ -177,7 +178,7 @@ def where(file: Path, place: int) -> str:
 
 
 def split_files(files: Sequence[Path], field: str) -> list[FileSplit]:
-    """The corpus in pieces of about SPLIT_BYTES, in the files' order."""
+    """Divide the corpus into splits of about SPLIT_BYTES, in the files' order."""
     splits = list[FileSplit]()
     compressed = sum(format_of(f)[1] != "" for f in files)
     for file in files:
@@ -192,8 +193,8 @@ def split_files(files: Sequence[Path], field: str) -> list[FileSplit]:
             else:
                 splits.append(FileSplit((file,), 0, 1, size))
         elif compression:
-            parts = min(PARTS, -(-COMPRESSED_SPLITS // compressed), max(1, -(-size // SPLIT_BYTES)))
-            splits += [FileSplit((file,), part, parts, size // parts) for part in range(parts)]
+            count = min(MAX_SPLITS, -(-COMPRESSED_SPLITS // compressed), max(1, -(-size // SPLIT_BYTES)))
+            splits += [FileSplit((file,), i, count, size // count) for i in range(count)]
         else:
             ends = [*range(SPLIT_BYTES, size, SPLIT_BYTES), size]
             splits += [FileSplit((file,), b, e, e - b) for b, e in zip([0, *ends], ends)]
@@ -215,56 +216,56 @@ def _parquet_splits(file: Path, field: str) -> list[FileSplit]:
 
 
 def documents(
-    files: Sequence[Path], field: str, bad: Bad = stop, limits: Limits = DEFAULT_LIMITS
+    files: Sequence[Path], field: str, on_bad: OnBad = stop, limits: Limits = DEFAULT_LIMITS
 ) -> Iterator[Document]:
-    """All documents of the files, in order; empty ones are left out."""
+    """Yield all documents of the files in order, without empty ones."""
     for split in split_files(files, field):
-        yield from read_split(split, field, bad, limits)
+        yield from read_split(split, field, on_bad, limits)
 
 
 def read_split(
-    split: FileSplit, field: str, bad: Bad = stop, limits: Limits = DEFAULT_LIMITS
+    split: FileSplit, field: str, on_bad: OnBad = stop, limits: Limits = DEFAULT_LIMITS
 ) -> Iterator[Document]:
-    """A split's documents in order; empty ones are left out, and what `bad` was told of.
+    """Yield a split's documents in order, without empty ones and those passed to `on_bad`.
 
-    Raises ConfigError for a file that cannot be read, is cut off or damaged, or lacks the column.
+    Raises ConfigError for a file that cannot be read, is truncated or damaged, or lacks the column.
     """
     file = split.files[0]
     kind, compression = format_of(file)
     if kind == "text":
-        yield from _whole_files(split.files, bad, limits)
+        yield from _whole_files(split.files, on_bad, limits)
     elif kind == "parquet":
-        yield from _rows(split, field, bad, limits)
+        yield from _rows(split, field, on_bad, limits)
     else:
-        for place, line in _part_of_lines(split, limits) if compression else _range_of_lines(split, limits):
+        for place, line in _blocks_of_lines(split, limits) if compression else _range_of_lines(split, limits):
             try:
                 limits.check_document(len(line) - line.endswith(b"\n"))
                 text = _text_of(line, field)
             except ValueError as e:
-                bad(file, place, str(e))
+                on_bad(file, place, str(e))
             else:
                 if text:
                     yield Document(text, file, place)
 
 
-def _whole_files(files: Iterable[Path], bad: Bad, limits: Limits) -> Iterator[Document]:
+def _whole_files(files: Iterable[Path], on_bad: OnBad, limits: Limits) -> Iterator[Document]:
     for file in files:
         data = bytearray()
-        for piece in _decompressed(file, limits) if format_of(file)[1] else _pieces(file):
-            data += piece
+        for block in _decompressed(file, limits) if format_of(file)[1] else _blocks(file):
+            data += block
             if len(data) > limits.document_bytes:
                 break
         try:
             limits.check_document(len(data))
             text = _decode(data.removeprefix(codecs.BOM_UTF8))
         except ValueError as e:
-            bad(file, 0, str(e))
+            on_bad(file, 0, str(e))
         else:
             if text:
                 yield Document(text, file, 0)
 
 
-def _rows(split: FileSplit, field: str, bad: Bad, limits: Limits) -> Iterator[Document]:
+def _rows(split: FileSplit, field: str, on_bad: OnBad, limits: Limits) -> Iterator[Document]:
     import pyarrow  # _open_parquet says how to get it
 
     (file,) = split.files
@@ -272,7 +273,7 @@ def _rows(split: FileSplit, field: str, bad: Bad, limits: Limits) -> Iterator[Do
     row = 1 + sum(parquet.metadata.row_group(g).num_rows for g in range(split.begin))
     groups = list(range(split.begin, split.end))
     size = max(_column(parquet, group, field).total_uncompressed_size for group in groups)
-    rows = min(max(PARQUET_BYTES // max(size, 1), 1), 256)  # one value, stored once, may be that of all rows
+    rows = min(max(PARQUET_BYTES // max(size, 1), 1), 256)  # all rows may share one value that is stored once
     try:
         for batch in parquet.iter_batches(batch_size=rows, row_groups=groups, columns=[field]):
             for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
@@ -280,10 +281,10 @@ def _rows(split: FileSplit, field: str, bad: Bad, limits: Limits) -> Iterator[Do
                     limits.check_document(len(data or b""))
                     text = _decode(data) if data is not None else None
                 except ValueError as e:
-                    bad(file, row, str(e))
+                    on_bad(file, row, str(e))
                 else:
                     if text is None:
-                        bad(file, row, f"field {field!r} is null")
+                        on_bad(file, row, f"field {field!r} is null")
                     elif text:
                         yield Document(text, file, row)
                 row += 1
@@ -317,15 +318,15 @@ def _open_parquet(file: Path, field: str) -> Any:
 
 
 def _column(parquet: Any, group: int, field: str) -> Any:
-    """The metadata of the column in a row group."""
+    """Return the metadata of a column in a row group."""
     schema = parquet.metadata.schema
     index = next(i for i in range(len(schema)) if schema.column(i).path == field)
     return parquet.metadata.row_group(group).column(index)
 
 
 def _range_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
-    """Lines that start in [begin, end), each with its offset; of one that is too long, little more than may
-    be."""
+    """Yield the lines that start in [begin, end), each with its offset. A line that is too long is cut just
+    above the limit."""
     try:
         with open(split.files[0], "rb") as f:
             at = split.begin
@@ -341,18 +342,18 @@ def _range_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, byt
 
 
 def _skip_line(f: IO[bytes]) -> int:
-    """Read to the end of the line, in pieces: how many bytes that are."""
+    """Read to the end of the line. Returns the number of bytes read."""
     skipped = 0
-    while piece := f.readline(1 << 20):
-        skipped += len(piece)
-        if piece.endswith(b"\n"):
+    while block := f.readline(1 << 20):
+        skipped += len(block)
+        if block.endswith(b"\n"):
             break
     return skipped
 
 
-def _part_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
-    """Every `end`-th block of lines of a compressed file, from block `begin` on; each line with its number;
-    of one that is too long, little more than may be."""
+def _blocks_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
+    """Yield every `end`-th block of lines of a compressed file, from block `begin`; each line with its
+    number. A line that is too long is cut just above the limit."""
     number, rest, is_too_long, most = 0, bytearray(), False, limits.document_bytes + 1
 
     def is_wanted(line: bytes | bytearray) -> bool:
@@ -366,7 +367,7 @@ def _part_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, byte
                 yield number + 1, bytes(rest if number else rest.removeprefix(codecs.BOM_UTF8))
             rest, is_too_long, number = bytearray(), False, number + 1
         rest += b"" if is_too_long else tail[: most - len(rest)]
-        if len(rest) == most:  # told of at once, and not at its end, which may be far
+        if len(rest) == most:  # reported at once, because its end may be far
             if is_wanted(rest):
                 yield number + 1, bytes(rest)
             rest, is_too_long = bytearray(), True
@@ -375,8 +376,8 @@ def _part_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, byte
 
 
 def _decompressed(file: Path, limits: Limits) -> Iterator[bytes]:
-    """The content of a .gz or .zst file of any number of members. Neither library's own file object tells of
-    every truncated file (zstandard's ends as if it were whole), so the end is checked here."""
+    """Yield the content of a .gz or .zst file of any number of members. The libraries' file objects do not
+    report every truncated file, so the end is checked here."""
     open_member = _decompressor(file)
     member, produced = open_member(), 0
     size = _size(file)
@@ -412,7 +413,7 @@ def _decompressor(file: Path) -> Callable[[], Any]:
 
 
 def _text_of(line: bytes, field: str) -> str:
-    """The document in a line of JSON. Raises ValueError."""
+    """Return the document in a line of JSON. Raises ValueError."""
     try:
         record = json.loads(_decode(line))
     except (json.JSONDecodeError, RecursionError) as e:
@@ -423,7 +424,7 @@ def _text_of(line: bytes, field: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"field {field!r} is not a string")
     try:
-        text.encode()  # JSON can spell half a character
+        text.encode()  # JSON can contain half a character
     except UnicodeEncodeError:
         raise ValueError(f"field {field!r} holds a lone surrogate, which is no text") from None
     return text
@@ -436,7 +437,7 @@ def _decode(data: bytes | bytearray) -> str:
         raise ValueError(f"not UTF-8 at byte {e.start}: convert it first, nothing is guessed") from None
 
 
-def _pieces(file: Path) -> Iterator[bytes]:
+def _blocks(file: Path) -> Iterator[bytes]:
     try:
         with open(file, "rb") as f:
             while data := f.read(1 << 20):

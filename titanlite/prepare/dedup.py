@@ -1,6 +1,7 @@
-"""Which documents are duplicates, over the whole corpus: a sort of each band, and connected components.
+"""Duplicates in the whole corpus: documents that share a band of a signature, found by a sort of each band
+and connected components.
 
-Memory is about 70 bytes a document, whatever the number of bands: they are taken one at a time.
+Memory is about 70 bytes per document, whatever the number of bands, because bands are read one at a time.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from titanlite.config.component import ConfigError
 
 
 def first_of_each(num_documents: int, num_bands: int, band: Callable[[int], np.ndarray]) -> np.ndarray:
-    """The first document of each one's group (itself, if it is the first): int64 [num_documents].
+    """Return for each document the first document of its group: int64 [num_documents].
 
-    `band(b)`: uint64 [num_documents]; documents that share a value in a band are in one group.
+    `band(b)`: uint64 [num_documents]; documents that have the same value in a band are in one group.
     """
     first = np.arange(num_documents, dtype=np.int64)
     for b in range(num_bands):
@@ -27,18 +28,18 @@ def first_of_each(num_documents: int, num_bands: int, band: Callable[[int], np.n
 
 
 def _join(first: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
-    """Make one group of each pair of groups, in place; groups go by their first document."""
+    """Merge pairs of groups, in place. A group is identified by its first document."""
     try:
         from scipy.sparse import coo_matrix
         from scipy.sparse.csgraph import connected_components
     except ImportError:
         raise ConfigError("deduplication needs scipy: pip install 'titanlite[data]'", "filters") from None
     differ = left != right
-    groups, ends = np.unique(np.stack([left[differ], right[differ]]), return_inverse=True)
+    groups, pairs = np.unique(np.stack([left[differ], right[differ]]), return_inverse=True)
     if not len(groups):
         return
-    ends = ends.reshape(2, -1)
-    links = coo_matrix((np.ones(ends.shape[1], dtype=bool), (ends[0], ends[1])), shape=(len(groups),) * 2)
+    pairs = pairs.reshape(2, -1)
+    links = coo_matrix((np.ones(pairs.shape[1], dtype=bool), (pairs[0], pairs[1])), shape=(len(groups),) * 2)
     _, component = connected_components(links, directed=False)
     lowest = np.full(component.max() + 1, np.iinfo(np.int64).max)
     np.minimum.at(lowest, component, groups)

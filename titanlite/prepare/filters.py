@@ -1,9 +1,8 @@
 """Filters: steps of `titanlite prepare` that remove documents, in the order of their `[[filters]]` tables.
 
-A step either judges a document by itself (`FilterFunction`) or compares it with all others (`LshSignature`:
-documents that share a value in any band are one, and the first of them in the corpus stays). Nothing here
-knows a language: words are what blanks separate. The defaults are Gopher's (Rae et al. 2021, arXiv
-2112.11446, table A1)."""
+A filter either looks at one document at a time (FilterFunction) or removes documents that resemble an earlier
+one (LshSignature). No filter knows a language: words are separated by blanks. The defaults are those of
+Gopher (Rae et al. 2021, arXiv 2112.11446, table A1)."""
 
 from __future__ import annotations
 
@@ -19,23 +18,30 @@ import numpy as np
 from titanlite.config.component import Component, ConfigError
 from titanlite.data.order import hash64, key_of
 
-FilterFunction = Callable[[str], str | None]  # why the document is removed, or None
+FilterFunction = Callable[[str], str | None]  # text -> reason to remove the document, or None to keep it
 
 
 @dataclass(frozen=True)
 class LshSignature:
-    """`of` gives a document's signature: uint64 [count]."""
+    """A signature for locality-sensitive hashing. `compute`: text -> uint64 [num_bands]. Documents that have
+    the same value in any band are duplicates; the first of them in the corpus is kept."""
 
-    count: int
-    of: Callable[[str], np.ndarray]
+    num_bands: int
+    compute: Callable[[str], np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filter(Component):
-    """Kind: `[[filters]] name = ...`."""
+    """Base of filters: `[[filters]] name = "..."` selects a subclass by its name.
+
+    A filter is a frozen dataclass whose fields are its keys. `imports` in the preparation's TOML file
+    registers filters from other modules; tests/examples/length_filter.py is an example."""
 
     def build(self) -> FilterFunction | LshSignature:
-        """The step. Raises ConfigError if a library that it needs is missing."""
+        """Return the function that decides about one document, or the signature that finds duplicates.
+
+        It is called in every process, and must depend on the text alone, so that the dataset does not depend
+        on the number of processes. Raises ConfigError if a library is missing."""
         raise NotImplementedError
 
 
@@ -43,7 +49,7 @@ def _check_shares(section: Filter, *keys: str) -> None:
     for key in keys:
         for share in np.atleast_1d(getattr(section, key)).tolist():
             if not 0 <= share <= 1:
-                raise ConfigError(f"{share} is not a share: between 0 and 1", key)
+                raise ConfigError(f"{share} is not between 0 and 1", key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +57,22 @@ class Length(Filter, name="length"):
     """Removes documents that are too short or too long."""
 
     min_characters: int = 0
-    """Fewer are too few."""
+    """Fewest characters of a document that is kept."""
     max_characters: int = 0
-    """More are too many; 0: no limit."""
+    """Most characters of a document that is kept; 0: no limit."""
     min_words: int = 50
-    """Fewer are too few; 0 for scripts that do not separate words by blanks."""
+    """Fewest words of a document that is kept; 0 for scripts that do not separate words by blanks."""
     max_words: int = 100_000
-    """More are too many; 0: no limit."""
+    """Most words of a document that is kept; 0: no limit."""
 
     def __post_init__(self) -> None:
         for unit in ("characters", "words"):
             low, high = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             if low < 0 or (high != 0 and high < low):
-                raise ConfigError(f"{low} to {high} is no range", f"min_{unit}")
+                raise ConfigError(f"{low} to {high} is not a range", f"min_{unit}")
 
     def build(self) -> FilterFunction:
-        def judge(text: str) -> str | None:
+        def reason_to_remove(text: str) -> str | None:
             words = len(text.split())
             for count, unit, low, high in (
                 (len(text), "characters", self.min_characters, self.max_characters),
@@ -78,7 +84,7 @@ class Length(Filter, name="length"):
                     return f"{count} {unit}, more than {high}"
             return None
 
-        return judge
+        return reason_to_remove
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,41 +92,41 @@ class MeanWordLength(Filter, name="mean_word_length"):
     """Removes documents whose words are on average too short or too long to be prose."""
 
     min: float = 3.0
-    """Characters; less is too short."""
+    """Smallest mean, in characters."""
     max: float = 10.0
-    """Characters; more is too long."""
+    """Largest mean, in characters."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.max:
-            raise ConfigError(f"{self.min:g} to {self.max:g} is no range", "min")
+            raise ConfigError(f"{self.min:g} to {self.max:g} is not a range", "min")
 
     def build(self) -> FilterFunction:
-        def judge(text: str) -> str | None:
+        def reason_to_remove(text: str) -> str | None:
             words = text.split()
             mean = sum(map(len, words)) / max(len(words), 1)
             inside = self.min <= mean <= self.max
             return None if inside else f"mean word length {mean:.2f}, outside {self.min:g} to {self.max:g}"
 
-        return judge
+        return reason_to_remove
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alphabetic(Filter, name="alphabetic"):
-    """Removes documents in which too few words hold a letter (of any alphabet)."""
+    """Removes documents in which too few words contain a letter of any alphabet."""
 
     min_share: float = 0.8
-    """Share of the words with at least one letter; less is too little."""
+    """Smallest share of words that contain a letter."""
 
     def __post_init__(self) -> None:
         _check_shares(self, "min_share")
 
     def build(self) -> FilterFunction:
-        def judge(text: str) -> str | None:
+        def reason_to_remove(text: str) -> str | None:
             words = text.split()
             share = sum(any(map(str.isalpha, w)) for w in words) / max(len(words), 1)
-            return _below(share, self.min_share, "of the words hold a letter")
+            return _below(share, self.min_share, "of the words contain a letter")
 
-        return judge
+        return reason_to_remove
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,26 +135,25 @@ class Symbols(Filter, name="symbols"):
     symbol is counted by itself, as in Gopher's rules."""
 
     symbols: list[str] = field(default_factory=lambda: ["#", "..."])
-    """Symbols to count. The one character \u2026 counts as three dots."""
+    """Symbols to count. The character \u2026 counts as three dots."""
     max_share: float = 0.1
-    """Occurrences of one symbol per word of the document. More is too much."""
+    """Most occurrences of one symbol per word of the document."""
 
     def __post_init__(self) -> None:
         _check_shares(self, "max_share")
         if not self.symbols or not all(self.symbols):
-            raise ConfigError("give at least one symbol, and none empty", "symbols")
+            raise ConfigError("give at least one symbol; none may be empty", "symbols")
 
     def build(self) -> FilterFunction:
         symbols = [symbol.replace("\u2026", "...") for symbol in self.symbols]
 
-        def judge(text: str) -> str | None:
+        def reason_to_remove(text: str) -> str | None:
             num_words, text = max(len(text.split()), 1), text.replace("\u2026", "...")
             counts = {symbol: text.count(symbol) for symbol in symbols}
             most = max(counts, key=counts.__getitem__)
-            what = f"{most!r} per word"
-            return _above(counts[most] / num_words, self.max_share, what, percent=False)
+            return _above(counts[most] / num_words, self.max_share, f"{most!r} per word", percent=False)
 
-        return judge
+        return reason_to_remove
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,15 +161,15 @@ class RepeatedLines(Filter, name="repeated_lines"):
     """Removes documents that repeat their own lines: menus, boilerplate, loops."""
 
     max_line_share: float = 0.3
-    """Share of the lines that came before in the document; more is too much."""
+    """Largest share of lines that occurred earlier in the document."""
     max_character_share: float = 0.2
-    """Share of the characters that stand in such lines; more is too much."""
+    """Largest share of characters in lines that occurred earlier in the document."""
 
     def __post_init__(self) -> None:
         _check_shares(self, "max_line_share", "max_character_share")
 
     def build(self) -> FilterFunction:
-        def judge(text: str) -> str | None:
+        def reason_to_remove(text: str) -> str | None:
             lines = [line for line in map(str.strip, text.splitlines()) if line]
             repeats = len(lines) - len(set(lines))
             characters = sum(map(len, lines)) - sum(map(len, set(lines)))
@@ -176,7 +181,7 @@ class RepeatedLines(Filter, name="repeated_lines"):
                 )
             )
 
-        return judge
+        return reason_to_remove
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,16 +189,17 @@ class RepeatedNGrams(Filter, name="repeated_ngrams"):
     """Removes documents that repeat their own phrases of n words."""
 
     max_top_share: list[float] = field(default_factory=lambda: [0.20, 0.18, 0.16])
-    """Share of the characters that the commonest 2-, 3-, 4-gram (and so on) covers, counting overlaps again;
-    more is too much."""
+    """Largest share of characters that the most frequent n-gram covers, for n = 2, 3, 4 and so on. Overlaps
+    count again."""
     max_repeated_share: list[float] = field(default_factory=lambda: [0.15, 0.14, 0.13, 0.12, 0.11, 0.10])
-    """Share of the characters inside 5-, 6-, ... 10-grams (and so on) that came before; more is too much."""
+    """Largest share of characters in n-grams that occurred earlier in the document, for n = 5, 6, 7 and so
+    on."""
 
     def __post_init__(self) -> None:
         _check_shares(self, "max_top_share", "max_repeated_share")
 
     def build(self) -> FilterFunction:
-        def judge(text: str) -> str | None:
+        def reason_to_remove(text: str) -> str | None:
             words = text.split()
             lengths, hashes = np.array([len(w) for w in words], dtype=np.int64), word_hashes(words)
             total = max(int(lengths.sum()), 1)
@@ -203,48 +209,46 @@ class RepeatedNGrams(Filter, name="repeated_ngrams"):
                     _, first, counts = np.unique(grams, return_index=True, return_counts=True)
                     top = int(counts.max())
                     sizes = np.convolve(lengths, np.ones(n, dtype=np.int64), "valid")
-                    covered = top * int(
-                        sizes[first[counts == top]].max()
-                    )  # of equally common ones the longest
-                    what = f"of the characters are one {n}-gram"
-                    if top > 1 and (reason := _above(covered / total, limit, what)):
+                    covered = top * int(sizes[first[counts == top]].max())  # the longest of the most frequent
+                    subject = f"of the characters are one {n}-gram"
+                    if top > 1 and (reason := _above(covered / total, limit, subject)):
                         return reason
             for n, limit in enumerate(self.max_repeated_share, 5):
                 if len(words) > n:
                     covered = int(lengths[_repeated(ngram_hashes(hashes, n), n)].sum())
-                    what = f"of the characters are in repeated {n}-grams"
-                    if reason := _above(covered / total, limit, what):
+                    subject = f"of the characters are in repeated {n}-grams"
+                    if reason := _above(covered / total, limit, subject):
                         return reason
             return None
 
-        return judge
+        return reason_to_remove
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactDuplicates(Filter, name="exact_duplicates"):
-    """Removes all but the first of documents with equal text (blanks at both ends aside)."""
+    """Removes all but the first of documents with equal text. Blanks at both ends are ignored."""
 
     def build(self) -> LshSignature:
-        def of(text: str) -> np.ndarray:
+        def compute(text: str) -> np.ndarray:
             digest = hashlib.blake2b(text.strip().encode(), digest_size=8).digest()
             return np.frombuffer(digest, dtype="<u8")
 
-        return LshSignature(1, of)
+        return LshSignature(1, compute)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NearDuplicates(Filter, name="near_duplicates"):
     """Removes all but the first of documents that share most of their phrases, by MinHash (Broder 1997) with
     locality-sensitive hashing. Two documents whose sets of n-grams have Jaccard similarity s are found with
-    probability 1 - (1 - s^band_size)^num_bands; with the defaults (FineWeb's) 77% at s = 0.75, 99% at 0.85,
-    1% at 0.4. Whatever is linked through a third one is one group."""
+    probability 1 - (1 - s^band_size)^num_bands. With the defaults, which are FineWeb's, that is 77% at s =
+    0.75, 99% at 0.85 and 1% at 0.4. Documents that are linked through a third one are one group."""
 
     ngram: int = 5
-    """Words a phrase. Each character of scripts without blanks counts as a word."""
+    """Words per phrase. In scripts without blanks each character counts as a word."""
     num_bands: int = 14
-    """Groups of hashes; one that agrees is enough."""
+    """Number of bands. Documents that agree in one band are duplicates."""
     band_size: int = 8
-    """Hashes in a group; all must agree."""
+    """Hashes per band. All hashes of a band must agree."""
 
     def __post_init__(self) -> None:
         for key in ("ngram", "num_bands", "band_size"):
@@ -262,38 +266,38 @@ class NearDuplicates(Filter, name="near_duplicates"):
         hashes: dict[str, Any] = {"num_perm": self.num_bands * self.band_size, "hashfunc": int}
         blank = MinHash(**hashes, seed=1, scheme="affine32")
 
-        ascii_words = re.compile(r"\w+", re.ASCII).findall  # the same where it can be used, and faster
+        ascii_words = re.compile(r"\w+", re.ASCII).findall  # equal for ASCII text, and faster
         any_words = regex.compile(WORDS, regex.V1).findall
 
-        def of(text: str) -> np.ndarray:
+        def compute(text: str) -> np.ndarray:
             lower = text.lower()
-            found = ascii_words(lower) if text.isascii() else any_words(lower)
-            words = word_hashes(found or [c for c in text if not c.isspace()])
+            spelled = ascii_words(lower) if text.isascii() else any_words(lower)
+            words = word_hashes(spelled or [c for c in text if not c.isspace()])
             grams = np.unique(ngram_hashes(words, min(self.ngram, max(len(words), 1))) >> np.uint64(32))
             sketch = blank.copy()
             sketch.update_batch(grams.tolist())
             bands = sketch.hashvalues.reshape(self.num_bands, self.band_size).astype(np.uint64)
-            keys = np.arange(self.num_bands, dtype=np.uint64)  # a band matches only itself
+            keys = np.arange(self.num_bands, dtype=np.uint64)  # equal values in different bands do not match
             for column in bands.T:
                 keys = hash64(keys ^ column, 0)
             return keys
 
-        return LshSignature(self.num_bands, of)
+        return LshSignature(self.num_bands, compute)
 
 
-# Runs of letters, digits and the marks on them; of scripts without blanks between words every character.
+# Runs of letters, digits and their marks; in scripts without blanks between words, each character.
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
 WORDS = rf"[{_UNSPACED}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+"
 
 
 def word_hashes(words: Sequence[str]) -> np.ndarray:
-    """A hash of each word: uint64 [len(words)]. Equal on every machine, unlike Python's own."""
+    """Hash each word: uint64 [len(words)]. Equal on every machine, unlike Python's own hash."""
     known = {w: zlib.crc32(w.encode()) for w in set(words)}
     return hash64(np.fromiter((known[w] for w in words), np.uint64, len(words)), key_of("word"))
 
 
 def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
-    """A hash of each run of `n` words: uint64 [len(words) - n + 1]."""
+    """Hash each run of `n` words: uint64 [len(words) - n + 1]."""
     grams = np.zeros(max(len(words) - n + 1, 0), dtype=np.uint64)
     for i in range(n):
         grams = hash64(grams ^ words[i : i + len(grams)], i)
@@ -301,18 +305,20 @@ def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
 
 
 def _repeated(grams: np.ndarray, n: int) -> np.ndarray:
-    """Which words stand in an n-gram that came before: bool [len(grams) + n - 1]."""
+    """Return which words are in an n-gram that occurred earlier: bool [len(grams) + n - 1]."""
     order = np.argsort(grams, kind="stable")
     again = np.zeros(len(grams) + n - 1, dtype=np.int64)
     again[order[1:][grams[order[1:]] == grams[order[:-1]]]] = 1
     return np.convolve(again, np.ones(n, dtype=np.int64))[: len(again)] > 0
 
 
-def _above(share: float, limit: float, what: str, percent: bool = True) -> str | None:
+def _above(share: float, limit: float, subject: str, percent: bool = True) -> str | None:
     if share <= limit:
         return None
-    return f"{share:.1%} {what}, more than {limit:.1%}" if percent else f"{share:.2f} {what}, over {limit:g}"
+    if percent:
+        return f"{share:.1%} {subject}, more than {limit:.1%}"
+    return f"{share:.2f} {subject}, over {limit:g}"
 
 
-def _below(share: float, limit: float, what: str) -> str | None:
-    return None if share >= limit else f"{share:.1%} {what}, less than {limit:.1%}"
+def _below(share: float, limit: float, subject: str) -> str | None:
+    return None if share >= limit else f"{share:.1%} {subject}, less than {limit:.1%}"

@@ -1,4 +1,4 @@
-"""What preparation read, removed and kept: counts that add up, and a few samples of each removal."""
+"""Report of a preparation: counts of documents read, removed and kept, and samples of removed documents."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from titanlite.prepare.corpus import Document, where
 
-Place = tuple[Path, int]  # a document's file, and where in it: what corpus.where() puts in words
-SAMPLES = 5  # of each filter
-EXCERPT = 200  # characters of a sample
+Place = tuple[Path, int]  # a document's file and its place in the file, which corpus.where() puts in words
+SAMPLES = 5  # kept per filter
+EXCERPT = 200  # characters of a sample's text
 
 
 class Report:
-    """Counts of documents, characters and tokens in one unit; `tree` is what report.json holds."""
+    """Counts of documents, characters and tokens in one split. `tree` has the structure of report.json."""
 
     def __init__(self, filters: Sequence[str]):
         self.tree: dict[str, Any] = {
@@ -34,7 +34,7 @@ class Report:
         _sample(self.tree["bad_lines"], {"where": (str(file), place), "reason": reason})
 
     def removed(self, index: int, document: Document, reason: str, original: Place | None = None) -> None:
-        """Count a document that filter `index` removed, maybe as a copy of `original`."""
+        """Count a document that filter `index` removed, as a copy of `original` if that is given."""
         entry = self.tree["filters"][index]
         _count(entry, document)
         if self.wants_sample(index):
@@ -44,11 +44,11 @@ class Report:
             _sample(entry, sample | {"text": document.text[:EXCERPT]})
 
     def wants_sample(self, index: int) -> bool:
-        """Whether filter `index` has few samples yet; finding reasons may cost something."""
+        """Whether filter `index` has fewer than SAMPLES samples. If not, the reason need not be computed."""
         return len(self.tree["filters"][index]["samples"]) < SAMPLES
 
     def kept(self, document: Document, num_tokens: int) -> None:
-        """Count a document that goes into the dataset."""
+        """Count a document that is written to the dataset."""
         _count(self.tree["kept"], document)
         self.tree["kept"]["tokens"] += num_tokens
 
@@ -64,11 +64,11 @@ def _sample(entry: dict[str, Any], sample: Any) -> None:
 
 
 def merge(trees: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The sum of reports, with the first samples."""
-    first, *others = trees
+    """Return the sum of reports, with the first samples."""
+    total, *others = trees
     for other in others:
-        _add(first, other)
-    return first
+        _add(total, other)
+    return total
 
 
 def _add(a: Any, b: Any) -> None:
@@ -82,8 +82,8 @@ def _add(a: Any, b: Any) -> None:
 
 
 def located(tree: dict[str, Any]) -> dict[str, Any]:
-    """The merged report with its samples' places in words. Only now, and only for these few: finding a line's
-    number reads the file up to it."""
+    """Return the merged report with its samples' places in words. It is done last, because finding the number
+    of a line reads the file up to that line."""
     for entry in (tree["bad_lines"], *tree["filters"]):
         for sample in entry["samples"]:
             sample["where"] = where(Path(sample["where"][0]), sample["where"][1])
@@ -93,7 +93,7 @@ def located(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(tree: dict[str, Any]) -> str:
-    """The report for people, a line a filter."""
+    """Return the report as a table, one line per filter."""
     read = tree["read"]
     filters = [(f["name"], f, "-" if f["documents"] else "") for f in tree["filters"]]
     rows = [("read", read, ""), *filters, ("kept", tree["kept"], "")]

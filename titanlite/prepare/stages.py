@@ -1,11 +1,10 @@
-"""The stages of preparation, each a function of its inputs that leaves files in the work folder:
+"""The stages of a preparation. Each is a function of its inputs that writes files into the work folder:
 
-    scan every split -> resolve duplicates  (only where a filter compares documents)
+    scan every split -> resolve duplicates  (only if a filter compares documents)
     encode a shard's splits -> assemble the shard
 
-A stage writes its marker last: a JSON file with the key of all it was made from. Where a marker has the
-current key, its stage is done.
-"""
+A stage writes its marker last: a JSON file with a key that is a hash of all inputs. A stage whose marker has
+the current key is done."""
 
 from __future__ import annotations
 
@@ -34,14 +33,14 @@ from titanlite.prepare.report import Place, Report, merge
 from titanlite.tokenizers.base import Tokenizer
 
 T = TypeVar("T")
-VERSION = 2  # of these functions: raise it when the same input gives other bytes
-SHARD_BYTES = 256 << 20  # of text: 128 MiB of uint16 tokens from 32 splits
-BATCH, BATCH_CHARACTERS = 64, 8 << 20  # documents handed to the tokenizer at once, at most
+VERSION = 2  # raise it when the same input gives other bytes
+SHARD_BYTES = 256 << 20  # of text, from 32 splits: about 128 MiB of uint16 tokens
+BATCH, BATCH_CHARACTERS = 64, 8 << 20  # largest batch for the tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions(Limits):
-    """What decides a dataset besides its files and tokenizer."""
+    """The options that determine a dataset, besides its files and tokenizer."""
 
     field: str = "text"
     seed: int = 0
@@ -50,10 +49,10 @@ class PrepareOptions(Limits):
 
 
 class JobState:
-    """The plan of one preparation: the same for the same input, wherever it is made.
+    """What one preparation has to do. It is the same for the same input in every process.
 
-    `splits` of the corpus; `shards`: of each, its splits by number. Picklable: every worker process has a
-    copy."""
+    `splits`: the splits of the corpus. `shards`: for each shard, the numbers of its splits. `compares`:
+    whether a filter compares documents. Picklable: every process has a copy."""
 
     def __init__(self, files: Sequence[Path], folder: Path, tokenizer: Tokenizer, options: PrepareOptions):
         self.files, self.folder, self.tokenizer, self.options = files, folder, tokenizer, options
@@ -75,7 +74,7 @@ class JobState:
         self.key = _key(*self.shard_keys)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"filters": []}  # closures do not travel
+        return self.__dict__ | {"filters": []}  # closures cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
@@ -84,22 +83,23 @@ class JobState:
     # ---- markers
 
     def marker(self, name: str, key: str) -> dict[str, Any] | None:
-        """What the stage called `name` left if it is done for `key`, else None."""
+        """Return the marker of stage `name` if the stage is done for `key`, else None."""
         try:
-            left = load_object(self.folder / f"{name}.json")
+            marker = load_object(self.folder / f"{name}.json")
         except (OSError, ValueError):
             return None
-        return left if left.get("key") == key else None
+        return marker if marker.get("key") == key else None
 
-    def mark(self, name: str, key: str, left: dict[str, Any]) -> dict[str, Any]:
-        """Write the marker of the stage `name`, after the names of its files have been synced."""
+    def mark(self, name: str, key: str, result: dict[str, Any]) -> dict[str, Any]:
+        """Write the marker of stage `name` with its result, after syncing the names of the stage's files.
+        Returns the result."""
         sync(self.folder)
         with self._written(f"{name}.json") as path:
-            path.write_text(json.dumps({"key": key, **left}))
-        return left
+            path.write_text(json.dumps({"key": key, **result}))
+        return result
 
     def _unmark(self, name: str) -> None:
-        """Before a stage's files are replaced: an old marker must not vouch for new ones."""
+        """Delete the marker of a stage before its files are replaced: it does not hold for new files."""
         marker = self.folder / f"{name}.json"
         if marker.exists():
             marker.unlink(missing_ok=True)
@@ -107,7 +107,7 @@ class JobState:
 
     @contextmanager
     def _written(self, name: str) -> Iterator[Path]:
-        """A file under another name, until it is whole and on the disk."""
+        """Yield another name for a new file, which is synced and renamed when the body ends."""
         path = self.folder / f".{name}-{uuid.uuid4().hex[:8]}"
         try:
             with named(self.folder / name):
@@ -120,19 +120,20 @@ class JobState:
     # ---- stages
 
     def scan(self, u: int) -> dict[str, Any]:
-        """Which filter removes each document of a split by itself, and the signatures of the others."""
-        if done := self.marker(f"scan-{u:06}", self.scan_keys[u]):  # by another part, meanwhile
+        """Write which filter function removes each document of a split, and the signatures of the rest."""
+        if done := self.marker(f"scan-{u:06}", self.scan_keys[u]):  # meanwhile, by another worker
             return done
         self._unmark(f"scan-{u:06}")
-        split, bands = self.splits[u], sum(f.count for f in self.filters if isinstance(f, LshSignature))
+        split = self.splits[u]
+        num_bands = sum(f.num_bands for f in self.filters if isinstance(f, LshSignature))
         removed, places, signatures = list[int](), list[tuple[int, int]](), list[np.ndarray]()
         numbers = {file: i for i, file in enumerate(split.files)}
         for document in self._read(split, Report([])):
-            removed.append(self._judge(document.text)[0])
+            removed.append(self._first_removing(document.text)[0])
             places.append((numbers[document.file], document.place))
-            signatures.append(self._signature(document.text, removed[-1], bands))
+            signatures.append(self._signature(document.text, removed[-1], num_bands))
         self._check_unchanged(u)
-        columns = np.array(signatures, dtype=np.uint64).reshape(-1, bands).T
+        columns = np.array(signatures, dtype=np.uint64).reshape(-1, num_bands).T
         arrays: dict[str, Any] = {f"band{b}": np.ascontiguousarray(c) for b, c in enumerate(columns)}
         with self._written(f"scan-{u:06}.npz") as path, open(path, "wb") as f:
             np.savez(
@@ -144,15 +145,15 @@ class JobState:
         return self.mark(f"scan-{u:06}", self.scan_keys[u], {"documents": len(removed), "tokens": 0})
 
     def resolve(self, progress: Callable[[str], None]) -> None:
-        """Find the duplicates among all splits' documents: which filter removes each document, and for which
-        other one."""
+        """Find duplicates in all splits. Writes for each document the filter that removes it, and the earlier
+        document that it is a duplicate of."""
         self._unmark("resolve")
         counts = [self._scanned(u)["removed"].size for u in range(len(self.splits))]
         offsets = np.cumsum([0, *counts])
         removed = np.concatenate([self._scanned(u)["removed"] for u in range(len(self.splits))])
         original, done = np.full(len(removed), -1, dtype=np.int64), 0
-        for i, bands in enumerate(self.filters):
-            if not isinstance(bands, LshSignature):
+        for i, signature in enumerate(self.filters):
+            if not isinstance(signature, LshSignature):
                 continue
             candidates = np.flatnonzero((removed == 0) | (removed > i + 1))
 
@@ -168,18 +169,18 @@ class JobState:
                     [self._scanned(u)[f"band{start + b}"] for u in range(len(self.splits))]
                 )[among]
 
-            first = first_of_each(len(candidates), bands.count, band)
+            first = first_of_each(len(candidates), signature.num_bands, band)
             later = np.flatnonzero(first != np.arange(len(first)))
             removed[candidates[later]] = i + 1
             original[candidates[later]] = candidates[first[later]]
-            done += bands.count
+            done += signature.num_bands
         for name, array in {"removed": removed, "original": original, "offsets": offsets}.items():
             with self._written(f"{name}.npy") as path, open(path, "wb") as f:
                 np.save(f, array)
         self.mark("resolve", self.resolve_key, {})
 
     def encode(self, u: int) -> dict[str, Any]:
-        """A split's remaining documents as tokens, in order."""
+        """Write the token ids of a split's remaining documents, in order."""
         self._unmark(f"unit-{u:06}")
         report = Report([f.name for f in self.options.filters])
         dtype, vocab_size = token_dtype(self.tokenizer.vocab_size), self.tokenizer.vocab_size
@@ -197,21 +198,21 @@ class JobState:
                     report.kept(document, len(ids))
         with self._written(f"unit-{u:06}.npy") as path, open(path, "wb") as f:
             np.save(f, np.array(lengths, np.int64))
-        left = {"documents": len(lengths), "tokens": sum(lengths), "report": report.tree}
-        return self.mark(f"unit-{u:06}", self.split_keys[u], left)
+        result = {"documents": len(lengths), "tokens": sum(lengths), "report": report.tree}
+        return self.mark(f"unit-{u:06}", self.split_keys[u], result)
 
     def assemble(self, s: int) -> dict[str, Any]:
-        """A shard of its splits' documents, shuffled; their files are deleted."""
+        """Write a shard of its splits' documents, shuffled, and delete the splits' files."""
         dtype, splits = token_dtype(self.tokenizer.vocab_size), self.shards[s]
         reports = [self.marker(f"unit-{u:06}", self.split_keys[u]) for u in splits]
         lengths = [np.load(self.folder / f"unit-{u:06}.npy") for u in splits]
         tokens = [_mapped(self.folder / f"unit-{u:06}.bin", dtype) for u in splits]
-        if None in reports or [len(t) for t in tokens] != [of.sum() for of in lengths]:
+        if None in reports or [len(t) for t in tokens] != [n.sum() for n in lengths]:
             raise RuntimeError(f"{self.folder}: files were replaced while shard {s} was made; run it again")
         self._unmark(f"shard-{s:05}")
-        ends = [np.cumsum(of) for of in lengths]
-        split = np.repeat(np.arange(len(splits)), [len(of) for of in lengths])
-        begin, end = np.concatenate([e - of for e, of in zip(ends, lengths)]), np.concatenate(ends)
+        ends = [np.cumsum(n) for n in lengths]
+        split = np.repeat(np.arange(len(splits)), [len(n) for n in lengths])
+        begin, end = np.concatenate([e - n for e, n in zip(ends, lengths)]), np.concatenate(ends)
         order = permute(np.arange(len(split)), len(split), key_of("documents", self.options.seed, s))
         shuffled = (tokens[split[i]][begin[i] : end[i]] for i in order)
         entry = write_shard(self.folder, f"{s:05}", shuffled, dtype)
@@ -222,8 +223,8 @@ class JobState:
         return entry
 
     def _delete(self, names: Iterable[str]) -> None:
-        """Delete files of the work folder. Earlier changes of the folder are synced first: a power loss might
-        otherwise keep the deletion and lose what replaces the files."""
+        """Delete files of the work folder after syncing the folder: a power loss might otherwise keep the
+        deletion and lose the files' replacements."""
         sync(self.folder)
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
@@ -231,16 +232,16 @@ class JobState:
     # ---- documents
 
     def _read(self, split: FileSplit, report: Report) -> Iterator[Document]:
-        bad = stop if self.options.bad_lines == "stop" else report.bad
-        return read_split(split, self.options.field, bad, self.options)
+        on_bad = stop if self.options.bad_lines == "stop" else report.bad
+        return read_split(split, self.options.field, on_bad, self.options)
 
     def _remaining(self, u: int, report: Report) -> Iterator[Document]:
-        """The documents that no filter removes."""
+        """Yield the documents that no filter removes, and count the others in `report`."""
         number, scanned = 0, self._resolved(u)
         for number, document in enumerate(self._read(self.splits[u], report), 1):
             report.read(document)
             if scanned is None:
-                index, reason = self._judge(document.text)
+                index, reason = self._first_removing(document.text)
             else:
                 index, reason = int(scanned[number - 1]) if number <= len(scanned) else 0, ""
             if not index:
@@ -258,21 +259,22 @@ class JobState:
         if _identity(self.splits[u]) != self.identities[u]:
             raise ConfigError(f"{self.splits[u].files[0]}: changed while it was being prepared; run it again")
 
-    def _judge(self, text: str) -> tuple[int, str]:
-        """The first filter (from 1) that removes the text by itself and why, or 0."""
-        for i, judge in enumerate(self.filters, 1):
-            if not isinstance(judge, LshSignature) and (reason := judge(text)):
+    def _first_removing(self, text: str) -> tuple[int, str]:
+        """Return the number, from 1, of the first filter function that removes the text and its reason; else
+        0."""
+        for i, function in enumerate(self.filters, 1):
+            if not isinstance(function, LshSignature) and (reason := function(text)):
                 return i, reason
         return 0, ""
 
-    def _signature(self, text: str, removed: int, bands: int) -> np.ndarray:
-        """The bands of all comparing filters; 0 from the filter on that removes the document."""
-        out, done = np.zeros(bands, dtype=np.uint64), 0
+    def _signature(self, text: str, removed: int, num_bands: int) -> np.ndarray:
+        """Return the bands of all signatures; 0 for filters after the one that removes the document."""
+        out, done = np.zeros(num_bands, dtype=np.uint64), 0
         for i, f in enumerate(self.filters, 1):
             if isinstance(f, LshSignature):
                 if not removed or i < removed:
-                    out[done : done + f.count] = f.of(text)
-                done += f.count
+                    out[done : done + f.num_bands] = f.compute(text)
+                done += f.num_bands
         return out
 
     def _scanned(self, u: int) -> Any:
@@ -285,10 +287,11 @@ class JobState:
         return np.array(np.load(self.folder / "removed.npy", mmap_mode="r")[begin:end])
 
     def _reason(self, index: int, text: str, u: int, number: int) -> tuple[str, Place | None]:
-        """Why filter `index` removed document `number` of split `u`, and in favour of which one."""
-        judge = self.filters[index - 1]
-        if not isinstance(judge, LshSignature):
-            return judge(text) or "", None
+        """Return why filter `index` removed document `number` of split `u`, and the document that it
+        duplicates."""
+        function = self.filters[index - 1]
+        if not isinstance(function, LshSignature):
+            return function(text) or "", None
         offsets = np.load(self.folder / "offsets.npy", mmap_mode="r")
         kept = int(np.load(self.folder / "original.npy", mmap_mode="r")[offsets[u] + number])
         split = int(np.searchsorted(offsets, kept, side="right")) - 1
@@ -310,7 +313,7 @@ def batches(documents: Iterable[T], length_of: Callable[[T], int]) -> Iterator[l
 
 
 def _grouped(splits: Sequence[FileSplit], seed: int) -> list[list[int]]:
-    """Units drawn at random into groups of about SHARD_BYTES."""
+    """Draw splits at random into groups of about SHARD_BYTES."""
     groups, size = list[list[int]](), SHARD_BYTES
     for u in permute(np.arange(len(splits)), len(splits), key_of("splits", seed)).tolist():
         if size >= SHARD_BYTES:
@@ -322,7 +325,7 @@ def _grouped(splits: Sequence[FileSplit], seed: int) -> list[list[int]]:
 
 
 def _identity(split: FileSplit) -> list[object]:
-    """What tells an edited file from the one that was read."""
+    """Return what changes when a split's files are edited."""
     stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in split.files]
     return [stats, split.begin, split.end]
 

@@ -1,1 +1,1 @@
-"""Tokenizers: tiktoken, Hugging Face, bytes."""
+"""Tokenizers: the contract, and tiktoken's, Hugging Face's and raw bytes."""

@@ -1,9 +1,7 @@
-"""Tokenizers: text to token ids and back, with one fingerprint that data and checkpoints are checked against.
+"""Tokenizer: text to token ids and back, with a fingerprint that data and checkpoints are compared by.
 
-Text is only text: a special token's spelling inside a document is encoded as ordinary characters, unless
-`special_tokens_in_text` asks for the token. `encode_documents` frames each document as BOS ... EOS (BOS
-alone, where they are the same).
-"""
+A special token's name inside a document is encoded as ordinary characters, unless `special_tokens_in_text` is
+set. `encode_documents` frames each document by BOS and EOS, or by BOS alone if they are the same token."""
 
 from __future__ import annotations
 
@@ -21,51 +19,56 @@ BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 
 class Tokenizer:
-    """What `TokenizerConfig.build()` returns.
+    """Base of tokenizers, which TokenizerConfig.build returns. A subclass implements `encode` and `decode`
+    and sets the attributes below; it must be picklable, because `titanlite prepare` sends it to its
+    processes.
 
-    `vocab_size`: ids are 0 .. vocab_size - 1. `fingerprint`: 16 hex digits; where they are equal,
-    every text gets the same ids. `bos`, `eos`: ids that frame a document. `stop_ids`: ids that end a text
-    which is generated: `eos`, and the others that the model's own files name.
-    """
+    `vocab_size`: ids are 0 to vocab_size - 1. `fingerprint`: a text of at most 16 characters; tokenizers with
+    equal fingerprints must give every text the same ids. `bos`, `eos`: ids that frame a document. `config`:
+    the component it was built from, which datasets record."""
 
     vocab_size: int
     fingerprint: str
     bos: int
     eos: int
-    config: TokenizerConfig | None = None  # what it was built from
+    config: TokenizerConfig | None = None
 
     @property
     def stop_ids(self) -> set[int]:
-        found = self.generation_config()["eos_token_id"]
-        return {self.eos, *(found if isinstance(found, list) else [found])}
+        """The ids that end generated text: `eos`, and those that the model's own files name."""
+        ids = self.generation_config()["eos_token_id"]
+        return {self.eos, *(ids if isinstance(ids, list) else [ids])}
 
     def model_ids(self) -> dict[str, Any]:
-        """The special ids in Hugging Face's config.json; None for a BOS that the tokenizer does not have."""
+        """Return the special ids for Hugging Face's config.json; None for a BOS that the tokenizer does not
+        have."""
         return {"bos_token_id": self.bos, "eos_token_id": self.eos}
 
     def generation_config(self) -> dict[str, Any]:
-        """The content of Hugging Face's generation_config.json: special ids, and defaults of sampling."""
+        """Return the content of Hugging Face's generation_config.json: special ids and sampling defaults."""
         return self.model_ids()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone, without BOS or EOS."""
+        """Return the ids of a text, without BOS and EOS."""
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids. Bytes that are not UTF-8 become U+FFFD."""
         raise NotImplementedError
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Each text framed as BOS ids EOS: uint32 [n]. BOS == EOS is written once, in front."""
+        """Return the ids of each text, uint32 [tokens], framed by BOS and EOS; by BOS alone if they are the
+        same."""
         end = [] if self.bos == self.eos else [self.eos]
         encoded = self._encode_batch(texts)
         return [np.concatenate([[self.bos], ids, end], dtype=np.uint32, casting="unsafe") for ids in encoded]
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """The files, by name, that `AutoTokenizer.from_pretrained` makes this tokenizer from. Raises
-        ConfigError if there is no such form."""
+        """Return the files, by name, that `AutoTokenizer.from_pretrained` reads this tokenizer from. Raises
+        ConfigError if the tokenizer has no such form."""
         raise ConfigError(
-            f"{type(self.config).__name__} has no form that transformers reads", "tokenizer.name"
+            f"{type(self.config).__name__} cannot be written in a form that transformers reads",
+            "tokenizer.name",
         )
 
     def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -73,15 +76,19 @@ class Tokenizer:
 
 
 class TokenizerConfig(Component, kind="tokenizer"):
-    """Kind: `[tokenizer] name = ...`."""
+    """Base of tokenizer components: `[tokenizer] name = "..."` selects a subclass by its name.
+
+    `[job] imports` (for `titanlite prepare`: `imports`) registers tokenizers from other modules;
+    tests/examples/character_tokenizer.py is an example.
+    """
 
     def build(self) -> Tokenizer:
-        """Load it. Raises ConfigError if a file is missing or is not what it should be."""
+        """Load the tokenizer. Raises ConfigError for a missing or invalid file."""
         raise NotImplementedError
 
 
 def read_bytes(path: str, key: str) -> bytes:
-    """The file's bytes, or a ConfigError that says where it was looked for."""
+    """Read a file. Raises ConfigError that says where it was looked for."""
     try:
         return read_regular(find_file(path))
     except (OSError, ValueError) as e:

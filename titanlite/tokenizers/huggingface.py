@@ -1,8 +1,8 @@
-"""Hugging Face's tokenizer.json: byte-level BPE (Llama 3, Qwen, GPT-2, ...), run by the `tokenizers` library.
+"""Hugging Face's tokenizer.json with byte-level BPE (Llama 3, Qwen, GPT-2, ...), run by the library
+`tokenizers`.
 
-Other kinds (SentencePiece's, WordPiece) may drop or change text and are refused. The file's own framing
-(its post-processor) is not used: documents are framed by `encode_documents`, as with every tokenizer.
-"""
+Other algorithms (SentencePiece's, WordPiece) may drop or change text and are refused. The file's
+post-processor is not used: `encode_documents` frames documents as with every tokenizer."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ class HuggingFace(TokenizerConfig, name="huggingface"):
     """A tokenizer.json with byte-level BPE, such as Llama 3's or Qwen's."""
 
     path: str
-    """The file, or the directory that holds it."""
+    """tokenizer.json, or the directory that holds it."""
     bos: str = ""
-    """The token that begins a document; empty: the one in tokenizer_config.json beside the file, else EOS."""
+    """Token at the start of a document; empty: bos_token of tokenizer_config.json beside the file, else
+    EOS."""
     eos: str = ""
-    """The token that ends a document; empty: the one in tokenizer_config.json beside the file."""
+    """Token at the end of a document; empty: eos_token of tokenizer_config.json beside the file."""
     special_tokens_in_text: bool = False
-    """Read special tokens that are spelled out in a document as such; otherwise they are plain text."""
+    """Encode the names of special tokens in a document as these tokens; otherwise they are plain text."""
 
     def build(self) -> HuggingFaceTokenizer:
         return HuggingFaceTokenizer(self)
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """What HuggingFace.build() returns."""
+    """The tokenizer that HuggingFace.build returns."""
 
     def __init__(self, config: HuggingFace):
         try:
@@ -56,7 +57,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             _check_byte_level(json.loads(content))
             self._library = Library.from_str(content.decode())
-        except Exception as e:  # the library raises no class of its own
+        except Exception as e:  # the library has no exception class of its own
             raise ConfigError(f"{path}: {e}", "tokenizer.path") from None
         self._library.no_truncation()
         self._library.no_padding()
@@ -67,8 +68,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos = self._special("eos", config.eos, path)
         self.bos = self._special("bos", config.bos, path)
         self._has_bos = bool(config.bos or self._named("bos"))
-        parts = (content, config.special_tokens_in_text, self.bos, self.eos)
-        self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        inputs = (content, config.special_tokens_in_text, self.bos, self.eos)
+        self.fingerprint = hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
         own = {"bos_token_id": None, "eos_token_id": self.eos}
         self._model_ids = self._ids_of("config.json", own)
         settings = self._object("generation_config.json").items()
@@ -83,10 +84,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._generation
 
     def _ids_of(self, name: str, otherwise: dict[str, Any]) -> dict[str, Any]:
-        """The special ids in a JSON file beside tokenizer.json, and those in `otherwise` where the file has
-        none; `eos` is among them, and a BOS that the tokenizer names goes first. Ids that the tokenizer does
-        not have are left out."""
-        found = dict(otherwise)
+        """Return the special ids in a JSON file beside tokenizer.json; for keys that it lacks those in
+        `otherwise`. The EOS ids include `eos`, and a BOS that the tokenizer names takes precedence. Ids
+        outside the vocabulary are left out."""
+        special = dict(otherwise)
         for key in SPECIAL_IDS:
             value = self._object(name).get(key)
             ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -96,14 +97,14 @@ class HuggingFaceTokenizer(Tokenizer):
                     "tokenizer.path",
                 )
             if ids := [i for i in ids if 0 <= i < self.vocab_size]:
-                found[key] = ids if isinstance(value, list) else ids[0]
-        ends = found["eos_token_id"]
-        listed = ends if isinstance(ends, list) else [ends]
-        found["eos_token_id"] = ends if self.eos in listed else [self.eos, *listed]
-        return found | ({"bos_token_id": self.bos} if self._has_bos else {})
+                special[key] = ids if isinstance(value, list) else ids[0]
+        eos = special["eos_token_id"]
+        listed = eos if isinstance(eos, list) else [eos]
+        special["eos_token_id"] = eos if self.eos in listed else [self.eos, *listed]
+        return special | ({"bos_token_id": self.bos} if self._has_bos else {})
 
     def _object(self, name: str) -> dict[str, Any]:
-        """A JSON file beside tokenizer.json, empty where there is none."""
+        """Read a JSON file beside tokenizer.json; a missing file is empty."""
         file = self._folder / name
         try:
             return read_object(file) if file.exists() else {}
@@ -116,7 +117,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return self.eos
         if not name:
             raise ConfigError(
-                f"no tokenizer_config.json beside {path} names the token that ends a document; name it here",
+                f"give the token at the end of a document: no tokenizer_config.json beside {path} names it",
                 "tokenizer.eos",
             )
         token = self._library.token_to_id(name)
@@ -125,40 +126,44 @@ class HuggingFaceTokenizer(Tokenizer):
         return token
 
     def _named(self, which: str) -> str:
-        """The spelling of `bos` or `eos` in tokenizer_config.json, or ""."""
+        """Return the name of `bos` or `eos` in tokenizer_config.json, or ""."""
         value = self._object("tokenizer_config.json").get(f"{which}_token")
         return value.get("content", "") if isinstance(value, dict) else value or ""
 
     def encode(self, text: str) -> list[int]:
-        # Without offsets, which cost a third; a batch of one, since the cores are taken by processes.
+        # Without offsets, which cost a third of the time. A batch of one, because other processes use the
+        # cores.
         return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_framed(self, text: str) -> list[int]:
-        """Ids as transformers has them: with the special tokens that the file puts around a text."""
+        """Return the ids that transformers gives: with the special tokens that the file puts around a
+        text."""
         return self._library.encode(text, add_special_tokens=True).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids), skip_special_tokens=False)
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """tokenizer.json as it is, and what lies beside it, with the tokens that frame documents here."""
+        """Return tokenizer.json unchanged, and the files beside it with the tokens that frame documents
+        here."""
         files = {"tokenizer.json": self._content}
         for name in ("chat_template.jinja", "chat_template.json"):
             if file := self._beside(name):
                 files[name] = read_bytes(str(file), "tokenizer.path")
-        ends = {"bos_token": self._library.id_to_token(self.bos)} if self._has_bos else {}
-        ends |= {"eos_token": self._library.id_to_token(self.eos)}
+        framing = {"bos_token": self._library.id_to_token(self.bos)} if self._has_bos else {}
+        framing |= {"eos_token": self._library.id_to_token(self.eos)}
         file = self._beside("tokenizer_config.json")
         config = read_object(file) if file else TOKENIZER_CONFIG
-        files["tokenizer_config.json"] = as_json({**config, **ends})
-        # transformers may take this file over the configuration
+        files["tokenizer_config.json"] = as_json({**config, **framing})
+        # transformers may prefer this file to the configuration
         if file := self._beside("special_tokens_map.json"):
-            files[file.name] = as_json({**read_object(file), **ends})
+            files[file.name] = as_json({**read_object(file), **framing})
         return files
 
     def _beside(self, name: str) -> Path | None:
-        """A file beside tokenizer.json that an export copies; None if it is missing. Raises ConfigError for a
-        link out of the folder, but to the blobs of Hugging Face's cache: it might lead anywhere."""
+        """Return a file beside tokenizer.json that an export copies, or None if it is missing. Raises
+        ConfigError for a link out of the folder, except to the blobs of Hugging Face's cache: a link may
+        point anywhere."""
         file, folder = self._folder / name, self._folder.resolve()
         if not os.path.lexists(file):
             return None
@@ -166,8 +171,8 @@ class HuggingFaceTokenizer(Tokenizer):
         target = Path(os.path.realpath(file))
         if target.parent not in (folder, blobs):
             raise ConfigError(
-                f"{file} is a link to {target}, outside its folder, which an export would copy: put the file "
-                "itself there, or delete the link",
+                f"{file} is a link to {target}, outside its folder, which an export would copy: replace the "
+                "link by the file, or delete it",
                 "tokenizer.path",
             )
         return file
@@ -178,26 +183,26 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._set_mode()  # the library's pickle forgets it
+        self._set_mode()  # the library's pickle loses it
 
 
 def _check_byte_level(tree: Any) -> None:
-    """Raises ValueError unless every text has ids that decode to it, or (Qwen) to its NFC."""
+    """Raise ValueError unless every text has ids that decode to it, or (Qwen) to its NFC form."""
     from tokenizers import pre_tokenizers
 
     if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
         raise ValueError("not a tokenizer.json")
     if (kind := tree["model"].get("type")) != "BPE":
-        raise ValueError(f"a tokenizer of type {kind}, not byte-level BPE")
+        raise ValueError(f"its model is {kind}, expected byte-level BPE")
     split = tree.get("pre_tokenizer") or {}
-    kinds = {part.get("type") for part in split.get("pretokenizers", [split])}
+    kinds = {step.get("type") for step in split.get("pretokenizers", [split])}
     if (
         "ByteLevel" not in kinds
         or not set(pre_tokenizers.ByteLevel.alphabet()) <= tree["model"]["vocab"].keys()
     ):
-        raise ValueError("BPE over characters, not over bytes: text that it does not know would be lost")
-    if any(part.get("add_prefix_space") for part in split.get("pretokenizers", [split])):
-        raise ValueError("it puts a blank before every text (add_prefix_space)")
+        raise ValueError("its BPE is over characters, not over bytes, and would lose unknown text")
+    if any(step.get("add_prefix_space") for step in split.get("pretokenizers", [split])):
+        raise ValueError("it adds a blank before every text (add_prefix_space)")
     change = tree.get("normalizer") or {"type": "NFC"}
-    if any(part.get("type") != "NFC" for part in change.get("normalizers", [change])):
+    if any(step.get("type") != "NFC" for step in change.get("normalizers", [change])):
         raise ValueError(f"it changes text before it encodes it (normalizer {change.get('type')})")

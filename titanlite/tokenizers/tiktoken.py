@@ -16,8 +16,8 @@ from titanlite.config.component import ConfigError
 from titanlite.tokenizers.base import BOS, EOS, Tokenizer, TokenizerConfig, read_bytes
 from titanlite.tokenizers.tokenizer_json import LONGEST_RUN, byte_level_files
 
-# Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation,
-# blank runs.
+# Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation, runs
+# of blanks.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -26,21 +26,23 @@ LLAMA3_PATTERN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Tiktoken(TokenizerConfig, name="tiktoken"):
-    """Byte-level BPE in tiktoken's file format: Llama 3's `tokenizer.model`, or one of titanlite's."""
+    """Byte-level BPE in tiktoken's file format, such as Llama 3's `tokenizer.model` and files that
+    `titanlite tokenizer train` writes."""
 
     path: str = "assets/tokenizer/stdlib.tiktoken"
-    """File of `<base64 token> <rank>` lines, relative to the current directory. The default is a small
-    tokenizer that comes with titanlite and is found from any directory."""
+    """File with a line `<base64 token> <rank>` per token, relative to the current directory. The default is a
+    small tokenizer that is installed with titanlite and found from any directory."""
     pattern: str = LLAMA3_PATTERN
     """Regular expression that splits text before merging; the default is Llama 3's."""
     num_special_tokens: int = 2
-    """Ids after the ranks: `<|begin_of_text|>`, `<|end_of_text|>`, then reserved ones. Llama 3 has 256."""
+    """Number of ids after the ranks: `<|begin_of_text|>`, `<|end_of_text|>`, then reserved tokens. Llama 3
+    has 256."""
     special_tokens_in_text: bool = False
-    """Read special tokens that are spelled out in a document as such; otherwise they are plain text."""
+    """Encode the names of special tokens in a document as these tokens; otherwise they are plain text."""
 
     def __post_init__(self) -> None:
         if self.num_special_tokens < 2:
-            raise ConfigError("at least 2: BOS and EOS", "num_special_tokens")
+            raise ConfigError(f"{self.num_special_tokens} is below 2, for BOS and EOS", "num_special_tokens")
 
     def build(self) -> Tokenizer:
         return _TiktokenTokenizer(self)
@@ -60,7 +62,7 @@ class _TiktokenTokenizer(Tokenizer):
                 Path(config.path).stem, pat_str=config.pattern, mergeable_ranks=ranks, special_tokens=special
             )
         except ValueError as e:
-            raise ConfigError(f"not a regular expression: {e}", "tokenizer.pattern") from None
+            raise ConfigError(f"invalid regular expression: {e}", "tokenizer.pattern") from None
         self.vocab_size = len(ranks) + config.num_special_tokens
         self.bos, self.eos = special[BOS], special[EOS]
         self.config = config
@@ -78,18 +80,19 @@ class _TiktokenTokenizer(Tokenizer):
         return self._encoding.decode(list(ids))
 
     def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.concatenate([self._encode(p) for p in _without_long_runs(text)]) for text in texts]
+        return [np.concatenate([self._encode(chunk) for chunk in _without_long_runs(text)]) for text in texts]
 
     def hugging_face_files(self) -> dict[str, bytes]:
         assert isinstance(self.config, Tiktoken)
         return byte_level_files(self._ranks, self.config.pattern, self._special, BOS, EOS)
 
-    def _encode(self, piece: str) -> np.ndarray:
-        return self._encoding.encode_to_numpy(piece, allowed_special=self._allowed, disallowed_special=())
+    def _encode(self, text: str) -> np.ndarray:
+        return self._encoding.encode_to_numpy(text, allowed_special=self._allowed, disallowed_special=())
 
 
 def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
-    """Token to rank. (tiktoken's own loader keeps a cache on disk by path: an edited one would stay.)"""
+    """Return the rank of each token. (tiktoken's own loader caches files by path, and would not see an edited
+    file.)"""
     lines = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
     ranks = dict[bytes, int]()
     for number, line in lines:
@@ -99,31 +102,31 @@ def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
         except ValueError:
             shown = line[:40].decode("utf-8", "backslashreplace")
             raise ConfigError(
-                f"{path} is not a tiktoken file: line {number} is no token in base64 and its rank: {shown!r}",
+                f"{path} is not a tiktoken file: line {number} is not a base64 token and its rank: {shown!r}",
                 "tokenizer.path",
             ) from None
     whole = len(ranks) == len(lines) and sorted(ranks.values()) == list(range(len(lines)))
     if not whole or not all(bytes([b]) in ranks for b in range(256)):
         raise ConfigError(
-            f"{path} is not a whole tiktoken file: ranks must be 0, 1, 2, ... and all 256 bytes be tokens",
+            f"{path} is not a complete tiktoken file: ranks must be 0, 1, 2, ..., and all 256 bytes tokens",
             "tokenizer.path",
         )
     return ranks
 
 
 def _without_long_runs(text: str) -> list[str]:
-    """The text in pieces without runs of over LONGEST_RUN blanks or non-blanks: tiktoken's regular expression
-    recurses once a character and would overflow its stack."""
-    half = LONGEST_RUN // 2  # a run that long fills one of these windows, which two looks at each tell
+    """Split the text so that no run of blanks or of non-blanks has over LONGEST_RUN characters: tiktoken's
+    regular expression recurses once per character and would overflow its stack."""
+    half = LONGEST_RUN // 2  # a longer run fills at least one window of this size
     windows = (text[i : i + half] for i in range(0, len(text) - half + 1, half))
     if len(text) <= LONGEST_RUN or all(_BLANK.search(w) and _NO_BLANK.search(w) for w in windows):
         return [text]
-    pieces, begin = [], 0
+    chunks, begin = [], 0
     for run in re.finditer(r"\s+|\S+", text):
         for end in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
-            pieces.append(text[begin:end])
+            chunks.append(text[begin:end])
             begin = end
-    return [*pieces, text[begin:]]
+    return [*chunks, text[begin:]]
 
 
 _BLANK = re.compile(r"\s")

@@ -1,10 +1,9 @@
-"""Byte-level BPE as Hugging Face's tokenizer.json: the same ids, for transformers and what builds on it.
+"""Byte-level BPE as Hugging Face's tokenizer.json, which gives the same ids in transformers.
 
-tiktoken joins any two neighbours whose bytes together are a token, the lowest rank first; `tokenizers` wants
-a list of the pairs that may be joined, in order. So each token is written as all the pairs that make it, in
-the order of the ranks. Bytes are spelled as GPT-2's printable stand-ins. Runs of LONGEST_RUN characters are
-cut before anything else, as `Tiktoken` cuts them.
-"""
+tiktoken merges any two neighbours whose concatenation is a token, the lowest rank first; `tokenizers` needs
+an ordered list of the pairs that may be merged. So the file lists all pairs that make each token, in the
+order of the ranks. Bytes are written as GPT-2's printable characters. Runs of over LONGEST_RUN characters are
+split first, as in `Tiktoken`."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any
 
 from titanlite.config.json_file import as_json
 
-LONGEST_RUN = 25_000  # characters; where Llama 3's reference code cuts runs of blanks or non-blanks, too
+LONGEST_RUN = 25_000  # characters; Llama 3's reference code splits runs of blanks or non-blanks there, too
 BLANK, NO_BLANK = (
     r"[\s\x1c-\x1f]",
     r"[^\s\x1c-\x1f]",
@@ -28,9 +27,10 @@ TOKENIZER_CONFIG = {
 def byte_level_files(
     ranks: Mapping[bytes, int], pattern: str | None, special: Mapping[str, int], bos: str, eos: str
 ) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json. `pattern` splits text before merging; None: it is not split.
-    `special`: ids of special tokens. A text begins with `bos`, unless it is encoded without special
-    tokens."""
+    """Return tokenizer.json and tokenizer_config.json.
+
+    `pattern`: regular expression that splits text before merging; None: text is not split. `special`: ids of
+    special tokens. transformers puts `bos` before a text unless it encodes without special tokens."""
     spelled = {token: _spell(token) for token in ranks}
     splits: list[dict[str, Any]] = []
     if pattern is not None:
@@ -79,13 +79,13 @@ def byte_level_files(
 
 
 def _long_runs() -> str:
-    """A regular expression that matches LONGEST_RUN characters of a longer run. A match begins where the run
-    does, or where the match before ended (\\G), so that no text is scanned twice."""
+    """Return a regular expression that matches LONGEST_RUN characters of a longer run. A match starts where
+    the run starts or where the previous match ended (\\G), so that no text is scanned twice."""
     return "|".join(rf"(?:(?<!{kind})|\G){kind}{{{LONGEST_RUN}}}(?={kind})" for kind in (NO_BLANK, BLANK))
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: character to byte."""
+    """Return GPT-2's printable characters for bytes: character to byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -99,10 +99,10 @@ def _spell(token: bytes) -> str:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """All pairs of tokens that make a token, by its rank, then by theirs."""
-    found = []
+    """Return all pairs of tokens that make a token, ordered by its rank, then by the ranks of the pair."""
+    merges = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
         known = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
-        found += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-    return found
+        merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    return merges

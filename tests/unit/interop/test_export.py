@@ -293,7 +293,7 @@ def test_keys_that_contradict_each_other(
 def test_what_cannot_be_exported_is_told_before_the_run(tmp_path: Path, corpus: Path, monkeypatch) -> None:
     monkeypatch.delattr("titanlite.tokenizers.bytes._BytesTokenizer.hugging_face_files")
     job = make_job(tmp_path, corpus, "--checkpoint.export_hf=true")
-    with pytest.raises(ConfigError, match="no form that transformers reads"):
+    with pytest.raises(ConfigError, match="cannot be written in a form that transformers reads"):
         train(job)
     assert not job.folder.exists()
 

@@ -108,8 +108,8 @@ def bands_of(section: Filter) -> Callable[[str], np.ndarray]:
     assert isinstance(bands, LshSignature)
 
     def of(text: str) -> np.ndarray:
-        keys = bands.of(text)
-        assert (keys.dtype, keys.shape) == (np.uint64, (bands.count,))
+        keys = bands.compute(text)
+        assert (keys.dtype, keys.shape) == (np.uint64, (bands.num_bands,))
         return keys
 
     return of
@@ -284,7 +284,7 @@ BOUNDARIES: dict[str, tuple[Filter, str, str, str]] = {
         Alphabetic(),
         "a1 b c d 5",
         "a b c 4 5",
-        "60.0% of the words hold a letter, less than 80.0%",
+        "60.0% of the words contain a letter, less than 80.0%",
     ),
     "symbols": (
         Symbols(),
@@ -334,7 +334,7 @@ def test_what_equals_the_limit_is_kept_and_the_reason_names_number_and_limit(cas
 
 
 def test_what_has_no_words_has_no_letters_and_no_mean() -> None:
-    assert judge_of(Alphabetic())(" \n") == "0.0% of the words hold a letter, less than 80.0%"
+    assert judge_of(Alphabetic())(" \n") == "0.0% of the words contain a letter, less than 80.0%"
     assert judge_of(MeanWordLength())("") == "mean word length 0.00, outside 3 to 10"
 
 
@@ -566,7 +566,7 @@ def test_keys_are_equal_in_another_process() -> None:
     """Whatever Python's own hashes are there."""
     program = (
         "import sys; from titanlite.prepare.filters import NearDuplicates; "
-        "print(hash('a'), *NearDuplicates().build().of(sys.argv[1]).tolist())"
+        "print(hash('a'), *NearDuplicates().build().compute(sys.argv[1]).tolist())"
     )
     own_hashes = set()
     for hash_seed in ("1", "4242"):
@@ -602,5 +602,5 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_range_that_holds_nothing(section: type[Filter], keys: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="is no range"):
+    with pytest.raises(ConfigError, match="is not a range"):
         section(**keys)

@@ -102,12 +102,12 @@ def write_parquet(
     return file
 
 
-def collect(errors: list[ConfigError]) -> corpus.Bad:
+def collect(errors: list[ConfigError]) -> corpus.OnBad:
     """What to do with a bad line, as an error that says where."""
     return lambda file, place, reason: errors.append(ConfigError(f"{where(file, place)}: {reason}"))
 
 
-def read(*files: Path, field: str = "text", bad: corpus.Bad = corpus.stop) -> list[str]:
+def read(*files: Path, field: str = "text", bad: corpus.OnBad = corpus.stop) -> list[str]:
     """All documents of all splits."""
     return [d.text for u in split_files(files, field) for d in read_split(u, field, bad)]
 
@@ -155,7 +155,7 @@ def test_compressed_lines(
     suffix, compress = COMPRESSED[how]
     file = write(tmp_path / f"a.jsonl{suffix}", compress(lines(TEXTS)))
     splits = split_files([file], "text")
-    assert len(splits) == (1 if split_bytes == 10**9 else corpus.PARTS)
+    assert len(splits) == (1 if split_bytes == 10**9 else corpus.MAX_SPLITS)
     parts = [[d.text for d in read_split(u, "text")] for u in splits]
     assert sorted(t for part in parts for t in part) == sorted(TEXTS)
     for p, part in enumerate(parts):

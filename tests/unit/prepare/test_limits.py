@@ -20,7 +20,7 @@ from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.prepare import corpus
-from titanlite.prepare.corpus import Bad, Limits, read_split, split_files, stop
+from titanlite.prepare.corpus import Limits, OnBad, read_split, split_files, stop
 
 ONE_MIB = Limits(max_document_mib=1)
 LARGE = "x" * (1 << 20)  # with the braces around it, or one more, too large
@@ -30,7 +30,7 @@ def zst(data: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(data)
 
 
-def read(file: Path, limits: Limits, bad: Bad = stop) -> list[str]:
+def read(file: Path, limits: Limits, bad: OnBad = stop) -> list[str]:
     """The documents of all splits."""
     return [d.text for u in split_files([file], "text") for d in read_split(u, "text", bad, limits)]
 

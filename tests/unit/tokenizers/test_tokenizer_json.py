@@ -170,5 +170,5 @@ def test_a_tokenizer_without_such_a_form_says_so() -> None:
     class Own(Tokenizer):
         pass
 
-    with pytest.raises(ConfigError, match="no form that transformers reads"):
+    with pytest.raises(ConfigError, match="cannot be written in a form that transformers reads"):
         Own().hugging_face_files()

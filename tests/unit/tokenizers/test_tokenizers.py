@@ -211,7 +211,7 @@ def test_a_line_that_is_no_token_is_shown(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e:
         Tiktoken(path=str(path)).build()
     assert str(e.value) == (
-        f"{path} is not a tiktoken file: line 257 is no token in base64 and its rank: '<!DOCTYPE html>'"
+        f"{path} is not a tiktoken file: line 257 is not a base64 token and its rank: '<!DOCTYPE html>'"
     )
 
 
