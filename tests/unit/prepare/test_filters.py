@@ -346,8 +346,16 @@ SHARES = [
 ]
 LISTS = [(RepeatedNGrams, "max_top_share"), (RepeatedNGrams, "max_repeated_share")]
 BAD: list[tuple[type[Filter], str, object, str]] = [
-    *((f, key, value, "share") for f, key in SHARES for value in (-0.01, 1.01, 80.0, float("nan"))),
-    *((f, key, [0.5, value], "share") for f, key in LISTS for value in (-0.01, 1.01, float("nan"))),
+    *(
+        (f, key, value, "is not between 0 and 1")
+        for f, key in SHARES
+        for value in (-0.01, 1.01, 80.0, float("nan"))
+    ),
+    *(
+        (f, key, [0.5, value], "is not between 0 and 1")
+        for f, key in LISTS
+        for value in (-0.01, 1.01, float("nan"))
+    ),
     (Symbols, "symbols", [], "symbol"),
     (Symbols, "symbols", ["#", ""], "symbol"),
     *(
