@@ -31,13 +31,13 @@ from titanlite.checkpoint.state import (
     Tensors,
     TrainState,
     listed,
-    make_optimizer_state,
     non_finite,
     tensors_of,
 )
 from titanlite.config.component import ConfigError
 from titanlite.errors import Diverged
 from titanlite.log import logger
+from titanlite.optim.base import make_state
 
 EXPORT_POLL_S = 60.0  # far below the timeout of the ranks that wait for the rank that exports
 
@@ -110,7 +110,7 @@ class Checkpointer:
             return
         if self.config.initial_load_path:
             logger.info(f"initial_load_path is not used: the run resumes from {self._from.path}")
-        make_optimizer_state(optimizer)
+        make_state(optimizer)
         tensors = tensors_of(net, optimizer)
         while reason := self._load(self._from, tensors):
             self._from = self.ranks.agree(functools.partial(self._fall_back, self._from, reason))

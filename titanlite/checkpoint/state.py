@@ -127,17 +127,3 @@ def size_of(tensors: Tensors, ranks: Ranks) -> int:
     }
     sizes = {name: size for of in ranks.gather(mine) for name, size in of.items()}
     return sum(sizes.values())
-
-
-def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer allocate its state, by a step that changes no weight: zero gradients at a rate of
-    zero."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for p in group["params"]:
-            p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate

@@ -56,8 +56,8 @@ class Optimizer(Component):
     - a tensor of that shape but for the last dim, such as one scale per block, sharded like the parameter;
     - a scalar tensor that is equal on all ranks.
 
-    State may be made by the optimizer's first step. When a run resumes, checkpoint/state.py
-    `make_optimizer_state` has it made by a step with zero gradients and a learning rate of 0.
+    State may be made by the optimizer's first step; where it is needed earlier, `make_state` makes it by a
+    step with zero gradients and a learning rate of 0.
 
     Skipped steps: `guarded_step` says how an optimizer learns that a step is to be skipped.
     """
@@ -174,3 +174,19 @@ def guarded_step(optimizer: torch.optim.Optimizer, ok: torch.Tensor, divisor: to
             if p.grad is not None:
                 p.grad.div_(divisor)
         optimizer.step()
+    elif not optimizer.state:  # a checkpoint before the first step that is not skipped needs state, too
+        make_state(optimizer)
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer without state make its state, by a step that changes no weight: zero gradients and a
+    learning rate of 0."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = rate

@@ -21,7 +21,7 @@ from tests.support.checkpoints import Parts, save_steps
 from titanlite.checkpoint.checkpointer import tensors_of
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.reader import ALLOWED, _Unpickler, load_tensors, read_metadata
-from titanlite.checkpoint.state import make_optimizer_state
+from titanlite.optim.base import make_state
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def step(tmp_path: Path) -> Path:
 def load_into(step: Path, seed: int = 1) -> Parts:
     """Fresh parts with what the checkpoint holds."""
     parts = Parts(seed=seed)
-    make_optimizer_state(parts.optimizer)
+    make_state(parts.optimizer)
     load_tensors(step, tensors_of(parts.net, parts.optimizer))
     return parts
 

@@ -408,24 +408,39 @@ def test_no_sample_is_taken_from_logits_that_are_not_finite(
     )
 
 
-def test_an_optimizer_from_outside_skips_too(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def plain_sgd(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys that choose an optimizer which knows nothing of the guard."""
     monkeypatch.setattr(Optimizer, "choices", dict(Optimizer.choices))
 
     @dataclass(frozen=True, kw_only=True)
     class PlainSGD(Optimizer, name="plain_sgd"):
-        """An optimizer that knows nothing of the guard."""
+        """SGD with momentum."""
 
         def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.groups(model), lr=self.lr, momentum=0.9)
 
-    keys = ["--optimizer.name=plain_sgd", "--training.steps=4"]
-    jobs = [make_job(tmp_path, corpus, *keys, name=fault) for fault in ("gradient", "nothing")]
+    return ["--optimizer.name=plain_sgd", "--training.steps=4"]
+
+
+def test_an_optimizer_from_outside_skips_too(tmp_path: Path, corpus: Path, plain_sgd: list[str]) -> None:
+    jobs = [make_job(tmp_path, corpus, *plain_sgd, name=fault) for fault in ("gradient", "nothing")]
     for job in jobs:
         with bad_steps({3}, job.folder.name):
             assert train(job) == 0
     assert files_of(jobs[0], 4) == files_of(jobs[1], 4)
+
+
+def test_a_checkpoint_of_skipped_steps_alone_has_its_state(
+    tmp_path: Path, corpus: Path, plain_sgd: list[str]
+) -> None:
+    whole, stopped = (make_job(tmp_path, corpus, *plain_sgd, name=name) for name in ("whole", "stopped"))
+    with bad_steps({1}):
+        assert train(whole) == 0
+    with bad_steps({1}, signal_at=1):
+        assert train(stopped) == 75
+    assert train(stopped) == 0
+    assert files_of(stopped, 4) == files_of(whole, 4)
 
 
 def test_train_json_records_what_a_resume_needs(idle: Job) -> None:

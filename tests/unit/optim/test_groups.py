@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.jobs import make_job
+from tests.support.jobs import make_job, metrics_of
+from tests.support.runs import PIPELINE, UNTIED, train_on_rank
 from titanlite import cli
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
@@ -147,3 +148,17 @@ def test_a_group_trains_with_its_own_learning_rate(tmp_path: Path, corpus: Path)
     before, after = (saved_weights(job, step) for step in (1, 2))
     for name in before:
         assert torch.equal(before[name], after[name]) == (".mlp." in name), name
+
+
+def test_a_pipeline_rank_may_have_no_parameter_of_a_group(tmp_path: Path, corpus: Path, run_on: Any) -> None:
+    first_block = '--optimizer.param_groups=[{pattern = "model.layers.0.*", lr_multiplier = 0.5}]'
+    keys = [UNTIED, first_block, "--training.steps=4"]
+    run_on(1, train_on_rank, tmp_path, corpus, keys, "one", 1)
+    run_on(2, train_on_rank, tmp_path, corpus, [*keys, PIPELINE], "two", 2)
+    run_on(1, train_on_rank, tmp_path, corpus, [*keys, "--optimizer.param_groups=[]"], "without", 1)
+    one, two, without = (
+        [line["train/loss"] for line in metrics_of(make_job(tmp_path, corpus, name=name))]
+        for name in ("one", "two", "without")
+    )
+    assert two == pytest.approx(one, abs=1e-5)
+    assert without != pytest.approx(one, abs=1e-5)  # control
