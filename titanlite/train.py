@@ -329,7 +329,7 @@ def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: StopReq
             f"validation loss {evaluation['eval/loss']:.4f} over {evaluation['eval/tokens']:,} tokens"
         )
     logger.info(f"metrics      {job.folder / 'metrics.jsonl'}")
-    if job.metrics.enable_tensorboard:
+    if "tensorboard" in run.meter.sinks.writers:
         logger.info(f"tensorboard  {job.folder / 'tb'}")
     if job.checkpoint.enable:
         logger.info(f"checkpoints  {job.folder / job.checkpoint.folder}")

@@ -1,1 +1,1 @@
-"""What a run reports: measuring a step, and the sinks that keep it."""
+"""The metrics of a run: measuring steps, the non-finite guard, profiling, and sinks."""

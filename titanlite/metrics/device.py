@@ -1,4 +1,4 @@
-"""Memory of the device: peaks since the last reading. A CPU has none to report."""
+"""Peak memory of a CUDA device."""
 
 from __future__ import annotations
 

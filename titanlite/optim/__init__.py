@@ -1,1 +1,1 @@
-"""Optimizers and the learning-rate schedule."""
+"""Optimizers and learning-rate schedules."""
