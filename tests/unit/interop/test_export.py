@@ -365,7 +365,9 @@ def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, ca
     assert "was trained with another tokenizer" in capsys.readouterr().err
     start = [f"--checkpoint.initial_load_path={step}", now, "--training.steps=1"]
     start += ["--model.overrides.vocab_size=8192", "--tokenizer.name=tiktoken"]
-    with pytest.raises(ConfigError, match=r"another tokenizer .* start from a directory made by `titanlite export`"):
+    with pytest.raises(
+        ConfigError, match=r"another tokenizer .* start from a directory made by `titanlite export`"
+    ):
         train(make_job(tmp_path, corpus, *start, name="again"))
     shutil.copy(ranks, tmp_path / "mine.tiktoken")
     assert cli.run(["export", str(job.folder), str(tmp_path / "it")]) == 0
