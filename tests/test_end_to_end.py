@@ -124,7 +124,7 @@ def test_the_worked_example_of_the_data_page(
 ) -> None:
     """Its files as they are printed, on part of the library and for fewer steps."""
     page = (ROOT / "docs" / "data.md").read_text()
-    script, prepare, job = re.findall(r"```(?:python|toml)\n(.*?)```", page, re.S)
+    script, prepare, job, sums = re.findall(r"```(?:python|toml)\n(.*?)```", page, re.S)
     (tmp_path / "prepare.toml").write_text(prepare)
     (tmp_path / "train.toml").write_text(job)
     (tmp_path / "assets").symlink_to(ROOT / "assets")
@@ -143,6 +143,8 @@ def test_the_worked_example_of_the_data_page(
     assert "all hashes match" in run("data", "verify", "data/code")
     assert "---- document" in run("data", "show", "data/code", "--sequence=3", "--seq_len=256")
     assert "==== training sequence 17" in run("data", "show", "train.toml", "--sequence=17")
+    subprocess.run([sys.executable, "-c", sums], check=True, timeout=400)
+    assert "90,000 documents" in run("data", "verify", "data/sums")
     log = run("train", "train.toml", "--training.steps=2", "--lr_scheduler.warmup_steps=1")
     assert "data/code: 100.0% of the sequences" in log
     assert "validation loss" in log

@@ -312,7 +312,7 @@ VERBS = {
         "verify and show datasets",
         table="job",
         names=_of_data,
-        own=("--sequence", "--num-sequences", ALLOW_IMPORTS),
+        own=("--sequence", "--num-sequences", "--seq-len", "--packing", "--cache-dir", ALLOW_IMPORTS),
     ),
     "tokenizer": Verb(
         "titanlite.tools.tokenizer",

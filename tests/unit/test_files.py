@@ -13,7 +13,7 @@ from tests.support.kinds import WRONG_KINDS
 from titanlite import files
 from titanlite.config import json_file
 from titanlite.config.component import ConfigError
-from titanlite.files import FileFault, named, open_own, read_regular, write_atomically
+from titanlite.files import FileFault, named, new_folder, open_own, read_regular, write_atomically
 
 
 @pytest.mark.parametrize("kind", WRONG_KINDS)
@@ -121,6 +121,36 @@ def test_an_error_leaves_the_old_content_and_names_the_file(
         write_atomically(path, "new")
     assert error.value.filename == str(path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("job.toml", "old")]
+
+
+def test_a_new_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "sub/made"
+
+    def fail() -> None:
+        with new_folder(target) as folder:
+            (folder / "a").write_text("a")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert list((tmp_path / "sub").iterdir()) == []
+    with new_folder(target) as folder:
+        (folder / "a").write_text("a")
+        assert not target.exists()
+    assert [path.name for path in target.iterdir()] == ["a"]
+
+
+def test_a_new_folder_removes_what_a_kill_left_a_day_ago(tmp_path: Path) -> None:
+    """A younger one may be another process's, and one of another target is none of ours."""
+    names = {".unfinished-made-01234567", ".unfinished-made-76543210", ".unfinished-made-2-01234567"}
+    for name in names:
+        (tmp_path / name).mkdir()
+    for name in names - {".unfinished-made-76543210"}:
+        os.utime(tmp_path / name, (0, 0))
+    with new_folder(tmp_path / "made"):
+        pass
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"made", ".unfinished-made-76543210", ".unfinished-made-2-01234567"}
 
 
 def test_numpys_short_writes_have_a_name(tmp_path: Path) -> None:

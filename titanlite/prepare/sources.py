@@ -48,8 +48,9 @@ class DocumentSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Limits, DocumentSource, name="text"):
-    """Text files, tokenised on first use: .jsonl, .ndjson and .json have one document per line, .parquet one
-    per row, any other file is one document. For more than a few gigabytes run `titanlite prepare` first."""
+    """Text files, tokenised on first use. .jsonl, .ndjson and .json files have one document per line,
+    .parquet files one per row; any other file is one document. For more than a few gigabytes run `titanlite
+    prepare` first."""
 
     path: list[str]
     """Files, directories (their .txt, .jsonl, .ndjson, .json and .parquet files, compressed ones too) and
@@ -79,8 +80,8 @@ class Text(Limits, DocumentSource, name="text"):
 
 @dataclass(frozen=True, kw_only=True)
 class PythonStdlib(DocumentSource, name="python_stdlib"):
-    """The .py files of the running interpreter's standard library, tests left out: real text on every machine
-    that runs titanlite, about 3 million tokens. Which text depends on the Python version."""
+    """The .py files of the running interpreter's standard library without its tests: real text on every
+    machine that runs titanlite, about 3 million tokens. The text depends on the Python version."""
 
     def fingerprint(self) -> str:
         return _fingerprint(stdlib_files(), self.name, "")
@@ -90,21 +91,20 @@ class PythonStdlib(DocumentSource, name="python_stdlib"):
 
 
 def stdlib_files() -> list[Path]:
-    """UTF-8 .py files of the standard library, without tests and packages, ordered by name."""
+    """Return the UTF-8 .py files of the standard library, without tests and packages, ordered by name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    found = (p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
-    files = sorted((p for p in found if _is_utf8(p)), key=lambda p: p.relative_to(root).as_posix())
+    paths = (p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
+    files = sorted((p for p in paths if _is_utf8(p)), key=lambda p: p.relative_to(root).as_posix())
     if not files:
         raise ConfigError(
-            f"source python_stdlib: no .py files under {root}; this Python ships without their source"
+            f"source python_stdlib: no .py files under {root}; this Python lacks the library's source"
         )
     return files
 
 
 def _is_utf8(path: Path) -> bool:
-    # Python source may declare another encoding; the two or three files that use it are not worth a decoder
-    # here.
+    # Python source may declare another encoding; the two or three such files are not worth a decoder.
     try:
         path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError):

@@ -23,7 +23,7 @@ class Tokenizer:
     and sets the attributes below; it must be picklable, because `titanlite prepare` sends it to its
     processes.
 
-    `vocab_size`: ids are 0 to vocab_size - 1. `fingerprint`: a text of at most 16 characters; tokenizers with
+    `vocab_size`: ids are 0 to vocab_size - 1. `fingerprint`: a short text; tokenizers with
     equal fingerprints must give every text the same ids. `bos`, `eos`: ids that frame a document. `config`:
     the component it was built from, which datasets record."""
 

@@ -57,6 +57,18 @@ def test_a_choice_of_a_choice_belongs_to_the_same_kind(shape):
     assert (Rhombus.name, shape.choices["square"].name) == ("rhombus", "square")
 
 
+def test_a_class_between_a_kind_and_its_choices_is_neither(shape):
+    class Round(shape):
+        pass
+
+    class Ring(Round, name="ring"):
+        pass
+
+    assert shape.choices["ring"] is Ring
+    assert not Round.is_kind()
+    assert Round not in shape.choices.values()
+
+
 def test_kind_or_choice(shape):
     assert shape.is_kind()
     assert not shape.choices["square"].is_kind()
