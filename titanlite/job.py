@@ -130,9 +130,9 @@ class Job:
         check_writable(Path(self.data.cache_dir), "data.cache_dir")
 
     def identity(self, data: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
-        """What a run that continues this one must share, under the names of the keys that set it: the model's
-        shape, the loss, and `data`, SequenceDataset.identity. `sources`: SequenceDataset.names, for what is
-        said of a difference."""
+        """The run identity, which a run that resumes this one must share: architecture fields, loss and data,
+        under the names of their keys. `data`: SequenceDataset.identity. `sources`: SequenceDataset.names, for
+        messages about a difference."""
         training = {key: data[key] for key in ("seed", "seq_len")}
         data = {key: value for key, value in data.items() if key not in training}
         model = {"name": self.model.name, **toml.as_tree(self.model.config)}

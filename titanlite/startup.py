@@ -31,6 +31,7 @@ from titanlite.log import logger
 from titanlite.metrics.meter import Meter, StepCost
 from titanlite.metrics.sinks.base import RunInfo, Sinks
 from titanlite.models.base import Decoder
+from titanlite.parallel.apply import ParallelSettings
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.signals import StopRequests
@@ -65,6 +66,20 @@ def check_device(
     )
     attention = job.attention.build(needs)
     return attention, attention.kernel(needs)
+
+
+def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> ParallelSettings:
+    """What decides how the model is sharded and run."""
+    return ParallelSettings(
+        parallelism=job.parallelism,
+        attention=attention,
+        activation_checkpoint=job.activation_checkpoint,
+        compile=job.compile,
+        float8=job.float8,
+        param_dtype=rt.param_dtype,
+        reduce_dtype=rt.reduce_dtype,
+        cpu_offload=job.training.enable_cpu_offload,
+    )
 
 
 def open_tokenizer(job: Job) -> Tokenizer:

@@ -34,7 +34,7 @@ from titanlite.metrics.memory import OutOfMemory, building, explain, phase
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.profiling import Profiler
 from titanlite.optim.base import guarded_step, set_lr
-from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import clip_divisor, grad_norm
 from titanlite.parallel.compile import Compilations
 from titanlite.parallel.sharded_model import ShardedModel
@@ -55,6 +55,7 @@ from titanlite.startup import (
     log_changes,
     open_meter,
     open_tokenizer,
+    parallel_settings,
     record,
     resolved,
 )
@@ -131,17 +132,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     job.optimizer.check(net)
     flops, size = flops_of(job, net), sum(p.numel() for p in net.parameters())
     about = resolved(job, net, tokenizer.vocab_size)
-    settings = ParallelSettings(
-        parallelism=job.parallelism,
-        attention=attention,
-        activation_checkpoint=job.activation_checkpoint,
-        compile=job.compile,
-        float8=job.float8,
-        param_dtype=rt.param_dtype,
-        reduce_dtype=rt.reduce_dtype,
-        cpu_offload=job.training.enable_cpu_offload,
-    )
-    model = parallelize(net, job.loss, rt.mesh, settings)
+    model = parallelize(net, job.loss, rt.mesh, parallel_settings(job, rt, attention))
 
     with rt.rank_zero_first():
         check_run_folder(job, tokenizer)  # first: tokenising and packing may take long
