@@ -1,7 +1,7 @@
-"""Sampling text from a model, whole or sharded: one loop, over a function of the rows so far.
+"""Sampling text from a model, whole or sharded: one loop, over a function of the sequences so far.
 
 Every rank computes the same tokens from the same seed and takes the same number of forwards, so a sharded
-model samples in lockstep; it computes whole rows, padded to their final length once: one shape for all steps,
+model samples in lockstep. It runs whole sequences, padded to their final length: one shape for all forwards,
 and causal attention never looks right. A model on one device keeps keys and values and computes what is new.
 """
 
@@ -19,7 +19,7 @@ from titanlite.errors import Diverged
 from titanlite.models.base import Decoder, logits
 from titanlite.tokenizers.base import Tokenizer
 
-# ids of each row so far -> logits of their next tokens [B, V]
+# ids of each sequence so far -> logits of their next tokens [B, V]
 NextLogits = Callable[[Sequence[Sequence[int]]], torch.Tensor]
 
 
@@ -30,11 +30,11 @@ class Generation:
     prompts: list[str] = field(default_factory=list)
     """One sample for each; empty: none. Prompt i = 0, 1, ... is sampled with the seed training.seed + i."""
     freq: int = 0
-    """Steps between samples; 0: only at the end."""
+    """Number of steps between samples; 0: only at the end."""
     max_new_tokens: int = 64
-    """Tokens after the prompt, at most."""
+    """Maximum number of tokens after the prompt."""
     temperature: float = 0.7
-    """0 takes the likeliest token; higher is more random."""
+    """Sampling temperature. 0 takes the likeliest token; higher is more random."""
     top_k: int = 0
     """Sample from this many of the likeliest tokens only; 0: from all."""
     top_p: float = 1.0
@@ -61,10 +61,10 @@ def generate(
     seed: int,
     device: torch.device,
 ) -> str:
-    """The prompt and what the model makes of it, up to the first id that ends a text. `logits`: int64 [1, T]
-    -> [1, T, V]."""
+    """The prompt and its continuation by the model, up to the first id that ends a text. `logits`: int64 [1,
+    T] -> [1, T, V]."""
     start = [tokenizer.bos, *tokenizer.encode(prompt)]
-    whole = whole_rows(logits, len(start) + config.max_new_tokens, tokenizer.eos, device)
+    whole = uncached_logits(logits, len(start) + config.max_new_tokens, tokenizer.eos, device)
     made = [ids[0] for ids in next_tokens(whole, [start], config, tokenizer.vocab_size, seed)]
     return prompt + tokenizer.decode(before_any(made, tokenizer.stop_ids))
 
@@ -72,17 +72,17 @@ def generate(
 def next_tokens(
     next_logits: NextLogits, prompts: Sequence[Sequence[int]], config: Generation, vocab_size: int, seed: int
 ) -> Iterator[list[int]]:
-    """The next token of each row, max_new_tokens times. Row i is drawn with seed + i, whatever rows are
-    beside it. Raises Diverged, on all ranks, if logits are not finite."""
+    """The next token of each sequence, max_new_tokens times. Sequence i is drawn with seed + i, whatever
+    sequences are beside it. Raises Diverged, on all ranks, if logits are not finite."""
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
-    rows = [list(prompt) for prompt in prompts]
+    sequences = [list(prompt) for prompt in prompts]
     for _ in range(config.max_new_tokens):
-        logits_BV = next_logits(rows)[:, :vocab_size].float().cpu()
+        logits_BV = next_logits(sequences)[:, :vocab_size].float().cpu()
         if not logits_BV.isfinite().all():
             raise Diverged("no text can be sampled: the model's logits are not finite")
-        chosen = [choose(row, config, generator) for row, generator in zip(logits_BV, generators)]
-        for row, token in zip(rows, chosen):
-            row.append(token)
+        chosen = [choose(logits_V, config, generator) for logits_V, generator in zip(logits_BV, generators)]
+        for sequence, token in zip(sequences, chosen):
+            sequence.append(token)
         yield chosen
 
 
@@ -106,35 +106,37 @@ def before_any(ids: Sequence[int], ends: Collection[int]) -> Sequence[int]:
     return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
 
 
-def whole_rows(
+def uncached_logits(
     logits: Callable[[torch.Tensor], torch.Tensor], length: int, filler: int, device: torch.device
 ) -> NextLogits:
-    """By a forward over all of each row, padded to `length`. `logits`: int64 [B, T] -> [B, T, V]."""
+    """Next-token logits by forwards of whole sequences, padded to `length`. `logits`: int64 [B, T] -> [B, T,
+    V]."""
 
-    def next_logits(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        padded = [[*row, *[filler] * (length - len(row))] for row in rows]
-        found = logits(torch.tensor(padded, device=device))
-        return torch.stack([found[i, len(row) - 1] for i, row in enumerate(rows)])
+    def next_logits(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        padded = [[*ids, *[filler] * (length - len(ids))] for ids in sequences]
+        logits_BTV = logits(torch.tensor(padded, device=device))
+        return torch.stack([logits_BTV[i, len(ids) - 1] for i, ids in enumerate(sequences)])
 
     return next_logits
 
 
-class CachedRows:
-    """By a forward over the tokens of each row that are new since the last call, of a model that is whole on
-    one device. `num_new`: tokens after the first call's rows, at most."""
+class CachedLogits:
+    """Next-token logits by forwards of the tokens that are new since the last call, with a cache of keys and
+    values, of a model that is whole on one device. `num_new`: maximum number of tokens per sequence after the
+    first call's."""
 
     def __init__(self, net: Decoder, num_new: int, device: torch.device):
         self.net, self.num_new, self.device = net, num_new, device
         self._cache: KVCache | None = None
 
     @torch.no_grad()
-    def __call__(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits [B, V]."""
-        new = [list(row[-1:]) for row in rows]
+        new = [list(ids[-1:]) for ids in sequences]
         if self._cache is None:
-            longest = max(len(row) for row in rows)
-            padding = [longest - len(row) for row in rows]
-            new = [[0] * n + list(row) for n, row in zip(padding, rows)]
+            longest = max(len(ids) for ids in sequences)
+            padding = [longest - len(ids) for ids in sequences]
+            new = [[0] * n + list(ids) for n, ids in zip(padding, sequences)]
             self._cache = KVCache(torch.tensor(padding, device=self.device), longest + self.num_new)
         tokens = torch.tensor(new, device=self.device)
         positions = self._cache.advance(tokens.shape[1])

@@ -209,8 +209,8 @@ class _Chunked(torch.autograd.Function):
         d_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32)
         weight_VD = weight_VD.to(hidden_ND.dtype)
         total = torch.zeros((), device=hidden_ND.device)
-        parts = (x.chunk(num_chunks) for x in (hidden_ND, targets_N, d_hidden_ND))
-        for i, (h_CD, targets_C, d_h_CD) in enumerate(zip(*parts)):
+        chunks = zip(*(x.chunk(num_chunks) for x in (hidden_ND, targets_N, d_hidden_ND)))
+        for i, (h_CD, targets_C, d_h_CD) in enumerate(chunks):
             counts_C1 = (targets_C != IGNORE)[:, None]
             h_CD = torch.where(counts_C1, h_CD, 0.0)  # tokens that do not count add nothing to d_weight
             logits_CV = F.linear(h_CD, weight_VD)

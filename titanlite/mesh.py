@@ -239,8 +239,8 @@ def build_mesh(
     return Mesh(degrees, rank, mesh)
 
 
-def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """This rank's part of a tensor, and where in the whole it begins along each dim."""
+def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """This rank's shard of a tensor, and the index at which it begins in the full tensor along each dim."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
     offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]

@@ -12,7 +12,15 @@ import torch
 from tests.support.parallel_residual import ParallelResidual
 from titanlite.attention.kv_cache import KVCache
 from titanlite.config.component import ConfigError
-from titanlite.generate import CachedRows, Generation, before_any, choose, generate, next_tokens, whole_rows
+from titanlite.generate import (
+    CachedLogits,
+    Generation,
+    before_any,
+    choose,
+    generate,
+    next_tokens,
+    uncached_logits,
+)
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3 import Qwen3
@@ -46,8 +54,8 @@ def net(request: pytest.FixtureRequest) -> Decoder:
 def both(net: Decoder, prompts: list[list[int]], steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logits with a cache and without, as the rows grow by the likeliest tokens."""
     rows = [list(prompt) for prompt in prompts]
-    cached = CachedRows(net, steps, CPU)
-    whole = whole_rows(net, max(map(len, rows)) + steps, 0, CPU)
+    cached = CachedLogits(net, steps, CPU)
+    whole = uncached_logits(net, max(map(len, rows)) + steps, 0, CPU)
     found = []
     for _ in range(steps):
         found.append((cached(rows), whole(rows)))
@@ -95,7 +103,7 @@ def test_the_likeliest_tokens_are_the_same_alone_and_side_by_side(net: Decoder) 
     config = Generation(temperature=0, max_new_tokens=10)
 
     def made(prompts: list[list[int]]) -> list[list[int]]:
-        return [list(ids) for ids in zip(*next_tokens(CachedRows(net, 10, CPU), prompts, config, 258, 0))]
+        return [list(ids) for ids in zip(*next_tokens(CachedLogits(net, 10, CPU), prompts, config, 258, 0))]
 
     together = made(PROMPTS)
     assert together == [made([prompt])[0] for prompt in PROMPTS]
@@ -106,7 +114,9 @@ def test_a_row_is_drawn_with_its_own_seed() -> None:
     net, config = random_net("llama3"), Generation(temperature=1.0, max_new_tokens=10)
 
     def made(prompts: list[list[int]], seed: int) -> list[list[int]]:
-        return [list(ids) for ids in zip(*next_tokens(CachedRows(net, 10, CPU), prompts, config, 258, seed))]
+        return [
+            list(ids) for ids in zip(*next_tokens(CachedLogits(net, 10, CPU), prompts, config, 258, seed))
+        ]
 
     together = made([PROMPTS[0]] * 3, seed=7)
     assert together == [made([PROMPTS[0]], seed=7 + i)[0] for i in range(3)]
@@ -117,7 +127,9 @@ def test_samples_while_training_are_the_same_with_a_cache() -> None:
     net, tokenizer = random_net("llama3"), Bytes().build()
     config = Generation(temperature=0.8, top_k=20, top_p=0.9, max_new_tokens=12)
     text = generate(net, tokenizer, "ab", config, 3, CPU)
-    steps = next_tokens(CachedRows(net, 12, CPU), [[tokenizer.bos, *b"ab"]], config, tokenizer.vocab_size, 3)
+    steps = next_tokens(
+        CachedLogits(net, 12, CPU), [[tokenizer.bos, *b"ab"]], config, tokenizer.vocab_size, 3
+    )
     ids = before_any([step[0] for step in steps], {tokenizer.eos})
     assert text == "ab" + tokenizer.decode(ids)
 

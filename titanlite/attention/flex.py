@@ -67,6 +67,6 @@ def _block_mask(visible: Any, B: int | None, queries: int, keys: int, device: to
     if _flex_attention is None:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        # Uncompiled, both write out [B, H, queries, keys]; in a compiled block the inner compile is a part.
+        # Uncompiled, both write out [B, H, queries, keys]; in a compiled block they are compiled with it.
         _flex_attention, _create_block_mask = torch.compile(flex_attention), torch.compile(create_block_mask)
     return _create_block_mask(visible, B, None, queries, keys, device=device)

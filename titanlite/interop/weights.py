@@ -20,7 +20,7 @@ import torch
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
-from titanlite.mesh import local_part
+from titanlite.mesh import local_shard
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.tokenizers.base import Tokenizer
 
@@ -185,7 +185,7 @@ def load_weights(weights: Weights, net: torch.nn.Module) -> None:
     """Read this rank's shard of each parameter of `net` in place, in the parameter's dtype. Rows of the
     vocabulary that `weights` does not have keep their values. Not collective. check() must have passed."""
     for name, parameter in model_tensors(net).items():
-        local, offsets = local_part(parameter)
+        local, offsets = local_shard(parameter)
         stored = weights.tensors[name]
         ends = [min(o + n, size) for o, n, size in zip(offsets, local.shape, stored.shape)]
         if all(begin < end for begin, end in zip(offsets, ends)):

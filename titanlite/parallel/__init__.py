@@ -1,1 +1,2 @@
-"""What turns a model on the meta device into this rank's part of it. One file a transform; none renames."""
+"""The transforms that shard, compile and initialise a model, one file per transform. None renames a
+parameter."""

@@ -32,12 +32,13 @@ class Float8:
     enable: bool = False
     """On or off. Needs compile.enable, without which it is slower than bfloat16."""
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """How values are scaled. `tensorwise`: one scale a tensor, the fastest. `rowwise`: one a row, more exact.
+    """How values are scaled. `tensorwise`: one scale per tensor, the fastest. `rowwise`: one per row of a
+    matrix, more exact.
     `rowwise_with_gw_hp`: also the weights' gradients in bfloat16, the most exact."""
     enable_fsdp_float8_all_gather: bool = True
     """tensorwise: FSDP gathers weights in float8, half the bytes."""
     filter_fqns: list[str] = field(default_factory=list)
-    """Layers to leave as they are: parts of their names, for example `["k_proj", "layers.0."]`."""
+    """Layers to leave in bfloat16, by substrings of their names, for example `["k_proj", "layers.0."]`."""
     min_elements: int = 0
     """Leave layers whose weights have fewer elements than this: casting costs them more than it saves."""
     emulate: bool = False
@@ -106,10 +107,10 @@ class Float8:
         return (8, 9) if self.recipe == "tensorwise" else (9, 0)
 
 
-def divide_layers(net: Decoder, config: Float8, ranks: int = 1) -> tuple[set[str], set[str]]:
+def split_layers(net: Decoder, config: Float8, ranks: int = 1) -> tuple[set[str], set[str]]:
     """The names of the blocks' linear layers: those that become float8, and those that are left. Raises
-    ConfigError for a layer that float8 cannot have, divided over `ranks` by tensor parallel, and for a filter
-    that matches none."""
+    ConfigError for a layer that float8 does not support, sharded over `ranks` by tensor parallel, and for a
+    filter that matches none."""
     inside = {module for module in net.blocks().modules() if isinstance(module, nn.Linear)}
     layers = {name: module for name, module in net.named_modules() if module in inside}
     for part in config.filter_fqns:
@@ -129,22 +130,22 @@ def divide_layers(net: Decoder, config: Float8, ranks: int = 1) -> tuple[set[str
     odd = [
         name
         for name, layer in layers.items()
-        if name not in left and any(size % MULTIPLE for size in _on_a_rank(name, layer, net, ranks))
+        if name not in left and any(size % MULTIPLE for size in _local_shape(name, layer, net, ranks))
     ]
     if odd:
-        rows, columns = _on_a_rank(odd[0], layers[odd[0]], net, ranks)
+        rows, columns = _local_shape(odd[0], layers[odd[0]], net, ranks)
         kinds = sorted({name.split(".")[-1] for name in odd})
-        divided = f" on each of tensor_parallel_degree = {ranks} ranks" if ranks > 1 else ""
+        sharded = f" on each of tensor_parallel_degree = {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"{odd[0]} is {rows} x {columns}{divided}, not multiples of {MULTIPLE}; leave all such layers "
+            f"{odd[0]} is {rows} x {columns}{sharded}, not multiples of {MULTIPLE}; leave all such layers "
             "out: " + json.dumps([*config.filter_fqns, *kinds]),
             "float8.filter_fqns",
         )
     return layers.keys() - left, left
 
 
-def _on_a_rank(name: str, layer: nn.Linear, net: Decoder, ranks: int) -> tuple[int, int]:
-    """The shape of a layer's weight when tensor parallel has divided it."""
+def _local_shape(name: str, layer: nn.Linear, net: Decoder, ranks: int) -> tuple[int, int]:
+    """The shape of a rank's shard of a layer's weight under tensor parallel."""
     rows, columns = layer.weight.shape
     styles = {style for pattern, style in net.tensor_plan.items() if fnmatch(name, pattern)}
     return (
@@ -155,10 +156,10 @@ def _on_a_rank(name: str, layer: nn.Linear, net: Decoder, ranks: int) -> tuple[i
 
 def apply_float8(net: Decoder, config: Float8, sharded: bool, ranks: int = 1) -> None:
     """Swap the blocks' linear layers, before tensor parallel over `ranks`, activation checkpointing, compile
-    and FSDP. Raises ConfigError as divide_layers does."""
+    and FSDP. Raises ConfigError as split_layers does."""
     if not config.enable:
         return
-    chosen, left = divide_layers(net, config, ranks)
+    chosen, left = split_layers(net, config, ranks)
     torchao = _torchao()
     recipe = replace(torchao.Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
     if config.gathers_float8 and sharded:
@@ -186,7 +187,7 @@ def shared_cast(module: nn.Module, config: Float8) -> Callable[[torch.Tensor], t
 
 
 def rowwise_style(module: nn.Module, config: Float8) -> type[RowwiseParallel]:
-    """Tensor parallel's style for a layer that is divided by rows, whose gradient may be sent in float8."""
+    """The tensor-parallel style of a row-wise layer, whose gradient may be sent in float8."""
     if not _sends_float8(module, config):
         return RowwiseParallel
     from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel

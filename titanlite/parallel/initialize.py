@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from titanlite.mesh import local_part
+from titanlite.mesh import local_shard
 
 CHUNK = 1 << 22  # elements hashed at once: bounds the int64 temporaries
 
@@ -22,9 +22,9 @@ CHUNK = 1 << 22  # elements hashed at once: bounds the int64 temporaries
 def fill_normal(
     parameter: torch.Tensor, name: str, mean: float, std: float, seed: int, device: torch.device | None = None
 ) -> None:
-    """Fill a parameter, or this rank's shard of one, with its share of normal(mean, std) values, made on
-    `device` (the parameter's)."""
-    local, offsets = local_part(parameter)
+    """Fill a parameter, or this rank's shard of one, with normal(mean, std) values, computed on `device`
+    (default: the parameter's)."""
+    local, offsets = local_shard(parameter)
     if std == 0.0 or local.numel() == 0:
         local.fill_(mean)
         return
@@ -38,11 +38,11 @@ def fill_normal(
         along = (torch.arange(local.shape[dim], device=device) + offsets[dim]) * stride
         index = index + along.reshape(-1, *[1] * (parameter.ndim - 1 - dim))
         stride *= parameter.shape[dim]
-    rows_at_once = max(CHUNK // max(local[0].numel(), 1), 1)
-    for begin in range(0, len(local), rows_at_once):
-        part = local[begin : begin + rows_at_once]
-        rows = torch.arange(begin, begin + len(part), device=device) + offsets[0]
-        part.copy_(_normal((rows * stride).reshape(-1, *[1] * (local.ndim - 1)) + index, key) * std + mean)
+    rows_per_chunk = max(CHUNK // max(local[0].numel(), 1), 1)
+    for begin in range(0, len(local), rows_per_chunk):
+        chunk = local[begin : begin + rows_per_chunk]
+        rows = torch.arange(begin, begin + len(chunk), device=device) + offsets[0]
+        chunk.copy_(_normal((rows * stride).reshape(-1, *[1] * (local.ndim - 1)) + index, key) * std + mean)
 
 
 def _normal(index: torch.Tensor, key: int) -> torch.Tensor:

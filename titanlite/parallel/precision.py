@@ -1,5 +1,5 @@
-"""bf16 in a process that shards nothing: weights stay fp32, and the layers cast them where they are used,
-which the compiler makes part of its kernels. FSDP would copy the weights, and the gradients, for nothing."""
+"""bf16 in a single process: weights stay fp32, and the layers cast them where they are used, which the
+compiler fuses into its kernels. FSDP would copy weights and gradients without need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titanlite.models.base import Decoder
 
 
 def apply_precision(net: Decoder, dtype: torch.dtype) -> None:
-    """Let activations have `dtype`, which they have from the embedding on."""
+    """Cast activations to `dtype` after the embedding; the layers keep the dtype of their input."""
     for module in net.modules():
         if isinstance(module, nn.Embedding):
-            module.register_forward_hook(lambda module, tokens, found: found.to(dtype))
+            module.register_forward_hook(lambda module, tokens, hidden: hidden.to(dtype))

@@ -23,7 +23,7 @@ from titanlite.config.overrides import split_arguments
 from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
-from titanlite.parallel.float8 import divide_layers
+from titanlite.parallel.float8 import split_layers
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
@@ -68,7 +68,7 @@ def build_on_meta(job: Job) -> Decoder:
         net = job.model.build()
     job.optimizer.check(net)
     if job.float8.enable:
-        divide_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
+        split_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
     apply_activation_checkpoint(net, job.activation_checkpoint)
     return net
 

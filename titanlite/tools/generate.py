@@ -1,7 +1,7 @@
-"""`titanlite generate PATH --prompt TEXT`: continue texts with a model: a run's newest checkpoint, a given
-one, or a Hugging Face directory, whose text and end it takes as transformers does.
+"""`titanlite generate PATH --prompt TEXT`: continue texts with a model from a run's newest checkpoint, a
+given checkpoint, or a Hugging Face directory, whose texts begin and end as in transformers.
 
-One prompt is written while it is made; several are computed side by side.
+The continuation of a single prompt is printed token by token; several prompts are computed as a batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.checkpoint.state import listed, model_tensors, non_finite
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
-from titanlite.generate import CachedRows, Generation, before_any, next_tokens
+from titanlite.generate import CachedLogits, Generation, before_any, next_tokens
 from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.weights import Weights, first_of, load_weights, mismatches, skeleton
@@ -46,27 +46,27 @@ class Source:
     def continuations(
         self, prompts: Sequence[str], config: Generation, seed: int
     ) -> Iterator[list[list[int]]]:
-        """The ids made of each prompt so far, after each step until all have ended."""
-        rows = [self.encode(prompt) or [self.tokenizer.bos] for prompt in prompts]
-        self._check_lengths(rows, config.max_new_tokens)
-        made: list[list[int]] = [[] for _ in rows]
+        """The new ids of each prompt so far, after each forward until all texts have ended."""
+        sequences = [self.encode(prompt) or [self.tokenizer.bos] for prompt in prompts]
+        self._check_lengths(sequences, config.max_new_tokens)
+        made: list[list[int]] = [[] for _ in sequences]
         ended: set[int] = set()
-        step = CachedRows(self.net, config.max_new_tokens, self.device)
-        for chosen in next_tokens(step, rows, config, self.tokenizer.vocab_size, seed):
+        next_logits = CachedLogits(self.net, config.max_new_tokens, self.device)
+        for chosen in next_tokens(next_logits, sequences, config, self.tokenizer.vocab_size, seed):
             for i, (ids, token) in enumerate(zip(made, chosen)):
                 ids.append(token)
                 if token in self.ends:
                     ended.add(i)
             yield made
-            if len(ended) == len(rows):
+            if len(ended) == len(sequences):
                 return
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of what was made, up to its end."""
         return self.tokenizer.decode(before_any(ids, self.ends))
 
-    def _check_lengths(self, rows: Sequence[Sequence[int]], num_new: int) -> None:
-        longest = max(len(row) for row in rows)
+    def _check_lengths(self, sequences: Sequence[Sequence[int]], num_new: int) -> None:
+        longest = max(len(ids) for ids in sequences)
         if self.max_position is not None and longest + num_new > self.max_position:
             raise ConfigError(
                 f"a prompt of {longest} tokens and --max-new-tokens={num_new} are more than the "
@@ -100,8 +100,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     for begin in range(0, len(prompts), options.batch_size):
         batch = prompts[begin : begin + options.batch_size]
-        *_, rows = source.continuations(batch, config, options.seed + begin)
-        for i, (prompt, ids) in enumerate(zip(batch, rows), begin + 1):
+        *_, continuations = source.continuations(batch, config, options.seed + begin)
+        for i, (prompt, ids) in enumerate(zip(batch, continuations), begin + 1):
             print(f"--- {i} of {len(prompts)}\n{for_terminal(prompt + source.text(ids))}", flush=True)
     return 0
 
@@ -159,8 +159,8 @@ def _open_hugging_face(path: Path, device: torch.device) -> Source:
 def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decoder:
     """The family's model with these weights, all of them and no others."""
     net = skeleton(weights, family)
-    if found := mismatches(weights, net, all_rows=True):
-        raise CheckpointError(f"{weights.path} does not fit its own configuration: {first_of(found)}")
+    if faults := mismatches(weights, net, all_rows=True):
+        raise CheckpointError(f"{weights.path} does not fit its own configuration: {first_of(faults)}")
     net.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     net.to_empty(device=device)
     net.fill_buffers()

@@ -89,7 +89,7 @@ def test_off_is_off() -> None:
 def test_layers_are_left_out_by_name_and_by_size_and_named(caplog: pytest.LogCaptureFixture) -> None:
     net = build()
     config = Float8(enable=True, emulate=True, filter_fqns=["layers.0.mlp"], min_elements=1024)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="titanlite"):
         apply_float8(net, config, sharded=False)
     left = {f"model.layers.{i}.self_attn.{p}_proj" for i in range(2) for p in "kv"}  # 16 x 32
     left |= {f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up", "down")}
