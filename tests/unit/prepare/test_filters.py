@@ -1,4 +1,4 @@
-"""Pins the filters: every judge gives the verdict of a slow oracle written from its documentation, keeps a
+"""Pins the filters: each gives the verdict of a slow oracle written from its documentation, keeps a
 share that equals its limit, and names number and limit where it removes; exact duplicates are those whose
 stripped texts are equal; near duplicates are found in proportion to the Jaccard similarity of their sets of
 n-grams, with keys that are the same on every machine and in every process (golden values)."""
@@ -95,11 +95,11 @@ def share(part: int, whole: int) -> Fraction:
     return Fraction(part, whole) if whole else Fraction(0)
 
 
-def judge_of(section: Filter) -> FilterFunction:
-    """Built, and known to judge by itself."""
-    judge = section.build()
-    assert not isinstance(judge, LshSignature)
-    return judge
+def function_of(section: Filter) -> FilterFunction:
+    """A filter that looks at one document at a time, built."""
+    reason_for = section.build()
+    assert not isinstance(reason_for, LshSignature)
+    return reason_for
 
 
 def bands_of(section: Filter) -> Callable[[str], np.ndarray]:
@@ -122,10 +122,12 @@ def bands_of(section: Filter) -> Callable[[str], np.ndarray]:
 @settings(deadline=None)
 def test_length(text: str, low_c: int, high_c: int, low_w: int, high_w: int) -> None:
     assume(all(high >= low or high == 0 for low, high in ((low_c, high_c), (low_w, high_w))))
-    judge = judge_of(Length(min_characters=low_c, max_characters=high_c, min_words=low_w, max_words=high_w))
+    reason_for = function_of(
+        Length(min_characters=low_c, max_characters=high_c, min_words=low_w, max_words=high_w)
+    )
     c, w = len(list(text)), len(words_of(text))
     kept = low_c <= c and low_w <= w and (c <= high_c or high_c == 0) and (w <= high_w or high_w == 0)
-    assert (judge(text) is None) == kept
+    assert (reason_for(text) is None) == kept
 
 
 @given(texts, st.integers(0, 8), st.integers(0, 8))
@@ -133,10 +135,10 @@ def test_length(text: str, low_c: int, high_c: int, low_w: int, high_w: int) -> 
 def test_mean_word_length(text: str, low: int, high: int) -> None:
     """In quarters, which are exact."""
     low, high = sorted((low, high))
-    judge = judge_of(MeanWordLength(min=low / 4, max=high / 4))
+    reason_for = function_of(MeanWordLength(min=low / 4, max=high / 4))
     words = words_of(text)
     mean = share(sum(len(w) for w in words), len(words))
-    assert (judge(text) is None) == (Fraction(low, 4) <= mean <= Fraction(high, 4))
+    assert (reason_for(text) is None) == (Fraction(low, 4) <= mean <= Fraction(high, 4))
 
 
 @given(texts, limits)
@@ -144,13 +146,13 @@ def test_mean_word_length(text: str, low: int, high: int) -> None:
 def test_alphabetic(text: str, limit: float) -> None:
     words = words_of(text)
     lettered = [w for w in words if any(unicodedata.category(c).startswith("L") for c in w)]
-    judge = judge_of(Alphabetic(min_share=limit))
-    assert (judge(text) is None) == (share(len(lettered), len(words)) >= exact(limit))
+    reason_for = function_of(Alphabetic(min_share=limit))
+    assert (reason_for(text) is None) == (share(len(lettered), len(words)) >= exact(limit))
 
 
 @pytest.mark.parametrize("number", ["\u00b2", "\u00bd", "\u2460", "\u0bf0"])
 def test_no_number_is_a_letter(number: str) -> None:
-    assert judge_of(Alphabetic())(number) is not None
+    assert function_of(Alphabetic())(number) is not None
 
 
 @given(texts, limits, st.lists(st.sampled_from(["#", "...", "\u2026", "a", "a b"]), min_size=1, unique=True))
@@ -167,16 +169,16 @@ def test_symbols(text: str, limit: float, symbols: list[str]) -> None:
             count += found
             i += len(symbol) if found else 1
         most = max(most, count)
-    judge = judge_of(Symbols(symbols=symbols, max_share=limit))
-    assert (judge(text) is None) == (Fraction(most, words) <= exact(limit))
+    reason_for = function_of(Symbols(symbols=symbols, max_share=limit))
+    assert (reason_for(text) is None) == (Fraction(most, words) <= exact(limit))
 
 
 def test_hashes_and_ellipses_are_judged_apart_as_in_gopher() -> None:
-    judge = judge_of(Symbols())
+    reason_for = function_of(Symbols())
     words = "word " * 88
-    assert judge(words + "# " * 6 + "... " * 6) is None
-    assert judge(words + "# " * 12) == "0.12 '#' per word, over 0.1"
-    assert judge(words + "... " * 6 + "\u2026 " * 6) == "0.12 '...' per word, over 0.1"
+    assert reason_for(words + "# " * 6 + "... " * 6) is None
+    assert reason_for(words + "# " * 12) == "0.12 '#' per word, over 0.1"
+    assert reason_for(words + "... " * 6 + "\u2026 " * 6) == "0.12 '...' per word, over 0.1"
 
 
 @given(texts, limits, limits)
@@ -187,8 +189,8 @@ def test_repeated_lines(text: str, of_lines: float, of_characters: float) -> Non
     kept = share(len(again), len(lines)) <= exact(of_lines) and (
         share(sum(map(len, again)), sum(map(len, lines))) <= exact(of_characters)
     )
-    judge = judge_of(RepeatedLines(max_line_share=of_lines, max_character_share=of_characters))
-    assert (judge(text) is None) == kept
+    reason_for = function_of(RepeatedLines(max_line_share=of_lines, max_character_share=of_characters))
+    assert (reason_for(text) is None) == kept
 
 
 def top_shares(words: list[str], n: int) -> list[Fraction]:
@@ -222,38 +224,38 @@ def test_repeated_ngrams(text: str, top: list[float], repeated: list[float]) -> 
     least = all(min(t) <= exact(limit) for t, limit in zip(tops, top))
     most = all(max(t) <= exact(limit) for t, limit in zip(tops, top))
     rest = all(repeated_share(words, n) <= exact(limit) for n, limit in enumerate(repeated, 5))
-    kept = judge_of(RepeatedNGrams(max_top_share=top, max_repeated_share=repeated))(text) is None
+    kept = function_of(RepeatedNGrams(max_top_share=top, max_repeated_share=repeated))(text) is None
     assert kept in {least and rest, most and rest}
 
 
 def test_equally_common_ngrams_are_judged_by_their_form() -> None:
     """Which words stand where is all that differs; their lengths and repetitions are the same."""
-    judge = judge_of(RepeatedNGrams(max_top_share=[0.5], max_repeated_share=[]))
+    reason_for = function_of(RepeatedNGrams(max_top_share=[0.5], max_repeated_share=[]))
     verdicts = set()
     for a, b, c, d in permutations("pqrs"):
         short, long = f"{a} {b}", f"{c * 9} {d * 9}"
-        verdicts.add(judge(f"{short} x {long} y {short} z {long}"))
+        verdicts.add(reason_for(f"{short} x {long} y {short} z {long}"))
     assert len(verdicts) == 1
 
 
 @pytest.mark.parametrize("section", [RepeatedNGrams(), RepeatedLines(), Symbols()], ids=lambda s: s.name)
 @pytest.mark.parametrize("text", ["", " ", "\n\t\u3000", "one", "\u4f60\u597d"])
 def test_too_little_text_to_repeat_is_kept(section: Filter, text: str) -> None:
-    assert judge_of(section)(text) is None
+    assert function_of(section)(text) is None
 
 
 def test_ngrams_of_a_document_of_exactly_n_words() -> None:
     """There is one of them, which is no repetition; a word more may be one."""
-    judge = judge_of(RepeatedNGrams(max_top_share=[0, 0, 0], max_repeated_share=[0] * 6))
-    assert judge("a b c d e f g h i j") is None
-    assert judge("a a") is None
-    assert judge("a a a") is not None
+    reason_for = function_of(RepeatedNGrams(max_top_share=[0, 0, 0], max_repeated_share=[0] * 6))
+    assert reason_for("a b c d e f g h i j") is None
+    assert reason_for("a a") is None
+    assert reason_for("a a a") is not None
 
 
 def test_overlapping_repetitions_are_counted_once() -> None:
     """Words 2 to 7 of eight equal ones stand in several 5-grams that came before."""
-    judge = judge_of(RepeatedNGrams(max_top_share=[], max_repeated_share=[0.8]))
-    assert judge("a " * 8) == "87.5% of the characters are in repeated 5-grams, more than 80.0%"
+    reason_for = function_of(RepeatedNGrams(max_top_share=[], max_repeated_share=[0.8]))
+    assert reason_for("a " * 8) == "87.5% of the characters are in repeated 5-grams, more than 80.0%"
 
 
 # At the limit, beyond it, and why.
@@ -328,14 +330,14 @@ BOUNDARIES: dict[str, tuple[Filter, str, str, str]] = {
 @pytest.mark.parametrize("case", BOUNDARIES)
 def test_what_equals_the_limit_is_kept_and_the_reason_names_number_and_limit(case: str) -> None:
     section, kept, removed, reason = BOUNDARIES[case]
-    judge = judge_of(section)
-    assert judge(kept) is None
-    assert judge(removed) == reason
+    reason_for = function_of(section)
+    assert reason_for(kept) is None
+    assert reason_for(removed) == reason
 
 
 def test_what_has_no_words_has_no_letters_and_no_mean() -> None:
-    assert judge_of(Alphabetic())(" \n") == "0.0% of the words contain a letter, less than 80.0%"
-    assert judge_of(MeanWordLength())("") == "mean word length 0.00, outside 3 to 10"
+    assert function_of(Alphabetic())(" \n") == "0.0% of the words contain a letter, less than 80.0%"
+    assert function_of(MeanWordLength())("") == "mean word length 0.00, outside 3 to 10"
 
 
 SHARES = [
@@ -378,7 +380,7 @@ def test_a_bad_value_is_refused_with_its_key(
 @pytest.mark.parametrize(("section", "key"), SHARES)
 @pytest.mark.parametrize("value", [0, 1, 0.0, 1.0])
 def test_the_ends_are_shares(section: type[Filter], key: str, value: float) -> None:
-    judge_of(section(**{key: value}))
+    function_of(section(**{key: value}))
 
 
 # ---- duplicates
