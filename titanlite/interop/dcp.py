@@ -98,7 +98,7 @@ def _recorded(model: Mapping[str, Any], family: ModelFamily, path: Path) -> dict
         raise ConfigError(f"{path} has a {model['name']} model, the job's model is {family.name}")
     fields = {f.name for f in dataclasses.fields(family.config)}
     known = {key: value for key, value in model.items() if key in fields}
-    return dataclasses.replace(family, overrides=known).config.numbers()
+    return dataclasses.replace(family, overrides=known).config.architecture_fields()
 
 
 def non_finite_in(path: Path) -> list[str]:

@@ -129,4 +129,4 @@ def _architecture(path: Path, family: ModelFamily | None) -> dict[str, Any]:
     the family does not read one."""
     if family is None or not family.hf_model_type or not (path / "config.json").exists():
         return {}
-    return read_family(path, family).config.numbers()
+    return read_family(path, family).config.architecture_fields()

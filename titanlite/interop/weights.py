@@ -127,7 +127,7 @@ def check(weights: Weights, family: ModelFamily) -> None:
     """Raises ConfigError unless `weights` belongs to the family's model: the same architecture, names and
     shapes, in a floating-point dtype. It may have fewer rows of the vocabulary."""
     net = skeleton(weights, family)
-    if contradictions(family.config.numbers(), weights.architecture):
+    if contradictions(family.config.architecture_fields(), weights.architecture):
         raise ConfigError(
             f"{weights.path} has another model than the job: {_differences(weights, net, family)}"
         )

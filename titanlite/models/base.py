@@ -1,7 +1,7 @@
-"""The contract of a model family: what the rest of titanlite may ask of a model, and nothing more.
+"""The contract of a model family: all that the rest of titanlite asks of a model.
 
-A family is a TOML choice (`[model] name`) with flavors, a plain dict of config dataclasses beside the model.
-Its module knows no ranks and no job; parallel/ shards and compiles it from outside, by block.
+A family is a TOML choice (`[model] name`) with flavors, a dict of config dataclasses beside the model. Its
+module knows no ranks, no kernels and no job; parallel/ shards and compiles it from outside, block by block.
 """
 
 from __future__ import annotations
@@ -132,13 +132,14 @@ class Decoder(nn.Module):
         step was skipped, in which case state must not change. Default: nothing to update."""
 
     def num_matmul_parameters(self) -> int:
-        """Parameters that every token is multiplied with: all but an embedding that is only looked up."""
+        """The number of parameters that take part in matrix products with every token: all parameters except
+        an embedding that is only looked up."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Fields that every family's flavors have; families add their own."""
+    """The architecture fields that all families have. A family adds its own."""
 
     vocab_size: int
     dim: int
@@ -156,7 +157,7 @@ class DecoderConfig:
             if type(value) is int and value >= 1 << 31:
                 raise ConfigError(f"{f.name} = {value} is not below 2^31")
 
-    def numbers(self) -> dict[str, Any]:
+    def architecture_fields(self) -> dict[str, Any]:
         """The fields that must be equal for checkpoints to be interchangeable; vocab_size may be larger."""
         return {key: value for key, value in vars(self).items() if key not in ("vocab_size", "max_position")}
 
@@ -166,13 +167,13 @@ class ModelFamily(Component, kind="model"):
     """Kind: `[model] name = ...`."""
 
     flavor: str
-    """Size of the model: a key of the family's flavors."""
+    """Name of the model's size: one of the family's flavors."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of the flavor to change, for example `{ n_layers = 4 }`."""
+    """Fields of the flavor to replace, for example `{ n_layers = 4 }`."""
 
     flavors: ClassVar[dict[str, Any]]
     hf_model_type: ClassVar[str] = ""
-    """`model_type` of the config.json that from_hf_config reads; empty: none."""
+    """The `model_type` of the config.json that from_hf_config reads; empty without a Hugging Face form."""
 
     def __post_init__(self) -> None:
         if self.flavor not in self.flavors:
@@ -195,18 +196,18 @@ class ModelFamily(Component, kind="model"):
         return dataclasses.replace(self.flavors[self.flavor], **self.overrides)
 
     def shape(self) -> str:
-        """The resolved shape, for people: the fields that every family has, and the overridden ones."""
+        """The architecture fields that all families have, and the overridden ones, for the log."""
         names = [f.name for f in dataclasses.fields(DecoderConfig)]
         names += [name for name in self.overrides if name not in names]
         return " ".join(f"{name}={getattr(self.config, name)}" for name in names)
 
     @property
     def max_position(self) -> int | None:
-        """The longest sequence that the model is made for, in tokens; None: any length."""
+        """The maximum sequence length of the model, in tokens; None: any length."""
         return getattr(self.config, "max_position", None)
 
     def check_length(self, seq_len: int) -> None:
-        """Raises ConfigError if sequences are longer than the model is made for."""
+        """Raises ConfigError if sequences of `seq_len` tokens exceed the maximum length of the model."""
         if self.max_position is not None and seq_len > self.max_position:
             raise ConfigError(
                 f"{seq_len} tokens are more than the {self.max_position} that {self.name} {self.flavor} is "
@@ -241,22 +242,24 @@ class ModelFamily(Component, kind="model"):
             )
 
     def build(self) -> Decoder:
-        """The module, on the current default device (meta, when training)."""
+        """The model, on the current default device (meta in a training run)."""
         raise NotImplementedError
 
     def hf_config(self) -> dict[str, Any]:
-        """The `config.json` under which Hugging Face's implementation is the same model. Raises ConfigError
-        if there is none."""
+        """The content of the `config.json` of the same model in Hugging Face's implementation. Raises
+        ConfigError if there is none."""
         raise ConfigError(f"{self.name} has no Hugging Face form (hf_config)", "model.name")
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelFamily:
-        """The inverse: what such a `config.json` describes. Raises ConfigError for what the family lacks."""
+        """The family, flavor and overrides that a `config.json` describes. Raises ConfigError if the family
+        does not support them."""
         raise ConfigError(f"{cls.name} has no Hugging Face form (from_hf_config)", "model.name")
 
     @classmethod
     def of_shape(cls, fields: dict[str, Any]) -> ModelFamily:
-        """The flavor with these fields, or the nearest one with overrides; others are the flavor's."""
+        """The flavor with these architecture fields, or the nearest flavor with overrides. Fields that are
+        not given keep the flavor's values."""
 
         def overrides(flavor: str) -> dict[str, Any]:
             return {key: v for key, v in fields.items() if v != getattr(cls.flavors[flavor], key)}
@@ -265,7 +268,7 @@ class ModelFamily(Component, kind="model"):
         return cls(flavor=nearest, overrides=overrides(nearest))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises ConfigError if the tokenizer has ids that the embedding lacks."""
+        """Raises ConfigError if the tokenizer has more ids than the embedding has rows."""
         if vocab_size > self.config.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {vocab_size} ids, {self.flavor} has {self.config.vocab_size}; "

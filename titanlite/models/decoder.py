@@ -1,7 +1,7 @@
-"""The decoder that Llama and its kin share: embedding, pre-norm blocks with rotary grouped-query attention
+"""The decoder that Llama-like families share: embedding, pre-norm blocks with rotary grouped-query attention
 and SwiGLU, final norm, head.
 
-A family gives its config, its attention where that differs, and its flavors (qwen3.py is all that takes).
+A family gives its config, its flavors, and its attention where that differs (qwen3.py is a whole example).
 Names, shapes and the rotate-half layout are Hugging Face's, so that its safetensors load by name. Shape
 suffixes: B batch, T tokens, D model dim, H query heads, K key/value heads, E head dim, V vocabulary.
 """
@@ -42,7 +42,7 @@ class RotaryConfig(DecoderConfig):
 
     @property
     def rope_scaling(self) -> RopeScaling:
-        """None, unless the family has one."""
+        """The scaling of the rotary frequencies; default: none."""
         return RopeScaling()
 
 
@@ -84,7 +84,7 @@ class SelfAttention(nn.Module):
         return self.o_proj(out_BTHE.flatten(-2))
 
     def normed(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys as they are rotated; for families that norm them."""
+        """Queries and keys before rotation. Families with query and key norms override this method."""
         return q_BTHE, k_BTKE
 
 
@@ -182,8 +182,8 @@ class RotaryDecoder(Decoder):
     def init_normal(self, name: str) -> tuple[float, float]:
         if name.endswith("norm.weight"):
             return 1.0, 0.0
-        # Projections that write to the residual stream shrink with depth (GPT-2), so its variance does not
-        # grow with it.
+        # Projections that write to the residual stream start smaller in deeper models (GPT-2), so that the
+        # variance of the stream does not grow with depth.
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         return 0.0, 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
 

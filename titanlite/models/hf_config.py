@@ -1,8 +1,7 @@
-"""Hugging Face's config.json for decoders of `decoder.py`, both ways: what differs is only what things are
-called.
+"""Reading and writing Hugging Face's config.json for the decoders of `decoder.py`.
 
-Reading refuses whatever would make another model of the same weights: an activation, biases, a rope type
-that the family does not have.
+Only the names of the fields differ. Reading refuses features that the decoder does not have, such as another
+activation, biases or another rope type.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ FIELDS = {  # Hugging Face's name: ours
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tie_word_embeddings",
 }
-FIXED: dict[str, Any] = {  # what these decoders are; transformers has the same where the key is missing
+FIXED: dict[str, Any] = {  # the only supported values; also the defaults of transformers
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -39,7 +38,8 @@ FIXED: dict[str, Any] = {  # what these decoders are; transformers has the same 
 
 
 def to_hf(c: RotaryConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """The keys that describe `c`. `rope`: its type and the parameters of that, {} without scaling."""
+    """The keys of a config.json that describe `c`. `rope`: the rope type and its parameters, {} without
+    scaling."""
     return {
         **{key: FIXED[key] for key in ("hidden_act", "attention_bias")},
         **{theirs: getattr(c, ours) for theirs, ours in FIELDS.items()},
@@ -51,8 +51,9 @@ def to_hf(c: RotaryConfig, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_hf(config: dict[str, Any], **defaults: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of a RotaryConfig, and the rope parameters, `rope_type` among them. `defaults`: of keys that
-    may be missing, as transformers has them. Raises ConfigError for what is missing or not supported."""
+    """The fields of a RotaryConfig, and the rope parameters with `rope_type`. `defaults`: values of keys that
+    may be missing, equal to those of transformers. Raises ConfigError for keys that are missing or not
+    supported."""
     for key, value in FIXED.items():
         if config.get(key, value) != value:
             raise ConfigError(
@@ -73,7 +74,7 @@ def from_hf(config: dict[str, Any], **defaults: Any) -> tuple[dict[str, Any], di
 
 
 def check_rope_type(rope: dict[str, Any], *supported: str) -> None:
-    """Raises ConfigError for another type of rotary embedding than these."""
+    """Raises ConfigError unless the type of rotary embedding is one of `supported`."""
     if rope["rope_type"] not in supported:
         known = " or ".join(json.dumps(name) for name in supported)
         raise ConfigError(

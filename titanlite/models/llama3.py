@@ -28,9 +28,9 @@ class Llama3Config(RotaryConfig):
     rope_original_max_position: int = 8192
     max_position: int = 131072
 
-    def numbers(self) -> dict[str, Any]:
+    def architecture_fields(self) -> dict[str, Any]:
         unused = set(ROPE.values()) - {"rope_factor"} if self.rope_factor == 1.0 else set()
-        return {key: value for key, value in super().numbers().items() if key not in unused}
+        return {key: value for key, value in super().architecture_fields().items() if key not in unused}
 
     @property
     def rope_scaling(self) -> RopeScaling:

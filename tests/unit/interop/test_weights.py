@@ -73,13 +73,15 @@ def test_a_chunk_that_is_not_what_it_is_said_to_be() -> None:
 
 
 def test_what_is_not_said_is_no_contradiction() -> None:
-    ours = Llama3(flavor="8B").config.numbers()
+    ours = Llama3(flavor="8B").config.architecture_fields()
     assert contradictions(ours, {}) == {}
     assert contradictions(ours, {"dim": 4096, "vocab_size": 3}) == {}
     assert contradictions(ours, {"dim": 8}) == {"dim": 8}
 
 
 def test_bands_of_a_rope_that_is_not_scaled_are_no_contradiction() -> None:
-    scaled = Llama3(flavor="8B").config.numbers()
-    plain = Llama3(flavor="8B", overrides={"rope_factor": 1.0, "rope_high_freq_factor": 3.0}).config.numbers()
+    scaled = Llama3(flavor="8B").config.architecture_fields()
+    plain = Llama3(
+        flavor="8B", overrides={"rope_factor": 1.0, "rope_high_freq_factor": 3.0}
+    ).config.architecture_fields()
     assert contradictions(scaled, plain) == {"rope_factor": 1.0}
