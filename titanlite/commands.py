@@ -38,8 +38,8 @@ Train from a TOML file, in this process; ./run_train.sh and `titanlite launch` s
 RENAMED_OPTIONS = {"--row": "--sequence", "--rows": "--num-sequences"}  # of verbs; old name -> new name
 # Keys of torchtitan's files that titanlite does not have; every such file has one of them.
 TORCHTITAN = {
-    "training.dataset", "training.dataset_path", "training.batch_size", "training.compile",
-    "model.tokenizer_path", "model.hf_assets_path", "model.converters", "model.norm_type",
+    "training.dataset", "training.dataset_path", "training.compile", "model.tokenizer_path",
+    "model.hf_assets_path", "model.converters",
     "checkpoint.enable_checkpoint", "experimental", "quantize", "fault_tolerance",
 }  # fmt: skip
 

@@ -1,172 +1,190 @@
-"""`titanlite migrate torchtitan.toml -o titanlite.toml`: torchtitan's configuration as titanlite's, with a
-report of what became of each key: carried over, renamed, replaced, or without counterpart.
+"""`titanlite migrate torchtitan.toml -o titanlite.toml`: titanlite's TOML file for torchtitan's.
 
-What torchtitan would have taken for a key that the file lacks is written, where titanlite would take another
-value. What the file cannot say, such as where the text is, stands at the top of the result. A value that
-titanlite refuses is left out, and told.
+Comments at the top of the result say what became of every key: carried over, renamed, converted or without a
+counterpart. `TO DO` lines name what has to be decided by hand, because it would change the training silently.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from titanlite.commands import parser
-from titanlite.config import toml
+from titanlite.config import schema, toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.paths import check_new
+from titanlite.config.places import Locator
 from titanlite.files import write_atomically
-from titanlite.tools.migrate_rules import (
-    Line,
-    Migration,
-    add_defaults,
-    add_model,
-    add_required,
-    check,
-    flatten,
-    nested,
-    set_float8_layers,
-    set_max_position,
-    set_micro_batches,
-    set_recomputed_blocks,
-    set_warmup,
-)
-from titanlite.tools.torchtitan import ERAS, NOTES, NOTES_ON_KEYS, Made
+from titanlite.interop import torchtitan_toml as tables
+from titanlite.interop.torchtitan_toml import Values
+from titanlite.job import Job
+from titanlite.tools.config import build_on_meta
 
-KINDS = ("carried over", "renamed", "replaced", "default", "no counterpart", "unknown")
+WEIGHT_DECAY = "optimizer.weight_decay: titanlite does not decay norms unless optimizer.param_groups says so"
+ROPE = (
+    "model.overrides.rope_factor: 8.0 is torchtitan's since 8 October 2025 (0.2.0); set 1.0 for an older "
+    "one, which does not scale Llama's rotary embedding"
+)
+VOCABULARY = (
+    "model.overrides.vocab_size: torchtitan 0.1 takes it from the tokenizer; set the number of its ids, "
+    "unless it is the flavor's"
+)
+PIPELINE = (
+    "training.local_batch_size: torchtitan cuts a rank's batch into micro-batches of "
+    "pipeline_parallel_microbatch_size; set local_batch_size to that size, and global_batch_size to the old "
+    "local_batch_size x the number of data-parallel ranks"
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the configuration, and the report: beside a file to standard output, else to standard error."""
+    """Write the configuration, and tell which keys have a TO DO line."""
     options = parser("migrate").read(argv)
     if options.output is not None:
         check_new(options.output, "--output")
-    text, report = migrate(options.source)
+    text, todo = migrate(options.source)
+    keys = ", ".join(dict.fromkeys(line.split(":")[0].split(" ")[0] for line in todo))
+    report = f"{options.source}: migrated; its TO DO lines say what to decide on {keys}"
     if options.output is None:
         print(text, end="")
-    else:
-        try:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(options.output, text)
-        except OSError as e:
-            raise ConfigError(f"{options.output} cannot be written: {e.strerror}") from None
-    print(report, end="", file=sys.stderr if options.output is None else sys.stdout)
+        print(report, file=sys.stderr)
+        return 0
+    try:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.output, text)
+    except OSError as e:
+        raise ConfigError(f"{options.output} cannot be written: {e.strerror}") from None
+    print(report)
     return 0
 
 
-def migrate(source: Path) -> tuple[str, str]:
-    """The TOML text and the report. Raises ConfigError for a file that is none of torchtitan's, or a model
-    that titanlite does not have."""
-    tree, _ = toml.read(source)
-    theirs = dict(flatten(tree))
-    if "data.sources" in theirs:  # every job of titanlite's has it, no file of torchtitan's does
+def migrate(source: Path) -> tuple[str, list[str]]:
+    """The TOML text, and its TO DO lines. Raises ConfigError for a file that is titanlite's already, and for
+    a model that titanlite does not have."""
+    theirs = dict(flatten(toml.read(source)[0]))
+    if "data.sources" in theirs:  # required here, and no key of torchtitan's
         raise ConfigError(f"{source} is a titanlite file already: `titanlite config {source}` checks it")
-    m = Migration(theirs, era(theirs))
-    add_model(m, source)
-    # a path stands for what another key names: of a data set, of a tokenizer
-    for key, value in sorted(
-        theirs.items(), key=lambda item: item[0].endswith(("dataset_path", "tokenizer_path"))
-    ):
-        if key in ("model.name", "model.flavor"):
-            continue
-        line, found = became(key, value)
-        if key.startswith("validation.dataset") and not _validates(theirs):
-            line, found = Line(key, "no counterpart", note="validation is off"), {}
-        m.lines.append(line)
-        m.made |= found
-    add_required(m)
-    drop_refused(m)
-    add_defaults(m)
-    set_warmup(m)
-    set_micro_batches(m)
-    set_float8_layers(m)
-    set_max_position(m)
-    set_recomputed_blocks(m)
-    drop_refused(m)
-    check(m)
-    notes = [[line.note, NOTES_ON_KEYS.get(line.key, "")] for line in m.lines]
-    lines = [line._replace(note="; ".join(filter(None, n))) for line, n in zip(m.lines, notes)]
-    head = [
-        f"# From {source.name} of torchtitan {m.era}, by titanlite migrate.",
-        *(f"# TO DO: {t}" for t in m.todo),
-    ]
-    text = "\n".join(head) + "\n\n" + tomli_w.dumps(nested(m.made))
-    end = [*(f"NOTE: {note}" for note in NOTES), *(f"TO DO: {t}" for t in m.todo)]
-    return text, "\n".join([f"{source}: torchtitan {m.era}", *table(lines), *end]) + "\n"
+    ours, todo = migrate_model(theirs, source)
+    comments = []
+    # The path of a data set replaces its name, so paths come last.
+    for key, value in sorted(theirs.items(), key=lambda item: item[0].endswith("_path")):
+        made, note, undecided = migrate_key(key, value)
+        ours |= made
+        comments.append(f"{key} {note}")
+        todo += [comments[-1]] if undecided else []
+    for key, value in tables.DEFAULTS.items():
+        if key not in ours:
+            ours[key] = value
+            comments.append(f"{key}: torchtitan's default")
+    todo += [*fill_inputs(ours), *refusals(nested(ours)), WEIGHT_DECAY]
+    if ours.get("parallelism.pipeline_parallel_degree", 1) != 1:
+        todo.append(PIPELINE)
+    head = [f"From {source.name} of torchtitan, by titanlite migrate.", *(f"TO DO: {line}" for line in todo)]
+    lines = [f"# {' '.join(line.split())}\n" for line in (*head, *comments)]
+    return f"{''.join(lines)}\n{tomli_w.dumps(nested(ours))}", todo
 
 
-def _validates(theirs: Made) -> bool:
-    return bool(theirs.get("validation.enable") or theirs.get("validation.enabled"))
+def migrate_model(theirs: Values, source: Path) -> tuple[Values, list[str]]:
+    """titanlite's model for torchtitan's, and what the file does not say about it. Raises ConfigError for a
+    model that titanlite does not have."""
+    name, flavor = theirs.get("model.name", "llama3"), str(theirs.get("model.flavor", "debugmodel"))
+    if name not in tables.FLAVORS:
+        raise ConfigError(f"{source}: model.name = {name!r}: titanlite has {' and '.join(tables.FLAVORS)}")
+    flavors = tables.FLAVORS[name]
+    ending = next((ending for ending in tables.MASKED if flavor.endswith(ending)), "")
+    plain = flavor.removesuffix(ending)
+    if plain not in flavors:
+        raise ConfigError(f"{source}: model.flavor = {flavor!r} (known: {', '.join(flavors)})")
+    size, overrides = flavors[plain]
+    ours = {"model.name": name, "model.flavor": size, "model.overrides": overrides}
+    if ending:
+        ours["data.mask_documents"] = True
+    todo = [ROPE] if name == "llama3" else []
+    return ours, todo if "model.hf_assets_path" in theirs else [*todo, VOCABULARY]
 
 
-def era(theirs: Made) -> str:
-    """The release, by the keys that only one has."""
-    own = [name for name in ("0.1", "0.2") if any(_is_in(name, key) for key in theirs)]
-    return own[0] if len(own) == 1 else "between 0.1 and 0.2" if own else "0.1 or 0.2"
-
-
-def _is_in(name: str, key: str) -> bool:
-    keys = ERAS[name]
-    gone = any(fnmatchcase(key, pattern) for pattern in keys.gone)
-    return gone or key in {*keys.carried, *keys.renamed, *keys.replaced}
-
-
-def became(key: str, value: Any) -> tuple[Line, Made]:
-    """What becomes of one key, by the tables; exact names come before patterns."""
-    for keys in ERAS.values():
-        if key in keys.carried:
-            return Line(key, "carried over"), {key: value}
-        if key in keys.renamed:
-            ours = keys.renamed[key]
-            return Line(key, "carried over" if ours == key else "renamed", [ours]), {ours: value}
-        if key in keys.replaced:
-            make, note = keys.replaced[key]
-            try:
-                found = make(value)
-            except (TypeError, AttributeError):
-                return Line(key, "no counterpart", note=f"{value!r} is no value for it"), {}
-            same = found == {key: value}
-            return Line(key, "carried over" if same else "replaced", list(found), "" if same else note), found
-    patterns = {pattern: why for keys in ERAS.values() for pattern, why in keys.gone.items()}
-    for pattern in sorted(patterns, key=lambda pattern: "*" in pattern):
-        if fnmatchcase(key, pattern):
-            return Line(key, "no counterpart", note=patterns[pattern]), {}
-    known = {k for keys in ERAS.values() for k in (*keys.carried, *keys.renamed, *keys.replaced, *keys.gone)}
-    nearest = suggest(key, known).partition(" (known")[0].lstrip("; ")
-    return Line(key, "unknown", note=f"no key of torchtitan 0.1 or 0.2{'; ' if nearest else ''}{nearest}"), {}
-
-
-def drop_refused(m: Migration) -> None:
-    """Leave out what titanlite does not accept, until the rest is a job. Raises ConfigError for what a job
-    needs."""
-    for _ in range(len(m.made)):
+def migrate_key(key: str, value: Any) -> tuple[Values, str, bool]:
+    """titanlite's keys and values for a key of torchtitan's; a note on what became of it; and True for what
+    the user has to decide."""
+    if key in tables.RENAMED:
+        return {tables.RENAMED[key]: value}, f"-> {tables.RENAMED[key]}", False
+    if key in ("model.name", "model.flavor"):
+        return {}, f"= {value!r}", False
+    if key in tables.CONVERTED:
         try:
-            m.job()
-            return
-        except ConfigError as refused:
-            e = refused.errors[0]
-            at = e.key or ""
-            key = next((k for k in m.made if at == k or at.startswith(f"{k}.")), None)
-            if key is None or key.startswith("model."):
-                raise ConfigError(f"not a job of titanlite's: {e}", at) from None
-            reason = str(e).rpartition(f"{at}: ")[2]
-            where = next(i for i, line in enumerate(m.lines) if key in (line.key, *line.ours))
-            m.lines[where] = Line(m.lines[where].key, "no counterpart", note=f"refused: {reason}")
-            del m.made[key]
+            return (made := tables.CONVERTED[key].convert(value)), f"-> {', '.join(made)}", False
+        except (ValueError, TypeError, AttributeError) as e:
+            return {}, f"= {value!r}: {e}", True
+    if reason := reason_without_counterpart(key):
+        return {}, f"= {value!r}: {reason}", tables.HARMLESS.get(key, value) != value
+    if key in own_keys():
+        return {key: value}, "carried over", False
+    near = suggest(key, {*own_keys(), *tables.RENAMED, *tables.CONVERTED}).partition(" (known")[0]
+    return {}, f"= {value!r}: no key of torchtitan 0.1 or 0.2{near}", True
 
 
-def table(lines: Sequence[Line]) -> list[str]:
-    """The report, by kind."""
-    found = []
-    for kind in KINDS:
-        of_kind = [line for line in lines if line.kind == kind]
-        found += [f"{kind} ({len(of_kind)}):"] if of_kind else []
-        for line in of_kind:
-            to = ", ".join(line.ours) if list(line.ours) != [line.key] else ""
-            found.append(f"  {line.key}{f' -> {to}' if to else ''}{f': {line.note}' if line.note else ''}")
-    return found
+def reason_without_counterpart(key: str) -> str | None:
+    """Why titanlite has nothing for a key; None for any other key."""
+    for name, reason in tables.NO_COUNTERPART.items():
+        if key == name or (name.endswith(".") and key.startswith(name)):
+            return reason
+    return None
+
+
+def own_keys() -> set[str]:
+    """titanlite's own keys, of all choices."""
+    sections = schema.table("job")["keys"].items()
+    nodes = [
+        (name, node) for name, section in sections for node in (section, *section.get("choices", {}).values())
+    ]
+    return {f"{name}.{key}" for name, node in nodes for key in node.get("keys", {})}
+
+
+def fill_inputs(ours: Values) -> Iterator[str]:
+    """Set the tokenizer and the text of a file that names none. Yields what the user has to decide."""
+    if "tokenizer" not in ours:
+        ours |= tables.to_tokenizer("./tests/assets/tokenizer")
+        yield "tokenizer: the file names none; name one, or set name = 'bytes' and no path"
+    if "data.sources" not in ours:
+        ours |= tables.to_sources("c4_test")
+    if ours.get("validation.enable") and "data.validation_sources" not in ours:
+        ours |= tables.to_validation_sources("c4_validation")
+    for key in ("data.sources", "data.validation_sources"):
+        for source in ours.get(key, []):
+            yield f"{key}: put the text into {source['path'][0]}, or name other files; nothing is downloaded"
+
+
+def refusals(tree: dict[str, Any]) -> list[str]:
+    """What titanlite refuses in the file, on the fewest ranks that it is for."""
+    try:
+        job = toml.build(Job, tree, Locator("", ""))
+        job.check(job.parallelism.fewest_ranks)
+        build_on_meta(job)
+    except ConfigError as e:
+        return [f"{error.key}: titanlite refuses this: {error}" for error in e.errors]
+    return []
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of dotted keys, with its sections in titanlite's order."""
+    tree: dict[str, Any] = {section.name: {} for section in dataclasses.fields(Job)}
+    for key, value in values.items():
+        *sections, leaf = key.split(".")
+        table = tree
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[leaf] = value
+    return {section: keys for section, keys in tree.items() if keys}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,47 @@
+"""The table of torchtitan's keys in docs/coming-from.md, made of the tables that `titanlite migrate` uses.
+
+After a change of those, `python -m tests.support.torchtitan_table` writes it anew.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from titanlite.interop.torchtitan_toml import CONVERTED, HARMLESS, RENAMED
+from titanlite.tools.migrate import reason_without_counterpart
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/coming-from.md"
+BEGIN, END = "<!-- keys of torchtitan, generated -->\n", "<!-- end of the keys -->\n"
+KEYS: dict[str, dict[str, object]] = json.loads((ROOT / "tests/golden/torchtitan_keys.json").read_text())
+
+
+def row(key: str) -> str:
+    """What titanlite has for a key."""
+    if key in RENAMED:
+        return f"`{RENAMED[key]}`"
+    if key in CONVERTED:
+        return f"`{CONVERTED[key].key}`: {CONVERTED[key].note}"
+    if reason := reason_without_counterpart(key):
+        return f"none: {reason}{'; any other value than the default is a TO DO' if key in HARMLESS else ''}"
+    return "the same"
+
+
+def table() -> str:
+    """Every key of torchtitan 0.1.0 to 0.2.2."""
+    keys = sorted(set().union(*KEYS.values()))
+    return (
+        "\n".join(["| torchtitan | titanlite |", "| --- | --- |", *(f"| `{k}` | {row(k)} |" for k in keys)])
+        + "\n"
+    )
+
+
+def page(text: str) -> str:
+    """The page with the current table."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,182 @@
+"""torchtitan's TOML keys, and what `titanlite migrate` makes of each: tables, and functions of one value.
+
+They hold for torchtitan 0.1.0 to 0.2.2, the last release that reads TOML. A key of torchtitan's that is in no
+table has the same name and meaning in titanlite; docs/coming-from.md lists all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Values = dict[str, Any]  # titanlite's dotted keys and their values
+
+
+class Conversion(NamedTuple):
+    """A key whose value changes. `key`: titanlite's key. `convert`: torchtitan's value to titanlite's keys
+    and their values; it raises ValueError for a value without a counterpart, with what the user has to do."""
+
+    key: str
+    convert: Callable[[Any], Values]
+    note: str
+
+
+def to_async_mode(value: str) -> Values:
+    return {"checkpoint.async_mode": "disabled" if value == "disabled" else "async"}
+
+
+def to_optimizer(value: str) -> Values:
+    return {"optimizer.name": value.lower()}
+
+
+def to_sources(value: str) -> Values:
+    return {"data.sources": [{"name": "text", "path": [value]}]}
+
+
+def to_validation_sources(value: str) -> Values:
+    return {"data.validation_sources": [{"name": "text", "path": [value]}]}
+
+
+def to_tokenizer(path: str) -> Values:
+    if path.endswith(".model"):
+        return {"tokenizer": {"name": "tiktoken", "path": path, "num_special_tokens": 256}}
+    return {"tokenizer": {"name": "huggingface", "path": path}}
+
+
+def to_float8(value: list[str] | str) -> Values:
+    converters = {word.strip() for word in (value.split(",") if isinstance(value, str) else value)} - {""}
+    if converters - {"float8", "quantize.linear.float8"}:
+        raise ValueError("titanlite has float8 alone: set float8.enable")
+    return {"float8.enable": bool(converters)}
+
+
+def to_filter(value: list[str] | str) -> Values:
+    if value not in (["output"], "output", [], ""):
+        raise ValueError("these are torchtitan's layers: set float8.filter_fqns to the names of titanlite's")
+    return {"float8.filter_fqns": []}
+
+
+FILTER = Conversion("float8.filter_fqns", to_filter, "by titanlite's names; the head is never in float8")
+TOKENIZER = Conversion("tokenizer", to_tokenizer, "a tiktoken file, or a folder with a tokenizer.json")
+
+# ---- keys of torchtitan 0.1 and 0.2 that titanlite does not have, or has with other values
+
+RENAMED = {
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.last_save_in_hf": "checkpoint.export_hf",
+    "debug.deterministic": "training.deterministic",
+    "debug.seed": "training.seed",
+    "float8.recipe_name": "float8.recipe",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "quantize.linear.float8.emulate": "float8.emulate",
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": "float8.enable_fsdp_float8_all_gather",
+    "quantize.linear.float8.recipe_name": "float8.recipe",
+    "training.compile": "compile.enable",
+    "training.dataloader.num_workers": "data.num_workers",
+}
+
+CONVERTED = {
+    "checkpoint.async_mode": Conversion("checkpoint.async_mode", to_async_mode, "`async` pins its memory"),
+    "float8.filter_fqns": FILTER,
+    "model.converters": Conversion("float8.enable", to_float8, "true if it names float8"),
+    "model.hf_assets_path": TOKENIZER,
+    "model.tokenizer_path": TOKENIZER,
+    "optimizer.name": Conversion("optimizer.name", to_optimizer, "in small letters"),
+    "quantize.linear.float8.filter_fqns": FILTER,
+    "training.dataset": Conversion("data.sources", to_sources, "a folder of text"),
+    "training.dataset_path": Conversion("data.sources", to_sources, "a folder of text"),
+    "validation.dataset": Conversion("data.validation_sources", to_validation_sources, "a folder of text"),
+    "validation.dataset_path": Conversion(
+        "data.validation_sources", to_validation_sources, "a folder of text"
+    ),
+}
+
+_REASONS = {  # why there is no counterpart: keys; one that ends with a dot is a section
+    "not supported": """
+        activation_checkpoint.debug activation_checkpoint.determinism_check activation_checkpoint.early_stop
+        activation_checkpoint.preserve_rng_state activation_checkpoint.visualize_memory_budget_pareto
+        checkpoint.enable_first_step_checkpoint checkpoint.initial_load_in_hf_quantized comm.mode
+        experimental.custom_args_module experimental.custom_import fault_tolerance. job.custom_config_module
+        memory_estimation. metrics.disable_color_printing mx. optimizer.early_step_in_backward
+        parallelism.context_parallel_load_balancer parallelism.context_parallel_rotate_method
+        parallelism.enable_async_tensor_parallel parallelism.enable_compiled_autograd quantize.grouped_mm.
+        quantize.linear.mx. training.dtype training.gc_debug
+    """,
+    "for models with experts": """
+        activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns debug.moe_force_load_balance
+        parallelism.expert_parallel_comm_backend parallelism.expert_parallel_degree
+        parallelism.expert_tensor_parallel_degree parallelism.pipeline_parallel_expert_parallel_overlap
+        training.debug_moe_force_load_balance
+    """,
+    "always so": """
+        checkpoint.create_seed_checkpoint checkpoint.enable_ft_dataloader_checkpoints compile.components
+        float8.precompute_float8_dynamic_scale_for_fsdp job.save_config_file metrics.save_for_all_ranks
+        model.print_after_conversion optimizer.implementation parallelism.disable_loss_parallel
+        quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp training.dataloader.persistent_workers
+        training.dataloader.pin_memory training.dataloader.prefetch_factor
+    """,
+    "training.deterministic makes it an error": "debug.deterministic_warn_only",
+    "activation_checkpoint decides": "float8.force_recompute_fp8_weight_in_bwd",
+    "add a [[metrics.sinks]] table": "metrics.enable_wandb",
+    "files are below job.dump_folder": """
+        metrics.save_tb_folder profiling.save_memory_snapshot_folder profiling.save_traces_folder
+    """,
+    "an argument of `titanlite train`": "job.config_file",
+    "`titanlite config FILE` prints the job": "job.print_args job.print_config",
+    "for torchtitan's own tests": "job.use_for_integration_test",
+    "pipeline_parallel_split_points names the stages": """
+        parallelism.module_fqns_per_model_part parallelism.pipeline_parallel_layers_per_stage
+    """,
+    "pipeline_parallel_schedule names one": "parallelism.pipeline_parallel_schedule_csv",
+    "local_batch_size is the micro-batch": "parallelism.pipeline_parallel_microbatch_size",
+    "initial_load_path reads weights alone, in any format": """
+        checkpoint.exclude_from_loading checkpoint.initial_load_in_hf checkpoint.initial_load_model_only
+        checkpoint.initial_load_model_weights_only
+    """,
+    "`titanlite export` writes the weights alone": """
+        checkpoint.last_save_model_only checkpoint.last_save_model_weights_only
+    """,
+    "`titanlite checkpoint verify` reads without training": "checkpoint.load_only",
+    "as in training": "validation.dataloader. validation.local_batch_size validation.seq_len",
+    "PyTorch's environment variables set it": """
+        comm.save_traces_file_prefix comm.save_traces_folder comm.trace_buf_size
+    """,
+}
+NO_COUNTERPART = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
+
+# Keys without a counterpart whose loss may change what is trained, and the value with which it does not.
+HARMLESS: Values = {
+    "checkpoint.exclude_from_loading": [],
+    "checkpoint.initial_load_in_hf_quantized": False,
+    "experimental.custom_args_module": "",
+    "experimental.custom_import": "",
+    "job.custom_config_module": "",
+    "optimizer.early_step_in_backward": False,
+    "training.dtype": "float32",
+}
+
+# torchtitan's values for keys that a file leaves out, where titanlite's differ; the same in all releases.
+DEFAULTS: Values = {
+    "profiling.profiler_warmup": 3, "metrics.enable_tensorboard": False, "optimizer.lr": 8e-4,
+    "lr_scheduler.warmup_steps": 200, "training.mixed_precision_param": "bfloat16", "data.num_workers": 0,
+    "checkpoint.enable": False, "checkpoint.export_dtype": "float32", "checkpoint.async_mode": "disabled",
+    "activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2",
+    "float8.enable_fsdp_float8_all_gather": False, "comm.init_timeout_seconds": 300,
+    "comm.train_timeout_seconds": 100, "validation.freq": 10,
+}  # fmt: skip
+
+# torchtitan's flavor: titanlite's flavor, and the fields of the architecture that differ.
+_DEBUG_LLAMA = {
+    "dim": 256, "n_layers": 6, "n_heads": 16, "n_kv_heads": 16, "head_dim": 16, "hidden_dim": 768,
+    "vocab_size": 2048, "tie_word_embeddings": False, "rope_factor": 8.0,
+}  # fmt: skip
+_DEBUG_QWEN = {
+    "dim": 256, "n_layers": 8, "n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 3072,
+    "vocab_size": 2048,
+}  # fmt: skip
+_QWENS = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
+FLAVORS: dict[str, dict[str, tuple[str, Values]]] = {
+    "llama3": {"debugmodel": ("debug", _DEBUG_LLAMA), **{size: (size, {}) for size in ("8B", "70B", "405B")}},
+    "qwen3": {"debugmodel": ("debug", _DEBUG_QWEN), **{size: (size, {}) for size in _QWENS}},
+}
+MASKED = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")  # endings of flavors that mask documents
