@@ -46,10 +46,11 @@ def main() -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     code = run(sys.argv[1:])
-    try:
-        sys.stderr.flush()
-    except OSError:  # what cannot be written goes nowhere; else Python would end with 120
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # what cannot be written goes nowhere; else Python would end with 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     # Loaded if the verb needed torch. A process that may have had process groups must not finalise.
     if process := sys.modules.get("titanlite.runtime.process"):
         process.leave(code)
@@ -59,7 +60,9 @@ def main() -> int:
 def run(argv: Sequence[str]) -> int:
     """Run a verb; returns the exit code, all errors reported."""
     try:
-        return _dispatch(argv)
+        code = _dispatch(argv)
+        sys.stdout.flush()
+        return code
     except Stopped as stopped:
         if _speaks():
             tell(stopped)
@@ -68,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
         tell("interrupted")
         return 130
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and not _reader_is_there():
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 128 + signal.SIGPIPE  # `titanlite ... | head` has seen enough
         code = exit_code(error)
         if code == 1 and not hasattr(error, "exit_code"):
@@ -124,14 +127,11 @@ def _main_of(module: str, words: Sequence[str]) -> int:
         raise RuntimeError(text) from error
 
 
-def _reader_is_there() -> bool:
-    """Whether standard output is read. If not, what is left in its buffer goes nowhere."""
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
     pipe = select.poll()
     pipe.register(1, 0)
-    if any(event & select.POLLERR for _, event in pipe.poll(0)):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return False
-    return True
+    return any(event & select.POLLERR for _, event in pipe.poll(0))
 
 
 def _reason(error: Exception) -> str:

@@ -193,7 +193,6 @@ def _generate(options: Options) -> None:
     add("--top-k", type=int, default=0, help="sample from so many of the likeliest tokens; 0: all (0)")
     add("--top-p", type=float, default=1.0, help="sample from the likeliest of this probability; 1: all (1)")
     add("--seed", type=int, default=0, help="seed of the sampling; prompt i has seed + i (0)")
-    add("--batch-size", type=int, default=16, help="prompts at a time (16)")
     _add_allow_imports(options)
 
 

@@ -1,7 +1,7 @@
-"""Sampling text from a model, whole or sharded: one loop, over a function of the sequences so far.
+"""Sampling text from a model, whole or sharded: one loop, over a function of the sequence so far.
 
 Every rank computes the same tokens from the same seed and takes the same number of forwards, so a sharded
-model samples in lockstep. It runs whole sequences, padded to their final length: one shape for all forwards,
+model samples in lockstep. It runs the whole sequence, padded to its final length: one shape for all forwards,
 and causal attention never looks right. A model on one device keeps keys and values and computes what is new.
 """
 
@@ -19,8 +19,7 @@ from titanlite.errors import Diverged
 from titanlite.models.base import Decoder, logits
 from titanlite.tokenizers.base import Tokenizer
 
-# ids of each sequence so far -> logits of their next tokens [B, V]
-NextLogits = Callable[[Sequence[Sequence[int]]], torch.Tensor]
+NextLogits = Callable[[Sequence[int]], torch.Tensor]  # ids of the sequence so far -> logits of the next [V]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,26 +63,23 @@ def generate(
     """The prompt and its continuation by the model, up to the first id that ends a text. `logits`: int64 [1,
     T] -> [1, T, V]."""
     start = [tokenizer.bos, *tokenizer.encode(prompt)]
-    whole = uncached_logits(logits, len(start) + config.max_new_tokens, tokenizer.eos, device)
-    made = [ids[0] for ids in next_tokens(whole, [start], config, tokenizer.vocab_size, seed)]
+    next_logits = uncached_logits(logits, len(start) + config.max_new_tokens, tokenizer.eos, device)
+    made = list(next_tokens(next_logits, start, config, tokenizer.vocab_size, seed))
     return prompt + tokenizer.decode(before_any(made, tokenizer.stop_ids))
 
 
 def next_tokens(
-    next_logits: NextLogits, prompts: Sequence[Sequence[int]], config: Generation, vocab_size: int, seed: int
-) -> Iterator[list[int]]:
-    """The next token of each sequence, max_new_tokens times. Sequence i is drawn with seed + i, whatever
-    sequences are beside it. Raises Diverged, on all ranks, if logits are not finite."""
-    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
-    sequences = [list(prompt) for prompt in prompts]
+    next_logits: NextLogits, prompt: Sequence[int], config: Generation, vocab_size: int, seed: int
+) -> Iterator[int]:
+    """The tokens after the prompt, max_new_tokens of them. Raises Diverged, on all ranks, if logits are not
+    finite."""
+    generator, sequence = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(config.max_new_tokens):
-        logits_BV = next_logits(sequences)[:, :vocab_size].float().cpu()
-        if not logits_BV.isfinite().all():
+        logits_V = next_logits(sequence)[:vocab_size].float().cpu()
+        if not logits_V.isfinite().all():
             raise Diverged("no text can be sampled: the model's logits are not finite")
-        chosen = [choose(logits_V, config, generator) for logits_V, generator in zip(logits_BV, generators)]
-        for sequence, token in zip(sequences, chosen):
-            sequence.append(token)
-        yield chosen
+        sequence.append(choose(logits_V, config, generator))
+        yield sequence[-1]
 
 
 def choose(logits_V: torch.Tensor, config: Generation, generator: torch.Generator) -> int:
@@ -109,38 +105,30 @@ def before_any(ids: Sequence[int], ends: Collection[int]) -> Sequence[int]:
 def uncached_logits(
     logits: Callable[[torch.Tensor], torch.Tensor], length: int, filler: int, device: torch.device
 ) -> NextLogits:
-    """Next-token logits by forwards of whole sequences, padded to `length`. `logits`: int64 [B, T] -> [B, T,
-    V]."""
+    """Next-token logits by forwards of the whole sequence, padded to `length`. `logits`: int64 [1, T] -> [1,
+    T, V]."""
 
-    def next_logits(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        padded = [[*ids, *[filler] * (length - len(ids))] for ids in sequences]
-        logits_BTV = logits(torch.tensor(padded, device=device))
-        return torch.stack([logits_BTV[i, len(ids) - 1] for i, ids in enumerate(sequences)])
+    def next_logits(ids: Sequence[int]) -> torch.Tensor:
+        padded = [*ids, *[filler] * (length - len(ids))]
+        return logits(torch.tensor([padded], device=device))[0, len(ids) - 1]
 
     return next_logits
 
 
 class CachedLogits:
     """Next-token logits by forwards of the tokens that are new since the last call, with a cache of keys and
-    values, of a model that is whole on one device. `num_new`: maximum number of tokens per sequence after the
-    first call's."""
+    values, of a model that is whole on one device. `length`: maximum number of tokens of the sequence."""
 
-    def __init__(self, net: Decoder, num_new: int, device: torch.device):
-        self.net, self.num_new, self.device = net, num_new, device
-        self._cache: KVCache | None = None
+    def __init__(self, net: Decoder, length: int, device: torch.device):
+        self.net, self.device = net, device
+        self._cache = KVCache(length)
 
     @torch.no_grad()
-    def __call__(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Logits [B, V]."""
-        new = [list(ids[-1:]) for ids in sequences]
-        if self._cache is None:
-            longest = max(len(ids) for ids in sequences)
-            padding = [longest - len(ids) for ids in sequences]
-            new = [[0] * n + list(ids) for n, ids in zip(padding, sequences)]
-            self._cache = KVCache(torch.tensor(padding, device=self.device), longest + self.num_new)
-        tokens = torch.tensor(new, device=self.device)
-        positions = self._cache.advance(tokens.shape[1])
-        return self.net(tokens, positions, self._cache, last_token_logits)[:, 0]
+    def __call__(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits [V] of the token after `ids`, which begin with the ids of the last call."""
+        tokens = torch.tensor([ids[self._cache.filled :]], device=self.device)
+        positions = self._cache.advance(tokens.shape[1], self.device)
+        return self.net(tokens, positions, self._cache, last_token_logits)[0, 0]
 
 
 def last_token_logits(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:

@@ -713,10 +713,19 @@ def test_a_save_while_torch_is_imported_ends_nothing() -> None:
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    command = f"{sys.executable} -m titanlite.cli train --help | head -n 1"
+    for verb, reader in (("train --help", "head -n 1"), ("--version", "true")):
+        command = f"{sys.executable} -m titanlite.cli {verb} | {reader}; echo ${{PIPESTATUS[0]}}"
+        run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+        *read, code = run.stdout.splitlines()
+        assert (code in ("0", "141"), run.stderr) == (True, ""), verb
+        assert not read or read[0].startswith("usage: titanlite train")
+
+
+def test_output_that_cannot_be_written_is_an_error() -> None:
+    command = f"{sys.executable} -m titanlite.cli --version > /dev/full; echo $?"
     run = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.stdout.startswith("usage: titanlite train")
-    assert run.stderr == ""
+    assert run.stdout == "2\n"
+    assert run.stderr.startswith("titanlite: No space left on device; make room there")
 
 
 def test_a_message_that_nobody_can_read_changes_no_code() -> None:

@@ -1,5 +1,5 @@
-"""Sampling: a cache changes no logit, whatever rows are side by side; draws keep to temperature, top_k and
-top_p as transformers' do, and to a row's own seed."""
+"""Sampling: a cache changes no logit; draws keep to temperature, top_k and top_p as transformers' do, and to
+the seed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAMILIES = {
     "qwen3": Qwen3(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "tie_word_embeddings": False}),
     "one of its own": ParallelResidual(flavor="tiny"),
 }
-PROMPTS = [[5, 9, 200, 7, 7, 31, 2], [250], [4, 4, 90, 100]]
+PROMPT = [5, 9, 200, 7, 7, 31, 2]
 
 
 def random_net(family: str, seed: int = 0) -> Decoder:
@@ -51,41 +51,38 @@ def net(request: pytest.FixtureRequest) -> Decoder:
     return random_net(request.param)
 
 
-def both(net: Decoder, prompts: list[list[int]], steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Logits with a cache and without, as the rows grow by the likeliest tokens."""
-    rows = [list(prompt) for prompt in prompts]
-    cached = CachedLogits(net, steps, CPU)
-    whole = uncached_logits(net, max(map(len, rows)) + steps, 0, CPU)
-    found = []
+def both(net: Decoder, prompt: list[int], steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits with a cache and without, as the sequence grows by the likeliest tokens."""
+    ids = list(prompt)
+    cached = CachedLogits(net, len(ids) + steps, CPU)
+    whole = uncached_logits(net, len(ids) + steps, 0, CPU)
+    pairs = []
     for _ in range(steps):
-        found.append((cached(rows), whole(rows)))
-        for row, logits in zip(rows, found[-1][1]):
-            row.append(int(logits.argmax()))
-    return found
+        pairs.append((cached(ids), whole(ids)))
+        ids.append(int(pairs[-1][1].argmax()))
+    return pairs
 
 
-def same(found: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in found)
+def same(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    "prompts", [PROMPTS, PROMPTS[:1], [[1, 2, 3], [4, 5, 6]]], ids=["padded", "one", "even"]
-)
-def test_a_cache_changes_no_logit(net: Decoder, prompts: list[list[int]]) -> None:
-    found = both(net, prompts, 12)
-    assert all(logits.isfinite().all() for pair in found for logits in pair)
-    assert same(found)
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]], ids=["several", "one"])
+def test_a_cache_changes_no_logit(net: Decoder, prompt: list[int]) -> None:
+    pairs = both(net, prompt, 12)
+    assert all(logits.isfinite().all() for pair in pairs for logits in pair)
+    assert same(pairs)
 
 
-@pytest.mark.parametrize("what", ["padding is seen", "positions count padding", "keys are forgotten"])
+@pytest.mark.parametrize("what", ["positions start anew", "the newest token is hidden", "keys are forgotten"])
 def test_control_a_wrong_cache_is_noticed(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     advance, append = KVCache.advance, KVCache.append
 
-    def wrong_advance(cache: KVCache, new: int) -> torch.Tensor:
-        positions = advance(cache, new)
-        if what == "padding is seen":
-            cache._mask = torch.ones_like(cache._mask).tril(cache.filled - new)
-        return positions + cache.padding[:, None] if what == "positions count padding" else positions
+    def wrong_advance(cache: KVCache, new: int, device: torch.device) -> torch.Tensor:
+        positions = advance(cache, new, device)
+        if what == "the newest token is hidden" and cache._mask is not None:
+            cache._mask[..., -1] = False
+        return positions - positions[0] if what == "positions start anew" else positions
 
     def wrong_append(cache: KVCache, k: torch.Tensor, v: torch.Tensor) -> Any:
         keys, values = append(cache, k, v)
@@ -94,43 +91,25 @@ def test_control_a_wrong_cache_is_noticed(monkeypatch: pytest.MonkeyPatch, what:
 
     monkeypatch.setattr(KVCache, "advance", wrong_advance)
     monkeypatch.setattr(KVCache, "append", wrong_append)
-    net = random_net("qwen3")
-    # Rotary positions are relative: what only shifts a row as a whole changes nothing.
-    assert same(both(net, PROMPTS, 4)) == (what == "positions count padding")
+    assert not same(both(random_net("qwen3"), PROMPT, 4))
 
 
-def test_the_likeliest_tokens_are_the_same_alone_and_side_by_side(net: Decoder) -> None:
-    config = Generation(temperature=0, max_new_tokens=10)
-
-    def made(prompts: list[list[int]]) -> list[list[int]]:
-        return [list(ids) for ids in zip(*next_tokens(CachedLogits(net, 10, CPU), prompts, config, 258, 0))]
-
-    together = made(PROMPTS)
-    assert together == [made([prompt])[0] for prompt in PROMPTS]
-    assert len({tuple(ids) for ids in together}) == len(PROMPTS)
-
-
-def test_a_row_is_drawn_with_its_own_seed() -> None:
+def test_a_text_is_drawn_with_its_seed() -> None:
     net, config = random_net("llama3"), Generation(temperature=1.0, max_new_tokens=10)
 
-    def made(prompts: list[list[int]], seed: int) -> list[list[int]]:
-        return [
-            list(ids) for ids in zip(*next_tokens(CachedLogits(net, 10, CPU), prompts, config, 258, seed))
-        ]
+    def made(seed: int) -> list[int]:
+        return list(next_tokens(CachedLogits(net, len(PROMPT) + 10, CPU), PROMPT, config, 258, seed))
 
-    together = made([PROMPTS[0]] * 3, seed=7)
-    assert together == [made([PROMPTS[0]], seed=7 + i)[0] for i in range(3)]
-    assert together[0] != together[1] != together[2]
+    assert made(7) == made(7) != made(8)
 
 
 def test_samples_while_training_are_the_same_with_a_cache() -> None:
     net, tokenizer = random_net("llama3"), Bytes().build()
     config = Generation(temperature=0.8, top_k=20, top_p=0.9, max_new_tokens=12)
     text = generate(net, tokenizer, "ab", config, 3, CPU)
-    steps = next_tokens(
-        CachedLogits(net, 12, CPU), [[tokenizer.bos, *b"ab"]], config, tokenizer.vocab_size, 3
-    )
-    ids = before_any([step[0] for step in steps], {tokenizer.eos})
+    prompt = [tokenizer.bos, *b"ab"]
+    made = list(next_tokens(CachedLogits(net, 15, CPU), prompt, config, tokenizer.vocab_size, 3))
+    ids = before_any(made, {tokenizer.eos})
     assert text == "ab" + tokenizer.decode(ids)
 
 

@@ -1,7 +1,8 @@
 """`titanlite generate PATH --prompt TEXT`: continue texts with a model from a run's newest checkpoint, a
 given checkpoint, or a Hugging Face directory, whose texts begin and end as in transformers.
 
-The continuation of a single prompt is printed token by token; several prompts are computed as a batch.
+Continuations are printed token by token. Several prompts are continued one after another, prompt i with the
+seed + i.
 """
 
 from __future__ import annotations
@@ -43,35 +44,27 @@ class Source:
     max_position: int | None
     device: torch.device
 
-    def continuations(
-        self, prompts: Sequence[str], config: Generation, seed: int
-    ) -> Iterator[list[list[int]]]:
-        """The new ids of each prompt so far, after each forward until all texts have ended."""
-        sequences = [self.encode(prompt) or [self.tokenizer.bos] for prompt in prompts]
-        self._check_lengths(sequences, config.max_new_tokens)
-        made: list[list[int]] = [[] for _ in sequences]
-        ended: set[int] = set()
-        next_logits = CachedLogits(self.net, config.max_new_tokens, self.device)
-        for chosen in next_tokens(next_logits, sequences, config, self.tokenizer.vocab_size, seed):
-            for i, (ids, token) in enumerate(zip(made, chosen)):
-                ids.append(token)
-                if token in self.ends:
-                    ended.add(i)
+    def continuation(self, prompt: str, config: Generation, seed: int) -> Iterator[list[int]]:
+        """The new ids so far, after each forward until the text has ended. Raises ConfigError if the text may
+        become too long for the model."""
+        start = self.encode(prompt) or [self.tokenizer.bos]
+        length = len(start) + config.max_new_tokens
+        if self.max_position is not None and length > self.max_position:
+            raise ConfigError(
+                f"a prompt of {len(start)} tokens and --max-new-tokens={config.max_new_tokens} are more than "
+                f"the {self.max_position} that the model is made for (max_position)"
+            )
+        next_logits = CachedLogits(self.net, length, self.device)
+        made: list[int] = []
+        for token in next_tokens(next_logits, start, config, self.tokenizer.vocab_size, seed):
+            made.append(token)
             yield made
-            if len(ended) == len(sequences):
+            if token in self.ends:
                 return
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of what was made, up to its end."""
         return self.tokenizer.decode(before_any(ids, self.ends))
-
-    def _check_lengths(self, sequences: Sequence[Sequence[int]], num_new: int) -> None:
-        longest = max(len(ids) for ids in sequences)
-        if self.max_position is not None and longest + num_new > self.max_position:
-            raise ConfigError(
-                f"a prompt of {longest} tokens and --max-new-tokens={num_new} are more than the "
-                f"{self.max_position} that the model is made for (max_position)"
-            )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,8 +73,6 @@ def main(argv: Sequence[str]) -> int:
     prompts = [*options.prompt, *(_lines(options.prompt_file) if options.prompt_file else [])]
     if not prompts:
         raise ConfigError("nothing to continue: give --prompt or --prompt-file")
-    if options.batch_size < 1:
-        raise ConfigError(f"--batch-size: {options.batch_size} is below 1")
     try:
         config = Generation(
             max_new_tokens=options.max_new_tokens,
@@ -94,15 +85,11 @@ def main(argv: Sequence[str]) -> int:
     set_up_logging(rank=0, verbose=False)
     source = open_source(options.path, pick_device(), options.allow_imports)
     tell(f"using {source.path}")
-    if len(prompts) == 1:
-        made = source.continuations(prompts, config, options.seed)
-        _write_as_it_comes(prompts[0], (source.text(ids) for (ids,) in made))
-        return 0
-    for begin in range(0, len(prompts), options.batch_size):
-        batch = prompts[begin : begin + options.batch_size]
-        *_, continuations = source.continuations(batch, config, options.seed + begin)
-        for i, (prompt, ids) in enumerate(zip(batch, continuations), begin + 1):
-            print(f"--- {i} of {len(prompts)}\n{for_terminal(prompt + source.text(ids))}", flush=True)
+    for i, prompt in enumerate(prompts):
+        if len(prompts) > 1:
+            print(f"--- {i + 1} of {len(prompts)}")
+        made = source.continuation(prompt, config, options.seed + i)
+        _write_as_it_comes(prompt, (source.text(ids) for ids in made))
     return 0
 
 

@@ -109,7 +109,7 @@ def test_the_likeliest_text_is_that_of_transformers(run: Run, directory: Path) -
 
 
 def test_a_text_ends_where_transformers_ends_it(run: Run, tmp_path: Path) -> None:
-    """One of several ids that end a text is made here, and rows go on beside it."""
+    """One of several ids that end a text is made here."""
     folder = write_directory(tmp_path / "hf", FAMILIES["llama3"])
     first = of_transformers(folder, PROMPTS, 30)
     end = first[0][5]
@@ -132,17 +132,20 @@ def test_several_files_are_one_model(run: Run, tmp_path: Path) -> None:
     assert run(one, *options)[0] == 0
 
 
-def test_prompts_from_a_file_in_batches(run: Run, qwen3: Path, tmp_path: Path) -> None:
+def test_each_of_several_prompts_gives_the_text_that_it_gives_alone(
+    run: Run, qwen3: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\ntwo words\nthree\n")
-    options = ["--prompt=zero", "--prompt-file", file, "--max-new-tokens=20"]
-    whole = run(qwen3, *options, "--seed=5")
-    assert whole[0] == 0
-    assert [line for line in whole[1].splitlines() if line.startswith("--- ")] == [
-        f"--- {i} of 4" for i in (1, 2, 3, 4)
+    options = ["--max-new-tokens=20", "--temperature=1"]
+    code, out, err = run(qwen3, "--prompt=zero", "--prompt-file", file, *options, "--seed=5")
+    assert code == 0, err
+    prompts = ["zero", "one", "two words", "three"]
+    alone = [
+        run(qwen3, f"--prompt={prompt}", *options, f"--seed={5 + i}")[1] for i, prompt in enumerate(prompts)
     ]
-    assert run(qwen3, *options, "--seed=5", "--batch-size=3") == whole
-    assert run(qwen3, *options, "--seed=6") != whole
+    assert out == "".join(f"--- {i} of 4\n{text}" for i, text in enumerate(alone, 1))
+    assert alone[0] != run(qwen3, "--prompt=zero", *options, "--seed=6")[1]
 
 
 def test_a_special_token_in_a_prompt_is_one(qwen3: Path) -> None:
@@ -198,7 +201,6 @@ def complaint(result: tuple[int, str, str], code: int = 2) -> str:
         (["--top-k=-2"], "--top-k: -2 is below 0"),
         (["--max-new-tokens=0"], "--max-new-tokens: 0 is below 1"),
         (["--max-new-tokens=63"], "a prompt of 3 tokens and --max-new-tokens=63 are more than the 64"),
-        (["--batch-size=0"], "--batch-size: 0 is below 1"),
         (["--prompt-file=none.txt"], "--prompt-file: none.txt cannot be read"),
     ],
 )
