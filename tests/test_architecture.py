@@ -163,7 +163,7 @@ def test_the_tree_in_the_readme_names_every_folder_and_module() -> None:
     }
     assert inside - {"apply.py"} == units - {"__init__.py", "__main__.py"}
     docs = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert docs <= set(re.findall(r"\w+\.md", tree))
+    assert docs <= set(re.findall(r"[\w-]+\.md", tree))
 
 
 def test_every_file_says_what_it_is_in_ascii() -> None:

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+READ_BYTES = 8 << 20  # at a time, of a file that is hashed
 MAX_BYTES = 1 << 30  # of a file that is read as a whole
 # Refusals of the operating system that a second try would meet again. Others, such as an I/O error or a stale
 # mount, may pass.
@@ -151,13 +152,15 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hex."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+def hash_file(path: Path) -> tuple[int, str]:
+    """Size in bytes and SHA-256 in hex of a regular file. Raises FileFault for anything else."""
+    sha, size = hashlib.sha256(), 0
+    with open_regular(path) as file:
+        view = memoryview(bytearray(min(READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
+        while count := file.readinto(view):
+            sha.update(view[:count])
+            size += count
+    return size, sha.hexdigest()
 
 
 def open_own(path: Path) -> IO[str]:

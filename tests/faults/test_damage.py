@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
+import titanlite.files
 from tests.support import ranks
 from tests.support.checkpoints import EXTRA, Parts, names, open_run, sharded_parts
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import history
 from titanlite import cli
-from titanlite.checkpoint import commit, digest, writer
+from titanlite.checkpoint import commit, writer
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import first_fault
 from titanlite.checkpoint.state import model_tensors
@@ -60,7 +61,7 @@ def start(folder: Path, ranks: int = 1, **config: Any) -> Parts:
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hashing clears a buffer of 8 MiB for each of the thousands of small files here."""
-    monkeypatch.setattr(digest, "READ_BYTES", 1 << 14)
+    monkeypatch.setattr(titanlite.files, "READ_BYTES", 1 << 14)
 
 
 @pytest.fixture(scope="module")

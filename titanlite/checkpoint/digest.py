@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from titanlite.files import FileFault, open_regular
+from titanlite.files import FileFault, hash_file
 
-READ_BYTES = 8 << 20
 THREADS = 8  # hashing and file I/O release the interpreter's lock; one core hashes 1.5 to 2 GB/s
 
 
@@ -72,13 +71,7 @@ def write_file(path: Path, data: bytes) -> FileDigest:
 
 def digest_file(path: Path) -> FileDigest:
     """Read a file and hash it."""
-    sha, size = hashlib.sha256(), 0
-    with open_regular(path) as f:
-        view = memoryview(bytearray(min(READ_BYTES, os.fstat(f.fileno()).st_size + 1)))
-        while count := f.readinto(view):
-            sha.update(view[:count])
-            size += count
-    return FileDigest(size, sha.hexdigest())
+    return FileDigest(*hash_file(path))
 
 
 def first_fault(folder: Path, files: Mapping[str, FileDigest]) -> str | None:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
 
 from titanlite.config.component import ConfigError
-
-CURLY = tuple("\u201c\u201d\u201e\u201f\u2018\u2019\u201a\u201b")
-QUOTES = ('"""', "'''", '"', "'")
-# Whole strings and comments; a quote by itself is one that no other closes.
-STRINGS = re.compile(
-    r'''""".*?"""|\'\'\'.*?\'\'\'|"""|\'\'\'|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|["']''', re.DOTALL
-)
 
 
 def keys_of(text: str) -> Iterator[tuple[str, int]]:
@@ -69,62 +61,13 @@ class Locator:
         return f"{self.path}: ", math.inf
 
 
-def syntax_error(path: object, text: str, complaint: str) -> ConfigError:
-    """What is wrong with a TOML file, from its parser's complaint: the line, and what to write instead."""
+def syntax_error(path: object, complaint: str) -> ConfigError:
+    """The error for a file that is not TOML, from its parser's complaint: the line, and what to write."""
     at = re.search(r" \(at line (\d+), column (\d+)\)", complaint)
-    opened = _unclosed(text)
-    if opened and "Invalid value" not in complaint and (not at or int(at[1]) == opened[0]):
-        number, column, quote = opened
-        reason = f"the string that begins at column {column} has no end; close it with a straight {quote}"
-        return ConfigError(f"{path}:{number}: not valid TOML: {reason}")
     if not at:
         return ConfigError(f"{path}: not valid TOML: {complaint}")
-    number, column = int(at[1]), int(at[2])
-    line = text.splitlines()[number - 1]
-    reason = complaint.replace(at[0], "")
-    if reason.startswith(("Cannot overwrite", "Cannot declare")):
-        reason = _twice(text, number) or reason
-    elif line[column - 1 : column] in CURLY:
-        reason = f"column {column} is a curly quote, {line[column - 1]}; write straight ones, \" or '"
-    else:
-        reason += _hint(line) or f" (column {column})"
-    return ConfigError(f"{path}:{number}: not valid TOML: {reason}")
-
-
-def _unclosed(text: str) -> tuple[int, int, str] | None:
-    """Line, column and quote of the first string that has no end."""
-    for token in STRINGS.finditer(text):
-        if token[0] in QUOTES:
-            before = text[: token.start()]
-            return before.count("\n") + 1, token.start() - before.rfind("\n"), token[0]
-    return None
-
-
-def _twice(text: str, number: int) -> str:
-    """Which key stands in this line and in an earlier one."""
-    keys = list(keys_of(text))
-    for key, line in keys:
-        first = next(at for name, at in keys if name == key)
-        if line == number and first < number:
-            return f"{key} stands twice, first in line {first}; keep one of them"
-    return ""
-
-
-def _hint(line: str) -> str:
-    """What to write instead of a value that is not TOML, where that can be told."""
-    pair = re.match(r"\s*([\w.\-\"]+)\s*=\s*([^#]*?)\s*(#.*)?$", line)
-    if not pair:
-        return ""
-    key, value = pair[1], pair[2]
-    if value in ("None", "null", "nil"):
-        return f": TOML has no {value}; leave the key out, and it stays unset"
-    if value in ("True", "False", "TRUE", "FALSE"):
-        return f": write {key} = {value.lower()}"
-    if number := re.fullmatch(r"([+-]?)(\d*)\.(\d*)", value):
-        whole = f"{number[1]}{number[2] or 0}.{number[3] or 0}"
-        return f": a number needs digits on both sides of its point; write {key} = {whole}"
-    if half := re.fullmatch(r"([\w/~.][^\"']*)[\"']", value):
-        return f": a string needs a quote at both ends; write {key} = {json.dumps(half[1])}"
-    if re.fullmatch(r"[A-Za-z_/~.][^\"'\[\]{},]*", value):
-        return f": a string needs quotes; write {key} = {json.dumps(value)}"
-    return ""
+    hint = ""
+    if "Invalid value" in complaint:
+        hint = "; strings take straight quotes, true is in small letters, 0.5 has its 0, and None is left out"
+    reason = f"{complaint.replace(at[0], '')} (column {at[2]}){hint}"
+    return ConfigError(f"{path}:{at[1]}: not valid TOML: {reason}")

@@ -186,7 +186,7 @@ class _Conversion:
         if kind == "float" and type(value) is int:
             return float(value)
         if SCALARS.get(type(value)) != kind:  # bool is not int, "8" is not 8
-            self._complain(f"expected {EXPECTED[kind]}, got {value!r}{_hint(kind, value)}", key)
+            self._complain(f"expected {EXPECTED[kind]}, got {value!r}", key)
         return value
 
     def _list(self, node: Node, value: Any, word: bool, key: str) -> Any:
@@ -253,16 +253,3 @@ def _example(node: Node, text: str | None = None) -> str:
     words = [word.strip() for word in (text or "x").strip("[]").split(",")]
     item = node.get("items", {"type": "any"})["type"]
     return f"[{', '.join(words if item in ('int', 'float', 'bool') else map(json.dumps, words))}]"
-
-
-def _hint(kind: str, value: Any) -> str:
-    """What to write instead of a value of another type, where that is plain."""
-    if kind == "int" and isinstance(value, float) and value.is_integer():
-        return f"; write {int(value)}"
-    if kind == "str" and not isinstance(value, (dict, list)):
-        return f'; write "{value}"'
-    if isinstance(value, str) and kind in ("int", "float"):
-        number = re.sub(r"^([+-]?)\.", r"\g<1>0.", value)
-        if SCALARS.get(type(plain(Word(number)))) in {kind, "int"}:
-            return f"; write {number}"
-    return ""

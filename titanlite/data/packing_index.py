@@ -22,7 +22,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, expect, load_object
 from titanlite.data.shards import TokenShards
 from titanlite.data.worker_pool import num_cores, worker_pool
-from titanlite.files import file_sha256, new_folder
+from titanlite.files import hash_file, new_folder
 from titanlite.log import logger
 from titanlite.progress import Progress
 
@@ -48,7 +48,7 @@ class PackingIndex:
             file = path / f"{name}.bin"
             if (size := file.stat().st_size) != counts[name] * np.dtype(dtype).itemsize:
                 raise ValueError(f"{file.name} has {size} bytes, which differs from plan.json")
-            if file_sha256(file) != hashes.get(name):
+            if hash_file(file)[1] != hashes.get(name):
                 raise ValueError(f"the SHA-256 of {file.name} differs from plan.json")
         self.num_sequences: int = counts["rows"] - 1
         self.fingerprint = hashlib.sha256("".join(hashes[name] for name in FILES).encode()).hexdigest()[:16]

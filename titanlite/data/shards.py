@@ -21,7 +21,7 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect, load_object
-from titanlite.files import check_regular, file_sha256, named, sync, write_atomically
+from titanlite.files import check_regular, hash_file, named, sync, write_atomically
 from titanlite.tokenizers.base import Tokenizer
 
 FORMAT = 1
@@ -175,7 +175,7 @@ class TokenShards:
         for shard in self._shards:
             for kind in ("bin", "idx"):
                 file = self.path / f"{shard['name']}.{kind}"
-                if file_sha256(file) != shard[f"{kind}_sha256"]:
+                if hash_file(file)[1] != shard[f"{kind}_sha256"]:
                     raise ConfigError(
                         f"{file}: its SHA-256 differs from that in dataset.json; prepare the dataset again"
                     )

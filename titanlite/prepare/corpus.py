@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titanlite.config.component import ConfigError
-from titanlite.files import file_sha256, if_on_hub
+from titanlite.files import hash_file, if_on_hub
 
 SPLIT_BYTES = 8 << 20  # of text: about a second of tokenising on one core
 COMPRESSED_SPLITS = 64  # if a corpus has fewer compressed files, they are split to occupy as many cores
@@ -153,7 +153,7 @@ def content_sha256(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         try:
-            digest.update(bytes.fromhex(file_sha256(file)))
+            digest.update(bytes.fromhex(hash_file(file)[1]))
         except OSError as e:
             raise ConfigError(f"{file}: {e.strerror}") from None
     return digest.hexdigest()

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support.checkpoints import EXTRA, Parts, names, open_run, save_steps
+from titanlite import files
 from titanlite.checkpoint import checkpointer, commit, digest, resume, saver
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
@@ -433,7 +434,7 @@ def test_random_histories_never_lose_the_run(
             rename(a, b)
 
         patch.setattr(logger, "disabled", True)
-        patch.setattr(digest, "READ_BYTES", 4096)
+        patch.setattr(files, "READ_BYTES", 4096)
         patch.setattr(os, "fsync", lambda fd: None)  # there is no power to lose
         patch.setattr(os, "rename", failing_rename)
         patch.setattr(shutil, "rmtree", history.change(shutil.rmtree))

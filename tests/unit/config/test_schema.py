@@ -171,9 +171,9 @@ def test_a_check_leaves_choices_to_a_tree_that_imports(table, imports, keys):
     [
         ("--bench.height", "needs a value: an integer"),
         ("--bench.wood", "needs a value: one of oak, pine"),
-        ("--bench.height=1e3", "expected an integer, got 1000.0; write 1000"),
-        ("--bench.height='90'", "expected an integer, got '90'; write 90"),
-        ("--bench.limit=.001", "expected a number, got '.001'; write 0.001"),
+        ("--bench.height=1e3", "expected an integer, got 1000.0"),
+        ("--bench.height='90'", "expected an integer, got '90'"),
+        ("--bench.limit=.001", "expected a number, got '.001'"),
         ("--bench.sizes=3,4", "expected a list, got '3,4'; write --bench.sizes='[3, 4]'"),
         ("--bench.sizes=3", "expected a list, got 3; write --bench.sizes='[3]'"),
         ("--job.imports=[a,b]", "expected a list, got '[a,b]'; write --job.imports='[\"a\", \"b\"]'"),
@@ -199,7 +199,7 @@ def test_hints_for_a_file_are_in_its_syntax(table):
     assert [str(error) for error in convert(table, tree)[1]] == [
         "expected a table, got [{'height': 1}]; write [bench], with one bracket",
         "expected a list, got 'a'; write [\"a\"]",
-        "expected an integer, got 3.0; write 3",
+        "expected an integer, got 3.0",
     ]
 
 
