@@ -29,14 +29,6 @@ def to_optimizer(value: str) -> Values:
     return {"optimizer.name": value.lower()}
 
 
-def to_sources(value: str) -> Values:
-    return {"data.sources": [{"name": "text", "path": [value]}]}
-
-
-def to_validation_sources(value: str) -> Values:
-    return {"data.validation_sources": [{"name": "text", "path": [value]}]}
-
-
 def to_tokenizer(path: str) -> Values:
     if path.endswith(".model"):
         return {"tokenizer": {"name": "tiktoken", "path": path, "num_special_tokens": 256}}
@@ -54,6 +46,11 @@ def to_filter(value: list[str] | str) -> Values:
     if value not in (["output"], "output", [], ""):
         raise ValueError("these are torchtitan's layers: set float8.filter_fqns to the names of titanlite's")
     return {"float8.filter_fqns": []}
+
+
+def text_of(key: str) -> Conversion:
+    """The conversion of a data set's name or path to a folder of text."""
+    return Conversion(key, lambda value: {key: [{"name": "text", "path": [value]}]}, "a folder of text")
 
 
 FILTER = Conversion("float8.filter_fqns", to_filter, "by titanlite's names; the head is never in float8")
@@ -83,12 +80,10 @@ CONVERTED = {
     "model.tokenizer_path": TOKENIZER,
     "optimizer.name": Conversion("optimizer.name", to_optimizer, "in small letters"),
     "quantize.linear.float8.filter_fqns": FILTER,
-    "training.dataset": Conversion("data.sources", to_sources, "a folder of text"),
-    "training.dataset_path": Conversion("data.sources", to_sources, "a folder of text"),
-    "validation.dataset": Conversion("data.validation_sources", to_validation_sources, "a folder of text"),
-    "validation.dataset_path": Conversion(
-        "data.validation_sources", to_validation_sources, "a folder of text"
-    ),
+    "training.dataset": text_of("data.sources"),
+    "training.dataset_path": text_of("data.sources"),
+    "validation.dataset": text_of("data.validation_sources"),
+    "validation.dataset_path": text_of("data.validation_sources"),
 }
 
 _REASONS = {  # why there is no counterpart: keys; one that ends with a dot is a section

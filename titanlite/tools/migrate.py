@@ -53,11 +53,8 @@ def main(argv: Sequence[str]) -> int:
         print(text, end="")
         print(report, file=sys.stderr)
         return 0
-    try:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.output, text)
-    except OSError as e:
-        raise ConfigError(f"{options.output} cannot be written: {e.strerror}") from None
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(options.output, text)
     print(report)
     return 0
 
@@ -150,9 +147,9 @@ def fill_inputs(ours: Values) -> Iterator[str]:
         ours |= tables.to_tokenizer("./tests/assets/tokenizer")
         yield "tokenizer: the file names none; name one, or set name = 'bytes' and no path"
     if "data.sources" not in ours:
-        ours |= tables.to_sources("c4_test")
+        ours |= tables.CONVERTED["training.dataset"].convert("c4_test")
     if ours.get("validation.enable") and "data.validation_sources" not in ours:
-        ours |= tables.to_validation_sources("c4_validation")
+        ours |= tables.CONVERTED["validation.dataset"].convert("c4_validation")
     for key in ("data.sources", "data.validation_sources"):
         for source in ours.get(key, []):
             yield f"{key}: put the text into {source['path'][0]}, or name other files; nothing is downloaded"

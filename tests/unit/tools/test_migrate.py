@@ -301,5 +301,8 @@ def test_nothing_is_left_of_a_file_that_a_full_disk_refuses(
 
     monkeypatch.setattr(os, "fsync", full)
     assert cli.run(["migrate", str(source), "-o", str(output)]) == 2
-    assert capsys.readouterr().err == f"titanlite: {output} cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == (
+        f"titanlite: {output}: No space left on device; make room there (df -h, df -i), or name a folder on "
+        "another disk\n"
+    )
     assert list(output.parent.iterdir()) == []
