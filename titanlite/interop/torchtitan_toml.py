@@ -143,8 +143,11 @@ NO_COUNTERPART = {key: reason for reason, keys in _REASONS.items() for key in ke
 HARMLESS: Values = {
     "checkpoint.exclude_from_loading": [],
     "checkpoint.initial_load_in_hf_quantized": False,
+    "checkpoint.initial_load_model_only": True,
+    "checkpoint.initial_load_model_weights_only": True,
     "experimental.custom_args_module": "",
     "experimental.custom_import": "",
+    "fault_tolerance.enable": False,
     "job.custom_config_module": "",
     "optimizer.early_step_in_backward": False,
     "training.dtype": "float32",
