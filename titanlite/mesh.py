@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.config.component import ConfigError
+from titanlite.torch_compat import flatten_mesh, local_offsets
 
 
 class Degrees(NamedTuple):
@@ -235,7 +235,7 @@ def build_mesh(
     axes = {axis: n for axis, n in degrees._asdict().items() if n > 1 or axis == "shard"}
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if degrees.context > 1:
-        mesh["shard", "context"]._flatten(SHARD_AND_CONTEXT)
+        flatten_mesh(mesh["shard", "context"], SHARD_AND_CONTEXT)
     return Mesh(degrees, rank, mesh)
 
 
@@ -243,5 +243,4 @@ def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """This rank's shard of a tensor, and the index at which it begins in the full tensor along each dim."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
-    offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
-    return tensor.to_local(), tuple(offsets)
+    return tensor.to_local(), local_offsets(tensor)

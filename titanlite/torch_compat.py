@@ -7,12 +7,15 @@ Tested with torch 2.11 to 2.13."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -46,6 +49,40 @@ def local_offsets(tensor: DTensor) -> tuple[int, ...]:
     return tuple(
         compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
     )
+
+
+def all_reduce(tensor: torch.Tensor, op: str, mesh: DeviceMesh) -> torch.Tensor:
+    """`tensor` reduced by `op` ("sum" or "max") over the ranks of `mesh`, as a new tensor that torch.compile
+    can trace. Has no gradient."""
+    return funcol.all_reduce(tensor, op, mesh)
+
+
+def all_gather_with_gradient(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensors of all ranks of `group`, concatenated along `dim`. Its backward sums the gradients and
+    scatters them. torch 2.13 has renamed the function."""
+    gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+    return gather(tensor, dim, group)
+
+
+def skip_p2p_to_own_rank(stage: Any) -> None:
+    """Leave sends from a rank to itself out of the warm-up of a pipeline stage's connections.
+
+    torch 2.11 warms up point-to-point connections before the first step; torch 2.13 does not. Two
+    neighbouring stages of ZBVZeroBubble are on the last rank, and gloo cannot send to its own rank."""
+    warm_up = stage._get_init_p2p_neighbors_ops
+    stage._get_init_p2p_neighbors_ops = lambda: [op for op in warm_up() if op.peer != dist.get_rank()]
+
+
+def after_weight_backward(stage: Any, act: Callable[[], None]) -> None:
+    """Call `act` after each backward of the weights of a pipeline stage, which zero-bubble schedules run
+    apart from the backward of the activations."""
+    run = stage.backward_weight_one_chunk
+
+    def backward(*args: Any, **options: Any) -> None:
+        run(*args, **options)
+        act()
+
+    stage.backward_weight_one_chunk = backward
 
 
 def finish_weight_backward(module: torch.nn.Module) -> None:
@@ -83,6 +120,66 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return dtensor_like(inner, tensor) if isinstance(tensor, DTensor) else inner
 
 
+def takes_grad_scaler_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's step reads the tensors `found_inf` and `grad_scale` that torch.amp.GradScaler
+    sets on it: torch's fused optimizers do."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+# ---- attention
+
+
+def sdp_choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> int:
+    """The SDPBackend that scaled_dot_product_attention would take for [B, heads, T, E], causal without a
+    mask. Raises RuntimeError if no kernel is enabled that takes these tensors."""
+    gqa = q.shape[1] != k.shape[1]
+    return torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
+
+
+def attention_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and its log-sum-exps, by cuDNN on CUDA and by torch's flash kernel on CPU, which needs as
+    many key heads as query heads. [B, H, T, E] -> [B, H, T, E], and fp32 with B * H * T elements."""
+    if q.is_cuda:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, lse, *_ = cudnn(q, k, v, None, True, 0.0, causal, False)
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, lse
+
+
+def attention_backward(
+    grad: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v for the kernels of attention_with_lse. `lse`: [B, H, T, 1]."""
+    q, k, v = inputs
+    if q.is_cuda:
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
+        )
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse.squeeze(-1), 0.0, causal
+    )
+
+
+def attention_ops() -> set[Any]:
+    """The operators behind scaled_dot_product_attention."""
+    names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    return {getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in names}
+
+
+def matmul_ops() -> set[Any]:
+    """The operators of matrix products, in float8, too."""
+    aten = torch.ops.aten
+    return {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
+
+
 # ---- checkpoint files
 
 
@@ -110,3 +207,76 @@ def compilation_metrics() -> list[Any]:
     takes a second."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.get_compilation_metrics() if dynamo is not None else []
+
+
+def set_activation_memory_budget(budget: float) -> None:
+    """The share of activations that the compiler keeps in all later compilations of this process; 1: all."""
+    from torch._functorch import config
+
+    config.activation_memory_budget = budget
+    if budget < 1 and hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
+        # torch 2.13 would give up at a mesh among the inputs; meshes take no memory.
+        config.unsafe_treat_script_objects_as_zero_size = True
+
+
+def count_grouped_attention() -> None:
+    """Let torch 2.11 count the FLOPs of attention with fewer key heads than query heads, which the compiler
+    needs for its memory budget. torch 2.13 can, and counts the same."""
+    from torch.utils import flop_counter
+
+    for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
+        count = getattr(flop_counter, name)
+        if not isinstance(count, partial):
+            setattr(flop_counter, name, partial(_with_all_heads, count))
+
+
+def _with_all_heads(count: Callable[..., int], *shapes: Sequence[int]) -> int:
+    """`count` for shapes [B, heads, T, E] as if keys and values were repeated."""
+    heads = max(shape[1] for shape in shapes)
+    return count(*((shape[0], heads, *shape[2:]) for shape in shapes))
+
+
+# ---- CUDA memory
+
+
+def record_memory_history(max_entries: int | None) -> None:
+    """Start to record allocations of CUDA memory with their stacks; None: stop."""
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory_history(file: str | Path) -> None:
+    """Write the recorded allocations to `file`, a pickle for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(file))
+
+
+# ---- torchao
+
+
+def float8_input_cast(linear: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that casts a tensor to float8 as the input of the Float8Linear `linear` is cast."""
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole
+
+    return partial(
+        hp_tensor_to_float8_dynamic,
+        float8_dtype=torch.float8_e4m3fn,
+        linear_mm_config=linear.linear_mm_config,
+        gemm_input_role=GemmInputRole.INPUT,
+    )
+
+
+def float8_rowwise_parallel() -> Any:
+    """torchao's RowwiseParallel that sends gradients in float8."""
+    from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
+
+    return Float8RowwiseParallel
+
+
+def is_float8_linear(layer: torch.nn.Module) -> bool:
+    """Whether torchao computes this linear layer in float8."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    return isinstance(layer, Float8Linear)

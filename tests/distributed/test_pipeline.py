@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.gradients import build, gradients, on_rank, uneven_rows
 from tests.support.tiers import full
+from titanlite import torch_compat
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import load_tensors
@@ -191,7 +192,7 @@ def warm_up_peers() -> tuple[list[int], list[int]]:
     stage = PipelineStage(torch.nn.Identity(), 1, 4, torch.device("cpu"), input_args=(x,), output_args=(x,))
     stage.stage_index_to_group_rank = {0: 0, 1: 1, 2: 1, 3: 0}
     torchs = [op.peer for op in stage._get_init_p2p_neighbors_ops()]
-    pipeline.skip_p2p_to_own_rank(stage)
+    torch_compat.skip_p2p_to_own_rank(stage)
     return torchs, [op.peer for op in stage._get_init_p2p_neighbors_ops()]
 
 

@@ -133,3 +133,133 @@ def test_gradients_of_a_weight_backward_are_kept_in_the_reduce_dtype(
     run_on: Any, fold: bool, dtype: str
 ) -> None:
     assert run_on(2, accumulated, fold) == [dtype, dtype]
+
+
+def reduce_and_gather() -> list[Any]:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    largest = torch_compat.all_reduce(torch.tensor([rank, -rank]), "max", mesh).tolist()
+    x = torch.full((1, 2), float(rank + 1), requires_grad=True)
+    whole = torch_compat.all_gather_with_gradient(x, 1, mesh.get_group())
+    (whole * (rank + 1)).sum().backward()
+    assert x.grad is not None
+    return [largest, whole.tolist(), x.grad.tolist()]
+
+
+def test_collectives_that_the_compiler_traces(run_on: Any) -> None:
+    expected = [[1, 0], [[1.0, 1.0, 2.0, 2.0]], [[3.0, 3.0]]]  # a gradient of 1 from rank 0, of 2 from rank 1
+    assert run_on(2, reduce_and_gather) == [expected, expected]
+
+
+def weight_backwards() -> list[str]:
+    """The calls when one of two pipeline stages runs a backward of its weights."""
+    from torch.distributed.pipelining import PipelineStage
+
+    x, calls = torch.empty(1, 1), list[str]()
+    stage = PipelineStage(nn.Linear(1, 1), dist.get_rank(), 2, torch.device("cpu"), (x,), (x,))
+    assert callable(stage.backward_weight_one_chunk)  # the name that torch's schedules call
+    stage.backward_weight_one_chunk = lambda *_, **__: calls.append("weights")  # type: ignore[method-assign]
+    torch_compat.after_weight_backward(stage, lambda: calls.append("after"))
+    stage.backward_weight_one_chunk(0, last_backward=True)
+    return calls
+
+
+def test_a_hook_runs_after_the_backward_of_weights(run_on: Any) -> None:
+    """tests/distributed/test_pipeline.py compares the gradients that depend on it."""
+    assert run_on(2, weight_backwards) == [["weights", "after"]] * 2
+
+
+def test_optimizers_that_read_the_tensors_of_a_grad_scaler() -> None:
+    weight = [nn.Parameter(torch.ones(2))]
+    fused = torch.optim.AdamW(weight, fused=True)
+    assert torch_compat.takes_grad_scaler_tensors(fused)
+    assert not torch_compat.takes_grad_scaler_tensors(torch.optim.AdamW(weight, fused=False))
+    weight[0].grad = torch.ones(2)
+    fused.grad_scale, fused.found_inf = torch.tensor(2.0), torch.tensor(1.0)  # type: ignore[attr-defined]
+    fused.step()
+    assert weight[0].tolist() == [1.0, 1.0]  # the step was skipped
+    fused.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    fused.step()
+    assert weight[0].tolist() != [1.0, 1.0]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_with_log_sum_exps_and_its_backward(causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 3, 8, 16, generator=generator) for _ in range(4))
+    out, lse = torch_compat.attention_with_lse(q, k, v, causal)
+    scores = q @ k.transpose(-1, -2) / 4
+    if causal:
+        scores = scores.masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -math.inf)
+    torch.testing.assert_close(lse.reshape(2, 3, 8), scores.logsumexp(-1))
+    torch.testing.assert_close(out, scores.softmax(-1) @ v)
+    for x in (q, k, v):
+        x.requires_grad_()
+    nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).backward(grad)
+    lse = lse.reshape(2, 3, 8, 1)
+    ours = torch_compat.attention_backward(grad, (q.detach(), k.detach(), v.detach()), out, lse, causal)
+    for x, gradient in zip((q, k, v), ours):
+        torch.testing.assert_close(gradient, x.grad)
+
+
+def test_operators_that_activation_checkpointing_keeps() -> None:
+    """torch reports these operators when attention and matrix products run."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(1, 2, 4, 8)
+    with Watch():
+        nn.functional.scaled_dot_product_attention(x, x, x)
+        x[0, 0] @ x[0, 0].T
+    assert seen & torch_compat.attention_ops()
+    assert seen & torch_compat.matmul_ops()
+
+
+def test_the_compilers_memory_budget() -> None:
+    from torch._functorch import config
+
+    try:
+        torch_compat.set_activation_memory_budget(0.5)
+        assert config.activation_memory_budget == 0.5
+    finally:
+        torch_compat.set_activation_memory_budget(1.0)
+
+
+def test_flops_of_grouped_attention_are_those_of_repeated_heads() -> None:
+    from torch.utils import flop_counter
+
+    torch_compat.count_grouped_attention()
+    torch_compat.count_grouped_attention()  # the second call changes nothing
+    queries, keys = (1, 8, 16, 32), (1, 2, 16, 32)
+    assert flop_counter.sdpa_flop_count(queries, keys, keys) == 2 * 2 * 8 * 16 * 16 * 32
+
+
+def test_float8_layers_of_torchao() -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    net = nn.Sequential(nn.Linear(16, 16, bias=False))
+    assert not torch_compat.is_float8_linear(net[0])
+    float8.convert_to_float8_training(net, config=float8.Float8LinearConfig(emulate=True))
+    assert torch_compat.is_float8_linear(net[0])
+    values = torch.randn(16, 16)
+    cast = torch_compat.float8_input_cast(net[0])(values)
+    torch.testing.assert_close(cast.to_original_precision(), values, rtol=0.07, atol=0.01)
+    style = torch_compat.float8_rowwise_parallel()
+    assert issubclass(style, torch.distributed.tensor.parallel.RowwiseParallel)
+
+
+@pytest.mark.gpu
+def test_the_sdp_choice_and_the_memory_history_of_a_gpu(tmp_path: Path) -> None:
+    q = torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16)
+    kernels = {torch.nn.attention.SDPBackend(torch_compat.sdp_choice(q, k, k, None)) for _ in range(1)}
+    assert kernels - {torch.nn.attention.SDPBackend.ERROR}
+    torch_compat.record_memory_history(100)
+    torch.empty(1 << 20, device="cuda")
+    torch_compat.dump_memory_history(tmp_path / "memory.pickle")
+    torch_compat.record_memory_history(None)
+    assert (tmp_path / "memory.pickle").stat().st_size > 0

@@ -8,13 +8,10 @@ chunk r from the end ("head-tail"), so that all ranks see equally many keys unde
 from __future__ import annotations
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.attention.base import Attention
-
-# torch 2.13 has renamed it
-_all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+from titanlite.torch_compat import all_gather_with_gradient
 
 
 class SequenceSharding:
@@ -36,7 +33,7 @@ class SequenceSharding:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T / size, ...] of all ranks as [B, T, ...], in the order of `gathered_positions`. Gradients are
         summed over ranks."""
-        return _all_gather(x.contiguous(), 1, self._group)
+        return all_gather_with_gradient(x.contiguous(), 1, self._group)
 
     def gather_in_order(self, x: torch.Tensor) -> torch.Tensor:
         """The same in the order of the sequence."""

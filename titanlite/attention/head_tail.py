@@ -20,8 +20,7 @@ from titanlite.attention.base import Attention, AttentionNeeds
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.sdpa import SDPA, example_inputs
 from titanlite.config.component import ConfigError
-
-_aten = torch.ops.aten
+from titanlite.torch_compat import attention_backward, attention_with_lse
 
 
 class HeadTailAttention(Attention):
@@ -129,11 +128,9 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and log-sum-exps fp32 [B, H, T, 1]."""
-    if q.is_cuda:
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
-    else:  # the CPU kernel needs as many key heads as query heads
+    if not q.is_cuda:  # the CPU kernel needs as many key heads as query heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    out, lse = attention_with_lse(q, k, v, causal)
     return out, lse.reshape(*q.shape[:3], 1)
 
 
@@ -148,15 +145,10 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k and v."""
     if q.is_cuda:
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
-        return _aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
-        )
+        return attention_backward(grad, (q, k, v), out, lse, causal)
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
-    d_q, d_k, d_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, keys, values, out, lse.squeeze(-1), 0.0, causal
-    )
+    d_q, d_k, d_v = attention_backward(grad, (q, keys, values), out, lse, causal)
     return d_q, *(x.unflatten(1, (-1, groups)).sum(2) for x in (d_k, d_v))
 
 

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds, document_numbers
 from titanlite.attention.context_parallel import GatheredAttention, SequenceSharding
 from titanlite.config.component import ConfigError
+from titanlite.torch_compat import sdp_choice
 
 KERNELS = {
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -86,9 +87,7 @@ class SDPA(AttentionBackend, name="sdpa"):
         mask = torch.ones(1, 1, T, T, device=needs.device, dtype=torch.bool) if needs.masks else None
         choice = SDPBackend.ERROR.value
         with suppress(RuntimeError):  # raised where no kernel fits
-            choice = torch._fused_sdp_choice(
-                q, k, v, attn_mask=mask, is_causal=not needs.masks, enable_gqa=H != K
-            )
+            choice = sdp_choice(q, k, v, mask)
         if (name := KERNELS.get(SDPBackend(choice))) is None:
             mask_kind = "a dense mask" if needs.masks else "causal attention"
             raise ConfigError(

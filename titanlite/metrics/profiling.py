@@ -20,6 +20,7 @@ from torch.profiler import ProfilerAction
 
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
+from titanlite.torch_compat import dump_memory_history, record_memory_history
 
 TABLE_ROWS = 20
 MAX_ALLOCATIONS = 200_000  # events of an allocation history
@@ -126,7 +127,7 @@ class Profiler:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ranges.close()
         if self._snapshots:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory_history(None)
         if self._torch is not None and error is None and self._ends:
             self._step = 0  # an incomplete trace is not saved
             self._torch.stop()
@@ -147,8 +148,8 @@ class Profiler:
                 torch.cuda.synchronize()
             self._ranges.close()
             if self._snapshots:
-                self._save("memory", "pickle", torch.cuda.memory._dump_snapshot)
-                torch.cuda.memory._record_memory_history(enabled=None)
+                self._save("memory", "pickle", dump_memory_history)
+                record_memory_history(None)
         if self._torch is not None and self._ends:
             self._torch.step()
         self._step += 1
@@ -169,7 +170,7 @@ class Profiler:
         if self._step > self._first_step and self._action(self._step - 1) is ProfilerAction.RECORD:
             return
         if self._snapshots:
-            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+            record_memory_history(MAX_ALLOCATIONS)
         if self._nsys:  # one capture range per trace
             self._ranges.enter_context(torch.cuda.profiler.profile())
             self._ranges.enter_context(torch.autograd.profiler.emit_nvtx())

@@ -14,6 +14,7 @@ import torch
 from titanlite.config.component import Component, ConfigError, suggest
 from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
+from titanlite.torch_compat import takes_grad_scaler_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,7 @@ def guarded_step(optimizer: torch.optim.Optimizer, ok: torch.Tensor, divisor: to
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and device.type in ("cpu", "cuda"):
+    if takes_grad_scaler_tensors(optimizer) and device.type in ("cpu", "cuda"):
         # Offloaded weights: a blocking copy moves the scalars to the CPU, because the kernel would not wait.
         optimizer.found_inf = (~ok).float().to(device)  # type: ignore[attr-defined]
         optimizer.grad_scale = divisor if divisor is None else divisor.to(device)  # type: ignore[attr-defined]

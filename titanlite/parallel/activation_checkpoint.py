@@ -4,7 +4,7 @@ are replaced."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -12,13 +12,17 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch
-from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.component import ConfigError, suggest
 from titanlite.models.base import Decoder
 from titanlite.parallel.compile import BACKENDS_WITH_MEMORY_BUDGET, Compile
+from titanlite.torch_compat import (
+    attention_ops,
+    count_grouped_attention,
+    matmul_ops,
+    set_activation_memory_budget,
+)
 
 MODULES = {"attention": "self_attn", "mlp": "mlp", "norms": "*norm"}  # of a block, as name patterns
 
@@ -80,11 +84,9 @@ class ActivationCheckpoint:
 def apply_activation_checkpoint(net: Decoder, config: ActivationCheckpoint) -> None:
     """Replace forwards of the blocks or of modules in them, before compile. Raises ConfigError if the model
     lacks the modules that the configuration names."""
-    functorch.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
+    set_activation_memory_budget(config.memory_budget if config.mode == "memory_budget" else 1.0)
     if config.mode == "memory_budget":
-        _count_grouped_attention()
-        if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):  # torch 2.13; else it gives up
-            functorch.unsafe_treat_script_objects_as_zero_size = True  # meshes take no memory
+        count_grouped_attention()
     blocks, option = list(net.blocks().values()), config.selective_ac_option
     if config.mode == "full":
         chosen, contexts = blocks, None
@@ -95,21 +97,6 @@ def apply_activation_checkpoint(net: Decoder, config: ActivationCheckpoint) -> N
         return
     for module in chosen:
         _checkpoint(module, contexts)
-
-
-def _count_grouped_attention() -> None:
-    """Let torch 2.11 count the FLOPs of attention with fewer key heads than query heads, which the compiler
-    wants to know for its budget; torch 2.13 can, and counts the same."""
-    for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
-        count = getattr(flop_counter, name)
-        if not isinstance(count, partial):
-            setattr(flop_counter, name, partial(_with_all_heads, count))
-
-
-def _with_all_heads(count: Callable[..., int], *shapes: Sequence[int]) -> int:
-    """`count` for [B, heads, T, E] as if keys and values were repeated."""
-    heads = max(shape[1] for shape in shapes)
-    return count(*((shape[0], heads, *shape[2:]) for shape in shapes))
 
 
 def _chosen(blocks: list[nn.Module], option: str) -> list[nn.Module]:
@@ -146,15 +133,10 @@ def _checkpoint(module: nn.Module, contexts: Callable[[], Any] | None = None) ->
     module.forward = forward
 
 
-_aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default}
-_ATTENTIONS = {
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-}
-_MAXIMA = {_aten.max.default}  # of a whole tensor, for float8's scales: cheap to keep, costly to compute
+_PRODUCTS, _ATTENTIONS = matmul_ops(), attention_ops()
+_MAXIMA = {
+    torch.ops.aten.max.default
+}  # of a whole tensor, for float8's scales: cheap to keep, costly to compute
 
 
 def _keep_costly_results() -> Any:

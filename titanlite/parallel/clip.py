@@ -7,12 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanlite.torch_compat import foreach_norm
+from titanlite.torch_compat import all_reduce, foreach_norm
 
 
 @torch.no_grad()
@@ -28,7 +27,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], pipeline: DeviceMesh | None = 
     norms = [norm for gradients in by_mesh.values() for norm in _norms(gradients)]
     total = torch.linalg.vector_norm(torch.stack(norms)).float()
     if pipeline is not None:
-        total = funcol.all_reduce(total.square(), "sum", pipeline).sqrt()
+        total = all_reduce(total.square(), "sum", pipeline).sqrt()
     return total
 
 

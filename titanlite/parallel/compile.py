@@ -3,7 +3,6 @@ Compilations after the first step are counted and logged with their reasons."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from titanlite.config.component import ConfigError, suggest
 from titanlite.log import logger
 from titanlite.models.base import Decoder
+from titanlite.torch_compat import compilation_metrics
 
 BACKENDS_WITH_MEMORY_BUDGET = ("inductor", "aot_eager")
 
@@ -55,22 +55,17 @@ def compile_forwards(net: Decoder, config: Compile) -> None:
             block.forward = torch.compile(block.forward, fullgraph=True, backend=config.backend)
 
 
-def _records() -> list[Any]:
-    dynamo = sys.modules.get("torch._dynamo.utils")  # imported, which takes a second, by what compiles
-    return dynamo.get_compilation_metrics() if dynamo else []
-
-
 @dataclass
 class Compilations:
     """Metrics of compilations, from the compiler's own records (the last 64)."""
 
-    _seen: list[Any] = field(default_factory=_records)
+    _seen: list[Any] = field(default_factory=compilation_metrics)
     _first: bool = True
 
     def since_last(self) -> dict[str, float]:
         """Metrics of the compilations since the last call, {} if there were none. From the second call on,
         each compilation is logged with its reason, such as a shape that changed."""
-        records = _records()
+        records = compilation_metrics()
         new = [m for m in records if not any(m is seen for seen in self._seen)]
         graphs = [m for m in new if m.is_forward and m.co_name]  # backwards have records of their own
         for m in [] if self._first else graphs:

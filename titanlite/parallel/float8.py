@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
 from titanlite.models.base import Decoder
+from titanlite.torch_compat import float8_input_cast, float8_rowwise_parallel, is_float8_linear
 
 MULTIPLE = 16  # what the hardware asks of the dims of a product's factors
 
@@ -175,33 +175,19 @@ def shared_cast(module: nn.Module, config: Float8) -> Callable[[torch.Tensor], t
     layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
     if not all(_sends_float8(layer, config) for layer in layers):
         return None
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import GemmInputRole
-
-    return partial(
-        hp_tensor_to_float8_dynamic,
-        float8_dtype=torch.float8_e4m3fn,
-        linear_mm_config=layers[0].linear_mm_config,
-        gemm_input_role=GemmInputRole.INPUT,
-    )
+    return float8_input_cast(layers[0])
 
 
 def rowwise_style(module: nn.Module, config: Float8) -> type[RowwiseParallel]:
     """The tensor-parallel style of a row-wise layer, whose gradient may be sent in float8."""
     if not _sends_float8(module, config):
         return RowwiseParallel
-    from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
-
-    return Float8RowwiseParallel
+    return float8_rowwise_parallel()
 
 
 def _sends_float8(layer: nn.Module, config: Float8) -> bool:
     """Whether it is a float8 layer with one scale a tensor, which is what can be sent."""
-    if not config.has_one_scale:
-        return False
-    from torchao.float8.float8_linear import Float8Linear
-
-    return isinstance(layer, Float8Linear)
+    return config.has_one_scale and is_float8_linear(layer)
 
 
 def precompute_scales(net: Decoder) -> None:

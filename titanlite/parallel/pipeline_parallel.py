@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from titanlite.log import logger
 from titanlite.mesh import Mesh, Parallelism
 from titanlite.models.base import Decoder, Inputs
 from titanlite.parallel.fsdp import add_up_gradients
+from titanlite.torch_compat import after_weight_backward, skip_p2p_to_own_rank
 
 STAGES_PER_RANK = {
     "GPipe": 1,
@@ -257,15 +259,7 @@ class Pipeline:
             for i, module in self.stages.items()
         ]
         for stage, module in zip(stages, self.stages.values()):
-            weight_backward = stage.backward_weight_one_chunk
-
-            def backward(
-                *args: Any, run: Any = weight_backward, module: Decoder = module, **options: Any
-            ) -> None:
-                run(*args, **options)
-                add_up_gradients(module)
-
-            stage.backward_weight_one_chunk = backward  # type: ignore[method-assign]
+            after_weight_backward(stage, partial(add_up_gradients, module))
             if device.type == "cpu":
                 skip_p2p_to_own_rank(stage)
         schedule_class = get_schedule_class(self.schedule)
@@ -275,51 +269,11 @@ class Pipeline:
             loss_fn=lambda loss, _: loss / self._tokens,
             scale_grads=False,
         )
-        bubble = (self.ranks - 1) / (len(inputs) + self.ranks - 1)
-        if len(stages) > 1:
-            bubble = bubble_fraction(schedule.pipeline_order)
+        waits = ""
+        if self.schedule not in ZERO_BUBBLE:
+            bubble = (self.ranks - 1) / (len(inputs) * len(stages) + self.ranks - 1)
+            waits = f"; a rank waits {bubble:.0%} of the time if all stages take equally long"
         logger.info(
-            f"pipeline: {len(inputs)} micro-batches through {self.last + 1} stages by {self.schedule}; "
-            f"a rank waits {bubble:.0%} of the time if all stages take equally long"
+            f"pipeline: {len(inputs)} micro-batches through {self.last + 1} stages by {self.schedule}{waits}"
         )
         return schedule
-
-
-def skip_p2p_to_own_rank(stage: Any) -> None:
-    """torch 2.11 warms up point-to-point connections before the first step (torch 2.13 does not). Two
-    neighbouring stages of ZBVZeroBubble are on the last rank, and gloo cannot send to its own rank."""
-    warm_up = stage._get_init_p2p_neighbors_ops
-    stage._get_init_p2p_neighbors_ops = lambda: [op for op in warm_up() if op.peer != dist.get_rank()]
-
-
-COSTS = {"FORWARD": 1, "FULL_BACKWARD": 2, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1}
-
-
-def bubble_fraction(order: Mapping[int, Sequence[Any]]) -> float:
-    """The fraction of the time that ranks which follow `order` (torch's actions, by rank) wait for one
-    another, if all stages take equally long, a backward twice as long as a forward, and sending no time."""
-    left = {
-        rank: [a for a in actions if a and a.computation_type.name in COSTS]
-        for rank, actions in order.items()
-    }
-    last = max(a.stage_index for actions in left.values() for a in actions)
-    clock = dict.fromkeys(left, 0)
-    work = sum(COSTS[a.computation_type.name] for actions in left.values() for a in actions)
-    ended: dict[tuple[bool, int, int], int] = {}  # by (is forward, stage, micro-batch)
-    while any(left.values()):
-        so_far = len(ended)
-        for rank, actions in left.items():
-            while actions:
-                a = actions[0]
-                kind, stage, number = a.computation_type.name, a.stage_index, a.microbatch_index
-                forward = kind == "FORWARD"
-                before = (forward, stage - 1 if forward else stage + 1, number)
-                alone = kind == "BACKWARD_WEIGHT" or stage == (0 if forward else last)
-                if not alone and before not in ended:
-                    break
-                clock[rank] = max(clock[rank], 0 if alone else ended[before]) + COSTS[kind]
-                if kind != "BACKWARD_WEIGHT":
-                    ended[forward, stage, number] = clock[rank]
-                actions.pop(0)
-        assert len(ended) > so_far or not any(left.values()), "this order waits for itself"
-    return 1 - work / (len(left) * max(clock.values()))

@@ -12,7 +12,6 @@ from fnmatch import fnmatch
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
@@ -28,6 +27,7 @@ from titanlite.config.component import ConfigError
 from titanlite.losses import LossFunction, VocabularyShard
 from titanlite.models.base import Decoder, HeadFn, logits
 from titanlite.parallel.float8 import Float8, rowwise_style, shared_cast
+from titanlite.torch_compat import all_reduce
 
 TOKENS = 1  # the dim of [B, T, D] that is sharded between the layers
 HEADS = 2  # the dim of [B, T, H, E] that is sharded within attention
@@ -69,9 +69,9 @@ def vocabulary_shard(vocab_size: int, mesh: DeviceMesh) -> VocabularyShard:
     """This rank's slice of the vocabulary."""
     return VocabularyShard(
         first_id=mesh.get_local_rank() * (vocab_size // mesh.size()),
-        all_reduce_max=lambda x: funcol.all_reduce(x, "max", mesh),
+        all_reduce_max=lambda x: all_reduce(x, "max", mesh),
         all_reduce_sum=lambda x: (
-            _AllReduceSum.apply(x, mesh) if x.requires_grad else funcol.all_reduce(x, "sum", mesh)
+            _AllReduceSum.apply(x, mesh) if x.requires_grad else all_reduce(x, "sum", mesh)
         ),
     )
 
@@ -82,7 +82,7 @@ class _AllReduceSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return funcol.all_reduce(x, "sum", mesh)
+        return all_reduce(x, "sum", mesh)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:

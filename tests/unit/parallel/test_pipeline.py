@@ -1,16 +1,14 @@
-"""How blocks are divided into stages, whose stages are whose, and how long ranks wait."""
+"""How blocks are divided into stages, and which rank has which stages."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
-from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from titanlite.mesh import Parallelism
 from titanlite.parallel.pipeline_parallel import (
     STAGES_PER_RANK,
-    bubble_fraction,
     split_into_stages,
     stages_of_rank,
 )
@@ -45,20 +43,3 @@ def test_every_stage_is_some_ranks(schedule: str) -> None:
 def test_ranks_of_a_zero_bubble_turn_at_the_last_one() -> None:
     assert stages_of_rank("ZBVZeroBubble", 0, 4) == [0, 7]
     assert stages_of_rank("Interleaved1F1B", 0, 4) == [0, 4]
-
-
-def test_waiting_is_that_of_the_order() -> None:
-    """All forwards, then all backwards, is (ranks - 1) / (micro-batches + ranks - 1)."""
-    forward, backward = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
-    order = {r: [_Action(r, kind, m) for kind in (forward, backward) for m in range(6)] for r in range(3)}
-    assert bubble_fraction(order) == pytest.approx(2 / 8)
-    apart = [_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT]
-    one = {0: [None, _Action(0, forward, 0), *(_Action(0, kind, 0) for kind in apart)]}
-    assert bubble_fraction(one) == 0
-
-
-def test_an_order_that_waits_for_itself_is_noticed() -> None:
-    with pytest.raises(AssertionError, match="waits for itself"):
-        bubble_fraction(
-            {0: [_Action(0, _ComputationType.FORWARD, 0)], 1: [_Action(1, _ComputationType.FORWARD, 1)]}
-        )
