@@ -1,0 +1,26 @@
+"""Pins that the pages of docs/ quote the files that they name as they are, and show every example."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_quoted_code_is_that_of_its_file(page) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == refreshed(text), "run: python -m tests.support.quoted_code"
+    assert refreshed(text.replace("def ", "def other_", 1)) == text  # control: another text is noticed
+
+
+def test_every_example_is_on_the_page_on_extending() -> None:
+    page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    quoted = {match[2] for match in QUOTE.finditer(page)}
+    examples = {path for path in (ROOT / "tests/examples").glob("*.py") if not path.name.startswith("test_")}
+    assert quoted == {path.relative_to(ROOT).as_posix() for path in examples}
+    for name in re.findall(r"\| `(titanlite\.[\w.]+)` \|", page):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(__import__(module, fromlist=[attribute]), attribute), name
