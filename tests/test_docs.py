@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.support import module_list
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 
 
@@ -24,3 +25,9 @@ def test_every_example_is_on_the_page_on_extending() -> None:
     for name in re.findall(r"\| `(titanlite\.[\w.]+)` \|", page):
         module, _, attribute = name.rpartition(".")
         assert hasattr(__import__(module, fromlist=[attribute]), attribute), name
+
+
+def test_the_list_of_modules_is_that_of_the_package() -> None:
+    page = module_list.PAGE.read_text(encoding="utf-8")
+    assert page == module_list.refreshed(page), "run: python -m tests.support.module_list"
+    assert module_list.refreshed(page.replace("The training", "A training")) == page  # control
