@@ -31,3 +31,14 @@ def test_the_list_of_modules_is_that_of_the_package() -> None:
     page = module_list.PAGE.read_text(encoding="utf-8")
     assert page == module_list.refreshed(page), "run: python -m tests.support.module_list"
     assert module_list.refreshed(page.replace("The training", "A training")) == page  # control
+
+
+NAME = re.compile(r'"((?:train|eval|throughput|time|memory|data|progress|compile|checkpoint)/[a-z_]+)"')
+
+
+def test_the_page_on_metrics_has_every_metric_of_the_code() -> None:
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "titanlite").rglob("*.py"))
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `([\w/]+)` \|", page, flags=re.MULTILINE))
+    assert listed - {"train/NAME"} == set(NAME.findall(code))
+    assert 'f"train/{name}"' in code  # train/NAME
