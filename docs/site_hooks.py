@@ -1,8 +1,7 @@
 """What mkdocs does with links from docs/ to the rest of the repository, which is not part of the site.
 
-Pictures of assets/ are copied into the site. Other links become their text. A link to a file that does not exist
-is an error.
-"""
+Pictures of assets/ are copied into the site. Other links become their text. A link to a file that does not
+exist is an error."""
 
 from __future__ import annotations
 
