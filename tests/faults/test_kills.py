@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.faults import Fault, Outcome, Trainer
+from tests.support.faults import Fault, Outcome, Trainer, find_target
 from tests.support.jobs import write_toml
 from tests.support.kill_points import ERRORS, MANIFEST, META, RESUME, REWIND, SAVE, SET_ASIDE, SHARD, TRAIN
 from tests.support.runs import KEYS
@@ -245,8 +245,11 @@ def exports(run: Run) -> dict[str, Any]:
     with_tiers(
         [[replace(SAVE["P7 agreed"], step=4)]],
         [
-            [replace(SAVE["P7 agreed"], step=4), Fault("export:_rename", during="start")],
-            [Fault("export:_rename", "after", during="start"), SAVE["P6 renamed"].at(0, step=8)],
+            [replace(SAVE["P7 agreed"], step=4), Fault("titanlite.interop.export:_rename", during="start")],
+            [
+                Fault("titanlite.interop.export:_rename", "after", during="start"),
+                SAVE["P6 renamed"].at(0, step=8),
+            ],
         ],
     ),
     ids=["between commit and export", "in the export of the next start", "exported, and the last one not"],
@@ -459,3 +462,15 @@ def test_control_a_save_without_a_copy_is_noticed(run: Start, whole: Whole) -> N
     no_copy = Fault("staging:HostBuffers.copy", "instead", during="save", action="return_argument")
     assert ours.start(*SCRIBBLE, no_copy).exits == [0]
     assert ours.state(4) != whole(1).state(4)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [SAVE, ERRORS, RESUME, REWIND, SET_ASIDE],
+    ids=["save", "errors", "resume", "rewind", "quarantine"],
+)
+def test_every_point_is_a_function(points: dict[str, Fault]) -> None:
+    """In the default tier, so that a renamed function is noticed before the full tier runs."""
+    for name, point in points.items():
+        owner, function = find_target(point.target)
+        assert callable(getattr(owner, function)), name

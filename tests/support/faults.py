@@ -136,7 +136,7 @@ class _Planted:
         self._armed = fault.during == "start"
         self._calls = 0
         self._lock = threading.Lock()  # shards are written by several threads
-        self._owner, self._name = _find(fault.target)
+        self._owner, self._name = find_target(fault.target)
         self.original = getattr(self._owner, self._name)
         self.stopped_at: float | None = None  # of a loader worker, by time.monotonic()
 
@@ -145,7 +145,7 @@ class _Planted:
         _wrap(self._owner, self._name, self._call)
         where = {"write": "saver:Saver._save", "save": "checkpointer:Checkpointer.save"}
         if self.fault.during in where:
-            _wrap(*_find(where[self.fault.during]), self._arm)
+            _wrap(*find_target(where[self.fault.during]), self._arm)
 
     def _arm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step = args[1].step if self.fault.during == "write" else args[3].step
@@ -180,8 +180,8 @@ class _Planted:
         return ACTIONS[self.fault.action](self, args)
 
 
-def _find(target: str) -> tuple[Any, str]:
-    """The object and the name of its attribute."""
+def find_target(target: str) -> tuple[Any, str]:
+    """The object that has the target's function, and the function's name."""
     module, _, path = target.partition(":")
     full = module if "." in module or module in sys.stdlib_module_names else f"titanlite.checkpoint.{module}"
     *owners, name = path.split(".")

@@ -96,7 +96,7 @@ RESUME = {
     "probe": Point("resume:_make_probe", "after"),
     "probe written": Point("resume:write_file", "after", shared=True),
     "probe half removed": Point("os:unlink", "after", 1, PROBE),
-    "before the lock is signed": Point("lock:FolderLock.sign"),
+    "before the lock is signed": Point("lock:FolderLock.write_owner"),
     "before the commit is recorded": Point("os:replace", "before", 1, "last_commit"),
     "the commit is recorded": Point("os:replace", "after", 1, "last_commit"),
     "before loading": Point("checkpointer:load_tensors", shared=True),
