@@ -47,7 +47,7 @@ class Exports(Protocol):
 
     def make(self, committed: int | None) -> None:
         """Export every checkpoint that is due and has no export, and `committed`, the step that was just
-        saved. Does not raise."""
+        saved. An export that fails does not raise; check_last() tells."""
 
     def check_last(self) -> None:
         """Raises CheckpointError if the export of the run's last step has failed."""
@@ -259,7 +259,13 @@ class Checkpointer:
             self._exporting = self.saver.submit(lambda: self._export_and_retain(exports, None))
         while not self.ranks.agree(self._wait_for_exports):
             pass
-        self.ranks.agree(exports.check_last)
+        self.ranks.agree(lambda: self._check_exports(exports))
+
+    def _check_exports(self, exports: Exports) -> None:
+        """Raise the error of the last task with exports, or of the export of the run's last step."""
+        if self._exporting is not None:
+            self._exporting.result()
+        exports.check_last()
 
     def _wait_for_exports(self) -> bool:
         """Whether no export is in flight, after waiting for a while."""

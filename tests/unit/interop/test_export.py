@@ -271,6 +271,21 @@ def test_a_failed_export_of_an_earlier_step_does_not_fail_a_finished_run(
         train(job)
 
 
+def test_an_error_outside_of_a_single_export_is_not_lost(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a file system that does not answer while checkpoints are listed."""
+    job = make_job(tmp_path, corpus, "--checkpoint.export_hf=true", "--training.steps=2")
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(exporter.Exporter, "make", fail)
+    with pytest.raises(RuntimeError, match="Input/output error"):
+        train(job)
+    assert committed(job.folder / "checkpoint")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
