@@ -103,8 +103,8 @@ class Job:
         training, parallelism = self.training, self.parallelism
         degrees = parallelism.degrees(world_size)
         batch = BatchLayout.of(training, degrees.data_parallel)
-        self.model.check_tensor_parallel(degrees.tensor)
-        self.model.check_pipeline_parallel(degrees.pipeline)
+        self.model.check_tensor_parallel(degrees.tp)
+        self.model.check_pipeline_parallel(degrees.pp)
         parallelism.check(training.seq_len)
         check_pipeline_parallel(
             parallelism,
@@ -114,10 +114,10 @@ class Job:
             reduce_dtype=training.mixed_precision_reduce,
             divides_blocks=not self.compile.enable and self.activation_checkpoint.mode == "none",
         )
-        self.activation_checkpoint.check(self.compile, tensor_parallel=degrees.tensor > 1)
+        self.activation_checkpoint.check(self.compile, tensor_parallel=degrees.tp > 1)
         self.float8.check(
             compiled=self.compile.enable,
-            micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.context,
+            micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.cp,
             cpu_offload=training.enable_cpu_offload,
         )
         self.validation.check(bool(self.data.holdout_sequences or self.data.validation_sources))

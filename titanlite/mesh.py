@@ -1,9 +1,9 @@
 """The ranks as a mesh with named axes, and the one place that knows the order of the axes.
 
-Axes, from the outermost in: `pipeline` (pipeline stages), `replicate` (HSDP: copies of the model), `shard`
-(FSDP: shards of one copy), `context` (context parallel: chunks of each sequence), `tensor` (tensor parallel:
-shards of each layer). Ranks along `pipeline`, `context` and `tensor` read the same sequences; replicate x
-shard are the data-parallel ranks. FSDP shards over `context`, too.
+Axes, from the outermost in: `pp` (pipeline parallel: stages), `dp_replicate` (HSDP: copies of the model),
+`dp_shard` (FSDP: shards of one copy), `cp` (context parallel: chunks of each sequence), `tp` (tensor
+parallel: shards of each layer). Ranks along `pp`, `cp` and `tp` read the same sequences; those along
+`dp_replicate` and `dp_shard` are the data-parallel ranks. FSDP also shards over `cp`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from titanlite.torch_compat import flatten_mesh, local_offsets
 class Degrees(NamedTuple):
     """The number of ranks along each axis, or a rank's coordinate on each, in the mesh's order."""
 
-    pipeline: int
-    replicate: int
-    shard: int
-    context: int
-    tensor: int
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
 
     @property
     def data_parallel(self) -> int:
         """The number of ranks that read different sequences."""
-        return self.replicate * self.shard
+        return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
-        """The axes with more than one rank, such as `pipeline 2 x shard 4`."""
+        """The axes with more than one rank, such as `pp 2 x dp_shard 4`."""
         axes = [f"{axis} {n}" for axis, n in self._asdict().items() if n > 1]
         return " x ".join(axes) or "unsharded"
 
@@ -51,7 +51,7 @@ KEYS = (
 )  # of the degrees, in their order
 
 
-SHARD_AND_CONTEXT = "shard_context"  # both as one axis
+DP_SHARD_AND_CP = "dp_shard_cp"  # both as one axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,13 +134,13 @@ class Parallelism:
         """The degrees for a number of ranks. Raises ConfigError if they do not multiply to it."""
         asked = Degrees(*(getattr(self, key) for key in KEYS))
         product = " x ".join(f"{key} {n}" for key, n in zip(KEYS, asked) if n > 1)
-        if asked.shard == -1:
+        if asked.dp_shard == -1:
             others = -math.prod(asked)
             if world_size % others:
                 raise ConfigError(
                     f"there are {world_size} ranks, which {product} does not divide", "parallelism"
                 )
-            return asked._replace(shard=world_size // others)
+            return asked._replace(dp_shard=world_size // others)
         if math.prod(asked) != world_size:
             raise ConfigError(
                 f"{product or 'no degree above 1'} makes {math.prod(asked)}, there are {world_size} ranks; "
@@ -175,50 +175,50 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """This rank's number among the data-parallel ranks."""
-        return self.coordinate.replicate * self.degrees.shard + self.coordinate.shard
+        return self.coordinate.dp_replicate * self.degrees.dp_shard + self.coordinate.dp_shard
 
     @property
     def shards(self) -> int:
         """The number of ranks over which one copy of the weights is sharded."""
-        return math.prod(self.degrees) // self.degrees.replicate
+        return math.prod(self.degrees) // self.degrees.dp_replicate
 
     @property
     def is_data_leader(self) -> bool:
         """True on one rank of each group that reads the same sequences, so that counts of a batch are summed
         once."""
-        return self.coordinate.pipeline == self.coordinate.context == self.coordinate.tensor == 0
+        return self.coordinate.pp == self.coordinate.cp == self.coordinate.tp == 0
 
     @property
     def is_tp_leader(self) -> bool:
         """True on tensor-parallel rank 0, the only one whose loss counts in sums over ranks: the loss of all
-        ranks along `tensor` is the same."""
-        return self.coordinate.tensor == 0
+        ranks along `tp` is the same."""
+        return self.coordinate.tp == 0
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The mesh for fully_shard: one axis (shard), or two (replicate, shard) for HSDP."""
+        """The mesh for fully_shard: one axis, or two (replicas, shards) for HSDP."""
         assert self.device_mesh is not None, "no process group: nothing to shard over"
-        shard = "shard" if self.degrees.context == 1 else SHARD_AND_CONTEXT
+        shard = "dp_shard" if self.degrees.cp == 1 else DP_SHARD_AND_CP
         with warnings.catch_warnings():  # of flattened axes, for which torch has no other way yet
             warnings.simplefilter("ignore", UserWarning)
-            return self.device_mesh[("replicate", shard) if self.degrees.replicate > 1 else shard]
+            return self.device_mesh[("dp_replicate", shard) if self.degrees.dp_replicate > 1 else shard]
 
     @property
-    def context(self) -> DeviceMesh:
+    def cp(self) -> DeviceMesh:
         """The ranks that share the tokens of each sequence (context parallel)."""
         assert self.device_mesh is not None
-        return self.device_mesh["context"]
+        return self.device_mesh["cp"]
 
     @property
-    def tensor(self) -> DeviceMesh:
+    def tp(self) -> DeviceMesh:
         """The ranks that share each layer's work (tensor parallel)."""
         assert self.device_mesh is not None
-        return self.device_mesh["tensor"]
+        return self.device_mesh["tp"]
 
     @property
-    def pipeline(self) -> DeviceMesh | None:
+    def pp(self) -> DeviceMesh | None:
         """The ranks that share the blocks (pipeline parallel); None if there is one."""
-        return self.device_mesh["pipeline"] if self.device_mesh and self.degrees.pipeline > 1 else None
+        return self.device_mesh["pp"] if self.device_mesh and self.degrees.pp > 1 else None
 
 
 ALONE = Mesh(Degrees(1, 1, 1, 1, 1), 0, None)
@@ -232,10 +232,10 @@ def build_mesh(
     degrees = parallelism.degrees(world_size)
     if world_size == 1 and not always:
         return Mesh(degrees, rank, None)
-    axes = {axis: n for axis, n in degrees._asdict().items() if n > 1 or axis == "shard"}
+    axes = {axis: n for axis, n in degrees._asdict().items() if n > 1 or axis == "dp_shard"}
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    if degrees.context > 1:
-        flatten_mesh(mesh["shard", "context"], SHARD_AND_CONTEXT)
+    if degrees.cp > 1:
+        flatten_mesh(mesh["dp_shard", "cp"], DP_SHARD_AND_CP)
     return Mesh(degrees, rank, mesh)
 
 

@@ -90,7 +90,7 @@ def train(job: Job) -> int:
             tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
             vote = rt.vote(requests.stop, requests.take_save(), checkpoints.failed)
             loss = model.forward_backward(micro_batches, tokens)
-            norm = grad_norm(model.net.parameters(), rt.mesh.pipeline)
+            norm = grad_norm(model.net.parameters(), rt.mesh.pp)
             loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())
             ok = guard.judge(loss, norm, bad_norms, state.step, state.sequences, rt.batch.global_size)
             checkpoints.wait_until_staged()  # a save may still be copying the weights
@@ -115,7 +115,7 @@ def train(job: Job) -> int:
             if logged or due(job.metrics.log_freq, state.step, last_step):
                 meter.report(state.step, run.values(loss, norm, micro_batches) | evaluation)
             if save_failed:
-                checkpoints.settle()
+                checkpoints.wait_for_save()
             if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):
                 run.save()  # after the step's metrics are written
 

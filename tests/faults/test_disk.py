@@ -89,7 +89,7 @@ def save(run: Checkpointer, parts: Parts) -> None:
     """One more step, saved and waited for."""
     parts.step()
     run.save(parts.net, parts.optimizer, parts.state, EXTRA)
-    run.settle()
+    run.wait_for_save()
 
 
 def assert_whole(folder: Path, *steps: int) -> None:
@@ -183,7 +183,7 @@ def test_a_run_on_a_disk_that_was_full_for_a_while(
 
     def filling(self: Checkpointer, *args: Any) -> None:
         if args[2].step == 8:
-            self.settle()
+            self.wait_for_save()
             disk.fill(leave=400_000)  # enough for the tensors, not for their files
         if args[2].step == 12:
             disk.free()
@@ -236,7 +236,7 @@ def test_a_run_on_a_full_disk_ends_and_goes_on_later(
 
     def filling(self: Checkpointer, *args: Any) -> None:
         if args[2].step == 4:
-            self.settle()
+            self.wait_for_save()
             disk.fill(leave=400_000)
         original(self, *args)
 
@@ -376,7 +376,7 @@ def save_on_rank(folder: Path, broken: int) -> list[str]:
                     break_at("EIO at write", fault, times=1)
                 run.save(parts.net, parts.optimizer, parts.state, EXTRA)
                 try:
-                    run.settle()
+                    run.wait_for_save()
                     seen.append("")
                 except CheckpointError as e:
                     seen.append(str(e))

@@ -63,7 +63,7 @@ def train(run_folder: Path, to_step: int, note: Callable[[Any], None], **config:
     while parts.state.step < to_step:
         parts.step()
         run.save(parts.net, parts.optimizer, parts.state, EXTRA)
-        run.settle()
+        run.wait_for_save()
         note(parts.state.step)
     run.close()
 

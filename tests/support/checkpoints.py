@@ -61,7 +61,7 @@ def save_steps(folder: Path, steps: int, **config: object) -> tuple[Parts, Check
     for _ in range(steps):
         parts.step()
         run.save(parts.net, parts.optimizer, parts.state, EXTRA)
-    run.settle()
+    run.wait_for_save()
     return parts, run
 
 

@@ -56,7 +56,7 @@ def build(
     mesh = build_mesh(parallelism, "cpu", rank, world_size)
     needs = AttentionNeeds(
         device=torch.device("cpu"), dtype=torch.float32, seq_len=16, n_heads=4, n_kv_heads=2, head_dim=8,
-        context_parallel=mesh.degrees.context > 1,
+        context_parallel=mesh.degrees.cp > 1,
     )  # fmt: skip
     settings = ParallelSettings(
         attention=AttentionBackend.choices[options.get("attention", "auto")]().build(needs),
@@ -103,7 +103,7 @@ def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> 
     loss = model.forward_backward(mine, torch.tensor(batch.num_targets))
     if world_size > 1:
         torch.distributed.all_reduce(loss)
-    result = {"loss": loss, "norm": grad_norm(model.net.parameters(), model.mesh.pipeline)}
+    result = {"loss": loss, "norm": grad_norm(model.net.parameters(), model.mesh.pp)}
     for name, p in model.net.named_parameters():
         result[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
     return result

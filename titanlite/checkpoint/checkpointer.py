@@ -140,8 +140,8 @@ class Checkpointer:
     def save(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, extra: dict[str, Any]
     ) -> None:
-        """Save now, after a save in flight. Raises Diverged, here or in settle(), instead of saving a state
-        that is not finite.
+        """Save now, after the save in flight has ended. Raises Diverged, here or in wait_for_save(), instead
+        of saving a state that is not finite.
 
         `extra`: plain values for train.json. `healthy` among them tells whether this checkpoint is one to go
         back to if training diverges.
@@ -197,7 +197,7 @@ class Checkpointer:
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of `step` is committed, after waiting for a save in flight."""
-        self.settle()
+        self.wait_for_save()
         return any(step == saved for saved, _ in commit.committed(self.folder))
 
     def wait_until_staged(self) -> None:
@@ -206,13 +206,13 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that the save in flight has failed; settle() then, on all ranks."""
+        """Whether this rank knows that the save in flight has failed; wait_for_save() then, on all ranks."""
         return self.saver.failed
 
-    def settle(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait for the save in flight, if there is one. Raises CheckpointError for a failed save if
         checkpoint.on_save_error says so, else logs it."""
-        self.saver.settle()
+        self.saver.wait_for_save()
 
     def close(self, is_over: bool = True) -> None:
         """Wait for the last save and free the run folder. If the run `is_over`, also wait for its exports; a

@@ -76,9 +76,9 @@ class Saver:
         """Save `snapshot`, after a save in flight.
 
         `refuse` is called on the saving thread of every rank and is collective: an error that it returns ends
-        this save, and is raised here or in settle().
+        this save, and is raised here or in wait_for_save().
         """
-        self.settle()
+        self.wait_for_save()
         problem = None
         if self._config.async_mode == "async":
             try:
@@ -87,7 +87,7 @@ class Saver:
                 problem = str(e)
         self.in_flight = self._thread.submit(self._save, snapshot, refuse, problem)
         if self._config.async_mode == "disabled":
-            self.settle()
+            self.wait_for_save()
 
     def wait_until_staged(self) -> None:
         """Make the device wait, before weights change, until a save in flight has its copy. Not
@@ -96,7 +96,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that the save in flight has failed. All ranks then call settle()."""
+        """Whether this rank knows that the save in flight has failed. All ranks then call wait_for_save()."""
         pending = self.in_flight
         return pending is not None and pending.done() and pending.exception() is not None
 
@@ -105,7 +105,7 @@ class Saver:
         if self.in_flight is not None:
             wait([self.in_flight])
 
-    def settle(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait for the save in flight, if there is one. A failed save is logged and counted. Raises its
         CheckpointError if checkpoint.on_save_error says so, and any other error."""
         pending, self.in_flight = self.in_flight, None

@@ -48,17 +48,17 @@ class ParallelSettings:
 def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings) -> ShardedModel:
     """This rank's stages and shards of `net`, still on meta. A single process is left unsharded."""
     parallelism, float8, compile = settings.parallelism, settings.float8, settings.compile
-    apply_float8(net, float8, sharded=mesh.device_mesh is not None, ranks=mesh.degrees.tensor)
+    apply_float8(net, float8, sharded=mesh.device_mesh is not None, ranks=mesh.degrees.tp)
     head_fn_for_logits: HeadFn = logits
-    if mesh.degrees.tensor == 1:
+    if mesh.degrees.tp == 1:
         loss_function = loss.build(compile.loss_backend)
         apply_activation_checkpoint(net, settings.activation_checkpoint)
         apply_compile(net, compile)
     else:
-        apply_tensor_parallel(net, mesh.tensor, float8)
-        vocabulary = vocabulary_shard(net.vocab_size, mesh.tensor)
-        loss_function = gather_tokens_for_loss(loss.build(compile.loss_backend, vocabulary), mesh.tensor)
-        head_fn_for_logits = gather_logits(mesh.tensor)
+        apply_tensor_parallel(net, mesh.tp, float8)
+        vocabulary = vocabulary_shard(net.vocab_size, mesh.tp)
+        loss_function = gather_tokens_for_loss(loss.build(compile.loss_backend, vocabulary), mesh.tp)
+        head_fn_for_logits = gather_logits(mesh.tp)
         compile_forwards(net, compile)
         apply_activation_checkpoint(net, settings.activation_checkpoint)
     net, stages = apply_pipeline_parallel(net, parallelism, mesh)
@@ -70,9 +70,9 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
             reshard = parallelism.fsdp_reshard_after_forward
             apply_fsdp(stage, mesh, dtype, settings.reduce_dtype, reshard, offload)
     pipeline = None
-    if mesh.pipeline is not None:
+    if mesh.pp is not None:
         schedule = parallelism.pipeline_parallel_schedule
-        pipeline = Pipeline(stages, schedule, mesh.pipeline, mesh.degrees.tensor, dtype)
+        pipeline = Pipeline(stages, schedule, mesh.pp, mesh.degrees.tp, dtype)
     # With another reduce_dtype, FSDP would add micro-batches up in that dtype.
     every_micro_batch = parallelism.fsdp_reduce == "micro_batch" or settings.reduce_dtype != torch.float32
     layout = Layout(

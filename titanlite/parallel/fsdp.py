@@ -40,7 +40,7 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    many = mesh.fsdp.shape[-1] > 1 and mesh.pipeline is None
+    many = mesh.fsdp.shape[-1] > 1 and mesh.pp is None
     default = cpu_offload or (many and not _is_small(net, param_dtype, mesh.fsdp.device_type))
     reshard = {"always": True, "never": False, "default": default}[reshard_after_forward]
     pinned = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type == "cuda")

@@ -135,12 +135,12 @@ def apply_pipeline_parallel(
     net: Decoder, parallelism: Parallelism, mesh: Mesh
 ) -> tuple[Decoder, dict[int, Decoder]]:
     """All that this rank has of `net` as one model, and as stages by number; they share their modules."""
-    if mesh.pipeline is None:
+    if mesh.pp is None:
         return net, {0: net}
-    schedule, rank = parallelism.pipeline_parallel_schedule, mesh.coordinate.pipeline
+    schedule, rank = parallelism.pipeline_parallel_schedule, mesh.coordinate.pp
     stages = split_into_stages(parallelism, list(net.blocks()))
     last = len(stages) - 1
-    mine = stages_of_rank(schedule, rank, mesh.degrees.pipeline)
+    mine = stages_of_rank(schedule, rank, mesh.degrees.pp)
     modules = {i: net.pipeline_stage(stages[i], first=i == 0, last=i == last) for i in mine}
     blocks = [name for i in mine for name in stages[i]]
     return net.pipeline_stage(blocks, first=0 in mine, last=last in mine), modules

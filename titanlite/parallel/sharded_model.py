@@ -55,7 +55,7 @@ class ShardedModel:
         self.layout = Layout() if layout is None else layout
         self.mesh, self.pipeline = self.layout.mesh, self.layout.pipeline
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
-        self.sharding = SequenceSharding(self.mesh.context) if self.mesh.degrees.context > 1 else None
+        self.sharding = SequenceSharding(self.mesh.cp) if self.mesh.degrees.cp > 1 else None
 
     def materialize(self, device: torch.device, seed: int) -> None:
         """Allocate the meta parameters and buffers and give them their initial values."""
@@ -155,7 +155,7 @@ class ShardedModel:
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] for tokens int64 [B, T]. Collective like loss_sum."""
-        length, multiple = tokens.shape[1], self.mesh.degrees.tensor * 2 * self.mesh.degrees.context
+        length, multiple = tokens.shape[1], self.mesh.degrees.tp * 2 * self.mesh.degrees.cp
         tokens = F.pad(tokens, (0, -length % multiple))  # on the right, where no real token looks
         padded = tokens.shape[1]
         positions = torch.arange(padded, device=tokens.device)

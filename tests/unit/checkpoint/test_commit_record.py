@@ -47,7 +47,7 @@ def test_each_commit_is_recorded_outside_the_checkpoint_folder(tmp_path: Path) -
     for step in (1, 2):
         parts.step()
         run.save(parts.net, parts.optimizer, parts.state, EXTRA)
-        run.settle()
+        run.wait_for_save()
         assert recorded(tmp_path) == {"step": step, "folder": "checkpoint", "restarted": False}
     run.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LOCK", "checkpoint", RECORD]
