@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.auxiliary import Auxiliary, Net
-from tests.support.gradients import build, gradients, on_rank, uneven_rows
+from tests.support.gradients import build, gradients, on_rank
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import history, run_in_hops, train_on_rank, weights_sha
 from titanlite.checkpoint.reader import load_tensors
@@ -17,6 +17,7 @@ from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.models.decoder import RotaryConfig
+from titanlite.tools.config import build_on_meta
 
 FAMILY = {"family": "auxiliary", "tied": False}
 OVERRIDES = [
@@ -25,8 +26,8 @@ OVERRIDES = [
 ]
 
 
-def same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> bool:
-    return all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-7) for name, value in whole.items())
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return all(torch.allclose(actual[name], value, rtol=1e-4, atol=1e-7) for name, value in expected.items())
 
 
 def test_the_gradient_of_an_auxiliary_loss_is_the_same_for_any_split(run_on) -> None:
@@ -49,15 +50,11 @@ def test_control_a_mean_in_place_of_a_sum_is_noticed(monkeypatch: pytest.MonkeyP
     assert torch.equal(none["loss"], one["loss"]), "the reported loss is the main one"
 
 
-def complaints_of_a_pipeline() -> tuple[str, str]:
-    """Of the auxiliary loss, and of a buffer that belongs to no module which stages share."""
+def errors_of_a_pipeline() -> tuple[str, str]:
+    """The error for an auxiliary loss, and the error for a buffer in a module that stages do not share."""
     layout, rank = {**FAMILY, "pipeline": 2}, torch.distributed.get_rank()
-    model = build(2, rank, **layout)
-    loss = ""
-    if rank == 0:  # the second rank would wait for the first one's hidden states
-        with pytest.raises(ConfigError) as e:
-            model.loss_sum(uneven_rows())
-        loss = str(e.value)
+    with pytest.raises(ConfigError) as loss:
+        build(2, rank, **layout)
     init = Net.__init__
 
     def with_stray_buffer(net: Net, c: RotaryConfig) -> None:
@@ -66,16 +63,26 @@ def complaints_of_a_pipeline() -> tuple[str, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Net, "__init__", with_stray_buffer)
+        patch.delattr(Net, "auxiliary_losses")
         with pytest.raises(ConfigError) as buffer:
             build(2, rank, **layout)
-    return loss, str(buffer.value)
+    return str(loss.value), str(buffer.value)
 
 
-def test_a_pipeline_loses_no_auxiliary_loss_and_no_buffer(run_on) -> None:
-    """What it cannot do is refused."""
-    loss, buffer = run_on(2, complaints_of_a_pipeline)[0]
-    assert "auxiliary losses (hidden_norm) are not supported with pipeline parallel" in loss
+def test_pipeline_parallel_refuses_auxiliary_losses_and_stray_buffers(run_on) -> None:
+    loss, buffer = run_on(2, errors_of_a_pipeline)[0]
+    assert "the model has auxiliary losses, which pipeline parallel does not support" in loss
     assert "'stray' does not" in buffer
+
+
+def test_the_config_check_refuses_auxiliary_losses_under_pipeline_parallel(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, corpus, *OVERRIDES, "--parallelism.pipeline_parallel_degree=2", world_size=2)
+    with pytest.raises(ConfigError, match="auxiliary losses, which pipeline parallel does not support"):
+        build_on_meta(job)
+    monkeypatch.delattr(Net, "auxiliary_losses")
+    build_on_meta(job)
 
 
 def test_a_buffer_without_a_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

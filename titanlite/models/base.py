@@ -89,17 +89,19 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def parameter_role(self, name: str) -> Role:
-        """What the parameter `name` does, for optimizers that treat weights by their purpose.
+        """The role of the parameter `name`, for optimizers that treat weights by their purpose.
 
-        Default: within the blocks, parameters of two or more dims are matrices and all others norms; outside
-        the blocks, the weight of an nn.Embedding is the embedding (also where it serves as the head, too),
-        another matrix the head, and all others norms. A family with routers or experts overrides this method.
+        Default: every parameter of fewer than two dims is a norm. Other parameters are matrices within the
+        blocks; outside the blocks the weight of an nn.Embedding is the embedding (even if it also serves as
+        the head), and all others are the head. A family with routers or experts overrides this method.
         """
-        module = self.get_submodule(name.rpartition(".")[0])
         if self.get_parameter(name).ndim < 2:
             return "norm"
-        if any(module is inner for inner in self.blocks().modules()):
-            return "matrix"
+        module: nn.Module = self
+        for child in name.split(".")[:-1]:
+            module = module.get_submodule(child)
+            if module in self.blocks().values():
+                return "matrix"
         return "embedding" if isinstance(module, nn.Embedding) else "head"
 
     def initial_buffer(self, name: str) -> torch.Tensor:
@@ -118,12 +120,13 @@ class Decoder(nn.Module):
             buffer.copy_(self.initial_buffer(name))
 
     def auxiliary_losses(self) -> dict[str, torch.Tensor]:
-        """Losses of the last forward beside the main one, by name, with their coefficients: fp32 scalars.
+        """Auxiliary losses of the last forward by name, multiplied by their coefficients: fp32 scalars.
 
-        Each is a sum over the tokens that this rank had in the forward, never a mean: the training step adds
-        it to the sum of token losses and divides both by the tokens that count over all ranks and
-        micro-batches, so that the gradient does not depend on the layout. Logged as `train/NAME`; no part of
-        train/loss and of validation. Not supported with pipeline parallel.
+        Each is a sum over this rank's tokens in the forward, never a mean. The training step adds it to the
+        sum of token losses and divides the total by the number of counted tokens over all ranks and
+        micro-batches, so that the gradient does not depend on the layout. Auxiliary losses are logged as
+        `train/NAME`; train/loss and validation do not include them. A family that overrides this method
+        cannot use pipeline parallel.
         """
         return {}
 

@@ -123,6 +123,15 @@ def check_pipeline_parallel(
         )
 
 
+def check_auxiliary_losses(net: Decoder, degree: int) -> None:
+    """Raises ConfigError if pipeline parallel would lose auxiliary losses of the model."""
+    if degree > 1 and type(net).auxiliary_losses is not Decoder.auxiliary_losses:
+        raise ConfigError(
+            "the model has auxiliary losses, which pipeline parallel does not support",
+            "parallelism.pipeline_parallel_degree",
+        )
+
+
 def stages_of_rank(schedule: str, rank: int, ranks: int) -> list[int]:
     """The numbers of a rank's stages, in the order of the pipeline. `ZBVZeroBubble` turns at the last rank,
     so that the first rank has the last stage; other schedules begin anew at the first rank."""
@@ -137,6 +146,7 @@ def apply_pipeline_parallel(
     """All that this rank has of `net` as one model, and as stages by number; they share their modules."""
     if mesh.pp is None:
         return net, {0: net}
+    check_auxiliary_losses(net, mesh.degrees.pp)
     schedule, rank = parallelism.pipeline_parallel_schedule, mesh.coordinate.pp
     stages = split_into_stages(parallelism, list(net.blocks()))
     last = len(stages) - 1
@@ -222,14 +232,7 @@ class Pipeline:
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             inputs = next(self._waiting[number])
-            output = inner(x, inputs.positions, inputs.attention, inputs.head_fn)
-            if stage.auxiliary_losses():
-                raise ConfigError(
-                    f"the model's auxiliary losses ({', '.join(stage.auxiliary_losses())}) are not supported "
-                    "with pipeline parallel",
-                    "parallelism.pipeline_parallel_degree",
-                )
-            return output
+            return inner(x, inputs.positions, inputs.attention, inputs.head_fn)
 
         stage.forward = forward  # type: ignore[method-assign, assignment]
 

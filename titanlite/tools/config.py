@@ -24,6 +24,7 @@ from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.float8 import split_layers
+from titanlite.parallel.pipeline_parallel import check_auxiliary_losses
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
@@ -69,6 +70,7 @@ def build_on_meta(job: Job) -> Decoder:
     job.optimizer.check(net)
     if job.float8.enable:
         split_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
+    check_auxiliary_losses(net, job.parallelism.pipeline_parallel_degree)
     apply_activation_checkpoint(net, job.activation_checkpoint)
     return net
 
