@@ -61,14 +61,14 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> N
 
 def without_a_plan_on_rank() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qwen3, "TENSOR_PLAN", {})
+        patch.setattr(qwen3, "TP_PLAN", {})
         with pytest.raises(ConfigError) as e:
             build(2, torch.distributed.get_rank(), tensor=2, **QWEN3)
     return str(e.value)
 
 
 def test_norms_that_are_not_in_the_plan_are_refused(run_on) -> None:
-    wanted = "tensor_plan: no pattern is for 'model.layers.0.self_attn.q_norm'"
+    wanted = "tp_plan: no pattern is for 'model.layers.0.self_attn.q_norm'"
     assert run_on(2, without_a_plan_on_rank) == [wanted, wanted]
 
 

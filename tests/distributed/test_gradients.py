@@ -106,7 +106,7 @@ def test_control_a_missing_sum_is_noticed(run_on, what: str) -> None:
 
 def unmatched_on_rank() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(decoder.TENSOR_PLAN, "model.layers.*.attention", "gather")
+        patch.setitem(decoder.TP_PLAN, "model.layers.*.attention", "gather")
         with pytest.raises(ConfigError) as e:
             build(2, torch.distributed.get_rank(), tensor=2)
     return str(e.value)

@@ -46,7 +46,7 @@ class Net(RotaryDecoder):
             block.mlp = SquaredReLU(c.dim, c.hidden_dim)
         # Tensor parallel shards up_proj by columns and down_proj by rows, as in SwiGLU, which also has a
         # gate_proj. A pattern that matches no module is an error.
-        del self.tensor_plan["model.layers.*.mlp.gate_proj"]
+        del self.tp_plan["model.layers.*.mlp.gate_proj"]
 
 
 @dataclass(frozen=True, kw_only=True)

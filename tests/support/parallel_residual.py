@@ -38,7 +38,7 @@ class ParallelResidual(ModelFamily, name="parallel_residual"):
         return Net(self.config)
 
 
-TENSOR_PLAN = {
+TP_PLAN = {
     "wte": "embedding",
     "h.*.norm": "sequence",
     "h.*.attn": "gather",
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
 
 class Net(Decoder):
-    tensor_plan = TENSOR_PLAN
+    tp_plan = TP_PLAN
 
     def __init__(self, c: Config):
         super().__init__()

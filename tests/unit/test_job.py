@@ -128,10 +128,10 @@ def test_a_global_batch_of_minus_one_follows_the_ranks(path):
 @pytest.mark.parametrize(
     ("degree", "others", "said"),
     [
-        (4, [], "n_kv_heads = 2 cannot be divided by 4: each rank needs key and value heads of its own"),
-        (3, [], "n_heads = 4 cannot be divided by 3; it can be by [2, 4]"),
+        (4, [], "n_kv_heads = 2 is not divisible by 4: each rank needs key and value heads of its own"),
+        (3, [], "n_heads = 4 is not divisible by 3; it is divisible by [2, 4]"),
         (2, ["--training.seq_len=33"], "training.seq_len = 33 is no multiple of 2"),
-        (2, ["--model.overrides.vocab_size=259"], "vocab_size = 259 cannot be divided by 2"),
+        (2, ["--model.overrides.vocab_size=259"], "vocab_size = 259 is not divisible by 2"),
         (
             2,
             ["--compile.enable", "--activation_checkpoint.mode=selective"],
@@ -165,7 +165,7 @@ NO_BUBBLE = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
 @pytest.mark.parametrize(
     ("others", "said"),
     [
-        ([], "the embedding and the head are one weight, but on different stages"),
+        ([], "embedding and head share a weight, but are in different pipeline stages"),
         (
             [UNTIED, "--training.global_batch_size=4"],
             "2 micro-batches do not fill 1F1B over 4 stages; 4 or a multiple do: "

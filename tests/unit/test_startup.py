@@ -61,12 +61,12 @@ def test_config_shows_the_resolved_shape(tmp_path: Path, corpus: Path, capsys) -
 
 
 @pytest.mark.parametrize("verb", ["train", "config"])
-def test_a_longer_sequence_than_the_model_is_made_for_names_the_override(verb, tmp_path, capsys) -> None:
+def test_a_longer_sequence_than_max_position_names_the_override(verb, tmp_path, capsys) -> None:
     argv = [verb, "debug", f"--job.dump_folder={tmp_path}", "--training.seq_len=4096"]
     assert cli.run(argv) == 2
     said = capsys.readouterr().err
     assert said.endswith(
-        "command line, --training.seq_len: 4096 tokens are more than the 2048 that llama3 debug is made for; "
+        "command line, --training.seq_len: 4096 tokens are more than max_position = 2048 of llama3 debug; "
         "for a new model, --model.overrides.max_position=4096 allows them\n"
     )
     job = load_job("debug", ["--training.seq_len=4096", "--model.overrides.max_position=4096"])

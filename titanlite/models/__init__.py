@@ -1,1 +1,1 @@
-"""Model families: pure modules under Hugging Face's parameter names. Knows nothing of ranks or jobs."""
+"""Model families: nn.Modules with Hugging Face's parameter names, independent of ranks and jobs."""

@@ -1,7 +1,7 @@
-"""The contract of a model family: all that the rest of titanlite asks of a model.
+"""The contract of a model family: everything that the rest of titanlite asks of a model.
 
-A family is a TOML choice (`[model] name`) with flavors, a dict of config dataclasses beside the model. Its
-module knows no ranks, no kernels and no job; parallel/ shards and compiles it from outside, block by block.
+A family is a TOML choice (`[model] name`) with flavors, a dict of config dataclasses. Its nn.Module knows no
+ranks, no attention kernels and no job; parallel/ shards and compiles it from outside, block by block.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from titanlite.attention.base import Attention
 from titanlite.attention.sdpa import CAUSAL
 from titanlite.config.component import Component, ConfigError, suggest
 
-# What a decoder applies to its last hidden states [B, T, D] and its head's weight [V, D]: a loss with its
-# targets, or what makes logits.
+# A function of a decoder's last hidden states [B, T, D] and its head's weight [V, D]: a loss that holds its
+# targets, or the computation of logits.
 HeadFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Role = Literal["embedding", "matrix", "head", "norm", "router", "expert"]
 
 
 def logits(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """The head_fn that makes logits [B, T, V], in the hidden states' dtype."""
+    """The head_fn that returns logits [B, T, V], in the hidden states' dtype."""
     return F.linear(hidden_BTD, weight_VD.to(hidden_BTD.dtype))
 
 
@@ -43,16 +43,18 @@ class Inputs(NamedTuple):
 class Decoder(nn.Module):
     """A decoder-only language model under Hugging Face's parameter names.
 
-    A pipeline stage is the same class without some of the blocks, the embedding or the head; a stage without
-    an embedding takes hidden states for tokens, one without a head returns hidden states.
+    A pipeline stage is an object of the same class that lacks some of the blocks, the embedding or the head.
+    A stage without the embedding takes hidden states instead of tokens; a stage without the head returns
+    hidden states.
     """
 
     vocab_size: int
     dim: int
-    tensor_plan: dict[str, str]
-    """How tensor parallel shards the layers, by patterns of their names: `embedding`, `sequence` (norms),
-    `gather` (a module whose layers need all tokens), `colwise`, `rowwise`, `heads` (norms within attention:
-    each rank has some of the heads), `head`."""
+    tp_plan: dict[str, str]
+    """The tensor-parallel style of each layer, by patterns of module names. Styles: `embedding`, `sequence`
+    (norms between the layers: each rank has some of the tokens), `gather` (a module whose input is gathered,
+    because its layers need all tokens), `colwise`, `rowwise`, `heads` (norms within attention: each rank has
+    some of the heads), `head`."""
 
     def forward(
         self,
@@ -61,27 +63,26 @@ class Decoder(nn.Module):
         attention: Attention = CAUSAL,
         head_fn: HeadFn = logits,
     ) -> torch.Tensor:
-        """What `head_fn` makes of the last hidden states for tokens int64 [B, T]: logits [B, T, V] by
-        default.
+        """The result of `head_fn`, by default logits [B, T, V], for tokens int64 [B, T].
 
         `head_fn` is called inside the forward, with the head's weight, so that a chunked loss can avoid the
-        full logits and FSDP has gathered the weight. `positions` int64 [T] or [B, T]; default 0 .. T - 1.
-        `attention`: the object whose `attend` every block calls.
+        full logits and FSDP has gathered the weight. `positions` int64 [T] or [B, T]; default: 0 to T - 1.
+        Every block calls `attention.attend`.
         """
         raise NotImplementedError
 
     def pipeline_stage(self, blocks: Collection[str], first: bool, last: bool) -> Decoder:
-        """The same model with only these blocks, with the embedding only if `first`, and with the final norm
-        and the head only if `last`. It shares its modules with this model."""
+        """A pipeline stage of this model, which shares its modules: `blocks`, the embedding if `first`, the
+        final norm and the head if `last`."""
         raise NotImplementedError
 
     def blocks(self) -> nn.ModuleDict:
-        """The transformer blocks in order: the unit of activation checkpointing, compile and sharding."""
+        """The transformer blocks in order. Activation checkpointing, torch.compile and FSDP work by block."""
         raise NotImplementedError
 
     def embedding_and_head(self) -> list[list[nn.Module]]:
-        """The modules before the blocks and those after them, each list to be sharded together; empty if
-        embedding and head share one weight (tied embeddings)."""
+        """The modules before the blocks and the modules after the blocks. FSDP shards each inner list as one
+        unit. Empty if embedding and head share a weight (tied embeddings)."""
         raise NotImplementedError
 
     def init_normal(self, name: str) -> tuple[float, float]:
@@ -108,8 +109,8 @@ class Decoder(nn.Module):
         """The initial value of the buffer `name`.
 
         A persistent buffer is state: it starts from this value, is saved under its name and restored. A
-        non-persistent buffer is not saved: it has this value in every run. Raises ConfigError by default, so
-        that no buffer is forgotten.
+        non-persistent buffer is not saved and starts every run from this value. Default: raises ConfigError,
+        so that no buffer stays uninitialised.
         """
         raise ConfigError(f"initial_buffer: the model gives no value for the buffer {name!r}", "model.name")
 
@@ -131,18 +132,18 @@ class Decoder(nn.Module):
         return {}
 
     def after_step(self, applied: torch.Tensor) -> None:
-        """Update buffers after a step of the optimizer. `applied`: bool scalar on the device, False if the
-        step was skipped, in which case state must not change. Default: nothing to update."""
+        """Update buffers after a step of the optimizer. `applied`: bool scalar on the device; False if the
+        step was skipped, and the buffers must not change. Default: no update."""
 
     def num_matmul_parameters(self) -> int:
-        """The number of parameters that take part in matrix products with every token: all parameters except
-        an embedding that is only looked up."""
+        """The number of parameters that every token is multiplied with: all parameters except an embedding
+        that is only looked up."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The architecture fields that all families have. A family adds its own."""
+    """The architecture fields that all families have. A family adds fields in a subclass."""
 
     vocab_size: int
     dim: int
@@ -161,7 +162,8 @@ class DecoderConfig:
                 raise ConfigError(f"{f.name} = {value} is not below 2^31")
 
     def architecture_fields(self) -> dict[str, Any]:
-        """The fields that must be equal for checkpoints to be interchangeable; vocab_size may be larger."""
+        """The fields that must be equal for checkpoints to be interchangeable. vocab_size is not among them:
+        a model may have a larger vocabulary than the checkpoint."""
         return {key: value for key, value in vars(self).items() if key not in ("vocab_size", "max_position")}
 
 
@@ -176,7 +178,8 @@ class ModelFamily(Component, kind="model"):
 
     flavors: ClassVar[dict[str, Any]]
     hf_model_type: ClassVar[str] = ""
-    """The `model_type` of the config.json that from_hf_config reads; empty without a Hugging Face form."""
+    """The `model_type` in the config.json of the same model in Hugging Face's implementation; empty if there
+    is none."""
 
     def __post_init__(self) -> None:
         if self.flavor not in self.flavors:
@@ -191,7 +194,7 @@ class ModelFamily(Component, kind="model"):
                 raise ConfigError(f"unknown field {key!r}{suggest(key, known)}", where)
             if type(value) is not type(known[key]) and not (type(known[key]) is float and type(value) is int):
                 raise ConfigError(f"expected {type(known[key]).__name__}, got {value!r}", where)
-        self.config  # noqa: B018 -- a flavor checks its own fields when it is made
+        self.config  # noqa: B018 -- making the config checks its fields
 
     @property
     def config(self) -> Any:
@@ -199,7 +202,7 @@ class ModelFamily(Component, kind="model"):
         return dataclasses.replace(self.flavors[self.flavor], **self.overrides)
 
     def shape(self) -> str:
-        """The architecture fields that all families have, and the overridden ones, for the log."""
+        """The fields of DecoderConfig and the overridden fields with their values, for the log."""
         names = [f.name for f in dataclasses.fields(DecoderConfig)]
         names += [name for name in self.overrides if name not in names]
         return " ".join(f"{name}={getattr(self.config, name)}" for name in names)
@@ -213,34 +216,34 @@ class ModelFamily(Component, kind="model"):
         """Raises ConfigError if sequences of `seq_len` tokens exceed the maximum length of the model."""
         if self.max_position is not None and seq_len > self.max_position:
             raise ConfigError(
-                f"{seq_len} tokens are more than the {self.max_position} that {self.name} {self.flavor} is "
-                f"made for; for a new model, --model.overrides.max_position={seq_len} allows them",
+                f"{seq_len} tokens are more than max_position = {self.max_position} of {self.name} "
+                f"{self.flavor}; for a new model, --model.overrides.max_position={seq_len} allows them",
                 "training.seq_len",
             )
 
     def check_tensor_parallel(self, degree: int) -> None:
         """Raises ConfigError unless `degree` tensor-parallel ranks can share the model's layers. A family
-        whose `tensor_plan` shards other sizes overrides this method."""
-        c = self.config
+        whose `tp_plan` shards other dims overrides this method."""
+        config = self.config
         for name, size, reason in (
-            ("n_heads", c.n_heads, ""),
-            ("n_kv_heads", c.n_kv_heads, ": each rank needs key and value heads of its own"),
-            ("hidden_dim", c.hidden_dim, ""),
-            ("vocab_size", c.vocab_size, ": the head is sharded over the vocabulary"),
+            ("n_heads", config.n_heads, ""),
+            ("n_kv_heads", config.n_kv_heads, ": each rank needs key and value heads of its own"),
+            ("hidden_dim", config.hidden_dim, ""),
+            ("vocab_size", config.vocab_size, ": the head is sharded over the vocabulary"),
         ):
             if size % degree:
-                divisors = [n for n in range(2, size + 1) if size % n == 0][:4]
+                divisors = [divisor for divisor in range(2, size + 1) if size % divisor == 0][:4]
                 raise ConfigError(
-                    f"{name} = {size} cannot be divided by {degree}{reason}; it can be by {divisors}",
+                    f"{name} = {size} is not divisible by {degree}{reason}; it is divisible by {divisors}",
                     "parallelism.tensor_parallel_degree",
                 )
 
     def check_pipeline_parallel(self, degree: int) -> None:
-        """Raises ConfigError if the model cannot be split into the pipeline stages of `degree` ranks."""
+        """Raises ConfigError if the model cannot be split into pipeline stages on `degree` ranks."""
         if degree > 1 and getattr(self.config, "tie_word_embeddings", False):
             raise ConfigError(
-                "the embedding and the head are one weight, but on different stages of the pipeline; "
-                "model.overrides.tie_word_embeddings = false makes them two weights, for a new model",
+                "embedding and head share a weight, but are in different pipeline stages; for a new model, "
+                "model.overrides.tie_word_embeddings = false gives each a weight of its own",
                 "parallelism.pipeline_parallel_degree",
             )
 
@@ -261,20 +264,22 @@ class ModelFamily(Component, kind="model"):
 
     @classmethod
     def of_shape(cls, fields: dict[str, Any]) -> ModelFamily:
-        """The flavor with these architecture fields, or the nearest flavor with overrides. Fields that are
-        not given keep the flavor's values."""
+        """The family with the flavor that needs the fewest overrides to have these values of `fields`.
+        Other fields keep the flavor's values."""
 
         def overrides(flavor: str) -> dict[str, Any]:
-            return {key: v for key, v in fields.items() if v != getattr(cls.flavors[flavor], key)}
+            config = cls.flavors[flavor]
+            return {key: value for key, value in fields.items() if value != getattr(config, key)}
 
         nearest = min(cls.flavors, key=lambda flavor: len(overrides(flavor)))
         return cls(flavor=nearest, overrides=overrides(nearest))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises ConfigError if the tokenizer has more ids than the embedding has rows."""
+        """Raises ConfigError if the tokenizer's `vocab_size` is larger than the model's."""
         if vocab_size > self.config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {vocab_size} ids, {self.flavor} has {self.config.vocab_size}; "
-                f"--model.overrides.vocab_size={-(-vocab_size // 64) * 64} makes room, for a new model",
+                f"the tokenizer has {vocab_size} ids, more than vocab_size = {self.config.vocab_size} of "
+                f"{self.flavor}; for a new model, --model.overrides.vocab_size={-(-vocab_size // 64) * 64} "
+                "makes room",
                 "model.flavor",
             )

@@ -1,8 +1,8 @@
 """The decoder that Llama-like families share: embedding, pre-norm blocks with rotary grouped-query attention
 and SwiGLU, final norm, head.
 
-A family gives its config, its flavors, and its attention where that differs (qwen3.py is a whole example).
-Names, shapes and the rotate-half layout are Hugging Face's, so that its safetensors load by name. Shape
+A family defines its config, its flavors and, if it differs, its attention (qwen3.py is an example). Parameter
+names, shapes and the rotate-half layout are Hugging Face's, so that safetensors files load by name. Shape
 suffixes: B batch, T tokens, D model dim, H query heads, K key/value heads, E head dim, V vocabulary.
 """
 
@@ -25,8 +25,8 @@ from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, SwiGLU, 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig(DecoderConfig):
-    """The shape of one flavor. max_position: the longest sequence that the model is made for, in tokens; a
-    longer training.seq_len is refused."""
+    """The architecture of one flavor. `max_position`: the maximum sequence length in tokens; a larger
+    training.seq_len is refused."""
 
     norm_eps: float
     rope_theta: float
@@ -42,11 +42,11 @@ class RotaryConfig(DecoderConfig):
 
     @property
     def rope_scaling(self) -> RopeScaling:
-        """The scaling of the rotary frequencies; default: none."""
+        """The scaling of the rotary frequencies. Default: no scaling."""
         return RopeScaling()
 
 
-TENSOR_PLAN = {
+TP_PLAN = {
     "model.embed_tokens": "embedding",
     "model.layers.*.input_layernorm": "sequence",
     "model.layers.*.self_attn": "gather",
@@ -64,18 +64,18 @@ TENSOR_PLAN = {
 class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, c: RotaryConfig):
+    def __init__(self, config: RotaryConfig):
         super().__init__()
-        self.head_dim = c.head_dim
-        self.q_proj = Linear(c.dim, c.n_heads * c.head_dim)
-        self.k_proj = Linear(c.dim, c.n_kv_heads * c.head_dim)
-        self.v_proj = Linear(c.dim, c.n_kv_heads * c.head_dim)
-        self.o_proj = Linear(c.n_heads * c.head_dim, c.dim)
+        self.head_dim = config.head_dim
+        self.q_proj = Linear(config.dim, config.n_heads * config.head_dim)
+        self.k_proj = Linear(config.dim, config.n_kv_heads * config.head_dim)
+        self.v_proj = Linear(config.dim, config.n_kv_heads * config.head_dim)
+        self.o_proj = Linear(config.n_heads * config.head_dim, config.dim)
 
     def forward(
         self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        # -1: the number of heads on this rank, which tensor parallel reduces
+        # -1: under tensor parallel, this rank has only some of the heads.
         q, k, v = (
             p(x_BTD).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -84,19 +84,20 @@ class SelfAttention(nn.Module):
         return self.o_proj(out_BTHE.flatten(-2))
 
     def normed(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys before rotation. Families with query and key norms override this method."""
+        """Queries and keys as they enter the rotary embedding. Families that normalise them override this
+        method."""
         return q_BTHE, k_BTKE
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, c: RotaryConfig, attention: nn.Module):
+    def __init__(self, config: RotaryConfig, attention: nn.Module):
         super().__init__()
-        self.input_layernorm = RMSNorm(c.dim, c.norm_eps)
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(c.dim, c.norm_eps)
-        self.mlp = SwiGLU(c.dim, c.hidden_dim)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = SwiGLU(config.dim, config.hidden_dim)
 
     def forward(
         self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
@@ -106,20 +107,22 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, blocks, final norm. In a pipeline stage that lacks them, embedding and norm are None."""
+    """Embedding, blocks and final norm. In a pipeline stage, `embed_tokens` and `norm` may be None."""
 
-    def __init__(self, c: RotaryConfig, attention: type[SelfAttention]):
+    def __init__(self, config: RotaryConfig, attention: type[SelfAttention]):
         super().__init__()
-        self.config = c
-        self.embed_tokens: nn.Embedding | None = nn.Embedding(c.vocab_size, c.dim)
-        self.layers = nn.ModuleDict({str(i): Block(c, attention(c)) for i in range(c.n_layers)})
-        self.norm: RMSNorm | None = RMSNorm(c.dim, c.norm_eps)
+        self.config = config
+        self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config, attention(config)) for i in range(config.n_layers)}
+        )
+        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None, attention: Attention) -> torch.Tensor:
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        c = self.config
-        cos, sin = rope_tables(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        config = self.config
+        cos, sin = rope_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
         h_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
         for block in self.layers.values():
             h_BTD = block(h_BTD, cos, sin, attention)
@@ -127,23 +130,25 @@ class Model(nn.Module):
 
 
 class RotaryDecoder(Decoder):
-    """The model with its head. Tied flavors have no lm_head: the embedding's weight serves as the head's.
+    """The model with its head. With tied embeddings there is no lm_head: the embedding's weight is also the
+    head's.
 
-    `attention`: the class of each block's attention. `plan`: the tensor parallel styles of what that adds.
+    `attention`: the class of each block's attention. `attention_plan`: entries of `tp_plan` for the modules
+    that this class adds to SelfAttention.
     """
 
     def __init__(
         self,
-        c: RotaryConfig,
+        config: RotaryConfig,
         attention: type[SelfAttention] = SelfAttention,
-        plan: dict[str, str] | None = None,
+        attention_plan: dict[str, str] | None = None,
     ):
         super().__init__()
-        self.config, self.vocab_size, self.dim = c, c.vocab_size, c.dim
-        self.model = Model(c, attention)
-        self.lm_head = None if c.tie_word_embeddings else Head(c.dim, c.vocab_size)
-        head = {} if c.tie_word_embeddings else {"lm_head": "head"}
-        self.tensor_plan = TENSOR_PLAN | (plan or {}) | head
+        self.config, self.vocab_size, self.dim = config, config.vocab_size, config.dim
+        self.model = Model(config, attention)
+        self.lm_head = None if config.tie_word_embeddings else Head(config.dim, config.vocab_size)
+        head_plan = {} if config.tie_word_embeddings else {"lm_head": "head"}
+        self.tp_plan = TP_PLAN | (attention_plan or {}) | head_plan
 
     def forward(
         self,

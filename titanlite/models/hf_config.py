@@ -1,7 +1,7 @@
 """Reading and writing Hugging Face's config.json for the decoders of `decoder.py`.
 
-Only the names of the fields differ. Reading refuses features that the decoder does not have, such as another
-activation, biases or another rope type.
+The fields have other names but the same values. Features that the decoder lacks are refused: another
+activation, biases, or another rope type.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from titanlite.config.json_file import read_object
 from titanlite.models.base import ModelFamily
 from titanlite.models.decoder import RotaryConfig
 
-FIELDS = {  # Hugging Face's name: ours
+FIELDS = {  # Hugging Face's name: field of RotaryConfig
     "vocab_size": "vocab_size",
     "hidden_size": "dim",
     "intermediate_size": "hidden_dim",
@@ -37,22 +37,22 @@ FIXED: dict[str, Any] = {  # the only supported values; also the defaults of tra
 }
 
 
-def to_hf(c: RotaryConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config.json that describe `c`. `rope`: the rope type and its parameters, {} without
-    scaling."""
+def to_hf(config: RotaryConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json that describe `config`. `rope`: the rope type and its parameters; empty
+    without scaling."""
     return {
         **{key: FIXED[key] for key in ("hidden_act", "attention_bias")},
-        **{theirs: getattr(c, ours) for theirs, ours in FIELDS.items()},
-        "rope_theta": c.rope_theta,
-        # transformers 5 reads the first of these, older releases the second
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta, **rope},
+        **{hf_key: getattr(config, name) for hf_key, name in FIELDS.items()},
+        "rope_theta": config.rope_theta,
+        # transformers 5 reads rope_parameters, older releases read rope_scaling.
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta, **rope},
         "rope_scaling": rope or None,
     }
 
 
 def from_hf(config: dict[str, Any], **defaults: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of a RotaryConfig, and the rope parameters with `rope_type`. `defaults`: values of keys that
-    may be missing, equal to those of transformers. Raises ConfigError for keys that are missing or not
+    """The fields of a RotaryConfig, and the rope parameters with `rope_type`. `defaults`: transformers'
+    values for keys that may be missing. Raises ConfigError for other missing keys and for values that are not
     supported."""
     for key, value in FIXED.items():
         if config.get(key, value) != value:
@@ -70,7 +70,7 @@ def from_hf(config: dict[str, Any], **defaults: Any) -> tuple[dict[str, Any], di
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope.setdefault("rope_type", rope.pop("type", "default"))
     theta = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
-    return {ours: given[theirs] for theirs, ours in FIELDS.items()} | {"rope_theta": theta}, rope
+    return {name: given[hf_key] for hf_key, name in FIELDS.items()} | {"rope_theta": theta}, rope
 
 
 def check_rope_type(rope: dict[str, Any], *supported: str) -> None:
@@ -83,9 +83,9 @@ def check_rope_type(rope: dict[str, Any], *supported: str) -> None:
 
 
 def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
-    """The family, flavor and overrides that the config.json in a Hugging Face directory describes. Raises
-    ConfigError, which names the file, where it describes none of ours, or another family than the one
-    `wanted`."""
+    """The family, with flavor and overrides, that the config.json in a Hugging Face directory describes.
+    Raises ConfigError, which names the file, if titanlite has no such family, or if `wanted` is another
+    family."""
     file = folder / "config.json"
     config = read_object(file)
     families = {
@@ -101,7 +101,7 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
         )
     if wanted is not None and kind != wanted.hf_model_type:
         raise ConfigError(
-            f"{file}: model_type is {kind!r}, the job's {wanted.hf_model_type!r} "
+            f"{file}: model_type is {kind!r}, but the job's model is {wanted.hf_model_type!r} "
             f"(--model.name={families[kind].name})"
         )
     try:

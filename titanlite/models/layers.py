@@ -1,4 +1,4 @@
-"""Layers shared by the families: linear, head, RMSNorm, rotary embedding, SwiGLU feed-forward.
+"""Layers that families share: linear, head, RMSNorm, rotary embedding, SwiGLU feed-forward.
 
 Shape suffixes: B batch, T tokens, D model dim, F feed-forward dim, H heads, E head dim.
 """
@@ -16,7 +16,7 @@ from titanlite.models.base import HeadFn
 
 
 class Linear(nn.Linear):
-    """Without bias; the product is taken in the dtype of `x`, whatever the weight's."""
+    """A linear layer without bias. The weight is cast to the dtype of `x`."""
 
     def __init__(self, dim_in: int, dim_out: int):
         super().__init__(dim_in, dim_out, bias=False)
@@ -26,16 +26,17 @@ class Linear(nn.Linear):
 
 
 class Head(Linear):
-    """The projection to the vocabulary. It is called like any module, so that FSDP gathers its weight for
-    `head_fn`."""
+    """The projection to the vocabulary. It applies `head_fn` in its forward, where FSDP has gathered its
+    weight."""
 
     def forward(self, h_BTD: torch.Tensor, head_fn: HeadFn) -> torch.Tensor:  # type: ignore[override]
         return head_fn(h_BTD, self.weight)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, computed in fp32, returned in x's dtype (Zhang & Sennrich
-    2019). The weight is rounded to x's dtype first, as FSDP gathers it: alone or sharded, it is the same."""
+    """x / rms(x) * weight over the last dim, computed in fp32, returned in x's dtype (Zhang & Sennrich 2019).
+    The weight is rounded to x's dtype first, because FSDP gathers it in that dtype: results are the same with
+    and without FSDP."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -48,11 +49,11 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretch of the rotary frequencies; factor 1 is none.
+    """Llama 3.1's scaling of the rotary frequencies; factor 1 means no scaling.
 
-    Wavelengths over original_max_position / low_freq_factor are stretched by `factor`, those under
-    original_max_position / high_freq_factor are kept, those between are blended (meta-llama/llama-models,
-    apply_scaling).
+    Wavelengths above original_max_position / low_freq_factor are multiplied by `factor`, wavelengths below
+    original_max_position / high_freq_factor stay as they are, and wavelengths between the two are
+    interpolated (meta-llama/llama-models, apply_scaling).
     """
 
     factor: float = 1.0
@@ -64,10 +65,10 @@ class RopeScaling:
 def rope_tables(
     positions: torch.Tensor, head_dim: int, theta: float, scaling: RopeScaling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin for int64 positions [..., T]: fp32 [..., T, E], the two halves alike.
+    """cos and sin for int64 positions [..., T]: fp32 [..., T, E], with two equal halves.
 
-    Computed anew in each forward: a few small kernels, and no buffer that a meta device, a checkpoint or a
-    longer sequence could get wrong.
+    Each forward computes the tables with a few small kernels. A buffer would have to be right on the meta
+    device, in checkpoints and for longer sequences.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     frequencies = 1.0 / theta**exponents
@@ -82,10 +83,10 @@ def rope_tables(
 
 
 def apply_rope(x_BTHE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate each head by its position, in fp32 and real arithmetic (it fuses under compile, complex does
-    not).
+    """Rotate queries or keys by their positions, in fp32. `cos` and `sin` are [T, E] or [B, T, E].
 
-    Element e is paired with e + E/2 ("rotate half", Hugging Face's layout); tables are [T, E] or [B, T, E].
+    Element e is paired with element e + E/2 ("rotate half", Hugging Face's layout). Real arithmetic, because
+    torch.compile does not fuse complex numbers.
     """
     x = x_BTHE.float()
     first, second = x.chunk(2, dim=-1)

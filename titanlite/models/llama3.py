@@ -1,5 +1,5 @@
-"""Llama 3 (Grattafiori et al. 2024): the decoder of decoder.py, with Llama 3.1's stretch of its rotary
-embedding.
+"""Llama 3 (Grattafiori et al. 2024): the decoder of decoder.py, with Llama 3.1's scaling of the rotary
+frequencies.
 
 Parameter names are those of Hugging Face's LlamaForCausalLM.
 """
@@ -17,7 +17,7 @@ from titanlite.models.layers import RopeScaling
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Config(RotaryConfig):
-    """The shape of one flavor. rope_factor 1 means no scaling."""
+    """The architecture of one flavor. rope_factor 1 means no scaling of the rotary frequencies."""
 
     vocab_size: int = 128256
     norm_eps: float = 1e-5
@@ -71,7 +71,7 @@ FLAVORS = {
 }  # fmt: skip
 
 
-ROPE = {  # Hugging Face's name: ours
+ROPE = {  # Hugging Face's name: field of Llama3Config
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_freq_factor",
     "high_freq_factor": "rope_high_freq_factor",
@@ -81,7 +81,7 @@ ROPE = {  # Hugging Face's name: ours
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3(ModelFamily, name="llama3"):
-    """Llama 3. 1B and 3B have Llama 3.2's shapes (tied embeddings), 8B to 405B Llama 3.1's."""
+    """Llama 3. 1B and 3B are Llama 3.2 (tied embeddings), 8B to 405B Llama 3.1."""
 
     flavors = FLAVORS
     hf_model_type = "llama"
@@ -90,13 +90,16 @@ class Llama3(ModelFamily, name="llama3"):
         return RotaryDecoder(self.config)
 
     def hf_config(self) -> dict[str, Any]:
-        c = self.config
-        scaled = {"rope_type": "llama3", **{theirs: getattr(c, ours) for theirs, ours in ROPE.items()}}
+        config = self.config
+        scaled = {
+            "rope_type": "llama3",
+            **{hf_key: getattr(config, name) for hf_key, name in ROPE.items()},
+        }
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "mlp_bias": False,
-            **to_hf(c, scaled if c.rope_factor != 1.0 else {}),
+            **to_hf(config, scaled if config.rope_factor != 1.0 else {}),
         }
 
     @classmethod
@@ -104,5 +107,5 @@ class Llama3(ModelFamily, name="llama3"):
         fields, rope = from_hf(config, rms_norm_eps=1e-6, tie_word_embeddings=False)
         check_rope_type(rope, "default", "llama3")
         scaled = rope["rope_type"] == "llama3"
-        fields |= {ours: rope[theirs] for theirs, ours in ROPE.items()} if scaled else {"rope_factor": 1.0}
+        fields |= {name: rope[hf_key] for hf_key, name in ROPE.items()} if scaled else {"rope_factor": 1.0}
         return cls.of_shape(fields)

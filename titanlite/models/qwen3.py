@@ -1,5 +1,5 @@
-"""Qwen3's dense models (Yang et al. 2025): Llama's decoder with RMSNorm over each head's queries and keys
-before they are rotated, and a head_dim of its own.
+"""Qwen3's dense models (Yang et al. 2025): the decoder of decoder.py with RMSNorm on each head's queries and
+keys before the rotary embedding. head_dim is independent of the model dim.
 
 Parameter names are those of Hugging Face's Qwen3ForCausalLM.
 """
@@ -20,7 +20,7 @@ from titanlite.models.layers import RMSNorm
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(RotaryConfig):
-    """The shape of one flavor."""
+    """The architecture of one flavor."""
 
     vocab_size: int = 151936
     n_kv_heads: int = 8
@@ -46,13 +46,13 @@ FLAVORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3(ModelFamily, name="qwen3"):
-    """Qwen3, dense: 0.6B, 1.7B and 4B with tied embeddings, 8B, 14B, 32B."""
+    """Qwen3, dense. 0.6B, 1.7B and 4B have tied embeddings."""
 
     flavors = FLAVORS
     hf_model_type = "qwen3"
 
     def build(self) -> Decoder:
-        return RotaryDecoder(self.config, SelfAttention, TENSOR_PLAN)
+        return RotaryDecoder(self.config, SelfAttention, TP_PLAN)
 
     def hf_config(self) -> dict[str, Any]:
         return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **to_hf(self.config, {})}
@@ -64,16 +64,16 @@ class Qwen3(ModelFamily, name="qwen3"):
         return cls.of_shape(fields)
 
 
-TENSOR_PLAN = {"model.layers.*.self_attn.[qk]_norm": "heads"}
+TP_PLAN = {"model.layers.*.self_attn.[qk]_norm": "heads"}
 
 
 class SelfAttention(decoder.SelfAttention):
-    """Attention with a norm of queries and one of keys, whose weights all heads share."""
+    """Attention with a norm of the queries and a norm of the keys. All heads share the norms' weights."""
 
-    def __init__(self, c: RotaryConfig):
-        super().__init__(c)
-        self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
-        self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
+    def __init__(self, config: RotaryConfig):
+        super().__init__(config)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
     def normed(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.q_norm(q_BTHE), self.k_norm(k_BTKE)

@@ -147,7 +147,7 @@ def split_layers(net: Decoder, config: Float8, ranks: int = 1) -> tuple[set[str]
 def _local_shape(name: str, layer: nn.Linear, net: Decoder, ranks: int) -> tuple[int, int]:
     """The shape of a rank's shard of a layer's weight under tensor parallel."""
     rows, columns = layer.weight.shape
-    styles = {style for pattern, style in net.tensor_plan.items() if fnmatch(name, pattern)}
+    styles = {style for pattern, style in net.tp_plan.items() if fnmatch(name, pattern)}
     return (
         rows // ranks if "colwise" in styles else rows,
         columns // ranks if "rowwise" in styles else columns,

@@ -1,7 +1,7 @@
 """Tensor parallel with sequence parallel: each layer's weights are sharded over the ranks of the `tensor`
 axis, and between the layers each of these ranks has some of the tokens (Korthikanti et al. 2022).
 
-A family's table says how each layer is sharded (`Decoder.tensor_plan`); torch's parallel styles do it. The
+A family's table says how each layer is sharded (`Decoder.tp_plan`); torch's parallel styles do it. The
 head is sharded over the vocabulary: a head_fn gathers the hidden states of all tokens for its rows.
 """
 
@@ -34,7 +34,7 @@ HEADS = 2  # the dim of [B, T, H, E] that is sharded within attention
 
 
 def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> None:
-    """Shard the layers that `net.tensor_plan` names, in place; after float8, before activation checkpointing,
+    """Shard the layers that `net.tp_plan` names, in place; after float8, before activation checkpointing,
     compile and FSDP. Raises ConfigError for a pattern that matches no module, and for a parameter that no
     pattern covers."""
     if mesh.device_type != "cuda":
@@ -50,10 +50,10 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
         "head": lambda _: _ShardRows(),
     }
     names = [name for name, _ in net.named_modules()]
-    for pattern, style in net.tensor_plan.items():
+    for pattern, style in net.tp_plan.items():
         matching = [name for name in names if fnmatch(name, pattern)]
         if not matching:
-            raise ConfigError(f"tensor_plan: {pattern!r} is no module of the model", "model.name")
+            raise ConfigError(f"tp_plan: {pattern!r} is no module of the model", "model.name")
         for name in matching:
             parallelize_module(net, mesh, {name: styles[style](net.get_submodule(name))})
             if style == "embedding":
@@ -62,7 +62,7 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
                 net.get_submodule(name).register_forward_hook(lambda module, tokens, hidden: hidden.clone())
     # Each rank would have a gradient of its own for what is left out, and soon weights of its own.
     if left := [name for name, p in net.named_parameters() if not isinstance(p, DTensor)]:
-        raise ConfigError(f"tensor_plan: no pattern is for {left[0].rpartition('.')[0]!r}", "model.name")
+        raise ConfigError(f"tp_plan: no pattern is for {left[0].rpartition('.')[0]!r}", "model.name")
 
 
 def vocabulary_shard(vocab_size: int, mesh: DeviceMesh) -> VocabularyShard:
