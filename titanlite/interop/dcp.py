@@ -1,6 +1,7 @@
-"""Reading tensors of a DCP checkpoint, of titanlite or another program, by regions and without DCP's planner.
+"""Reads slices of the tensors in a DCP checkpoint of titanlite or another program, without DCP's planner.
 
-Each rank reads for itself, in any dtype and under other names. No code from the checkpoint is executed.
+Each rank reads independently, with any dtype and with new names for the tensors. No code from the checkpoint
+is executed.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
 
 
 def stored_tensors(path: Path, metadata: Metadata, names: Mapping[str, str]) -> dict[str, LazyTensor]:
-    """The tensors of a DCP checkpoint under other names. `names`: new name -> DCP's name. Raises
+    """Return tensors of a DCP checkpoint under new names. `names`: new name -> name in the checkpoint. Raises
     CheckpointError for an entry that is not a tensor."""
     sizes = {file.name: file.stat().st_size for file in path.iterdir()}
-    return {ours: _stored(path, metadata, theirs, sizes) for ours, theirs in names.items()}
+    return {new: _stored(path, metadata, name, sizes) for new, name in names.items()}
 
 
 def _stored(path: Path, metadata: Metadata, name: str, sizes: Mapping[str, int]) -> LazyTensor:
@@ -77,7 +78,7 @@ def _stored(path: Path, metadata: Metadata, name: str, sizes: Mapping[str, int])
             load = functools.partial(_load, file, name, info.offset, info.length)
             chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), load))
         return LazyTensor(tuple(entry.size), entry.properties.dtype, file, chunks)
-    except (KeyError, TypeError, AttributeError) as e:  # it can be unpickled, but DCP has not written it
+    except (KeyError, TypeError, AttributeError) as e:  # valid pickle, but not written by DCP
         raise CheckpointError(f"{path}: .metadata is damaged: {type(e).__name__}: {e}") from None
 
 
@@ -87,13 +88,13 @@ def _load(file: Path, name: str, offset: int, length: int, region: Region) -> to
             chunk = torch.load(file_view(f, offset, length), map_location="cpu", weights_only=True)
         return chunk[region]
     except Exception as e:  # torch.load of damaged bytes may raise almost any error
-        what = str(e).strip().partition("\n")[0]
-        raise CheckpointError(f"{file}: {name} cannot be read: {type(e).__name__}: {what}") from None
+        reason = str(e).strip().partition("\n")[0]
+        raise CheckpointError(f"{file}: {name} cannot be read: {type(e).__name__}: {reason}") from None
 
 
 def _recorded(model: Mapping[str, Any], family: ModelFamily, path: Path) -> dict[str, Any]:
-    """The architecture fields of the model that a run identity records. Raises ConfigError for another
-    family."""
+    """Return the architecture fields of the model in a run identity. Raises ConfigError if the model is of
+    another family."""
     if model["name"] != family.name:
         raise ConfigError(f"{path} has a {model['name']} model, the job's model is {family.name}")
     fields = {f.name for f in dataclasses.fields(family.config)}
@@ -102,8 +103,8 @@ def _recorded(model: Mapping[str, Any], family: ModelFamily, path: Path) -> dict
 
 
 def non_finite_in(path: Path) -> list[str]:
-    """Names of the tensors in a checkpoint, except scalars, that hold NaN or infinity. Reads all tensors, one
-    block at a time. Raises CheckpointError if one cannot be read."""
+    """Return the names of the tensors in a checkpoint, except scalars, that hold NaN or infinity. Reads all
+    tensors, one chunk at a time. Raises CheckpointError for a tensor that cannot be read."""
     metadata = read_metadata(path)
     names = {n: n for n, entry in metadata.state_dict_metadata.items() if getattr(entry, "size", ())}
     bad = []
@@ -115,6 +116,7 @@ def non_finite_in(path: Path) -> list[str]:
 
 
 def check_hashes(path: Path) -> None:
-    """Hash every file of a titanlite checkpoint. Raises CheckpointError if one is not what was written."""
+    """Hash every file of a titanlite checkpoint. Raises CheckpointError for a file that differs from its
+    recorded hash."""
     if reason := first_fault(path, commit.digests(commit.read_manifest(path))):
         raise CheckpointError(f"{path} is damaged: {reason}")

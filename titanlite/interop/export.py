@@ -1,7 +1,7 @@
-"""Writing weights as a Hugging Face directory that transformers opens as it is: safetensors with an index,
+"""Writes weights as a Hugging Face directory that transformers opens: safetensors files with an index,
 config.json, generation_config.json and the tokenizer's files.
 
-A safetensors file is a header with the position of each tensor, and the tensors' bytes. The header is known
+A safetensors file is a header with the position of each tensor, then the tensors' bytes. The header is known
 before the first tensor is read, so tensors are copied one chunk at a time, and a model of any size needs the
 memory of its largest chunk. Like a checkpoint, the directory is written under another name, synced and
 renamed."""
@@ -30,8 +30,8 @@ from titanlite.interop.weights import LazyTensor, ModelAndTokenizer, Weights, ch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
-MAX_SHARD_BYTES = 5 * 10**9  # long the default of transformers
-BLOCK_BYTES = 32 << 20  # converted at a time
+MAX_SHARD_BYTES = 5 * 10**9  # the default of transformers
+BLOCK_BYTES = 32 << 20  # size of the blocks in which values are converted to another dtype
 
 
 class _Output(NamedTuple):
@@ -50,25 +50,25 @@ class _Output(NamedTuple):
 def write_directory(
     weights: Weights,
     target: Path,
-    exchange: ModelAndTokenizer,
+    model: ModelAndTokenizer,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     keep_padding: bool = False,
     replace: bool = False,
-    gives_up: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Write `weights` as the new directory `target`; returns the bytes of its tensors.
+    """Write `weights` as the new directory `target`. Returns the size of its tensors in bytes.
 
-    `dtype`: of the written tensors; None for the dtype that each tensor has. Rows of the vocabulary without a
-    token id are left out, unless `keep_padding`. `replace`: replace an existing `target` when the new one is
-    complete. `gives_up`: polled while files are written; the export stops when it is true. Raises ConfigError
-    if the weights belong to another model or `target` exists, CheckpointError if it cannot be written. After
-    an error nothing is left."""
-    check(weights, exchange.family)
+    `dtype`: dtype of the written tensors; None: each tensor keeps its own. Rows of embedding and head without
+    a token id are left out, unless `keep_padding`. `replace`: replace an existing `target` when the new one
+    is complete. `should_stop`: polled while files are written; the export stops when it returns True. Raises
+    ConfigError if the weights belong to another model or `target` exists, CheckpointError if `target` cannot
+    be written. An error leaves nothing on the disk."""
+    check(weights, model.family)
     if not replace and (target.exists() or target.is_symlink()):
         raise ConfigError(f"{target} exists; choose another directory, or delete it")
-    outputs, vocab_size = _outputs(weights, exchange, dtype, keep_padding)
-    small = _small_files(exchange, outputs, vocab_size)
+    outputs, vocab_size = _outputs(weights, model, dtype, keep_padding)
+    small = _small_files(model, outputs, vocab_size)
     size = sum(output.size for output in outputs)
     partial = target.with_name(f".partial-{target.name}-{uuid.uuid4().hex[:8]}")
     try:
@@ -77,7 +77,7 @@ def write_directory(
         commit.check_space(target.parent, size, "the export")
         for name, content in small.items():
             write_file(partial / name, content)
-        _write_shards(partial, _in_shards(outputs, max_shard_bytes), size, gives_up)
+        _write_shards(partial, _in_shards(outputs, max_shard_bytes), size, should_stop)
         sync(partial)
         _rename(partial, target, replace)
     except OSError as e:
@@ -90,7 +90,7 @@ def write_directory(
 
 
 def _rename(partial: Path, target: Path, replace: bool) -> None:
-    """Rename `partial` to `target`, and delete the directory that had the name before."""
+    """Rename `partial` to `target`. With `replace`, delete the directory that had this name."""
     old = target.with_name(f".trash-{target.name}-{uuid.uuid4().hex[:8]}")
     if replace and target.exists():
         os.rename(target, old)
@@ -105,42 +105,41 @@ def _rename(partial: Path, target: Path, replace: bool) -> None:
 
 
 def _outputs(
-    weights: Weights, exchange: ModelAndTokenizer, dtype: torch.dtype | None, keep_padding: bool
+    weights: Weights, model: ModelAndTokenizer, dtype: torch.dtype | None, keep_padding: bool
 ) -> tuple[list[_Output], int]:
-    """The tensors of the export in the model's order, and the size of its vocabulary."""
+    """Return the tensors of the export in the model's order, and the size of its vocabulary."""
     with torch.device("meta"):
-        net = exchange.family.build()
+        net = model.family.build()
     vocabulary, outputs, vocab_size = vocabulary_of(net), [], net.vocab_size
     for name, _ in net.named_parameters():
         stored = weights.tensors[name]
         shape = stored.shape
         if name in vocabulary:
-            if shape[0] < exchange.tokenizer.vocab_size:
+            num_ids = model.tokenizer.vocab_size
+            if shape[0] < num_ids:
                 raise ConfigError(
-                    f"{weights.path}: {name} has {shape[0]} rows, the tokenizer has "
-                    f"{exchange.tokenizer.vocab_size} ids"
+                    f"{weights.path}: {name} has {shape[0]} rows, the tokenizer has {num_ids} ids"
                 )
-            vocab_size = shape[0] if keep_padding else exchange.tokenizer.vocab_size
+            vocab_size = shape[0] if keep_padding else num_ids
             shape = (vocab_size, *shape[1:])
         outputs.append(_Output(name, stored, shape, dtype or stored.dtype))
     return outputs, vocab_size
 
 
-def _small_files(
-    exchange: ModelAndTokenizer, outputs: Sequence[_Output], vocab_size: int
-) -> dict[str, bytes]:
-    most = Counter(output.dtype for output in outputs).most_common(1)[0][0]
-    # `torch_dtype` is what all versions of transformers read; the later ones prefer `dtype`.
+def _small_files(model: ModelAndTokenizer, outputs: Sequence[_Output], vocab_size: int) -> dict[str, bytes]:
+    """Return all files but the weights, by name."""
+    dtype = Counter(output.dtype for output in outputs).most_common(1)[0][0]
+    # All versions of transformers read `torch_dtype`; later versions prefer `dtype`.
     config = {
-        **exchange.family.hf_config(),
+        **model.family.hf_config(),
         "vocab_size": vocab_size,
-        **exchange.tokenizer.model_ids(),
-        "torch_dtype": str(most).removeprefix("torch."),
+        **model.tokenizer.model_ids(),
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
     return {
         "config.json": as_json(config),
-        "generation_config.json": as_json(exchange.tokenizer.generation_config()),
-        **exchange.tokenizer.hugging_face_files(),
+        "generation_config.json": as_json(model.tokenizer.generation_config()),
+        **model.tokenizer.hugging_face_files(),
     }
 
 
@@ -155,21 +154,21 @@ def _in_shards(outputs: Sequence[_Output], max_bytes: int) -> list[list[_Output]
 
 
 def _write_shards(
-    folder: Path, shards: Sequence[Sequence[_Output]], size: int, gives_up: Callable[[], bool]
+    folder: Path, shards: Sequence[Sequence[_Output]], size: int, should_stop: Callable[[], bool]
 ) -> None:
     if len(shards) == 1:
-        return _write_shard(folder / SINGLE, shards[0], gives_up)
-    placed: dict[str, str] = {}
+        _write_shard(folder / SINGLE, shards[0], should_stop)
+        return
+    file_of: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        _write_shard(folder / file, shard, gives_up)
-        placed |= {output.name: file for output in shard}
-    write_file(folder / INDEX, as_json({"metadata": {"total_size": size}, "weight_map": placed}))
-    return None
+        _write_shard(folder / file, shard, should_stop)
+        file_of |= {output.name: file for output in shard}
+    write_file(folder / INDEX, as_json({"metadata": {"total_size": size}, "weight_map": file_of}))
 
 
-def _write_shard(file: Path, shard: Sequence[_Output], gives_up: Callable[[], bool]) -> None:
-    """A safetensors file: the header's length, the header, the tensors' bytes
+def _write_shard(file: Path, shard: Sequence[_Output], should_stop: Callable[[], bool]) -> None:
+    """Write a safetensors file: the header's length, the header, the tensors' bytes
     (https://huggingface.co/docs/safetensors)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -181,16 +180,16 @@ def _write_shard(file: Path, shard: Sequence[_Output], gives_up: Callable[[], bo
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin where any dtype may
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes, which aligns every dtype
     with open(file, "xb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for output in shard:
             for region in output.stored.row_blocks(output.shape[0]):
-                if gives_up():
-                    raise CheckpointError("the export was given up")
-                rows_of_region = output.stored.read(region)
-                rows = max(BLOCK_BYTES // max(rows_of_region[:1].numel() * output.dtype.itemsize, 1), 1)
-                for block in rows_of_region.split(rows):
+                if should_stop():
+                    raise CheckpointError("the export was stopped")
+                chunk = output.stored.read(region)
+                num_rows = max(BLOCK_BYTES // max(chunk[:1].numel() * output.dtype.itemsize, 1), 1)
+                for block in chunk.split(num_rows):
                     values = block.to(output.dtype)
                     if not values.isfinite().all():
                         raise CheckpointError(_not_finite(output, block))
@@ -200,8 +199,8 @@ def _write_shard(file: Path, shard: Sequence[_Output], gives_up: Callable[[], bo
 
 
 def _not_finite(output: _Output, values: torch.Tensor) -> str:
-    """The error message for values of a tensor that are not finite in the export's dtype."""
+    """Return the error message for values of a tensor that are not finite in the export's dtype."""
     where = f"{output.stored.file}: {output.name}"
     if values.isfinite().all():
-        return f"{where} has values that are too large for {NAMES[output.dtype]}; nothing is exported"
+        return f"{where} has values too large for {NAMES[output.dtype]}; nothing is exported"
     return f"{where} has values that are not finite; nothing is exported"

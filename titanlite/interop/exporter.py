@@ -1,7 +1,7 @@
 """The exports of a run: Hugging Face directories made from its committed checkpoints.
 
-An export is due for every committed checkpoint whose step asks for one and that has no export yet, whoever
-saved it. So the next save makes up for an export that a killed or stopped run has left out."""
+An export is due for every committed checkpoint at a step to be exported that has no export yet. So the next
+save also exports the checkpoints that an earlier, killed or stopped process of the run did not export."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from titanlite.log import logger
 
 
 class Exporter:
-    """Exports checkpoints of the run in `run_folder`; it implements checkpointer.Exports.
+    """Exports checkpoints of the run in `run_folder`. Implements checkpointer.Exports.
 
-    `last_step`: the step with which the run is over, always exported. `is_stopping`: polled on the saving
-    thread; an export in flight is given up when it becomes true. A failed export is logged as an error, tried
-    again by the next start of the run, and loses no checkpoint."""
+    `last_step`: the run's final step, always exported. `is_stopping`: polled on the saving thread; a running
+    export stops when it returns True. A failed export is logged as an error, tried again by the next start of
+    the run, and loses no checkpoint."""
 
     def __init__(
         self,
         config: Checkpoint,
         run_folder: Path,
-        exchange: ModelAndTokenizer,
+        model: ModelAndTokenizer,
         last_step: int,
         is_stopping: Callable[[], bool] = lambda: False,
     ):
-        self._config, self._exchange, self._last_step = config, exchange, last_step
+        self._config, self._model, self._last_step = config, model, last_step
         self._checkpoints, self._exports = run_folder / config.folder, run_folder / EXPORTS
         self._is_stopping = is_stopping
         self._given_up = threading.Event()
@@ -42,62 +42,58 @@ class Exporter:
 
     def make(self, committed: int | None) -> None:
         """Export every checkpoint that is due and has no export, and `committed`, the step that was just
-        saved, even over an export of that step from before."""
+        saved, whose older export is replaced."""
         due = [
             (step, path)
             for step, path in commit.committed(self._checkpoints)
-            if self._is_due(step) and (step == committed or not self._has_export(path))
+            if self._is_due(step) and step not in self._failed
+            if step == committed or not (self._exports / path.name).exists()
         ]
-        due = [(step, path) for step, path in due if step not in self._failed]
         if missed := [str(step) for step, _ in due if step != committed]:
             logger.info(f"exporting checkpoints that have no export yet: step {', '.join(missed)}")
         for i, (step, path) in enumerate(due):
-            if self.gives_up():
+            if self._should_stop():
                 rest = ", ".join(str(step) for step, _ in due[i:])
-                logger.warning(f"not exported yet: step {rest}; the next start of the run does it")
+                logger.warning(f"not exported yet: step {rest}; the next start of the run exports it")
                 return
             self._export(step, path, verify=step != committed)
 
     def check_last(self) -> None:
-        """Raises the CheckpointError of the last step's export, if that has failed."""
+        """Raise the CheckpointError of the last step's export, if that has failed."""
         if error := self._failed.get(self._last_step):
             raise error
 
     def give_up(self) -> None:
-        """Stop an export in flight; nothing half-written stays."""
+        """Stop a running export and delete its incomplete files."""
         self._given_up.set()
 
-    def gives_up(self) -> bool:
-        """Whether exports are to stop."""
+    def _should_stop(self) -> bool:
         return self._given_up.is_set() or self._is_stopping()
 
     def _is_due(self, step: int) -> bool:
         interval = self._config.export_hf_interval
         return step == self._last_step or (interval > 0 and step % interval == 0)
 
-    def _has_export(self, checkpoint: Path) -> bool:
-        return (self._exports / checkpoint.name).exists()
-
     def _export(self, step: int, checkpoint: Path, verify: bool) -> None:
         target = self._exports / checkpoint.name
         try:
-            commit.clean(self._exports, "step-*")  # left by a run that was killed
+            commit.clean(self._exports, "step-*")  # incomplete exports of a killed process
             if target.exists():
                 logger.info(f"{target} is an export of an earlier save of this step, and will be replaced")
             if verify:
                 check_hashes(checkpoint)
             size = write_directory(
-                open_titanlite(checkpoint, self._exchange.family),
+                open_titanlite(checkpoint, self._model.family),
                 target,
-                self._exchange,
+                self._model,
                 DTYPES[self._config.export_dtype],
                 replace=True,
-                gives_up=self.gives_up,
+                should_stop=self._should_stop,
             )
             logger.info(f"exported {target} ({gib(size)})")
-        except Exception as e:  # the checkpoint is there, whatever happened
-            if self.gives_up():
-                logger.warning(f"not exported yet: step {step}; the next start of the run does it")
+        except Exception as e:  # a failed export must not end the run: the checkpoint is safe
+            if self._should_stop():
+                logger.warning(f"not exported yet: step {step}; the next start of the run exports it")
                 return
             self._failed[step] = CheckpointError(
                 f"step {step} could not be exported: {e}; the run tries again when it is started again while "

@@ -1,8 +1,8 @@
-"""Reading the weights of a Hugging Face directory: one safetensors file, or several with an index, and a
+"""Reads the weights of a Hugging Face directory: one safetensors file, or several with an index, and a
 config.json.
 
-Names and tensor layouts are the model's own, so nothing is converted. Files are memory-mapped, and their
-headers describe the content, so a truncated file is found when it is opened."""
+Names and tensor layouts are equal to titanlite's, so nothing is converted. Files are memory-mapped. Their
+headers give the size of the content, so opening a truncated file is an error."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ DTYPES = {
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether the directory has safetensors files."""
+    """Return whether the directory has safetensors files."""
     return (path / INDEX).exists() or any(path.glob("*.safetensors"))
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether the directory has a PEFT adapter and no whole model."""
+    """Return whether the directory has a PEFT adapter and no whole model."""
     whole = (path / SINGLE).exists() or (path / INDEX).exists()
     return (path / "adapter_config.json").exists() and not whole
 
@@ -47,35 +47,34 @@ def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
     """Open the weights in a directory. `family`: the model family that reads its config.json. Raises
     ConfigError that names a file that is missing, damaged, or differs from the index."""
     tensors: dict[str, LazyTensor] = {}
-    placed = _index(path)
-    for file in sorted({*placed.values()}) if placed else [_single(path)]:
+    file_of = _index(path)
+    for file in sorted({*file_of.values()}) if file_of else [_single(path)]:
         for name, stored in _tensors(path / file):
-            if placed.get(name, file) != file or name in tensors:
-                raise ConfigError(f"{name} is in {path / file}, but {INDEX} says {placed.get(name)}")
-            if not name.endswith(
-                "rotary_emb.inv_freq"
-            ):  # old directories store values that are computed from the config
+            if file_of.get(name, file) != file or name in tensors:
+                raise ConfigError(f"{name} is in {path / file}, but {INDEX} says {file_of.get(name)}")
+            # Old directories store these values, which are computed from the config.
+            if not name.endswith("rotary_emb.inv_freq"):
                 tensors[name] = stored
-            placed.pop(name, None)
-    if placed:
-        name, file = next(iter(placed.items()))
-        raise ConfigError(f"{name} is not in {path / file}, as {INDEX} says")
+            file_of.pop(name, None)
+    if file_of:
+        name, file = next(iter(file_of.items()))
+        raise ConfigError(f"{name} is not in {path / file}, where {INDEX} places it")
     return Weights(path, KIND, tensors, _architecture(path, family))
 
 
 def _index(path: Path) -> dict[str, str]:
-    """The file of each tensor by the index; empty without one. A single file takes precedence, as in
-    transformers."""
+    """Return the file of each tensor according to the index; empty without an index. A single file takes
+    precedence, as in transformers."""
     if (path / SINGLE).exists() or not (path / INDEX).exists():
         return {}
     tree = read_object(path / INDEX)
-    placed = tree.get("weight_map")
-    if not isinstance(placed, dict) or not placed:
+    file_of = tree.get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
         raise ConfigError(f"{path / INDEX} has no weight_map")
-    for file in placed.values():
+    for file in file_of.values():
         if not isinstance(file, str) or file != Path(file).name or not (path / file).is_file():
             raise ConfigError(f"{path / INDEX} names {file!r}, which does not exist")
-    return placed
+    return file_of
 
 
 def _single(path: Path) -> str:
@@ -108,9 +107,8 @@ def _load(file: Path, name: str, stored: Any, region: Region) -> torch.Tensor:
 
 
 def warn_of_generation_settings(weights: Weights, tokenizer: Tokenizer) -> None:
-    """Warn of settings in the directory's generation_config.json that an export will not have, because it
-    takes them
-    from the tokenizer's folder."""
+    """Warn of settings in the directory's generation_config.json that exports will lack, because an export
+    takes its settings from the tokenizer's folder."""
     file = weights.path / "generation_config.json"
     if weights.kind != KIND or not file.exists():
         return
@@ -118,15 +116,14 @@ def warn_of_generation_settings(weights: Weights, tokenizer: Tokenizer) -> None:
     lost = [key for key, value in read_object(file).items() if ours.get(key) != value]
     if lost := [key for key in lost if key != "transformers_version" and not key.startswith("_")]:
         logger.warning(
-            f"{file}: an export will not have {', '.join(lost)}, because it takes them from the "
-            "tokenizer's folder; "
+            f"{file}: exports will lack {', '.join(lost)}, because they take the tokenizer's settings; "
             f"--tokenizer.name=huggingface --tokenizer.path={weights.path} keeps them"
         )
 
 
 def _architecture(path: Path, family: ModelFamily | None) -> dict[str, Any]:
-    """The architecture fields in config.json; empty without the file, which torchtitan does not write, or if
-    the family does not read one."""
+    """Return the architecture fields in config.json; empty without the file, which torchtitan does not write,
+    or if the family does not read one."""
     if family is None or not family.hf_model_type or not (path / "config.json").exists():
         return {}
     return read_family(path, family).config.architecture_fields()

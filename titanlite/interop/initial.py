@@ -1,6 +1,6 @@
 """`checkpoint.initial_load_path`: the weights that a new run starts from, in any supported format.
 
-Names and shapes are checked before the run writes anything. Later each rank reads its own shards.
+Names and shapes are checked before the run writes anything. After that each rank reads its own shards.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ from titanlite.log import logger
 from titanlite.models.base import ModelFamily
 
 KEY = "checkpoint.initial_load_path"
-TO_CHANGE_IT = (
-    "to change it on purpose, start from a directory made by `titanlite export`, which does not record it"
-)
+TO_CHANGE_IT = "to change the tokenizer, start from a directory made by `titanlite export`"
 
 
 def open_weights(path: Path, family: ModelFamily) -> Weights:
-    """Open the weights in a directory in whichever format it has, for the model `family`. Raises ConfigError
-    or CheckpointError if they cannot be read."""
+    """Open the weights in a directory of any supported format, for the model `family`. Raises ConfigError or
+    CheckpointError if they cannot be read."""
     if path.is_file():
         raise ConfigError(f"{path} is a file; give its directory: {path.parent}")
     if not path.is_dir():
@@ -60,41 +58,38 @@ def open_weights(path: Path, family: ModelFamily) -> Weights:
         return open_meta(path, family)
     if is_foreign_dcp(path):
         return open_torchtitan(path, family)
-    if inside := [step for _, step in commit.committed(path) if is_foreign_dcp(step)]:
-        raise ConfigError(
-            f"{path} has checkpoints of another program; give one of them, such as {inside[-1]}"
-        )
+    if steps := [step for _, step in commit.committed(path) if is_foreign_dcp(step)]:
+        raise ConfigError(f"{path} has checkpoints of another program; give one, such as {steps[-1]}")
     if pickles := sorted(path.glob("pytorch_model*.bin")):
         raise ConfigError(f"{pickles[0]}: pickled weights are not supported; save them as safetensors")
     return open_titanlite(path, family)
 
 
-def check_initial(path: Path, exchange: ModelAndTokenizer) -> None:
-    """Raises ConfigError unless the weights at `path` fit the model and tokenizer. Called on one rank."""
-    family = exchange.family
+def check_initial(path: Path, model: ModelAndTokenizer) -> None:
+    """Raise ConfigError unless the weights at `path` fit the model and tokenizer. Called on one rank."""
+    family = model.family
     try:
         weights = open_weights(path, family)
         check(weights, family)
-        check_tokenizer(weights, exchange.tokenizer, TO_CHANGE_IT)
-        warn_of_generation_settings(weights, exchange.tokenizer)
+        check_tokenizer(weights, model.tokenizer, TO_CHANGE_IT)
+        warn_of_generation_settings(weights, model.tokenizer)
     except (ConfigError, CheckpointError, OSError) as e:
         raise ConfigError(str(e), KEY) from None
     with torch.device("meta"):
         net = family.build()
-    rows = min(weights.tensors[name].shape[0] for name in vocabulary_of(net))
-    if rows < net.vocab_size:
+    num_rows = min(weights.tensors[name].shape[0] for name in vocabulary_of(net))
+    if num_rows < net.vocab_size:
         logger.info(
-            f"{path} has {rows} rows of the vocabulary; the model's other {net.vocab_size - rows} rows are "
-            "initialised as in a new model"
+            f"embedding and head in {path} have {num_rows} rows; the model's remaining "
+            f"{net.vocab_size - num_rows} rows are initialised as in a new model"
         )
 
 
 def load_initial(path: Path, family: ModelFamily, net: nn.Module, ranks: Ranks) -> None:
     """Read each rank's shards of the weights into `net`. Collective; an error of one rank is raised on all
     ranks."""
-    path = ranks.agree(
-        lambda: _resolved(path, family)
-    )  # on one rank: a run that is still training may save another step
+    # One rank decides: a run that is still training may save another step meanwhile.
+    path = ranks.agree(lambda: _resolved(path, family))
     problem: tuple[bool, str] | None = None
     error: Exception | None = None
     kind = ""
@@ -120,7 +115,7 @@ def load_initial(path: Path, family: ModelFamily, net: nn.Module, ranks: Ranks) 
 
 
 def _resolved(path: Path, family: ModelFamily) -> Path:
-    """`path`, or the newest checkpoint if `path` is a run."""
+    """Return `path`, or the newest checkpoint if `path` is a run folder."""
     try:
         return open_weights(path, family).path
     except (ConfigError, CheckpointError, OSError) as e:

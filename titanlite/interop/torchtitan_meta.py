@@ -1,14 +1,14 @@
-"""Llama weights under Meta's names: torchtitan's DCP checkpoints, and Meta's own `consolidated.*.pth`.
+"""Reads Llama weights under Meta's names: torchtitan's DCP checkpoints, and Meta's `consolidated.*.pth`
+files.
 
-Two things differ from Hugging Face's: the names, and the order of the rows of q and k. Meta's rotary
-embedding turns neighbouring elements of a head, (0, 1), (2, 3), ...; Hugging Face's, and ours, element e with
-e + E/2. Here, and nowhere else, the rows are put from the one order into the other, head by head.
+They differ from Hugging Face's weights in two ways: in the names, and in the order of the rows of wq and wk.
+Meta's rotary embedding rotates pairs of neighbouring elements of a head, (0, 1), (2, 3), ...; Hugging Face's
+and titanlite's rotates pairs (e, e + head_dim / 2). This module alone permutes these rows, head by head.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ from titanlite.interop.dcp import stored_tensors
 from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
 from titanlite.models.base import ModelFamily
 
-ENDS = {
+OUTSIDE_BLOCKS = {  # Meta's name -> Hugging Face's name
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -42,64 +42,66 @@ IN_BLOCK = {
     "feed_forward.w3": "mlp.up_proj",
     "ffn_norm": "post_attention_layernorm",
 }
-COMPUTED = {"rope.freqs", "freqs_cis"}  # from the configuration
-DIVIDED = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}  # over Meta's files
+COMPUTED = {"rope.freqs", "freqs_cis"}  # stored, but computed from the configuration
+# The dimension along which Meta's tensor parallelism shards each weight over the files.
+SHARD_DIMS = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}
 
 
 def is_meta(path: Path) -> bool:
-    """Whether these are Meta's files."""
+    """Return whether the directory has Meta's files."""
     return any(path.glob("consolidated.*.pth"))
 
 
 def is_foreign_dcp(path: Path) -> bool:
-    """Whether this is a DCP checkpoint that titanlite has not committed."""
+    """Return whether `path` is a DCP checkpoint of another program than titanlite."""
     return (path / ".metadata").exists() and not (path / commit.MANIFEST).exists()
 
 
 def open_torchtitan(path: Path, family: ModelFamily) -> Weights:
-    """The weights of a step folder of torchtitan 0.1 or 0.2; the optimizer's and the loader's state is left
-    alone. Raises ConfigError or CheckpointError."""
+    """Open the weights in a step folder of torchtitan 0.1 or 0.2, without the states of optimizer and loader.
+    Raises ConfigError or CheckpointError."""
     metadata = read_metadata(path)
     names = metadata.state_dict_metadata
-    # torchtitan 0.2 saves the weights at the top, before that they were under `model`.
+    # torchtitan 0.2 saves weights without a prefix, earlier versions with the prefix `model`.
     prefix = next((p for p in ("", "model.") if f"{p}tok_embeddings.weight" in names), None)
     if prefix is None:
         raise ConfigError(
-            f"{path} is a DCP checkpoint, but neither titanlite's nor of a Llama of torchtitan's: it has no "
+            f"{path} is a DCP checkpoint, but neither titanlite's nor a Llama of torchtitan's: it has no "
             f"tok_embeddings.weight, but {', '.join(sorted(names)[:3]) or 'nothing'}"
         )
-    rest = r"(optimizer|lr_scheduler|dataloader|train_state|ft_dataloader)\b"
-    inside = {n.removeprefix(prefix): n for n in names if n.startswith(prefix) and not re.match(rest, n)}
-    return Weights(path, "torchtitan", _ours(stored_tensors(path, metadata, inside), family, path), {})
+    states = r"(optimizer|lr_scheduler|dataloader|train_state|ft_dataloader)\b"
+    inside = {n.removeprefix(prefix): n for n in names if n.startswith(prefix) and not re.match(states, n)}
+    return Weights(path, "torchtitan", _renamed(stored_tensors(path, metadata, inside), family, path), {})
 
 
 def open_meta(path: Path, family: ModelFamily) -> Weights:
-    """The weights in one or more `consolidated.NN.pth`, each of which has a part of most tensors. Raises
-    ConfigError for a file that is missing, not whole, or holds more than tensors."""
+    """Open the weights in `consolidated.NN.pth` files, each of which has a shard of most tensors. Raises
+    ConfigError for a file that is missing, incomplete, or holds more than tensors."""
     files = sorted(path.glob("consolidated.*.pth"))
     expected = [f"consolidated.{i:02}.pth" for i in range(len(files))]
     if missing := [name for name, file in zip(expected, files) if file.name != name]:
         raise ConfigError(f"{path / missing[0]} is not there, but {files[-1].name} is")
-    parts = [_load(file) for file in files]
-    for file, part in zip(files, parts):
-        if odd := part.keys() ^ parts[0].keys():
+    contents = [_load(file) for file in files]
+    for file, content in zip(files, contents):
+        if odd := content.keys() ^ contents[0].keys():
             raise ConfigError(f"{file} and {files[0].name} do not both have {min(odd)}")
-    number = _number_of_files(parts[0], family)
-    if number > len(files):
-        rest = ", ".join(f"consolidated.{i:02}.pth" for i in range(len(files), number))
-        raise ConfigError(f"{path} has {len(files)} of the model's {number} files; {rest} is missing")
-    tensors = {name: _joined(name, parts, files) for name in parts[0]}
-    return Weights(path, "Meta", _ours(tensors, family, path), _params(path, family))
+    num_files = _num_files(contents[0], family)
+    if num_files > len(files):
+        rest = ", ".join(f"consolidated.{i:02}.pth" for i in range(len(files), num_files))
+        raise ConfigError(f"{path} has {len(files)} of the model's {num_files} files; {rest} is missing")
+    tensors = {name: _joined(name, contents, files) for name in contents[0]}
+    return Weights(path, "Meta", _renamed(tensors, family, path), _params(path, family))
 
 
-def _ours(tensors: Mapping[str, LazyTensor], family: ModelFamily, path: Path) -> dict[str, LazyTensor]:
-    """Under our names, q and k in our order. A name that is not Meta's stays, to be told as unexpected."""
+def _renamed(tensors: Mapping[str, LazyTensor], family: ModelFamily, path: Path) -> dict[str, LazyTensor]:
+    """Return the tensors under Hugging Face's names, the rows of wq and wk permuted. An unknown name stays,
+    so that it is reported as unexpected."""
     if family.hf_model_type != "llama":
         raise ConfigError(
-            f"{path} is torchtitan's or Meta's, of which Llama alone is read; the job's model is a "
+            f"{path} has torchtitan's or Meta's format, which is read for Llama only; the job's model is "
             f"{family.name}"
         )
-    found = {}
+    renamed = {}
     for name, stored in tensors.items():
         block = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
         if name in COMPUTED:
@@ -107,15 +109,15 @@ def _ours(tensors: Mapping[str, LazyTensor], family: ModelFamily, path: Path) ->
         if block and block[2] in IN_BLOCK:
             if block[2] in ("attention.wq", "attention.wk"):
                 stored = _rotate_half(stored, family.config.head_dim)
-            found[f"model.layers.{int(block[1])}.{IN_BLOCK[block[2]]}.weight"] = stored
+            renamed[f"model.layers.{int(block[1])}.{IN_BLOCK[block[2]]}.weight"] = stored
         else:
-            found[ENDS.get(name, name)] = stored
-    return found
+            renamed[OUTSIDE_BLOCKS.get(name, name)] = stored
+    return renamed
 
 
 def _rotate_half(stored: LazyTensor, head_dim: int) -> LazyTensor:
-    """The rows of each head in the order 0, 2, 4, ..., 1, 3, 5, ...: those that Meta's layout turns together
-    come to be half a head apart."""
+    """Permute the rows of each head to the order 0, 2, 4, ..., 1, 3, 5, ..., so that the rows of a rotated
+    pair, which are neighbours in Meta's order, are half a head apart."""
 
     def load(region: Region) -> torch.Tensor:
         begin, end = region[0].start, region[0].stop
@@ -129,62 +131,67 @@ def _rotate_half(stored: LazyTensor, head_dim: int) -> LazyTensor:
 
 
 def _load(file: Path) -> dict[str, torch.Tensor]:
-    """Mapped, not read. Nothing in it is executed."""
+    """Memory-map the tensors in a file. No code in the file is executed."""
     try:
         check_regular(file)
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as e:  # of damaged bytes torch.load raises nearly anything
-        said = re.search(r"Unsupported [^\n]*", str(e)) or re.search(r"[^\n]+", str(e))
-        what = f"{type(e).__name__}: {said[0] if said else ''}"
-        raise ConfigError(f"{file} is no whole file of tensors and nothing else: {what}") from None
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(t, torch.Tensor) and t.ndim for name, t in found.items()
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as e:  # torch.load of damaged bytes may raise almost any error
+        line = re.search(r"Unsupported [^\n]*", str(e)) or re.search(r"[^\n]+", str(e))
+        reason = f"{type(e).__name__}: {line[0] if line else ''}"
+        raise ConfigError(f"{file} is not a complete file of tensors only: {reason}") from None
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(t, torch.Tensor) and t.ndim for name, t in content.items()
     ):
-        raise ConfigError(f"{file} is no table of tensors that have names and dimensions")
-    return found
+        raise ConfigError(f"{file} is not a dict of tensors with names and dimensions")
+    return content
 
 
-def _joined(name: str, parts: list[dict[str, torch.Tensor]], files: list[Path]) -> LazyTensor:
-    """A tensor of which each file has a part, along the dim that Meta's tensor parallelism divides, or all of
-    it (norms)."""
-    pieces = [part[name] for part in parts]
-    dim = DIVIDED.get(name.split(".")[-2] if "." in name else name)
-    if name == "tok_embeddings.weight" and pieces[0].ndim > 1:  # Llama 2 divided the other dim
-        dim = 1 if pieces[0].shape[1] != parts[0].get("norm.weight", pieces[0][0]).shape[0] else 0
-    if dim is None or pieces[0].ndim < 2 or len(pieces) == 1:
-        pieces, dim = pieces[:1], 0
-    shape = list(pieces[0].shape)
-    for file, piece in zip(files, pieces):
-        if list(piece.shape) != shape or piece.dtype != pieces[0].dtype:
-            raise ConfigError(
-                f"{file}: {name} has shape {tuple(piece.shape)}, in {files[0].name} {tuple(shape)}"
-            )
-    begins = itertools.accumulate((shape[dim] for _ in pieces[1:]), initial=0) if shape else [0]
+def _joined(name: str, contents: list[dict[str, torch.Tensor]], files: list[Path]) -> LazyTensor:
+    """Return the full tensor. Each file has a shard along SHARD_DIMS, or a copy of the tensor (norms)."""
+    shards = [content[name] for content in contents]
+    dim = SHARD_DIMS.get(name.split(".")[-2] if "." in name else name)
+    if name == "tok_embeddings.weight" and shards[0].ndim > 1:  # Llama 2 shards dim 1, Llama 3 dim 0
+        dim = 1 if shards[0].shape[1] != contents[0].get("norm.weight", shards[0][0]).shape[0] else 0
+    if dim is None or shards[0].ndim < 2:
+        shards, dim = shards[:1], 0
+    shape, size = tuple(shards[0].shape), shards[0].shape[dim]
     chunks = []
-    for begin, piece in zip(begins, pieces):
-        offsets = tuple(begin if i == dim else 0 for i in range(piece.ndim))
-        chunks.append(Chunk(offsets, tuple(piece.shape), functools.partial(torch.Tensor.__getitem__, piece)))
-    whole = tuple(n * len(pieces) if i == dim else n for i, n in enumerate(shape))
-    return LazyTensor(whole, pieces[0].dtype, files[0], chunks)
+    for i, (file, shard) in enumerate(zip(files, shards)):
+        if shard.shape != shape or shard.dtype != shards[0].dtype:
+            raise ConfigError(f"{file}: {name} has shape {tuple(shard.shape)}, in {files[0].name} {shape}")
+        offsets = tuple(i * size if d == dim else 0 for d in range(shard.ndim))
+        chunks.append(Chunk(offsets, shape, functools.partial(torch.Tensor.__getitem__, shard)))
+    full_shape = (*shape[:dim], size * len(shards), *shape[dim + 1 :])
+    return LazyTensor(full_shape, shards[0].dtype, files[0], chunks)
 
 
-def _number_of_files(part: Mapping[str, torch.Tensor], family: ModelFamily) -> int:
-    """Over how many files the model is divided, by one of them: each has the whole of the last norm, and its
-    share of the rows of wq. 1 if the job's model has another shape, which is told elsewhere."""
-    wq, norm, c = part.get("layers.0.attention.wq.weight"), part.get("norm.weight"), family.config
-    if wq is None or norm is None or norm.shape != (c.dim,) or c.n_heads * c.head_dim != c.dim:
+def _num_files(content: Mapping[str, torch.Tensor], family: ModelFamily) -> int:
+    """Return the number of files of a model, judging by the content of one: each file has all of the last
+    norm and a shard of wq. 1 if the job's model has another shape, which check() reports."""
+    wq, norm = content.get("layers.0.attention.wq.weight"), content.get("norm.weight")
+    config = family.config
+    if wq is None or norm is None or norm.shape != (config.dim,):
         return 1
-    return c.dim // len(wq) if wq.ndim == 2 and len(wq) and c.dim % len(wq) == 0 else 1
+    if config.n_heads * config.head_dim != config.dim:
+        return 1
+    return config.dim // len(wq) if wq.ndim == 2 and len(wq) and config.dim % len(wq) == 0 else 1
 
 
 def _params(path: Path, family: ModelFamily) -> dict[str, Any]:
-    """What params.json says, by the names of the family's config."""
+    """Return the architecture fields in params.json."""
     if not (path / "params.json").exists():
         return {}
     params = read_object(path / "params.json")
-    fields = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")  # named as here
+    fields = (
+        "dim",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "norm_eps",
+        "rope_theta",
+    )  # same names as titanlite's
     named: dict[str, Any] = {key: params[key] for key in fields if key in params}
     if not params.get("use_scaled_rope", False):
         return {**named, "rope_factor": 1.0}
-    # By how much is in Meta's code: 8 for Llama 3.1, 32 for 3.2.
+    # The factor is in Meta's code: 8 for Llama 3.1, 32 for 3.2.
     return named if family.config.rope_factor != 1.0 else {**named, "rope_factor": 8.0}

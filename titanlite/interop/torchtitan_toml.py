@@ -1,8 +1,7 @@
-"""torchtitan's TOML keys, and what `titanlite migrate` makes of each: tables, and functions of one value.
+"""How `titanlite migrate` translates torchtitan's TOML keys: tables, and functions of one value.
 
-They hold for torchtitan 0.1.0 to 0.2.2, the last release that reads TOML. A key of torchtitan's that is in no
-table has the same name and meaning in titanlite; docs/coming-from.md lists all of them.
-"""
+The tables hold for torchtitan 0.1.0 to 0.2.2, the last release that reads TOML. A torchtitan key that is in
+no table has the same name and meaning in titanlite; docs/coming-from.md lists all of them."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ Values = dict[str, Any]  # titanlite's dotted keys and their values
 
 
 class Conversion(NamedTuple):
-    """A key whose value changes. `key`: titanlite's key. `convert`: torchtitan's value to titanlite's keys
-    and their values; it raises ValueError for a value without a counterpart, with what the user has to do."""
+    """A key whose value changes. `key`: titanlite's key. `convert`: maps torchtitan's value to titanlite's
+    keys and their values; raises ValueError, with advice for the user, for a value without a counterpart."""
 
     key: str
     convert: Callable[[Any], Values]
@@ -38,22 +37,22 @@ def to_tokenizer(path: str) -> Values:
 def to_float8(value: list[str] | str) -> Values:
     converters = {word.strip() for word in (value.split(",") if isinstance(value, str) else value)} - {""}
     if converters - {"float8", "quantize.linear.float8"}:
-        raise ValueError("titanlite has float8 alone: set float8.enable")
+        raise ValueError("float8 is titanlite's only converter: set float8.enable")
     return {"float8.enable": bool(converters)}
 
 
 def to_filter(value: list[str] | str) -> Values:
     if value not in (["output"], "output", [], ""):
-        raise ValueError("these are torchtitan's layers: set float8.filter_fqns to the names of titanlite's")
+        raise ValueError("these are torchtitan's layers: set float8.filter_fqns to titanlite's names")
     return {"float8.filter_fqns": []}
 
 
 def text_of(key: str) -> Conversion:
-    """The conversion of a data set's name or path to a folder of text."""
+    """Return the conversion of a data set's name or path to a source of text files."""
     return Conversion(key, lambda value: {key: [{"name": "text", "path": [value]}]}, "a folder of text")
 
 
-FILTER = Conversion("float8.filter_fqns", to_filter, "by titanlite's names; the head is never in float8")
+FILTER = Conversion("float8.filter_fqns", to_filter, "with titanlite's names; the head is never float8")
 TOKENIZER = Conversion("tokenizer", to_tokenizer, "a tiktoken file, or a folder with a tokenizer.json")
 
 # ---- keys of torchtitan 0.1 and 0.2 that titanlite does not have, or has with other values
@@ -73,12 +72,12 @@ RENAMED = {
 }
 
 CONVERTED = {
-    "checkpoint.async_mode": Conversion("checkpoint.async_mode", to_async_mode, "`async` pins its memory"),
+    "checkpoint.async_mode": Conversion("checkpoint.async_mode", to_async_mode, "`async` pins host memory"),
     "float8.filter_fqns": FILTER,
     "model.converters": Conversion("float8.enable", to_float8, "true if it names float8"),
     "model.hf_assets_path": TOKENIZER,
     "model.tokenizer_path": TOKENIZER,
-    "optimizer.name": Conversion("optimizer.name", to_optimizer, "in small letters"),
+    "optimizer.name": Conversion("optimizer.name", to_optimizer, "in lower case"),
     "quantize.linear.float8.filter_fqns": FILTER,
     "training.dataset": text_of("data.sources"),
     "training.dataset_path": text_of("data.sources"),
@@ -86,7 +85,7 @@ CONVERTED = {
     "validation.dataset_path": text_of("data.validation_sources"),
 }
 
-_REASONS = {  # why there is no counterpart: keys; one that ends with a dot is a section
+_REASONS = {  # reason why there is no counterpart: keys; a key that ends with a dot is a section
     "not supported": """
         activation_checkpoint.debug activation_checkpoint.determinism_check activation_checkpoint.early_stop
         activation_checkpoint.preserve_rng_state activation_checkpoint.visualize_memory_budget_pareto
@@ -110,7 +109,7 @@ _REASONS = {  # why there is no counterpart: keys; one that ends with a dot is a
         quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp training.dataloader.persistent_workers
         training.dataloader.pin_memory training.dataloader.prefetch_factor
     """,
-    "training.deterministic makes it an error": "debug.deterministic_warn_only",
+    "training.deterministic makes non-deterministic operations errors": "debug.deterministic_warn_only",
     "activation_checkpoint decides": "float8.force_recompute_fp8_weight_in_bwd",
     "add a [[metrics.sinks]] table": "metrics.enable_wandb",
     "files are below job.dump_folder": """
@@ -139,7 +138,7 @@ _REASONS = {  # why there is no counterpart: keys; one that ends with a dot is a
 }
 NO_COUNTERPART = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
 
-# Keys without a counterpart whose loss may change what is trained, and the value with which it does not.
+# Keys without a counterpart that may change the training, and the value that does not change it.
 HARMLESS: Values = {
     "checkpoint.exclude_from_loading": [],
     "checkpoint.initial_load_in_hf_quantized": False,
@@ -153,7 +152,7 @@ HARMLESS: Values = {
     "training.dtype": "float32",
 }
 
-# torchtitan's values for keys that a file leaves out, where titanlite's differ; the same in all releases.
+# torchtitan's defaults where titanlite's differ; the same in all releases.
 DEFAULTS: Values = {
     "profiling.profiler_warmup": 3, "metrics.enable_tensorboard": False, "optimizer.lr": 8e-4,
     "lr_scheduler.warmup_steps": 200, "training.mixed_precision_param": "bfloat16", "data.num_workers": 0,
@@ -163,7 +162,7 @@ DEFAULTS: Values = {
     "comm.train_timeout_seconds": 100, "validation.freq": 10,
 }  # fmt: skip
 
-# torchtitan's flavor: titanlite's flavor, and the fields of the architecture that differ.
+# torchtitan's flavor -> titanlite's flavor, and the architecture fields that differ.
 _DEBUG_LLAMA = {
     "dim": 256, "n_layers": 6, "n_heads": 16, "n_kv_heads": 16, "head_dim": 16, "hidden_dim": 768,
     "vocab_size": 2048, "tie_word_embeddings": False, "rope_factor": 8.0,
@@ -177,4 +176,4 @@ FLAVORS: dict[str, dict[str, tuple[str, Values]]] = {
     "llama3": {"debugmodel": ("debug", _DEBUG_LLAMA), **{size: (size, {}) for size in ("8B", "70B", "405B")}},
     "qwen3": {"debugmodel": ("debug", _DEBUG_QWEN), **{size: (size, {}) for size in _QWENS}},
 }
-MASKED = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")  # endings of flavors that mask documents
+MASKED = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")  # suffixes of flavors that mask documents

@@ -1,7 +1,9 @@
-"""`titanlite migrate torchtitan.toml -o titanlite.toml`: titanlite's TOML file for torchtitan's.
+"""`titanlite migrate torchtitan.toml -o titanlite.toml`: translate a torchtitan TOML file to titanlite's
+keys.
 
-Comments at the top of the result say what became of every key: carried over, renamed, converted or without a
-counterpart. `TO DO` lines name what has to be decided by hand, because it would change the training silently.
+Comments at the top of the result list every key: carried over, renamed, converted or without a counterpart.
+`TO DO` lines name the decisions that are left to you, because a wrong guess would change the training
+silently.
 """
 
 from __future__ import annotations
@@ -25,30 +27,30 @@ from titanlite.interop.torchtitan_toml import Values
 from titanlite.job import Job
 from titanlite.tools.config import build_on_meta
 
-WEIGHT_DECAY = "optimizer.weight_decay: titanlite does not decay norms unless optimizer.param_groups says so"
+WEIGHT_DECAY = "optimizer.weight_decay: titanlite does not decay norms; optimizer.param_groups can change it"
 ROPE = (
-    "model.overrides.rope_factor: 8.0 is torchtitan's since 8 October 2025 (0.2.0); set 1.0 for an older "
-    "one, which does not scale Llama's rotary embedding"
+    "model.overrides.rope_factor: torchtitan has 8.0 since 8 October 2025 (0.2.0); set 1.0 for an older "
+    "version, which does not scale Llama's rotary embedding"
 )
 VOCABULARY = (
-    "model.overrides.vocab_size: torchtitan 0.1 takes it from the tokenizer; set the number of its ids, "
-    "unless it is the flavor's"
+    "model.overrides.vocab_size: torchtitan 0.1 uses the tokenizer's vocabulary size; set this number if it "
+    "differs from the flavor's"
 )
 PIPELINE = (
-    "training.local_batch_size: torchtitan cuts a rank's batch into micro-batches of "
+    "training.local_batch_size: torchtitan splits a rank's batch into micro-batches of "
     "pipeline_parallel_microbatch_size; set local_batch_size to that size, and global_batch_size to the old "
     "local_batch_size x the number of data-parallel ranks"
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the configuration, and tell which keys have a TO DO line."""
+    """Write the configuration, and print which keys have a TO DO line."""
     options = parser("migrate").read(argv)
     if options.output is not None:
         check_new(options.output, "--output")
     text, todo = migrate(options.source)
     keys = ", ".join(dict.fromkeys(line.split(":")[0].split(" ")[0] for line in todo))
-    report = f"{options.source}: migrated; its TO DO lines say what to decide on {keys}"
+    report = f"{options.source}: migrated; its TO DO lines ask for decisions on {keys}"
     if options.output is None:
         print(text, end="")
         print(report, file=sys.stderr)
@@ -60,14 +62,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def migrate(source: Path) -> tuple[str, list[str]]:
-    """The TOML text, and its TO DO lines. Raises ConfigError for a file that is titanlite's already, and for
-    a model that titanlite does not have."""
+    """Return the TOML text and its TO DO lines. Raises ConfigError for a file that is already titanlite's,
+    and for a model that titanlite does not have."""
     theirs = dict(flatten(toml.read(source)[0]))
-    if "data.sources" in theirs:  # required here, and no key of torchtitan's
-        raise ConfigError(f"{source} is a titanlite file already: `titanlite config {source}` checks it")
+    if "data.sources" in theirs:  # a required key of titanlite that torchtitan does not have
+        raise ConfigError(f"{source} is already a titanlite file: `titanlite config {source}` checks it")
     ours, todo = migrate_model(theirs, source)
     comments = []
-    # The path of a data set replaces its name, so paths come last.
+    # The path of a data set replaces its name, so paths are converted last.
     for key, value in sorted(theirs.items(), key=lambda item: item[0].endswith("_path")):
         made, note, undecided = migrate_key(key, value)
         ours |= made
@@ -86,8 +88,8 @@ def migrate(source: Path) -> tuple[str, list[str]]:
 
 
 def migrate_model(theirs: Values, source: Path) -> tuple[Values, list[str]]:
-    """titanlite's model for torchtitan's, and what the file does not say about it. Raises ConfigError for a
-    model that titanlite does not have."""
+    """Return titanlite's keys for torchtitan's model, and TO DO lines. Raises ConfigError for a model that
+    titanlite does not have."""
     name, flavor = theirs.get("model.name", "llama3"), str(theirs.get("model.flavor", "debugmodel"))
     if name not in tables.FLAVORS:
         raise ConfigError(f"{source}: model.name = {name!r}: titanlite has {' and '.join(tables.FLAVORS)}")
@@ -105,8 +107,8 @@ def migrate_model(theirs: Values, source: Path) -> tuple[Values, list[str]]:
 
 
 def migrate_key(key: str, value: Any) -> tuple[Values, str, bool]:
-    """titanlite's keys and values for a key of torchtitan's; a note on what became of it; and True for what
-    the user has to decide."""
+    """Return titanlite's keys and values for a torchtitan key, a comment on the change, and whether the user
+    has to decide something."""
     if key in tables.RENAMED:
         return {tables.RENAMED[key]: value}, f"-> {tables.RENAMED[key]}", False
     if key in ("model.name", "model.flavor"):
@@ -125,7 +127,7 @@ def migrate_key(key: str, value: Any) -> tuple[Values, str, bool]:
 
 
 def reason_without_counterpart(key: str) -> str | None:
-    """Why titanlite has nothing for a key; None for any other key."""
+    """Return why a torchtitan key has no counterpart; None for any other key."""
     for name, reason in tables.NO_COUNTERPART.items():
         if key == name or (name.endswith(".") and key.startswith(name)):
             return reason
@@ -133,7 +135,7 @@ def reason_without_counterpart(key: str) -> str | None:
 
 
 def own_keys() -> set[str]:
-    """titanlite's own keys, of all choices."""
+    """Return titanlite's keys, including those of all choices."""
     sections = schema.table("job")["keys"].items()
     nodes = [
         (name, node) for name, section in sections for node in (section, *section.get("choices", {}).values())
@@ -142,10 +144,10 @@ def own_keys() -> set[str]:
 
 
 def fill_inputs(ours: Values) -> Iterator[str]:
-    """Set the tokenizer and the text of a file that names none. Yields what the user has to decide."""
+    """Set tokenizer and sources if the file names none. Yields TO DO lines."""
     if "tokenizer" not in ours:
         ours |= tables.to_tokenizer("./tests/assets/tokenizer")
-        yield "tokenizer: the file names none; name one, or set name = 'bytes' and no path"
+        yield "tokenizer: the file names no tokenizer; name one, or set name = 'bytes' and no path"
     if "data.sources" not in ours:
         ours |= tables.CONVERTED["training.dataset"].convert("c4_test")
     if ours.get("validation.enable") and "data.validation_sources" not in ours:
@@ -156,7 +158,7 @@ def fill_inputs(ours: Values) -> Iterator[str]:
 
 
 def refusals(tree: dict[str, Any]) -> list[str]:
-    """What titanlite refuses in the file, on the fewest ranks that it is for."""
+    """Return the errors of the migrated job, checked with the fewest ranks that its layout allows."""
     try:
         job = toml.build(Job, tree, Locator("", ""))
         job.check(job.parallelism.fewest_ranks)
@@ -167,7 +169,7 @@ def refusals(tree: dict[str, Any]) -> list[str]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of dotted keys, with its sections in titanlite's order."""
+    """Return dotted keys as a tree, with the sections in titanlite's order."""
     tree: dict[str, Any] = {section.name: {} for section in dataclasses.fields(Job)}
     for key, value in values.items():
         *sections, leaf = key.split(".")
@@ -179,7 +181,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values."""
+    """Yield dotted keys and their values."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{key}.")

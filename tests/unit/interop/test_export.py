@@ -190,16 +190,16 @@ def test_a_run_that_is_stopped_gives_its_exports_up(
     )  # fmt: skip
     write = exporter.write_directory
 
-    def slow(*args: Any, gives_up: Callable[[], bool], **options: Any) -> int:
+    def slow(*args: Any, should_stop: Callable[[], bool], **options: Any) -> int:
         (job.folder / "STOP").touch()
         waited = threading.Event()
-        assert any(gives_up() or waited.wait(0.1) for _ in range(600))
-        return write(*args, gives_up=gives_up, **options)
+        assert any(should_stop() or waited.wait(0.1) for _ in range(600))
+        return write(*args, should_stop=should_stop, **options)
 
     monkeypatch.setattr(exporter, "write_directory", slow)
     assert train(job) == 75
     assert re.search(
-        r"not exported yet: step 4.*; the next start of the run does it\n", capfd.readouterr().err
+        r"not exported yet: step 4.*; the next start of the run exports it\n", capfd.readouterr().err
     )
     assert not list((job.folder / "hf").iterdir())
     steps = [step for step, _ in committed(job.folder / "checkpoint")]

@@ -169,7 +169,7 @@ WRONG: dict[str, tuple[str, Any, Callable[[Path], None] | None, str]] = {
         r"model\.norm\.weight of shape \(32,\) is missing",
     ),
     "meta pickle": ("meta", dict, evil_meta, r"consolidated\.00\.pth .*Unsupported .*print"),
-    "meta cut": ("meta", dict, cut("consolidated.01.pth"), r"consolidated\.01\.pth is no whole file"),
+    "meta cut": ("meta", dict, cut("consolidated.01.pth"), r"consolidated\.01\.pth is not a complete file"),
     "meta heads": ("meta", dict, other_heads, "n_heads is 8, the job's 4"),
     "meta file": (
         "meta",

@@ -189,7 +189,7 @@ def test_every_flavor_loads(tmp_path: Path) -> None:
         ({"optimizer.early_step_in_backward": True}, "= True: not supported"),
         ({"fault_tolerance.enable": True}, "= True: not supported"),
         ({"checkpoint.initial_load_model_only": False}, "= False: initial_load_path reads weights alone"),
-        ({"model.converters": ["quantize.linear.mx"]}, "titanlite has float8 alone"),
+        ({"model.converters": ["quantize.linear.mx"]}, "float8 is titanlite's only converter"),
         ({"model.converters": 3}, "= 3: "),
         ({"quantize.linear.float8.filter_fqns": ["auto_filter_small_kn"]}, "these are torchtitan's layers"),
         ({"float8.filter_fqns": ["attention.wk", "output"]}, "these are torchtitan's layers"),
@@ -264,7 +264,7 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["migrate", str(source), "-o", str(output)]) == 0
     out, err = capsys.readouterr()
     assert out == (
-        f"{source}: migrated; its TO DO lines say what to decide on model.overrides.rope_factor, "
+        f"{source}: migrated; its TO DO lines ask for decisions on model.overrides.rope_factor, "
         "data.sources, data.validation_sources, optimizer.weight_decay\n"
     )
     assert err == ""
@@ -288,7 +288,7 @@ def test_a_file_of_titanlites_is_not_migrated(
     if name == "recorded":
         Path(name).write_text(toml.dump(load_job("debug")) + "\n[mine]\n")  # a mistake in it changes nothing
     assert cli.run(["migrate", name, "-o", "new.toml"]) == 2
-    said = f"titanlite: {name} is a titanlite file already: `titanlite config {name}` checks it\n"
+    said = f"titanlite: {name} is already a titanlite file: `titanlite config {name}` checks it\n"
     assert capsys.readouterr() == ("", said)
     assert not Path("new.toml").exists()
 
