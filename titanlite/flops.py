@@ -1,6 +1,6 @@
-"""Model FLOPs per token, and the peak FLOP/s of devices, for the model FLOPs utilisation (MFU).
+"""Model FLOPs per token and the peak FLOP/s of devices, for the model FLOPs utilisation (MFU).
 
-The peak of an unknown device is None: MFU is then left out, never guessed.
+MFU is left out, never guessed, if the device's peak is not known.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 # Dense bf16 tensor-core FLOP/s with fp32 accumulation, from the vendors' datasheets (sparsity figures
-# halved). The first pattern that matches the device's name counts, so longer names come first.
+# halved). The first matching pattern counts, so longer names come first.
 PEAK_BF16_FLOPS = [
     (r"\bGB200\b", 2.5e15),
     (r"\bB200\b", 2.25e15),
@@ -27,7 +27,7 @@ PEAK_BF16_FLOPS = [
     (r"\bMI355X\b", 2.5e15),
     (r"\bMI325X\b", 1307e12),
     (r"\bMI300X\b", 1307e12),
-    (r"\bMI250X\b", 191.5e12),  # one of its two dies, which a process sees as a device
+    (r"\bMI250X\b", 191.5e12),  # one die: a process sees each of the two dies as a device
     (r"\bRTX 5090$", 209.5e12),
     (r"\bRTX 4090$", 165.2e12),
     (r"\bRTX 3090$", 71e12),
@@ -44,8 +44,9 @@ def peak_bf16_flops(device_name: str) -> float | None:
 def flops_per_token(matmul_parameters: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int) -> int:
     """FLOPs of forward and backward for one token: 6 N + 12 L H E T.
 
-    N: parameters that a token is multiplied with: a tied head counts, an embedding that is only looked up
-    does not. The second term is the two matrix products of attention over the whole sequence; causal masking
-    is not deducted (PaLM, Chowdhery et al. 2022, appendix B). Activation checkpointing is not counted.
+    N: parameters that a token is multiplied with, including a tied head, but not an embedding that is only
+    looked up. The second term is the two matrix products of attention over the whole sequence, without a
+    deduction for causal masking (PaLM, Chowdhery et al. 2022, appendix B). The repeated forward of activation
+    checkpointing is not counted.
     """
     return 6 * matmul_parameters + 12 * n_layers * n_heads * head_dim * seq_len

@@ -1,7 +1,8 @@
-"""Losses: from hidden states, the head's weight and targets to the sum of the losses of the tokens that
-count, fp32.
+"""Losses: functions of hidden states, the head's weight and targets that return the sum of the token losses
+in fp32.
 
-Sums, never means: the training step divides by the number of counted tokens of all ranks and micro-batches.
+Losses are sums, never means: the training step divides by the number of counted tokens over all ranks and
+micro-batches.
 Shape suffixes: B batch, T tokens, D model dim, V vocabulary, N = B * T, C tokens of a chunk.
 """
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 
 from titanlite.config.component import Component, ConfigError
 
-IGNORE = -100  # a target that does not count; torch's own default, and the batches'
+IGNORE = -100  # a target that does not count; torch's default of ignore_index
 
 
 # hidden [B, T, D], head weight [V, D], targets int64 [B, T] -> sum over the targets that count, fp32 scalar
@@ -25,18 +26,18 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's slice of the vocabulary under tensor parallel: the rows of the head's weight from id
-    `first_id` on, and the all-reduces that combine the slices of all ranks.
+    """This rank's shard of the vocabulary under tensor parallel: the ids of its rows of the head's weight,
+    and the all-reduces that combine the shards of all ranks.
 
-    A loss sees all tokens and only these rows. Every rank computes the same loss, and the gradients of its
-    own rows. `is_whole`: nothing is sharded, and the all-reduces return their argument.
-    """
+    A loss has the hidden states of all tokens and this rank's rows of the weight. Every rank computes the
+    same loss, and the gradient of its own rows. `first_id`: the id of the first row. `is_whole`: nothing is
+    sharded, and the all-reduces return their argument."""
 
     first_id: int = 0
     all_reduce_max: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
-    """The elementwise maximum over ranks. No gradient."""
+    """Elementwise maximum over ranks, without gradient."""
     all_reduce_sum: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
-    """The elementwise sum over ranks. Its gradient goes to this rank's summand unchanged."""
+    """Elementwise sum over ranks. The gradient of this rank's summand is the gradient of the sum."""
     is_whole: bool = False
 
     def log_sum_exp(self, logits_NV: torch.Tensor) -> torch.Tensor:
@@ -45,7 +46,7 @@ class VocabularyShard:
         return self.all_reduce_sum((logits_NV - top_N[:, None]).exp().sum(-1)).log() + top_N
 
     def target_logits(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        """The logit of each target, [N], zero for targets of -100; differentiable."""
+        """The logit of each target, [N]; zero for targets of -100. Differentiable."""
         row_N = targets_N - self.first_id
         is_here_N = (targets_N != IGNORE) & (row_N >= 0) & (row_N < logits_NV.shape[1])
         logits_N = logits_NV.gather(1, torch.where(is_here_N, row_N, 0)[:, None]).squeeze(1)
@@ -57,22 +58,24 @@ WHOLE_VOCABULARY = VocabularyShard(is_whole=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(Component):
-    """Kind: `[loss] name = ...`."""
+    """Base of losses: `[loss] name = "..."` selects a subclass by its name."""
 
     def build(
         self, backend: str | None = None, vocabulary: VocabularyShard = WHOLE_VOCABULARY
     ) -> LossFunction:
-        """A function of hidden [B, T, D], head weight [V, D] and targets int64 [B, T] that returns the fp32
-        sum over counted targets.
+        """A function of hidden [B, T, D], head weight [V, D] and targets int64 [B, T] that returns the sum of
+        the losses over counted targets: fp32 scalar.
 
-        Logits have the hidden states' dtype, the weight's gradient the weight's. `backend`: compile with this
-        backend of torch.compile; None runs eagerly. `vocabulary`: the rows of the weight that this rank has.
+        Logits have the dtype of the hidden states; the weight's gradient has the dtype of the weight.
+        `backend`: the torch.compile backend that compiles the loss; None: run eagerly. `vocabulary`: this
+        rank's shard of the vocabulary.
         """
         raise NotImplementedError
 
     @property
     def objective(self) -> dict[str, Any]:
-        """What is minimised: a resumed run must have the same. Excludes how it is computed."""
+        """The mathematical function that is minimised, without keys that only change how it is computed. A
+        resumed run must have the same objective."""
         return {"name": self.name, **asdict(self)}
 
 
@@ -90,11 +93,11 @@ class CrossEntropy(Loss, name="cross_entropy"):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
-    """Cross-entropy by chunks of tokens: equal to cross_entropy in value and gradient, but never holds the
-    logits of all tokens. Targets of -100 do not count."""
+    """Cross-entropy computed in chunks of tokens. Value and gradient are those of cross_entropy, but the
+    logits of all tokens are never in memory at once. Targets of -100 do not count."""
 
     chunk_tokens: int = 4096
-    """Maximum number of tokens whose logits are held at once."""
+    """Maximum number of tokens whose logits are in memory at once."""
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
@@ -106,10 +109,10 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
         return gradient_in_forward(backend, vocabulary, self.num_chunks)
 
     def num_chunks(self, tokens: int) -> int:
-        """The number of chunks for so many tokens. Chunks are of equal size where that is possible, so that
-        one compiled graph serves all of them."""
+        """The number of chunks for `tokens` tokens. Chunks have equal sizes if possible, so that one compiled
+        graph serves them all."""
         least = -(-tokens // self.chunk_tokens)
-        return next((n for n in range(least, 2 * least) if tokens % n == 0), least)
+        return next((chunks for chunks in range(least, 2 * least) if tokens % chunks == 0), least)
 
     @property
     def objective(self) -> dict[str, Any]:
@@ -119,7 +122,7 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
 def cross_entropy(
     hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Sum of -log p(target), fp32 scalar; zero (not NaN) where no target counts. Also without the B dim."""
+    """Sum of -log p(target): fp32 scalar, zero (not NaN) if no target counts. The B dim is optional."""
     logits_NV = F.linear(hidden_BTD, weight_VD.to(hidden_BTD.dtype)).float().flatten(0, -2)
     return F.cross_entropy(logits_NV, targets_BT.flatten(), reduction="sum")
 
@@ -127,7 +130,7 @@ def cross_entropy(
 def gradient_in_forward(
     backend: str | None, vocabulary: VocabularyShard, num_chunks: Callable[[int], int]
 ) -> LossFunction:
-    """Cross-entropy whose forward computes the gradients, too, chunk by chunk of `num_chunks(tokens)`."""
+    """Cross-entropy that also computes its gradients in the forward, in `num_chunks(tokens)` chunks."""
 
     def chunk_loss(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
         if backend or not vocabulary.is_whole:
@@ -135,7 +138,7 @@ def gradient_in_forward(
         return eager_loss_and_gradient_(logits_CV, targets_C)
 
     if backend:
-        # Inductor's online softmax was the slower form on an H200 (torch 2.11).
+        # Inductor's online softmax was slower on an H200 (torch 2.11).
         options: dict[str, Any] | None = {"online_softmax": False} if backend == "inductor" else None
         chunk_loss = torch.compile(chunk_loss, fullgraph=True, backend=backend, options=options)
 
@@ -143,13 +146,13 @@ def gradient_in_forward(
         hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor
     ) -> torch.Tensor:
         hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
-        n = num_chunks(len(targets_N))
+        chunks = num_chunks(len(targets_N))
         if torch.is_grad_enabled():
-            total, d_weight_VD = _Chunked.apply(hidden_ND, weight_VD.detach(), targets_N, n, chunk_loss)
-            return total + _Known.apply(weight_VD, d_weight_VD)
+            total, d_weight_VD = _Chunked.apply(hidden_ND, weight_VD.detach(), targets_N, chunks, chunk_loss)
+            return total + _KnownGradient.apply(weight_VD, d_weight_VD)
         weight_VD = weight_VD.to(hidden_ND.dtype)
-        chunks = zip(hidden_ND.chunk(n), targets_N.chunk(n))
-        return torch.stack([chunk_loss(F.linear(h, weight_VD), t) for h, t in chunks]).sum()
+        pairs = zip(hidden_ND.chunk(chunks), targets_N.chunk(chunks))
+        return torch.stack([chunk_loss(F.linear(h_CD, weight_VD), t_C) for h_CD, t_C in pairs]).sum()
 
     return chunked_cross_entropy
 
@@ -157,11 +160,11 @@ def gradient_in_forward(
 def loss_and_gradient_(
     logits_CV: torch.Tensor, targets_C: torch.Tensor, vocabulary: VocabularyShard = WHOLE_VOCABULARY
 ) -> torch.Tensor:
-    """Sum of -log p(target), fp32 scalar. The logits, of a slice of the vocabulary, are replaced by the
-    gradient with respect to them; those of a token that does not count become some finite number.
+    """Sum of -log p(target), fp32 scalar. Overwrites the logits, which are those of this rank's shard of the
+    vocabulary, with their gradient. Logits of a token that does not count become an arbitrary finite number.
 
-    Spelled out so that the compiler needs two kernels, one for maximum and sum, one for the gradient. Values
-    of a whole row of logits are computed outside of the second, element-wise kernel.
+    Written so that the compiler makes two kernels: one for maximum and sum, one for the gradient. Values per
+    token are computed outside the second kernel, which works per element.
     """
     x_CV = logits_CV.float()
     top_C1 = vocabulary.all_reduce_max(x_CV.amax(-1, keepdim=True))
@@ -180,8 +183,8 @@ def loss_and_gradient_(
 
 
 def eager_loss_and_gradient_(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
-    """The same as loss_and_gradient_ of the whole vocabulary, in the fewest passes over the logits when
-    nothing is compiled: torch's fused log-softmax and an exponential."""
+    """loss_and_gradient_ for the whole vocabulary without compilation, in the fewest passes over the logits:
+    torch's fused log-softmax and an exponential."""
     counts_C1 = (targets_C != IGNORE)[:, None]
     target_C1 = torch.where(counts_C1, targets_C[:, None], 0)
     log_p_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
@@ -192,9 +195,9 @@ def eager_loss_and_gradient_(logits_CV: torch.Tensor, targets_C: torch.Tensor) -
 
 
 class _Chunked(torch.autograd.Function):
-    """The loss and the weight's gradient, in fp32. The forward already takes the gradients, chunk by chunk,
-    so that no logits outlive their chunk and none are computed twice; the backward only scales the gradient
-    of the hidden states (as in Liger-Kernel, Hsu et al. 2024)."""
+    """The loss and the weight's gradient, in fp32. The forward already computes the gradients, chunk by
+    chunk, so that logits are freed after their chunk and never computed twice. The backward only scales the
+    gradient of the hidden states (as in Liger-Kernel, Hsu et al. 2024)."""
 
     @staticmethod
     def forward(
@@ -218,7 +221,7 @@ class _Chunked(torch.autograd.Function):
             torch.mm(logits_CV, weight_VD, out=d_h_CD)
             d_h_CD.masked_fill_(~counts_C1, 0.0)
             _add_product_(d_weight_VD, logits_CV.T, h_CD, beta=min(i, 1))
-            del logits_CV  # or the next chunk's would be made beside them
+            del logits_CV  # frees them before the next chunk's logits are allocated
         ctx.save_for_backward(d_hidden_ND)
         ctx.mark_non_differentiable(d_weight_VD)
         return total, d_weight_VD
@@ -226,13 +229,13 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *scales: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (d_hidden_ND,) = ctx.saved_tensors
-        d_hidden_ND.data.mul_(scales[0])  # .data: autograd would take it for a mistake
+        d_hidden_ND.data.mul_(scales[0])  # .data, because autograd refuses in-place changes of saved tensors
         return d_hidden_ND, None, None, None, None
 
 
-class _Known(torch.autograd.Function):
+class _KnownGradient(torch.autograd.Function):
     """Returns zero, with a precomputed gradient of the weight. Separate from `_Chunked`, so that zero-bubble
-    pipeline schedules can take the gradients of weights later."""
+    pipeline schedules can compute the gradients of weights later."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -250,8 +253,8 @@ class _Known(torch.autograd.Function):
 
 
 def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int) -> None:
-    """total = beta * total + a @ b in fp32, whatever the factors' dtype. With beta 0, what total holds is not
-    read."""
+    """total = beta * total + a @ b in fp32, for factors of any dtype. With beta 0, `total` may be
+    uninitialised."""
     if a.dtype == torch.float32:
         total.addmm_(a, b, beta=beta)
     elif a.is_cuda:

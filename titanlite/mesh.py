@@ -1,4 +1,4 @@
-"""The ranks as a mesh with named axes, and the one place that knows the order of the axes.
+"""The device mesh: the ranks on named axes. Only this module knows the order of the axes.
 
 Axes, from the outermost in: `pp` (pipeline parallel: stages), `dp_replicate` (HSDP: copies of the model),
 `dp_shard` (FSDP: shards of one copy), `cp` (context parallel: chunks of each sequence), `tp` (tensor
@@ -22,7 +22,7 @@ from titanlite.torch_compat import flatten_mesh, local_offsets
 
 
 class Degrees(NamedTuple):
-    """The number of ranks along each axis, or a rank's coordinate on each, in the mesh's order."""
+    """The number of ranks along each axis, or a rank's coordinate on each axis, in the mesh's order."""
 
     pp: int
     dp_replicate: int
@@ -37,71 +37,69 @@ class Degrees(NamedTuple):
 
     def __str__(self) -> str:
         """The axes with more than one rank, such as `pp 2 x dp_shard 4`."""
-        axes = [f"{axis} {n}" for axis, n in self._asdict().items() if n > 1]
+        axes = [f"{axis} {size}" for axis, size in self._asdict().items() if size > 1]
         return " x ".join(axes) or "unsharded"
 
 
 SHARD = "data_parallel_shard_degree"
-KEYS = (
+KEYS = (  # one per field of Degrees, in the same order
     "pipeline_parallel_degree",
     "data_parallel_replicate_degree",
     SHARD,
     "context_parallel_degree",
     "tensor_parallel_degree",
-)  # of the degrees, in their order
-
-
-DP_SHARD_AND_CP = "dp_shard_cp"  # both as one axis
+)
+DP_SHARD_AND_CP = "dp_shard_cp"  # the flattened axis over which FSDP shards under context parallel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How the ranks are laid out. The product of the degrees is the number of ranks."""
+    """The layout of the ranks. The product of the degrees is the number of ranks."""
 
     data_parallel_replicate_degree: int = 1
-    """Number of copies of the sharded model; above 1 with sharding is HSDP."""
+    """Number of copies of the model, each sharded over data_parallel_shard_degree ranks (HSDP)."""
     data_parallel_shard_degree: int = -1
-    """Number of ranks that share one copy of parameters, gradients and optimizer state (FSDP); -1: all ranks
-    that the other degrees leave."""
+    """Number of ranks over which parameters, gradients and optimizer state are sharded (FSDP). -1: the number
+    of ranks divided by the product of the other degrees."""
     context_parallel_degree: int = 1
-    """Number of ranks that share the tokens of each sequence; attention gathers keys and values. For long
-    sequences."""
+    """Number of ranks over which the tokens of each sequence are sharded, for long sequences. Attention
+    gathers keys and values."""
     tensor_parallel_degree: int = 1
-    """Number of ranks that share each layer's work on the same sequences, and the tokens of those sequences
-    between the layers (sequence parallel)."""
+    """Number of ranks over which each layer's weights are sharded. Between the layers, tokens are sharded
+    over the same ranks (sequence parallel)."""
     pipeline_parallel_degree: int = 1
-    """Number of ranks, or groups of ranks, that share the blocks as pipeline stages. The pipeline's
-    micro-batches are those that global_batch_size accumulates."""
+    """Number of groups of ranks over which the blocks are partitioned into pipeline stages. The micro-batches
+    of the pipeline are the gradient accumulation steps that follow from global_batch_size."""
     pipeline_parallel_schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
-    """The order of a rank's forwards and backwards. `1F1B`: in turns, one stage per rank. `GPipe`: all
-    forwards first. `Interleaved1F1B`: two stages per rank, which wait less and send more.
-    `InterleavedZeroBubble`, `ZBVZeroBubble`: also compute the weights' gradients apart from the activations',
-    to fill the remaining bubbles; not with compile.enable or activation checkpointing."""
+    """The order of a rank's forwards and backwards. `1F1B`: alternating, one stage per rank. `GPipe`: all
+    forwards first, one stage per rank. `Interleaved1F1B`: two stages per rank, for smaller bubbles and more
+    communication. `InterleavedZeroBubble`, `ZBVZeroBubble`: two stages per rank, and gradients of weights are
+    computed separately, to fill the bubbles; not with compile.enable or activation checkpointing."""
     pipeline_parallel_first_stage_less_layers: int = 1
-    """Give the first stage, which has the embedding, this many fewer blocks."""
+    """Give the first stage this many fewer blocks, because it has the embedding."""
     pipeline_parallel_last_stage_less_layers: int = 1
-    """Give the last stage, which has the head and the loss, this many fewer blocks."""
+    """Give the last stage this many fewer blocks, because it has the head and the loss."""
     pipeline_parallel_split_points: list[str] = field(default_factory=list)
-    """Names of the first blocks of all stages but the first, such as `["layers.3", "layers.6"]`; empty: split
-    as evenly as possible."""
+    """Name of the first block of each stage after the first stage, such as `["layers.3", "layers.6"]`. Empty:
+    split as evenly as possible."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters between forward and backward, and gather them again: `always` (all but those
-    of the last block and the head, with which the backward begins), `never`, or `default`. `default` keeps
-    them gathered if they fit into 5% of the GPU's memory, and under pipeline parallel, which would otherwise
-    gather them for each micro-batch."""
+    """Whether FSDP frees gathered parameters after the forward and gathers them again for the backward.
+    `always`: yes, except for the last block and the head, with which the backward begins. `never`: no.
+    `default`: no if the gathered parameters fit into 5% of the GPU's memory or if pipeline parallel would
+    gather them for each micro-batch; otherwise yes."""
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
-    """When gradients are summed over ranks: once per step, which is fastest but keeps the whole model's
-    gradients on every rank while micro-batches accumulate, or after each micro-batch, which keeps only the
-    rank's shard."""
+    """When gradients are summed over ranks. `step`: once per step, which is faster, but every rank keeps
+    gradients of the whole model while micro-batches accumulate. `micro_batch`: after each micro-batch; every
+    rank keeps only its shard."""
 
     def __post_init__(self) -> None:
         for key in KEYS:
             degree = getattr(self, key)
             if degree < 1 and (degree != -1 or key != SHARD):
-                least = "neither -1 nor at least 1" if key == SHARD else "below 1"
-                raise ConfigError(f"{degree} is {least}", key)
+                reason = "neither -1 nor at least 1" if key == SHARD else "below 1"
+                raise ConfigError(f"{degree} is {reason}", key)
         for key in (
             "pipeline_parallel_first_stage_less_layers",
             "pipeline_parallel_last_stage_less_layers",
@@ -110,17 +108,18 @@ class Parallelism:
                 raise ConfigError(f"{getattr(self, key)} is below 0", key)
 
     def check(self, seq_len: int) -> None:
-        """Raises ConfigError unless context and tensor parallel can shard sequences of `seq_len` tokens."""
-        context, tensor = self.context_parallel_degree, self.tensor_parallel_degree
-        if context > 1 and seq_len % (2 * context * tensor):
+        """Raises ConfigError unless context parallel and tensor parallel can shard sequences of `seq_len`
+        tokens."""
+        cp, tp = self.context_parallel_degree, self.tensor_parallel_degree
+        if cp > 1 and seq_len % (2 * cp * tp):
             raise ConfigError(
-                f"training.seq_len = {seq_len} is no multiple of 2 x context_parallel_degree {context} x "
-                f"tensor_parallel_degree {tensor}: each rank has two chunks of equal size of each sequence",
+                f"training.seq_len = {seq_len} is no multiple of 2 x context_parallel_degree {cp} x "
+                f"tensor_parallel_degree {tp}: each rank has two chunks of equal size of each sequence",
                 "parallelism.context_parallel_degree",
             )
-        if seq_len % tensor:
+        if seq_len % tp:
             raise ConfigError(
-                f"training.seq_len = {seq_len} is no multiple of {tensor}: sequence parallel shards the "
+                f"training.seq_len = {seq_len} is no multiple of {tp}: sequence parallel shards the "
                 "tokens of each sequence over the tensor-parallel ranks",
                 "parallelism.tensor_parallel_degree",
             )
@@ -131,28 +130,27 @@ class Parallelism:
         return math.prod(max(getattr(self, key), 1) for key in KEYS)
 
     def degrees(self, world_size: int) -> Degrees:
-        """The degrees for a number of ranks. Raises ConfigError if they do not multiply to it."""
-        asked = Degrees(*(getattr(self, key) for key in KEYS))
-        product = " x ".join(f"{key} {n}" for key, n in zip(KEYS, asked) if n > 1)
-        if asked.dp_shard == -1:
-            others = -math.prod(asked)
+        """The degrees on `world_size` ranks. Raises ConfigError unless their product is `world_size`."""
+        degrees = Degrees(*(getattr(self, key) for key in KEYS))
+        product = " x ".join(f"{key} {degree}" for key, degree in zip(KEYS, degrees) if degree > 1)
+        if degrees.dp_shard == -1:
+            others = -math.prod(degrees)
             if world_size % others:
-                raise ConfigError(
-                    f"there are {world_size} ranks, which {product} does not divide", "parallelism"
-                )
-            return asked._replace(dp_shard=world_size // others)
-        if math.prod(asked) != world_size:
+                raise ConfigError(f"{world_size} ranks are no multiple of {product}", "parallelism")
+            return degrees._replace(dp_shard=world_size // others)
+        if math.prod(degrees) != world_size:
             raise ConfigError(
-                f"{product or 'no degree above 1'} makes {math.prod(asked)}, there are {world_size} ranks; "
-                "a shard degree of -1 takes the rest",
+                f"{product or 'no degree above 1'} makes {math.prod(degrees)} ranks, there are {world_size}; "
+                f"{SHARD} = -1 uses all ranks",
                 "parallelism",
             )
-        return asked
+        return degrees
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named views of the ranks. `device_mesh` is None in a single process that shards nothing."""
+    """This rank's place among the ranks, and the axes as DeviceMeshes. `device_mesh` is None in a single
+    process that shards nothing."""
 
     degrees: Degrees
     rank: int
@@ -184,40 +182,41 @@ class Mesh:
 
     @property
     def is_data_leader(self) -> bool:
-        """True on one rank of each group that reads the same sequences, so that counts of a batch are summed
-        once."""
+        """True on one rank of each group of ranks that read the same sequences, so that a sum over ranks
+        counts each sequence once."""
         return self.coordinate.pp == self.coordinate.cp == self.coordinate.tp == 0
 
     @property
     def is_tp_leader(self) -> bool:
-        """True on tensor-parallel rank 0, the only one whose loss counts in sums over ranks: the loss of all
-        ranks along `tp` is the same."""
+        """True on tensor-parallel rank 0. All ranks along `tp` have the same loss, and only this rank's loss
+        enters sums over ranks."""
         return self.coordinate.tp == 0
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The mesh for fully_shard: one axis, or two (replicas, shards) for HSDP."""
+        """The mesh for fully_shard: one axis, or two axes (replicas, shards) for HSDP."""
         assert self.device_mesh is not None, "no process group: nothing to shard over"
         shard = "dp_shard" if self.degrees.cp == 1 else DP_SHARD_AND_CP
-        with warnings.catch_warnings():  # of flattened axes, for which torch has no other way yet
+        with warnings.catch_warnings():  # torch warns about flattened axes, but offers no alternative yet
             warnings.simplefilter("ignore", UserWarning)
             return self.device_mesh[("dp_replicate", shard) if self.degrees.dp_replicate > 1 else shard]
 
     @property
     def cp(self) -> DeviceMesh:
-        """The ranks that share the tokens of each sequence (context parallel)."""
+        """The ranks over which the tokens of each sequence are sharded (context parallel)."""
         assert self.device_mesh is not None
         return self.device_mesh["cp"]
 
     @property
     def tp(self) -> DeviceMesh:
-        """The ranks that share each layer's work (tensor parallel)."""
+        """The ranks over which each layer is sharded (tensor parallel)."""
         assert self.device_mesh is not None
         return self.device_mesh["tp"]
 
     @property
     def pp(self) -> DeviceMesh | None:
-        """The ranks that share the blocks (pipeline parallel); None if there is one."""
+        """The ranks over which the blocks are partitioned (pipeline parallel); None without pipeline
+        parallel."""
         return self.device_mesh["pp"] if self.device_mesh and self.degrees.pp > 1 else None
 
 
@@ -227,12 +226,11 @@ ALONE = Mesh(Degrees(1, 1, 1, 1, 1), 0, None)
 def build_mesh(
     parallelism: Parallelism, device_type: str, rank: int, world_size: int, always: bool = False
 ) -> Mesh:
-    """The mesh of a job; collective over all ranks. `always`: make a device mesh for a single process,
-    too."""
+    """The mesh of a job; collective over all ranks. `always`: make a DeviceMesh even for a single process."""
     degrees = parallelism.degrees(world_size)
     if world_size == 1 and not always:
         return Mesh(degrees, rank, None)
-    axes = {axis: n for axis, n in degrees._asdict().items() if n > 1 or axis == "dp_shard"}
+    axes = {axis: size for axis, size in degrees._asdict().items() if size > 1 or axis == "dp_shard"}
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if degrees.cp > 1:
         flatten_mesh(mesh["dp_shard", "cp"], DP_SHARD_AND_CP)
@@ -240,7 +238,7 @@ def build_mesh(
 
 
 def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """This rank's shard of a tensor, and the index at which it begins in the full tensor along each dim."""
+    """This rank's shard of a tensor, and the index in the full tensor at which the shard begins, per dim."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
     return tensor.to_local(), local_offsets(tensor)

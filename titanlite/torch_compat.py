@@ -1,8 +1,8 @@
-"""Private and version-dependent names of torch, reached through this module only.
+"""Private and version-dependent APIs of torch and torchao. No other module uses such APIs.
 
-Each function hides one name that PyTorch may rename or change without notice. It says what titanlite relies
-on, and tests/unit/test_torch_compat.py has a test for each that fails when the name or its behaviour changes.
-Tested with torch 2.11 to 2.13."""
+Each function wraps one name that may be renamed or changed without notice, and its docstring states the
+behaviour that titanlite relies on. tests/unit/test_torch_compat.py has a test per function, which fails when
+the name or its behaviour changes. Tested with torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from torch.distributed.tensor import DTensor
 
 def set_group_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
     """Change the timeout of later collectives of `group`; None: the default group. torch has no public way to
-    change it once a group exists."""
+    change the timeout of an existing group."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> None:
-    """Add to the root of `mesh` a dimension `name` that flattens all dimensions of `mesh`. Afterwards
-    `root[name]` finds it."""
+    """Flatten all dimensions of `mesh` into one dimension `name` of its root mesh, for `root[name]`."""
     mesh._flatten(name)
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor with the mesh, placements and global shape of `like`, whose local shard is `local`.
 
-    DTensor.from_local would move `local` to the device of the mesh; here a shard in host memory stays there.
+    DTensor.from_local would move `local` to the device of the mesh; this function leaves a shard in host
+    memory.
     """
     return DTensor(local, like._spec, requires_grad=False)
 
@@ -58,38 +58,38 @@ def all_reduce(tensor: torch.Tensor, op: str, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def all_gather_with_gradient(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensors of all ranks of `group`, concatenated along `dim`. Its backward sums the gradients and
-    scatters them. torch 2.13 has renamed the function."""
+    """The tensors of all ranks of `group`, concatenated along `dim`. The backward sums the gradients over
+    ranks and scatters them. torch 2.13 renamed the function."""
     gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
     return gather(tensor, dim, group)
 
 
 def skip_p2p_to_own_rank(stage: Any) -> None:
-    """Leave sends from a rank to itself out of the warm-up of a pipeline stage's connections.
+    """Skip sends from a rank to itself when a pipeline stage warms up its connections.
 
-    torch 2.11 warms up point-to-point connections before the first step; torch 2.13 does not. Two
-    neighbouring stages of ZBVZeroBubble are on the last rank, and gloo cannot send to its own rank."""
+    torch 2.11 warms up point-to-point connections before the first step; torch 2.13 does not. With
+    ZBVZeroBubble two neighbouring stages are on the last rank, and gloo cannot send to its own rank."""
     warm_up = stage._get_init_p2p_neighbors_ops
     stage._get_init_p2p_neighbors_ops = lambda: [op for op in warm_up() if op.peer != dist.get_rank()]
 
 
-def after_weight_backward(stage: Any, act: Callable[[], None]) -> None:
-    """Call `act` after each backward of the weights of a pipeline stage, which zero-bubble schedules run
-    apart from the backward of the activations."""
-    run = stage.backward_weight_one_chunk
+def after_weight_backward(stage: Any, callback: Callable[[], None]) -> None:
+    """Call `callback` after each weight backward of a pipeline stage. Zero-bubble schedules run the backward
+    of the weights separately from the backward of the activations."""
+    original = stage.backward_weight_one_chunk
 
     def backward(*args: Any, **options: Any) -> None:
-        run(*args, **options)
-        act()
+        original(*args, **options)
+        callback()
 
     stage.backward_weight_one_chunk = backward
 
 
 def finish_weight_backward(module: torch.nn.Module) -> None:
-    """Add the gradients of an FSDP module's gathered parameters to the accumulators in FSDP's reduce dtype.
+    """Add the gradients of an FSDP module's gathered parameters to FSDP's accumulators, in its reduce dtype.
 
-    FSDP does so at the end of its own backward, but not after a backward of the weights alone, which a
-    zero-bubble pipeline schedule runs. The gradients of the next micro-batch would then be added in bf16."""
+    FSDP does this at the end of its own backward, but not after the separate weight backward of a zero-bubble
+    pipeline schedule. Without it, gradients of the next micro-batch would be added in bf16."""
     state = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group, 2.13 several
     for group in [state._fsdp_param_group] if groups is None else groups:
@@ -102,15 +102,14 @@ def finish_weight_backward(module: torch.nn.Module) -> None:
 
 
 def foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> tuple[torch.Tensor, ...]:
-    """The norm of each tensor, in few kernels. NaN in a tensor makes its norm NaN, also for `ord`
+    """The norm of each tensor, in few kernels. The norm of a tensor with NaN is NaN, also for `ord` =
     infinity."""
     return torch._foreach_norm(list(tensors), ord)
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside a wrapper subclass, such as torchao's weights that are cast to float8 when FSDP
-    gathers them; other tensors are returned as they are. Shares memory with `tensor`; a DTensor stays a
-    DTensor."""
+    """The tensor inside a wrapper subclass, such as torchao's class of weights that FSDP gathers in float8.
+    Other tensors are returned unchanged. Shares memory with `tensor`; a DTensor stays a DTensor."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -122,7 +121,7 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def takes_grad_scaler_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's step reads the tensors `found_inf` and `grad_scale` that torch.amp.GradScaler
-    sets on it: torch's fused optimizers do."""
+    sets on it, as torch's fused optimizers do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -130,8 +129,8 @@ def takes_grad_scaler_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def sdp_choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> int:
-    """The SDPBackend that scaled_dot_product_attention would take for [B, heads, T, E], causal without a
-    mask. Raises RuntimeError if no kernel is enabled that takes these tensors."""
+    """The SDPBackend that scaled_dot_product_attention chooses for [B, heads, T, E]; causal if `mask` is
+    None. Raises RuntimeError if no enabled kernel takes these tensors."""
     gqa = q.shape[1] != k.shape[1]
     return torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
 
@@ -139,8 +138,8 @@ def sdp_choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Te
 def attention_with_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and its log-sum-exps, by cuDNN on CUDA and by torch's flash kernel on CPU, which needs as
-    many key heads as query heads. [B, H, T, E] -> [B, H, T, E], and fp32 with B * H * T elements."""
+    """Attention and its log-sum-exps, for [B, H, T, E]: [B, H, T, E], and fp32 with B * H * T elements. By
+    cuDNN on CUDA; by torch's flash kernel on CPU, which needs as many key heads as query heads."""
     if q.is_cuda:
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, *_ = cudnn(q, k, v, None, True, 0.0, causal, False)
@@ -159,10 +158,11 @@ def attention_backward(
     """Gradients of q, k and v for the kernels of attention_with_lse. `lse`: [B, H, T, 1]."""
     q, k, v = inputs
     if q.is_cuda:
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
+        dropout_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # not used: dropout is 0
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
-        )
+            grad, q, k, v, out, lse, dropout_seed, dropout_seed, None, None, None, q.shape[2], k.shape[2],
+            0.0, causal,
+        )  # fmt: skip
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse.squeeze(-1), 0.0, causal
     )
@@ -175,7 +175,7 @@ def attention_ops() -> set[Any]:
 
 
 def matmul_ops() -> set[Any]:
-    """The operators of matrix products, in float8, too."""
+    """The operators of matrix products, including float8."""
     aten = torch.ops.aten
     return {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
 
@@ -184,15 +184,15 @@ def matmul_ops() -> set[Any]:
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """DCP's record of where a tensor is stored: `length` bytes from `offset` on in `file`."""
+    """DCP's record of where a tensor is stored: `length` bytes of `file`, beginning at `offset`."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, length)
 
 
 def file_view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
-    """The bytes [offset, offset + length) of an open file as a file of their own. DCP's own reader passes
-    such views to torch.load."""
+    """The bytes [offset, offset + length) of an open file, as a file object. DCP's reader passes such views
+    to torch.load."""
     from torch.distributed.checkpoint.utils import _create_file_view
 
     return cast(IO[bytes], _create_file_view(cast(Any, file), offset, length))
@@ -202,26 +202,25 @@ def file_view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
 
 
 def compilation_metrics() -> list[Any]:
-    """One record per graph that torch.compile has made in this process, each with
-    `entire_frame_compile_time_s`; empty as long as nothing was compiled. Does not import the compiler, which
-    takes a second."""
+    """One record per graph that torch.compile has made in this process, with `entire_frame_compile_time_s`.
+    Empty if nothing was compiled. Does not import the compiler, which would take a second."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.get_compilation_metrics() if dynamo is not None else []
 
 
 def set_activation_memory_budget(budget: float) -> None:
-    """The share of activations that the compiler keeps in all later compilations of this process; 1: all."""
+    """Set the share of activations that all later compilations of this process keep for the backward."""
     from torch._functorch import config
 
     config.activation_memory_budget = budget
     if budget < 1 and hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
-        # torch 2.13 would give up at a mesh among the inputs; meshes take no memory.
+        # torch 2.13 would raise an error for a DeviceMesh among the inputs, whose size it does not know.
         config.unsafe_treat_script_objects_as_zero_size = True
 
 
 def count_grouped_attention() -> None:
-    """Let torch 2.11 count the FLOPs of attention with fewer key heads than query heads, which the compiler
-    needs for its memory budget. torch 2.13 can, and counts the same."""
+    """Let torch 2.11 count the FLOPs of attention with fewer key heads than query heads, for the compiler's
+    memory budget. torch 2.13 counts them itself; the counts are the same."""
     from torch.utils import flop_counter
 
     for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
@@ -231,7 +230,7 @@ def count_grouped_attention() -> None:
 
 
 def _with_all_heads(count: Callable[..., int], *shapes: Sequence[int]) -> int:
-    """`count` for shapes [B, heads, T, E] as if keys and values were repeated."""
+    """`count` of shapes [B, heads, T, E], with as many key and value heads as query heads."""
     heads = max(shape[1] for shape in shapes)
     return count(*((shape[0], heads, *shape[2:]) for shape in shapes))
 
@@ -240,7 +239,7 @@ def _with_all_heads(count: Callable[..., int], *shapes: Sequence[int]) -> int:
 
 
 def record_memory_history(max_entries: int | None) -> None:
-    """Start to record allocations of CUDA memory with their stacks; None: stop."""
+    """Record allocations of CUDA memory with stack traces, at most `max_entries`. None: stop recording."""
     if max_entries is None:
         torch.cuda.memory._record_memory_history(enabled=None)
     else:
@@ -256,7 +255,7 @@ def dump_memory_history(file: str | Path) -> None:
 
 
 def float8_input_cast(linear: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that casts a tensor to float8 as the input of the Float8Linear `linear` is cast."""
+    """The function that casts inputs of the Float8Linear `linear` to float8."""
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import GemmInputRole
 
@@ -269,7 +268,7 @@ def float8_input_cast(linear: torch.nn.Module) -> Callable[[torch.Tensor], torch
 
 
 def float8_rowwise_parallel() -> Any:
-    """torchao's RowwiseParallel that sends gradients in float8."""
+    """torchao's subclass of RowwiseParallel that sends gradients in float8."""
     from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
 
     return Float8RowwiseParallel

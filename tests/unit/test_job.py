@@ -204,14 +204,15 @@ def test_what_a_pipeline_cannot_do_is_refused(complaint, others, said):
 
 def test_the_degrees_multiply_to_the_ranks(complaint):
     assert complaint("--parallelism.data_parallel_shard_degree=4", world_size=2).endswith(
-        "data_parallel_shard_degree 4 makes 4, there are 2 ranks; a shard degree of -1 takes the rest"
+        "data_parallel_shard_degree 4 makes 4 ranks, there are 2; data_parallel_shard_degree = -1 uses all "
+        "ranks"
     )
 
 
 def test_replicas_divide_the_ranks(path, complaint):
     override = "--parallelism.data_parallel_replicate_degree=2"
     assert load_job(path, [override], world_size=4).parallelism.degrees(4) == (1, 2, 2, 1, 1)
-    assert "there are 3 ranks" in complaint(override, world_size=3)
+    assert "3 ranks are no multiple of data_parallel_replicate_degree 2" in complaint(override, world_size=3)
 
 
 def test_validation_needs_rows_to_validate_on(path, complaint):
@@ -245,7 +246,7 @@ def test_an_unknown_backend_of_the_compiler_is_told(complaint):
     [
         (
             ["--training.steps=10"],
-            "job.toml:11: lr_scheduler.warmup_steps: 10 steps of warmup leave nothing of",
+            "job.toml:11: lr_scheduler.warmup_steps: 10 steps of warmup need a schedule of",
         ),
         (
             ["--lr_scheduler.total_steps=10"],
@@ -253,8 +254,8 @@ def test_an_unknown_backend_of_the_compiler_is_told(complaint):
         ),
         (
             ["--lr_scheduler.warmup_steps=100"],
-            "command line, --lr_scheduler.warmup_steps: 100 steps of warmup leave nothing of a schedule of "
-            "100 steps; set --lr_scheduler.warmup_steps=10, or -1, which stands for 10 here",
+            "command line, --lr_scheduler.warmup_steps: 100 steps of warmup need a schedule of more "
+            "than 100 steps; set --lr_scheduler.warmup_steps=10, or -1, which means 10 here",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The default attention backend: the fastest that works."""
+"""The default attention backend, which chooses the fastest backend that works."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from titanlite.attention.varlen import Varlen
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(SDPA, name="auto"):
-    """The first that works of: head_tail (context parallel without document masks), varlen, flex, sdpa.
-    Sequences without masks are left to scaled_dot_product_attention."""
+    """The first backend that works of head_tail (context parallel without document masks), varlen, flex and
+    sdpa. Without masks, they all run scaled_dot_product_attention."""
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
-        order = (
-            (HeadTail, Varlen, Flex, SDPA) if self.sdpa_kernel in HeadTail.KERNELS else (Varlen, Flex, SDPA)
-        )
-        chosen = next(backend for backend in order if backend.works_on(needs))
+        head_tail = [HeadTail] if self.sdpa_kernel in HeadTail.KERNELS else []
+        chosen = next(backend for backend in (*head_tail, Varlen, Flex, SDPA) if backend.works_on(needs))
         return chosen(sdpa_kernel=self.sdpa_kernel).build(needs)

@@ -1,7 +1,7 @@
 """The contract of attention: an object with `attend(q, k, v)` for one micro-batch, made by a backend.
 
-The backend is chosen by the configuration and makes one attention object per micro-batch; the blocks of a
-model only call `attention.attend`. A new kernel, mask or cache is a class with that method.
+The configuration chooses the backend. The blocks of a model only call `attention.attend`. A new kernel, mask
+or cache is a class with that method.
 Shape suffixes: B batch, T tokens, H query heads, K key/value heads (H is a multiple of K), E head dim.
 """
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Attention:
-    """Attention for one micro-batch. An object holds what all layers share, such as a mask.
+    """Attention for one micro-batch. Attributes, such as a mask, are shared by all layers.
 
-    Compiled blocks take it as an argument. Tensors among its attributes are inputs of the compiled graph:
-    other values do not recompile it, other shapes do.
+    Compiled blocks take the object as an argument. Its tensor attributes are inputs of the compiled graph:
+    new values do not recompile the graph, new shapes do.
     """
 
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
@@ -32,9 +32,9 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNeeds:
-    """What a run asks of attention, known before the model is built.
+    """The attention that a run needs: shapes, dtype, device and masks. Known before the model is built.
 
-    `masks_documents`: the documents of a packed sequence do not see each other. `context_parallel`: each
+    `masks_documents`: tokens attend only within their document of a packed sequence. `context_parallel`: each
     sequence is sharded over ranks.
     """
 
@@ -49,17 +49,18 @@ class AttentionNeeds:
 
     @property
     def masks(self) -> bool:
-        """Whether attention needs more than a causal mask over whole sequences."""
+        """Whether a causal mask over whole sequences is not enough."""
         return self.masks_documents or self.context_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBackend(Component, kind="attention backend", key="backend"):
-    """Kind: `[attention] backend = ...`. Makes the attention object of each micro-batch."""
+    """Base of attention backends: `[attention] backend = "..."` selects a subclass by its name. A backend
+    makes the attention object of each micro-batch."""
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
-        """The backend that makes the run's attention objects: this one, or one that it chooses. Called once,
-        before the first micro-batch. Raises ConfigError if the run needs what the backend lacks."""
+        """The backend for the run: normally `self`; `auto` returns the backend that it chooses. Called once,
+        before the first micro-batch. Raises ConfigError if the backend does not support `needs`."""
         for needed, method, feature in (
             (needs.masks_documents, "for_documents", "document masks"),
             (needs.context_parallel, "for_context_parallel", "context parallel"),
@@ -73,14 +74,14 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
         return self.name
 
     def for_sequences(self, tokens_BT: torch.Tensor) -> Attention:
-        """Attention within each whole sequence. Of `tokens_BT` only shape and device matter."""
+        """Causal attention over whole sequences. Only shape and device of `tokens_BT` matter."""
         raise NotImplementedError
 
     def for_documents(self, positions_BT: torch.Tensor, num_documents: int) -> Attention:
         """Attention within each document of packed sequences.
 
-        `positions_BT` int64: 0 at the beginning of each sequence and of each document. `num_documents` in the
-        micro-batch is known on the host, so that nothing here waits for the device.
+        `positions_BT` int64: the position of each token in its document. `num_documents` in the micro-batch
+        is known on the host, so that this method does not wait for the device.
         """
         raise NotImplementedError
 
@@ -88,10 +89,11 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
         self, sharding: SequenceSharding, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None
     ) -> Attention:
         """Attention of this rank's queries over the keys of the whole sequences. `tokens_BT` and
-        `positions_BT` (None without document masks) are of the whole sequences."""
+        `positions_BT` (None without document masks) cover the whole sequences, not only this rank's tokens.
+        """
         raise NotImplementedError
 
 
 def document_numbers(positions_BT: torch.Tensor) -> torch.Tensor:
-    """The number of each token's document within its sequence, int32 [B, T]."""
+    """The number of each token's document in its sequence, int32 [B, T]."""
     return (positions_BT == 0).cumsum(dim=-1, dtype=torch.int32)

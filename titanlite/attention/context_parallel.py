@@ -1,8 +1,8 @@
-"""Context parallel: the tokens of each sequence are sharded over ranks, and attention gathers the keys and
-values of all of them (Llama 3, Grattafiori et al. 2024, section 3.3.2).
+"""Context parallel: the tokens of each sequence are sharded over ranks, and attention gathers all keys and
+values (Llama 3, Grattafiori et al. 2024, section 3.3.2).
 
-Every sequence is cut into twice as many chunks as there are ranks. Rank r has chunk r from the beginning and
-chunk r from the end ("head-tail"), so that all ranks see equally many keys under a causal mask.
+With R ranks every sequence is split into 2R chunks. Rank r has chunks r and 2R - 1 - r ("head-tail"), so that
+under a causal mask all ranks compute equally many scores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from titanlite.torch_compat import all_gather_with_gradient
 
 
 class SequenceSharding:
-    """Which tokens of a sequence each rank along `mesh` has."""
+    """The assignment of a sequence's tokens to the ranks along `mesh`."""
 
     def __init__(self, mesh: DeviceMesh):
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
@@ -31,19 +31,19 @@ class SequenceSharding:
         return self.gathered_positions(length, device).view(self.size, -1)[self.rank]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T / size, ...] of all ranks as [B, T, ...], in the order of `gathered_positions`. Gradients are
-        summed over ranks."""
+        """Gather [B, T / size, ...] from all ranks: [B, T, ...], in the order of `gathered_positions`.
+        Gradients are summed over ranks."""
         return all_gather_with_gradient(x.contiguous(), 1, self._group)
 
     def gather_in_order(self, x: torch.Tensor) -> torch.Tensor:
-        """The same in the order of the sequence."""
+        """Gather [B, T / size, ...] from all ranks: [B, T, ...], in the order of the sequence."""
         heads, tails = self.gather(x).unflatten(1, (self.size, 2, -1)).unbind(2)
         return torch.cat((heads, tails.flip(1)), 1).flatten(1, 2)
 
 
 class GatheredAttention(Attention):
-    """Attention of this rank's queries over gathered keys and values. `attention` masks them; its mask knows
-    the position of each gathered key."""
+    """Attention of this rank's queries over gathered keys and values. `attention` has the mask for the order
+    of the gathered keys."""
 
     def __init__(self, attention: Attention, sharding: SequenceSharding):
         self.attention, self.sharding = attention, sharding

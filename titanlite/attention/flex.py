@@ -1,5 +1,5 @@
-"""Attention by torch's FlexAttention: masks as functions of positions, of which only non-empty blocks are
-computed."""
+"""Attention by torch's FlexAttention: a mask is a function of positions, and blocks of the score matrix that
+are fully masked are not computed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class FlexAttention(Attention):
 
 @dataclass(frozen=True, kw_only=True)
 class Flex(SDPA, name="flex"):
-    """FlexAttention, compiled, for document masks and context parallel; CUDA only. Sequences without masks
-    are left to scaled_dot_product_attention."""
+    """Compiled FlexAttention for document masks and context parallel; CUDA only. Without masks,
+    scaled_dot_product_attention runs."""
 
     @classmethod
     def works_on(cls, needs: AttentionNeeds) -> bool:
@@ -57,7 +57,7 @@ class Flex(SDPA, name="flex"):
         return FlexAttention(_block_mask(visible, B, queries, keys, query_positions.device))
 
 
-# Loaded when a mask is first made: importing them takes two seconds, as they import the compiler.
+# Set when the first mask is made: the import takes two seconds, because it imports the compiler.
 _flex_attention: Any = None
 _create_block_mask: Any = None
 
@@ -67,6 +67,6 @@ def _block_mask(visible: Any, B: int | None, queries: int, keys: int, device: to
     if _flex_attention is None:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        # Uncompiled, both write out [B, H, queries, keys]; in a compiled block they are compiled with it.
+        # Without compilation both functions would allocate [B, H, queries, keys].
         _flex_attention, _create_block_mask = torch.compile(flex_attention), torch.compile(create_block_mask)
     return _create_block_mask(visible, B, None, queries, keys, device=device)

@@ -1,13 +1,14 @@
-"""Causal attention for context parallel with head-tail sharding, by the fast kernels.
+"""Causal attention by fused kernels for context parallel with head-tail sharding.
 
 A rank has two chunks of each sequence and attends over the gathered keys of all ranks. No fused kernel has
-that mask, so each chunk is two kernel calls: its own keys causally, and all earlier keys. The two results are
-merged by their log-sum-exps; a backward call that is given the merged result computes its share of the
-gradients (as in ring attention, Liu et al. 2023). To the compiler it is one opaque operation.
-"""
+that mask. So each chunk takes two kernel calls: one over its own keys with a causal mask, one over all
+earlier keys without a mask. The two results are merged by their log-sum-exps. In the backward, each kernel
+call takes the merged output and log-sum-exps and returns its summand of the gradients (as in ring attention,
+Liu et al. 2023). For torch.compile the whole computation is one opaque operator."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -39,8 +40,8 @@ class HeadTailAttention(Attention):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTail(SDPA, name="head_tail"):
-    """For context parallel without document masks: cuDNN's kernel chunk by chunk, faster than a mask for long
-    sequences."""
+    """cuDNN's kernel, called chunk by chunk, for context parallel without document masks. For long sequences
+    it is faster than a kernel with a mask."""
 
     KERNELS: ClassVar[tuple[str, ...]] = ("auto", "cudnn")
 
@@ -54,7 +55,7 @@ class HeadTail(SDPA, name="head_tail"):
             return False
         if needs.device.type != "cuda":
             return True
-        q, k, v = example_inputs(needs, min(needs.seq_len, 1024))  # the length does not decide
+        q, k, v = example_inputs(needs, min(needs.seq_len, 1024))  # support does not depend on the length
         gqa = needs.n_heads != needs.n_kv_heads
         params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, gqa)
         return torch.backends.cuda.can_use_cudnn_attention(params)
@@ -62,7 +63,7 @@ class HeadTail(SDPA, name="head_tail"):
     def for_context_parallel(
         self, sharding: SequenceSharding, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None
     ) -> Attention:
-        if positions_BT is not None:  # sampling, where a chunk may be a single token
+        if positions_BT is not None:  # in sampling, where a chunk may be a single token
             return super().for_context_parallel(sharding, tokens_BT, positions_BT)
         return HeadTailAttention(sharding)
 
@@ -71,16 +72,16 @@ class HeadTail(SDPA, name="head_tail"):
 def head_tail_attention(
     q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, first: int, last: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries are the chunks number `first` and `last` of each sequence, keys and values the whole sequence
-    in order. Returns the output, shaped like the queries, and log-sum-exps fp32 [B, H, T, 1]."""
+    """Attention of the queries of chunks `first` and `last` of each sequence over keys and values of the
+    whole sequence, in order. Returns the output, shaped like the queries, and log-sum-exps fp32 [B, H, T, 1].
+    """
     out, lse = torch.empty_like(q_BHTE), _lse_like(q_BHTE)
     for queries, spans in _chunks(q_BHTE.shape[2], first, last):
-        merged = None
-        for keys, causal in spans:
-            result = _attend(q_BHTE[:, :, queries], k_BKTE[:, :, keys], v_BKTE[:, :, keys], causal)
-            merged = result if merged is None else _merge(*merged, *result)
-        assert merged is not None
-        out[:, :, queries], lse[:, :, queries] = merged
+        results = [
+            _attend(q_BHTE[:, :, queries], k_BKTE[:, :, keys], v_BKTE[:, :, keys], causal)
+            for keys, causal in spans
+        ]
+        out[:, :, queries], lse[:, :, queries] = functools.reduce(_merge, results)
     return out, lse
 
 
@@ -101,14 +102,14 @@ def _backward(
         lse = lse_BHT1[:, :, queries].contiguous()
         for keys, causal in spans:
             gradients = _attend_backward(grad, q, k_BKTE[:, :, keys], v_BKTE[:, :, keys], out, lse, causal)
-            for total, at, gradient in zip((d_q, d_k, d_v), (queries, keys, keys), gradients):
-                total[:, :, at] += gradient
+            for total, span, gradient in zip((d_q, d_k, d_v), (queries, keys, keys), gradients):
+                total[:, :, span] += gradient
     return d_q.to(q_BHTE.dtype), d_k.to(k_BKTE.dtype), d_v.to(v_BKTE.dtype)
 
 
 def _chunks(tokens: int, first: int, last: int) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
-    """Where each of the two chunks is among the queries, and the spans of keys that it sees, with whether the
-    span is causal; that one comes first."""
+    """For each of the two chunks: its span of the local queries, and the spans of keys to attend to, each
+    with whether its mask is causal."""
     size = tokens // 2
     for i, chunk in enumerate((first, last)):
         begin = chunk * size
@@ -117,17 +118,19 @@ def _chunks(tokens: int, first: int, last: int) -> Iterator[tuple[slice, list[tu
 
 
 def _merge(
-    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+    first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exps over two spans of keys, from those over each."""
-    share = torch.sigmoid(other_lse - lse)
-    return torch.lerp(out.float(), other_out.float(), share), lse - F.logsigmoid(lse - other_lse)
+    """Output and log-sum-exps over two spans of keys, from output and log-sum-exps over each span."""
+    (first_out, first_lse), (second_out, second_lse) = first, second
+    second_share = torch.sigmoid(second_lse - first_lse)
+    out = torch.lerp(first_out.float(), second_out.float(), second_share)
+    return out, first_lse - F.logsigmoid(first_lse - second_lse)
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, and log-sum-exps fp32 [B, H, T, 1]."""
+    """Output and log-sum-exps fp32 [B, H, T, 1] of one kernel call."""
     if not q.is_cuda:  # the CPU kernel needs as many key heads as query heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     out, lse = attention_with_lse(q, k, v, causal)
@@ -143,7 +146,7 @@ def _attend_backward(
     lse: torch.Tensor,
     causal: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k and v."""
+    """Summands of the gradients of q, k and v, from one kernel call."""
     if q.is_cuda:
         return attention_backward(grad, (q, k, v), out, lse, causal)
     groups = q.shape[1] // k.shape[1]
@@ -184,5 +187,5 @@ head_tail_attention.register_autograd(_differentiate, setup_context=_save)
 
 @register_flop_formula(torch.ops.titanlite.head_tail_attention)
 def _flops(q: Any, k: Any, *rest: Any, **options: Any) -> int:
-    """FLOPs for the compiler's memory budget. A chunk sees half of the keys on average."""
+    """FLOPs for the compiler's memory budget. On average a query attends to half of the keys."""
     return 2 * q[0] * q[1] * q[2] * k[2] * q[3]

@@ -1,5 +1,4 @@
-"""Attention with a cache of keys and values, for generation: a forward of new tokens only, as if of all so
-far."""
+"""Attention with a cache of keys and values, for generation: each forward takes only the new tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from titanlite.attention.sdpa import SDPAttention
 class KVCache(Attention):
     """Keys and values of up to `length` tokens per sequence.
 
-    Layers are told apart by the order of their calls, which is the same in every forward.
+    The cache tells layers apart by the order of their calls, which is the same in every forward.
     """
 
     def __init__(self, length: int):
@@ -36,7 +35,8 @@ class KVCache(Attention):
         return SDPAttention(self._mask).attend(q_BTHE, keys, values)
 
     def append(self, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the new tokens' keys and values to the next layer's. Returns those of all tokens so far."""
+        """Append the new tokens' keys and values to the cache of the next layer. Returns the keys and values
+        of all tokens so far."""
         if self._next_layer == len(self._layers):
             B, _, K, E = k_BTKE.shape
             shape = (B, self.length, K, E)

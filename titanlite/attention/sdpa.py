@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,8 @@ KERNELS = {
 
 
 class SDPAttention(Attention):
-    """Attention with a mask, bool [B or 1, 1, queries, keys]: True where a query sees a key. None is causal
-    over whole sequences."""
+    """Attention with a mask, bool [B or 1, 1, queries, keys]: True where a query attends to a key. None:
+    causal attention over whole sequences."""
 
     def __init__(self, mask: torch.Tensor | None = None):
         self.mask = mask
@@ -43,16 +43,16 @@ CAUSAL = SDPAttention()
 
 @dataclass(frozen=True, kw_only=True)
 class SDPA(AttentionBackend, name="sdpa"):
-    """torch's scaled_dot_product_attention. Masks are dense, with memory quadratic in the sequence length; on
-    CUDA sdpa_kernel must have a kernel for them."""
+    """torch's scaled_dot_product_attention. Masks are dense: their memory is quadratic in the sequence
+    length, and on CUDA sdpa_kernel must allow a kernel that takes them."""
 
     sdpa_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Kernel of scaled_dot_product_attention on CUDA. `auto`: torch's choice among all but `math`, which
-    keeps all scores in memory and only runs when it is asked for."""
+    """Kernel of scaled_dot_product_attention on CUDA. `auto`: torch chooses any kernel except `math`, which
+    keeps all scores in memory."""
 
     @classmethod
     def works_on(cls, needs: AttentionNeeds) -> bool:
-        """Whether the backend has the masks that `needs` asks for on its device and in its dtype."""
+        """Whether the backend supports the masks in `needs` on this device and in this dtype."""
         return True
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
@@ -62,8 +62,8 @@ class SDPA(AttentionBackend, name="sdpa"):
             dtype = str(needs.dtype).removeprefix("torch.")
             layout = " under context parallel" if needs.context_parallel else ""
             raise ConfigError(
-                f"{self.name!r} does not work on {needs.device.type} with {dtype}{layout} "
-                f"(these do: {working})",
+                f"{self.name!r} does not work on {needs.device.type} with {dtype}{layout}; working backends: "
+                f"{working}",
                 "attention.backend",
             )
         if needs.device.type == "cuda" and self.uses_sdpa(needs):
@@ -72,12 +72,12 @@ class SDPA(AttentionBackend, name="sdpa"):
         return self
 
     def uses_sdpa(self, needs: AttentionNeeds) -> bool:
-        """Whether training runs scaled_dot_product_attention; other backends only do so without masks."""
+        """Whether training runs scaled_dot_product_attention. All backends do so without masks."""
         return type(self) is SDPA or not needs.masks
 
     def kernel(self, needs: AttentionNeeds) -> str:
-        """The kernel that torch picks among those that sdpa_kernel allows. Raises ConfigError if it has none
-        for these shapes."""
+        """The kernel that torch chooses among those that sdpa_kernel allows. Raises ConfigError if no allowed
+        kernel takes these shapes."""
         if not self.uses_sdpa(needs):
             return self.name
         if needs.device.type != "cuda":
@@ -86,14 +86,14 @@ class SDPA(AttentionBackend, name="sdpa"):
         T, H, K = needs.seq_len, needs.n_heads, needs.n_kv_heads
         mask = torch.ones(1, 1, T, T, device=needs.device, dtype=torch.bool) if needs.masks else None
         choice = SDPBackend.ERROR.value
-        with suppress(RuntimeError):  # raised where no kernel fits
+        with suppress(RuntimeError):  # raised if no kernel takes the inputs
             choice = sdp_choice(q, k, v, mask)
         if (name := KERNELS.get(SDPBackend(choice))) is None:
             mask_kind = "a dense mask" if needs.masks else "causal attention"
             raise ConfigError(
                 f"{self.sdpa_kernel!r}: no kernel on this device for {mask_kind} in "
                 f"{str(needs.dtype).removeprefix('torch.')}, {H} query and {K} key heads, head_dim "
-                f"{needs.head_dim}; `math` has no limits, but is slow and quadratic in memory",
+                f"{needs.head_dim}; `math` takes all shapes, but is slow and needs quadratic memory",
                 "attention.sdpa_kernel",
             )
         return name
@@ -119,8 +119,9 @@ class SDPA(AttentionBackend, name="sdpa"):
     def masked(
         self, query_positions: torch.Tensor, key_positions: torch.Tensor, documents_BT: torch.Tensor | None
     ) -> Attention:
-        """Causal attention of queries and keys at these positions of each sequence, int64 [queries] and
-        [keys]. `documents_BT` int32 [B, T]: the document of each position, if documents are masked."""
+        """Causal attention of queries over keys, whose positions in the sequence are int64 [queries] and
+        [keys]. `documents_BT` int32 [B, T]: the number of the document at each position; None without
+        document masks."""
         visible = (query_positions[:, None] >= key_positions)[None]
         if documents_BT is not None:
             queries, keys = documents_BT[:, query_positions], documents_BT[:, key_positions]
@@ -129,8 +130,8 @@ class SDPA(AttentionBackend, name="sdpa"):
 
 
 def allow_sdpa_kernels_for_the_life_of_the_process(sdpa_kernel: str) -> None:
-    """Switch off, in the whole process and until it ends, the kernels of scaled_dot_product_attention that
-    `sdpa_kernel` does not allow. torch has no narrower switch that compiled blocks respect."""
+    """Switch off the kernels of scaled_dot_product_attention that `sdpa_kernel` does not allow, in this
+    process and until it ends. torch has no narrower switch that compiled blocks respect."""
     for name, enable in {
         "flash": torch.backends.cuda.enable_flash_sdp,
         "cudnn": torch.backends.cuda.enable_cudnn_sdp,
@@ -141,9 +142,7 @@ def allow_sdpa_kernels_for_the_life_of_the_process(sdpa_kernel: str) -> None:
 
 
 def example_inputs(needs: AttentionNeeds, length: int) -> list[torch.Tensor]:
-    """Queries, keys and values [1, heads, length, E], to ask torch which kernels take them."""
-    heads = (needs.n_heads, needs.n_kv_heads, needs.n_kv_heads)
-    return [
-        torch.empty(1, n, length, needs.head_dim, device=needs.device, dtype=needs.dtype, requires_grad=True)
-        for n in heads
-    ]
+    """Queries, keys and values [1, heads, length, E], for asking torch which kernels take such tensors."""
+    options: Any = {"device": needs.device, "dtype": needs.dtype, "requires_grad": True}
+    num_heads = (needs.n_heads, needs.n_kv_heads, needs.n_kv_heads)
+    return [torch.empty(1, heads, length, needs.head_dim, **options) for heads in num_heads]

@@ -1,4 +1,4 @@
-"""Attention by torch's varlen kernel: FlashAttention over the documents of a micro-batch, laid end to end."""
+"""Attention by torch's varlen kernel: FlashAttention over the concatenated documents of a micro-batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from titanlite.attention.sdpa import SDPA
 
 
 class VarlenAttention(Attention):
-    """Attention within documents. `cu_seqlens` int32 [documents + 1]: where each document begins among the
-    B * T tokens, and B * T; trailing documents may be empty. `max_seqlen`: a bound on their lengths."""
+    """Attention within documents. `cu_seqlens` int32 [documents + 1]: the index among the B * T tokens at
+    which each document begins, then B * T. Trailing documents may be empty. `max_seqlen`: an upper bound of
+    the documents' lengths."""
 
     def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int):
         self.cu_seqlens, self.max_seqlen = cu_seqlens, max_seqlen
@@ -26,15 +27,15 @@ class VarlenAttention(Attention):
         options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
         if _varlen_takes_gqa and q.shape[1] != k.shape[1]:
             options["enable_gqa"] = True
-        cu_seqlens, longest = self.cu_seqlens, self.max_seqlen
-        out: Any = _varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+        cu_seqlens, max_seqlen = self.cu_seqlens, self.max_seqlen
+        out: Any = _varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
         return out.unflatten(0, q_BTHE.shape[:2])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Varlen(SDPA, name="varlen"):
-    """FlashAttention over documents, for document masks; CUDA and bf16 or fp16 only, not with context
-    parallel. Sequences without masks are left to scaled_dot_product_attention."""
+    """FlashAttention for document masks; CUDA and bf16 or fp16 only, not with context parallel. Without
+    masks, scaled_dot_product_attention runs."""
 
     @classmethod
     def works_on(cls, needs: AttentionNeeds) -> bool:
@@ -45,18 +46,18 @@ class Varlen(SDPA, name="varlen"):
         _load_varlen()
         B, T = positions_BT.shape
         capacity = 1 << (num_documents - 1).bit_length()  # few different sizes, so few recompilations
-        begins = positions_BT.flatten() == 0
-        starts = torch.nonzero_static(begins, size=capacity, fill_value=B * T).flatten()
+        is_start = positions_BT.flatten() == 0
+        starts = torch.nonzero_static(is_start, size=capacity, fill_value=B * T).flatten()
         return VarlenAttention(F.pad(starts.to(torch.int32), (0, 1), value=B * T), max_seqlen=T)
 
 
-# Loaded when a run may use it: importing it takes two seconds, as it imports the compiler.
+# Set when a run may need the kernel: the import takes two seconds, because it imports the compiler.
 _varlen_attn: Any = None
-_varlen_takes_gqa = False  # torch 2.11 takes fewer key heads without being told
+_varlen_takes_gqa = False  # torch 2.11 has no enable_gqa and always takes fewer key heads
 
 
 def _load_varlen() -> bool:
-    """Whether torch has the kernel."""
+    """Import the kernel. Returns False if this torch lacks it."""
     global _varlen_attn, _varlen_takes_gqa
     if _varlen_attn is None:
         with suppress(ImportError):  # not on every platform

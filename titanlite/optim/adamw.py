@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019): torch's fused implementation, for CPU, CUDA and DTensors."""
+"""AdamW (Loshchilov & Hutter 2019): torch's fused implementation, which supports CPU, CUDA and DTensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titanlite.optim.base import Optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Optimizer, name="adamw"):
-    """AdamW. Weight decay is decoupled: a step shrinks the weights by learning rate x weight decay."""
+    """AdamW. Weight decay is decoupled: each step shrinks the weights by learning rate x weight decay."""
 
     beta1: float = 0.9
     """Decay rate of the running mean of the gradient."""

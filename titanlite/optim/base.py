@@ -1,5 +1,5 @@
-"""The contract of an optimizer: parameter groups from the model's parameter roles and from name patterns, a
-learning rate that is set before each step, and a step that the device may refuse."""
+"""The contract of an optimizer: parameter groups from parameter roles and name patterns, a learning rate that
+is set before each step, and a step that is skipped if a flag on the device says so."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from titanlite.torch_compat import takes_grad_scaler_tensors
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-    """Learning rate and weight decay of the parameters whose names match a pattern. If several patterns match
-    a parameter, the first one counts."""
+    """Learning rate and weight decay of the parameters whose names match a pattern. The first pattern that
+    matches a parameter counts."""
 
     pattern: str
     """Shell-style pattern of full parameter names: `*.mlp.*`, `model.layers.0.*`, `*.[qk]_proj.weight`. A
     pattern that selects no parameter is an error."""
     lr_multiplier: float = 1.0
-    """Factor of optimizer.lr for these parameters."""
+    """Factor by which optimizer.lr is multiplied for these parameters."""
     weight_decay: float | None = None
     """Weight decay of these parameters. Unset: optimizer.weight_decay, but 0 for norms and biases."""
 
@@ -38,7 +38,8 @@ class ParamGroup:
 
 
 class _Settings(NamedTuple):
-    """What the parameters of one group share. `entry`: the number of their entry in param_groups, if any."""
+    """Settings of one group of parameters. `entry`: the group's index in param_groups; None for parameters
+    that no pattern matches."""
 
     entry: int | None
     peak_lr: float
@@ -47,28 +48,30 @@ class _Settings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Component):
-    """Kind: `[optimizer] name = ...`. `build` returns any torch.optim.Optimizer.
+    """Base of optimizers: `[optimizer] name = "..."` selects a subclass by its name. `build` may return any
+    torch.optim.Optimizer.
 
     State: checkpoints hold each tensor of `optimizer.state[parameter]` under the name `<parameter>.<key>`.
-    Use torch's keys for torch's meanings (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, `step`). torch DCP
+    Name the keys as torch's optimizers do (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, `step`). torch DCP
     reshards the state when a run resumes on another layout, so each state tensor must be one of
 
     - a tensor of the parameter's shape, sharded like the parameter (`torch.zeros_like(parameter)`);
-    - a tensor of that shape but for the last dim, such as one scale per block, sharded like the parameter;
+    - a tensor that differs from that shape only in the last dim, such as one scale per block of values,
+      sharded like the parameter;
     - a scalar tensor that is equal on all ranks.
 
-    State may be made by the optimizer's first step; where it is needed earlier, `make_state` makes it by a
-    step with zero gradients and a learning rate of 0.
+    The optimizer's first step may make the state. If the state is needed earlier, `make_state` takes a step
+    with zero gradients and a learning rate of 0.
 
-    Skipped steps: `guarded_step` says how an optimizer learns that a step is to be skipped.
+    Skipped steps: see `guarded_step`.
     """
 
     lr: float = 3e-4
-    """Peak learning rate, which the factor of [lr_scheduler] multiplies."""
+    """Peak learning rate. Each step multiplies it by the factor of [lr_scheduler]."""
     weight_decay: float = 0.1
-    """Weight decay of all parameters but norms and biases, which have none."""
+    """Weight decay of all parameters except norms and biases, which have none."""
     param_groups: list[ParamGroup] = field(default_factory=list)
-    """Groups of parameters with a learning rate or a weight decay of their own."""
+    """Groups of parameters with another learning rate or weight decay."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -79,8 +82,8 @@ class Optimizer(Component):
     def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
         """The optimizer of this rank's parameters, normally made from `self.groups(model)`.
 
-        `model`: this rank's parameters under the whole model's names; a pipeline rank has only those of its
-        stages. `mesh`: the ranks, for optimizers that communicate.
+        `model`: this rank's parameters, under the names that they have in the whole model. With pipeline
+        parallel these are the parameters of the rank's stages. `mesh`: for optimizers that communicate.
         """
         raise NotImplementedError
 
@@ -97,8 +100,8 @@ class Optimizer(Component):
         ]
 
     def check(self, model: Decoder) -> None:
-        """Raises ConfigError for a pattern that selects no parameter. `model`: the whole model, because a
-        pipeline rank has only some of its parameters."""
+        """Raises ConfigError for a pattern that selects no parameter of the whole model. With pipeline
+        parallel a rank has only some of the parameters, so `model` must not be split into stages yet."""
         used = {settings.entry for settings in self._grouped(model)}
         names = [name for name, _ in model.named_parameters()]
         for i, group in enumerate(self.param_groups):
@@ -106,7 +109,7 @@ class Optimizer(Component):
                 continue
             key = f"optimizer.param_groups.{i}.pattern"
             if any(fnmatchcase(name, group.pattern) for name in names):
-                raise ConfigError(f"{group.pattern!r}: earlier groups match all of its parameters", key)
+                raise ConfigError(f"{group.pattern!r}: earlier groups match the same parameters", key)
             known = {re.sub(r"\.\d+\.", ".*.", name) for name in names}
             raise ConfigError(f"{group.pattern!r} matches no parameter{suggest(group.pattern, known)}", key)
 
@@ -123,7 +126,7 @@ class Optimizer(Component):
         return lines
 
     def _grouped(self, model: Decoder) -> dict[_Settings, list[str]]:
-        """Names of the trained parameters by what they share."""
+        """Names of the trained parameters by the settings of their group."""
         grouped: dict[_Settings, list[str]] = {}
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
@@ -141,29 +144,27 @@ class Optimizer(Component):
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set each group's learning rate to `factor` times its peak.
-
-    The peak of a group is the learning rate that the optimizer was built with. It is kept as `peak_lr`.
-    """
+    """Set each group's learning rate to `factor` times its peak learning rate, which is the learning rate
+    that the group was built with. The first call stores it as `peak_lr`."""
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
 
 
 @torch.no_grad()
 def guarded_step(optimizer: torch.optim.Optimizer, ok: torch.Tensor, divisor: torch.Tensor | None) -> None:
-    """Take the optimizer's step if `ok`, with gradients divided by `divisor`; otherwise weights and optimizer
+    """If `ok`, take the optimizer's step with gradients divided by `divisor`. Otherwise weights and optimizer
     state stay bit-identical.
 
-    `ok`: bool scalar on the device, equal on all ranks. `divisor`: scalar on the device; None: gradients stay
-    as they are. Optimizers that follow the protocol of torch.amp.GradScaler read both as tensors and need no
+    `ok`: bool scalar on the device, equal on all ranks. `divisor`: scalar on the device; None: do not divide.
+    Optimizers that follow the protocol of torch.amp.GradScaler read `ok` and `divisor` as tensors and need no
     host synchronisation: they set `_step_supports_amp_scaling`, and their step reads `found_inf` (1.0: skip)
-    and `grad_scale` (the divisor or None). torch's fused Adam, AdamW, SGD and Adagrad do. For all other
-    optimizers the gradients are divided here, and the host waits for `ok` once per step.
-    """
+    and `grad_scale` (the divisor or None). torch's fused Adam, AdamW, SGD and Adagrad follow it. For all
+    other optimizers this function divides the gradients, and the host waits for `ok` once per step."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device
     if takes_grad_scaler_tensors(optimizer) and device.type in ("cpu", "cuda"):
-        # Offloaded weights: a blocking copy moves the scalars to the CPU, because the kernel would not wait.
+        # With CPU offload the copies to the CPU must block: the optimizer's CPU kernel would not wait for
+        # them.
         optimizer.found_inf = (~ok).float().to(device)  # type: ignore[attr-defined]
         optimizer.grad_scale = divisor if divisor is None else divisor.to(device)  # type: ignore[attr-defined]
         try:
@@ -175,13 +176,13 @@ def guarded_step(optimizer: torch.optim.Optimizer, ok: torch.Tensor, divisor: to
             if p.grad is not None:
                 p.grad.div_(divisor)
         optimizer.step()
-    elif not optimizer.state:  # a checkpoint before the first step that is not skipped needs state, too
+    elif not optimizer.state:  # all steps so far were skipped, but a checkpoint needs state
         make_state(optimizer)
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer without state make its state, by a step that changes no weight: zero gradients and a
-    learning rate of 0."""
+    """Let an optimizer without state make its state, by a step that changes no weight: with zero gradients
+    and a learning rate of 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

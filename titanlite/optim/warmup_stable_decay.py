@@ -14,12 +14,12 @@ MAX_DEFAULT_WARMUP = 200  # steps, with warmup_steps = -1
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupStableDecay(LRScheduler, name="warmup_stable_decay"):
-    """Linear warmup to the peak, a constant phase, then decay to min_lr_factor. By default there is no
-    constant phase. The formula is in docs/numerics.md."""
+    """Linear warmup to the peak, a constant phase, then decay to min_lr_factor. The default has no constant
+    phase. docs/numerics.md has the formula."""
 
     warmup_steps: int = -1
-    """Steps of linear warmup; step s of the warmup has the factor s / warmup_steps. -1: a tenth of the
-    schedule, at most 200 steps."""
+    """Number of steps of linear warmup: step s has the factor s / warmup_steps. -1: a tenth of the schedule,
+    at most 200 steps."""
     total_steps: int = 0
     """Length of the schedule in steps; 0: training.steps. A run may stop before its schedule ends."""
     decay_ratio: float = -1.0
@@ -28,8 +28,8 @@ class WarmupStableDecay(LRScheduler, name="warmup_stable_decay"):
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay: linear, 1 - sqrt (Haegele et al. 2024), or cosine."""
     min_lr_factor: float = 0.0
-    """Factor at which the decay ends, as a fraction of the peak. It is reached one step after the last step
-    of the schedule, so that no step is trained at a learning rate of 0."""
+    """Factor at the end of the decay. The schedule reaches it one step after its last step, so that no step
+    is trained at a learning rate of 0."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < -1:
@@ -42,7 +42,7 @@ class WarmupStableDecay(LRScheduler, name="warmup_stable_decay"):
             raise ConfigError(f"{self.min_lr_factor} is not in [0, 1]", "min_lr_factor")
 
     def warmup(self, training_steps: int) -> int:
-        """Steps of warmup in a run of `training_steps` steps: warmup_steps, with -1 resolved."""
+        """Number of warmup steps in a run of `training_steps` steps: warmup_steps, with -1 resolved."""
         total = self.total_steps or training_steps
         return self.warmup_steps if self.warmup_steps >= 0 else min(MAX_DEFAULT_WARMUP, total // 10)
 
@@ -51,14 +51,14 @@ class WarmupStableDecay(LRScheduler, name="warmup_stable_decay"):
         total = self.total_steps or training_steps
         if total < training_steps:
             raise ConfigError(
-                f"{total} is below training.steps = {training_steps}: the last steps would have no schedule",
+                f"{total} is below training.steps = {training_steps}: the schedule would end before the run",
                 "lr_scheduler.total_steps",
             )
         if self.warmup_steps >= total:
             resolved = replace(self, warmup_steps=-1).warmup(training_steps)
             raise ConfigError(
-                f"{self.warmup_steps} steps of warmup leave nothing of a schedule of {total} steps; set "
-                f"--lr_scheduler.warmup_steps={resolved}, or -1, which stands for {resolved} here",
+                f"{self.warmup_steps} steps of warmup need a schedule of more than {total} steps; set "
+                f"--lr_scheduler.warmup_steps={resolved}, or -1, which means {resolved} here",
                 "lr_scheduler.warmup_steps",
             )
 
@@ -67,8 +67,7 @@ class WarmupStableDecay(LRScheduler, name="warmup_stable_decay"):
         return f"{super().describe(total)}, {self.warmup(training_steps):,} of them warmup"
 
     def factor(self, step: int, training_steps: int) -> float:
-        """Factor of the peak learning rate at `step` = 1, 2, ...; min_lr_factor after the end of a schedule
-        that decays."""
+        """Factor of the peak learning rate at `step` = 1, 2, ...; min_lr_factor after the decay."""
         total, warmup = self.total_steps or training_steps, self.warmup(training_steps)
         if step < warmup:
             return step / warmup

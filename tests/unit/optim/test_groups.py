@@ -102,7 +102,7 @@ def test_the_log_has_a_line_for_each_group(model: Decoder) -> None:
         (["xyz"], "'xyz' matches no parameter (known: ", "optimizer.param_groups.0.pattern"),
         (
             ["*.mlp.*", DOWN],
-            f"'{DOWN}': earlier groups match all of its parameters",
+            f"'{DOWN}': earlier groups match the same parameters",
             "optimizer.param_groups.1.pattern",
         ),
         (["*.mlp.*", "*.mlp.*"], "'*.mlp.*': earlier groups match", "optimizer.param_groups.1.pattern"),

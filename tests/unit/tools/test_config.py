@@ -38,13 +38,13 @@ RULES = [
     ("without the compiler float8", "--float8.enable"),
     ("are not a multiple of local_batch_size 2", "--training.global_batch_size=7"),
     ("20 is below training.steps = 160", "--lr_scheduler.total_steps=20"),
-    ("10 steps of warmup leave", "--training.steps=5 --lr_scheduler.warmup_steps=10"),
+    ("10 steps of warmup need", "--training.steps=5 --lr_scheduler.warmup_steps=10"),
     ("to validate on: set data.holdout_sequences", "--validation.enable --data.holdout_sequences=0"),
     ("share a weight, but are in different pipeline stages", "--parallelism.pipeline_parallel_degree=2"),
     ("n_heads = 4 is not divisible by 3", "--parallelism.tensor_parallel_degree=3"),
     ("n_kv_heads = 2 is not divisible by 4", "--parallelism.tensor_parallel_degree=4"),
     ("4096 tokens are more than max_position = 2048", "--training.seq_len=4096"),
-    ("2000 steps of warmup leave", "llama3_8b --training.steps=1000 --lr_scheduler.warmup_steps=2000"),
+    ("2000 steps of warmup need", "llama3_8b --training.steps=1000 --lr_scheduler.warmup_steps=2000"),
 ]
 
 
