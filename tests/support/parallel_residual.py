@@ -53,13 +53,13 @@ TP_PLAN = {
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, c: Config):
+    def __init__(self, config: Config):
         super().__init__()
-        self.head_dim = c.head_dim
-        self.q = Linear(c.dim, c.n_heads * c.head_dim)
-        self.k = Linear(c.dim, c.n_kv_heads * c.head_dim)
-        self.v = Linear(c.dim, c.n_kv_heads * c.head_dim)
-        self.out = Linear(c.n_heads * c.head_dim, c.dim)
+        self.head_dim = config.head_dim
+        self.q = Linear(config.dim, config.n_heads * config.head_dim)
+        self.k = Linear(config.dim, config.n_kv_heads * config.head_dim)
+        self.v = Linear(config.dim, config.n_kv_heads * config.head_dim)
+        self.out = Linear(config.n_heads * config.head_dim, config.dim)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
@@ -69,18 +69,18 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, c: Config):
+    def __init__(self, config: Config):
         super().__init__()
-        self.up, self.down = Linear(c.dim, c.hidden_dim), Linear(c.hidden_dim, c.dim)
+        self.up, self.down = Linear(config.dim, config.hidden_dim), Linear(config.hidden_dim, config.dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.gelu(self.up(x)))
 
 
 class Block(nn.Module):
-    def __init__(self, c: Config):
+    def __init__(self, config: Config):
         super().__init__()
-        self.norm, self.attn, self.mlp = RMSNorm(c.dim, 1e-5), SelfAttention(c), FeedForward(c)
+        self.norm, self.attn, self.mlp = RMSNorm(config.dim, 1e-5), SelfAttention(config), FeedForward(config)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
@@ -92,13 +92,13 @@ class Block(nn.Module):
 class Net(Decoder):
     tp_plan = TP_PLAN
 
-    def __init__(self, c: Config):
+    def __init__(self, config: Config):
         super().__init__()
-        self.config, self.vocab_size, self.dim = c, c.vocab_size, c.dim
-        self.wte: nn.Embedding | None = nn.Embedding(c.vocab_size, c.dim)
-        self.h = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})
-        self.norm: RMSNorm | None = RMSNorm(c.dim, 1e-5)
-        self.head: Head | None = Head(c.dim, c.vocab_size)
+        self.config, self.vocab_size, self.dim = config, config.vocab_size, config.dim
+        self.wte: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.h = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm: RMSNorm | None = RMSNorm(config.dim, 1e-5)
+        self.head: Head | None = Head(config.dim, config.vocab_size)
 
     def forward(
         self,
