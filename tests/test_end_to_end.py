@@ -116,7 +116,7 @@ def test_input_that_cannot_be_read_is_2_and_leaves_nothing(tmp_path: Path) -> No
 def test_a_number_of_processes_that_is_none_is_2(tmp_path: Path, corpus: Path) -> None:
     run = launch(*tiny_arguments(tmp_path, corpus), NGPU="-1")
     assert run.returncode == 2
-    assert run.stderr == "titanlite: NGPU=-1: expected a whole number from 1 on\n"
+    assert run.stderr == "titanlite: NGPU=-1: expected an integer >= 1\n"
 
 
 def test_the_worked_example_of_the_data_page(

@@ -1,9 +1,8 @@
-"""The `titanlite` command: finds the verb, turns its errors into one line and an exit code. Dispatch only.
+"""The `titanlite` command: runs the verb, and turns its errors into one line and an exit code.
 
-Exit codes: 0 done, 1 crash, 2 configuration or input error, 3 no usable checkpoint or one that could not be
-written, 4 the training diverged, 75 stopped by a signal, with nothing lost, 130 interrupted, 128 + n ended by
-signal n.
-"""
+Exit codes: 0 done, 1 crash, 2 configuration or input error, 3 no usable checkpoint, or a checkpoint that
+could not be written, 4 the training diverged, 75 stopped by a signal and saved, 130 interrupted, 128 + n
+ended by signal n."""
 
 from __future__ import annotations
 
@@ -42,29 +41,29 @@ TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)  # as in pyproject.toml
 
 def main() -> int:
     """Entry point of the console script."""
-    for stream in (sys.stdout, sys.stderr):  # a path that is not UTF-8 must not end a verb that names it
+    for stream in (sys.stdout, sys.stderr):  # printing a path that is not UTF-8 must not raise
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     code = run(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # what cannot be written goes nowhere; else Python would end with 120
+        except OSError:  # drop the output; otherwise Python would try again at exit and end with 120
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    # Loaded if the verb needed torch. A process that may have had process groups must not finalise.
+    # The module is loaded if the verb needed torch. A process with process groups must not finalise Python.
     if process := sys.modules.get("titanlite.runtime.process"):
         process.leave(code)
     return code
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a verb; returns the exit code, all errors reported."""
+    """Run a verb and report its errors. Returns the exit code."""
     try:
         code = _dispatch(argv)
         sys.stdout.flush()
         return code
     except Stopped as stopped:
-        if _speaks():
+        if _is_first_rank():
             tell(stopped)
         return stopped.exit_code
     except KeyboardInterrupt:
@@ -72,21 +71,22 @@ def run(argv: Sequence[str]) -> int:
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
-            return 128 + signal.SIGPIPE  # `titanlite ... | head` has seen enough
+            return 128 + signal.SIGPIPE  # as in `titanlite ... | head`
         code = exit_code(error)
         if code == 1 and not hasattr(error, "exit_code"):
             _print(traceback.format_exc())
         else:
-            if _speaks():
+            if _is_first_rank():
                 tell(_reason(error))
-            else:  # most such errors are all ranks', and then this one is ended while it waits
+            else:
+                # Most such errors occur on all ranks; the launcher then ends this process while it sleeps.
                 time.sleep(2)
                 tell(f"local rank {environment.local_rank()}: {_reason(error)}")
         return code
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code that stands for an error: its own, 2 for a refusal of the operating system, else 1."""
+    """Return the exit code for an error: its attribute, 2 for a refusal of the operating system, else 1."""
     refused = isinstance(error, OSError) and error.errno in REFUSALS
     return getattr(error, "exit_code", 2 if refused else 1)
 
@@ -114,12 +114,13 @@ def _dispatch(argv: Sequence[str]) -> int:
     trains = name in ("train", "launch")
     if name == "launch" and sys.stderr.isatty():
         tell("starting (importing PyTorch takes some seconds)")
-    with stop_requests() if trains else nullcontext():  # a stop is heard from here on
+    with stop_requests() if trains else nullcontext():  # signals request a stop from here on
         return _main_of(verb.module, words)
 
 
 def _main_of(module: str, words: Sequence[str]) -> int:
-    """No verb ends by sys.exit; a component that does must not end a run as if it were done."""
+    """Run `main` of a module. Raises RuntimeError if it calls sys.exit: only a user's component does, and
+    sys.exit(0) would look like a completed run."""
     try:
         return importlib.import_module(module).main(words)
     except SystemExit as error:
@@ -128,14 +129,14 @@ def _main_of(module: str, words: Sequence[str]) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+    """Return whether standard output is a pipe that no process reads."""
     pipe = select.poll()
     pipe.register(1, 0)
     return any(event & select.POLLERR for _, event in pipe.poll(0))
 
 
 def _reason(error: Exception) -> str:
-    """The error in one line; for a refusal of the operating system, the file, the reason and what helps."""
+    """Return the error in one line; for a refusal of the operating system: file, reason and advice."""
     if isinstance(error, OSError) and error.errno in REFUSALS:
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         remedy = REMEDIES.get(error.errno or 0, "")
@@ -144,27 +145,27 @@ def _reason(error: Exception) -> str:
 
 
 def _print(text: str) -> None:
-    """To standard error, whether or not anybody is left to read it."""
+    """Print to standard error, which may be closed."""
     with suppress(OSError):
         print(printable(text), end="", file=sys.stderr, flush=True)
 
 
-def _speaks() -> bool:
-    """True on one rank of each node, which reports what all ranks would report."""
+def _is_first_rank() -> bool:
+    """Return whether this is the first rank of its node, which reports errors that all ranks have."""
     return environment.local_rank() == 0
 
 
 def unsupported_torch() -> str | None:
-    """What is wrong with the installed torch, or None; does not import it."""
-    wanted = f"titanlite needs torch >= {TORCH_MIN[0]}.{TORCH_MIN[1]}, < {TORCH_BELOW[0]}.{TORCH_BELOW[1]}"
+    """Return the error message for an unsupported version of torch, or None. Does not import torch."""
+    needed = f"titanlite needs torch >= {TORCH_MIN[0]}.{TORCH_MIN[1]}, < {TORCH_BELOW[0]}.{TORCH_BELOW[1]}"
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return f"{wanted}; it is not installed"
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found and TORCH_MIN <= (int(found[1]), int(found[2])) < TORCH_BELOW:
+        return f"{needed}; it is not installed"
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match and TORCH_MIN <= (int(match[1]), int(match[2])) < TORCH_BELOW:
         return None
-    return f"{wanted}; found {version}"
+    return f"{needed}; found {version}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The command line of every verb: its help, its options, and the configuration file that it names.
+"""The command line of every verb: its help, its options, and the TOML file that it names.
 
-Imports no torch, so that help and mistakes in a command take a fraction of a second.
+Does not import torch, so that help and errors in a command appear in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import platform
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -22,21 +23,22 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import Bare, split_arguments, split_overrides, split_words
 
-DTYPES = ("float32", "bfloat16", "float16")  # of exported weights; as in interop/export.py
+DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights; as in interop/export.py
+SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 KEYS = """
-The command line goes before the file, the file before the defaults; of several values for one key the last
-counts. --section.key is true, --no-section.key is false. Lists and tables are in TOML syntax:
---generation.prompts='["a", "b"]'. --section={...} is merged into the section. A table of a list has a number:
+Precedence: command line, then file, then defaults; of several values for one key the last counts.
+--section.key sets true, --no-section.key sets false. Lists and tables are in TOML syntax:
+--generation.prompts='["a", "b"]'. --section={...} is merged into the section. Entries of a list are numbered:
 --data.sources.0.weight=2.
 """
 TRAIN = """usage: titanlite train CONFIG.toml [--section.key=value ...]
 
 Train from a TOML file, in this process; ./run_train.sh and `titanlite launch` start several processes.
-`titanlite train --help` lists every key, `titanlite train --help SECTION` those of one section.
+`titanlite train --help` lists every key, `titanlite train --help SECTION` the keys of one section.
 """
-RENAMED_OPTIONS = {"--row": "--sequence", "--rows": "--num-sequences"}  # of verbs; old name -> new name
-# Keys of torchtitan's files that titanlite does not have; every such file has one of them.
+RENAMED_OPTIONS = {"--row": "--sequence", "--rows": "--num-sequences"}  # old option -> new option
+# Keys that titanlite does not have. Every TOML file of torchtitan has at least one of them.
 TORCHTITAN = {
     "training.dataset", "training.dataset_path", "training.compile", "model.tokenizer_path",
     "model.hf_assets_path", "model.converters",
@@ -46,12 +48,12 @@ TORCHTITAN = {
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb of the command: the module whose `main` runs it, and what is known of it without importing that
-    module. The help is `usage`, or the module's docstring, and `options`.
+    """A verb of the command, described without importing its `module`, whose `main` runs the verb.
 
-    `table`: the keys that its help lists and its command line may override, `job` or `prepare`; `names`: the
-    file of such keys that a command line names, None for an empty one, and its overrides; `own`: options that
-    are neither keys nor in `options`.
+    `about`: one line for the overview. `usage`: the help; if empty, the module's docstring and the options.
+    `options`: adds the options to a parser. `table`: the schema of the keys that the command line may
+    override, `job` or `prepare`. `config_of`: maps the command line to its TOML file (None: no file) and
+    overrides, or to None if it uses no configuration. `own`: options that are neither keys nor in `options`.
     """
 
     module: str
@@ -59,17 +61,17 @@ class Verb:
     usage: str = ""
     options: Callable[[Options], None] | None = None
     table: str = ""
-    names: Callable[[Sequence[str]], tuple[str | None, Sequence[str]] | None] | None = None
+    config_of: Callable[[Sequence[str]], tuple[str | None, Sequence[str]] | None] | None = None
     own: tuple[str, ...] = ()
 
     def help(self, name: str) -> str:
-        """The usage and the options."""
+        """Return the text of `titanlite VERB --help`."""
         if self.options:
             return parser(name).format_help()
         return self.usage or self.doc()
 
     def doc(self) -> str:
-        """The docstring of the module, read from its source."""
+        """Return the docstring of the module, read from its source."""
         spec = importlib.util.find_spec(self.module)
         path = spec.origin if spec else None
         tree = ast.parse(Path(path).read_text(encoding="utf-8") if path else "")
@@ -77,24 +79,24 @@ class Verb:
 
 
 class Options(argparse.ArgumentParser):
-    """A parser that takes options spelled with `-` or `_`, never abbreviated, and reports a mistake as one
-    line."""
+    """A parser of options. `-` and `_` in names are equal, names cannot be abbreviated, and errors are raised
+    as ConfigError."""
 
     def __init__(self, **kwargs: Any):
         self._known: dict[str, str] = {}
         super().__init__(allow_abbrev=False, **kwargs)
 
     def add(self, *names: str, **kwargs: Any) -> None:
-        """Add an argument as `add_argument` does, and its other spelling."""
+        """Add an argument as `add_argument` does."""
         self._known |= {name.replace("-", "_"): name for name in names if name.startswith("--")}
         self.add_argument(*names, **kwargs)
 
     def read_known(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The options, and the words that are none. Raises ConfigError."""
+        """Return the options, and the words that are not options. Raises ConfigError."""
         return self.parse_known_args([self._spelled(word) for word in argv])
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The options. Raises ConfigError, also for a word that is none."""
+        """Return the options. Raises ConfigError, also for a word that is not an option."""
         options, rest = self.read_known(argv)
         if rest:
             word = rest[0].partition("=")[0]
@@ -104,11 +106,11 @@ class Options(argparse.ArgumentParser):
 
     @property
     def known(self) -> list[str]:
-        """The options that have been added, such as --top-k."""
+        """The names of the options, such as --top-k."""
         return list(self._known.values())
 
     def error(self, message: str) -> Any:
-        """Raise ConfigError, for which the command prints one line and ends with exit code 2."""
+        """Raise ConfigError. argparse would print the usage and exit."""
         raise ConfigError(f"{message}; see `{self.prog} --help`")
 
     def _spelled(self, word: str) -> str:
@@ -117,29 +119,29 @@ class Options(argparse.ArgumentParser):
 
 
 def parser(name: str) -> Options:
-    """The parser of a verb's own options."""
+    """Return the parser of a verb's own options."""
     verb = VERBS[name]
-    made = Options(prog=f"titanlite {name}", description=verb.doc())
+    options = Options(prog=f"titanlite {name}", description=verb.doc())
     if verb.options:
-        verb.options(made)
-    return made
+        verb.options(options)
+    return options
 
 
 def take_flag(argv: Sequence[str], flag: str) -> tuple[bool, list[str]]:
-    """Whether a command line has `flag`, and the command line without it."""
+    """Return whether a command line has `flag`, and the command line without it."""
     rest = [word for word in argv if word.replace("_", "-") != flag]
     return len(rest) < len(argv), rest
 
 
 def take_numbers(overrides: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
-    """A verb's own options of these names, which take whole numbers from 0, and the overrides without them.
-    Raises ConfigError."""
+    """Return the options of these names, which take integers from 0, and the overrides without them. Raises
+    ConfigError."""
     own, others = dict[str, int](), list[str]()
     for key, value in split_overrides(overrides):
         if key not in names:
             others.append(f"--{key}" if isinstance(value, Bare) else f"--{key}={value}")
         elif not value.isdecimal():
-            raise ConfigError(f"command line, --{key}: {value!r} is not a number from 0")
+            raise ConfigError(f"command line, --{key}: {value!r} is not an integer from 0")
         else:
             own[key] = int(value)
     return own, others
@@ -151,24 +153,24 @@ def take_numbers(overrides: Sequence[str], names: Sequence[str]) -> tuple[dict[s
 def _launch(options: Options) -> None:
     add = options.add
     options.usage = "titanlite launch [options] CONFIG.toml [--section.key=value ...]"
-    add("--nproc-per-node", default="1", help="processes on this node")
-    add("--nnodes", default="1", help="nodes, or MIN:MAX: go on while MIN are there")
-    add("--node-rank", default="0", help="which of them this is")
-    add("--rdzv-endpoint", default="", help="host:port of the first node; needed for several nodes")
-    add("--rdzv-id", default="", help="a word that all nodes of this run share; others are not let in")
-    add("--max-restarts", default="0", help="restarts of all processes after a failure")
+    add("--nproc-per-node", default="1", help="number of processes on this node (1)")
+    add("--nnodes", default="1", help="number of nodes (1), or MIN:MAX to continue while MIN nodes are left")
+    add("--node-rank", default="0", help="rank of this node, from 0 (0)")
+    add("--rdzv-endpoint", default="", help="host:port of the first node; required for several nodes")
+    add("--rdzv-id", default="", help="secret word of this run; nodes with another word cannot join")
+    add("--max-restarts", default="0", help="number of restarts of all processes after crashes (0)")
 
 
 def launch_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, str, list[str]]:
-    """The launcher's own options, the TOML file, and its overrides. Raises ConfigError."""
+    """Return the launcher's options, the TOML file, and its overrides. Raises ConfigError."""
     options, rest = parser("launch").read_known(argv)
     for key, least in (("nproc_per_node", 1), ("node_rank", 0), ("max_restarts", 0)):
         setattr(options, key, _number(key, getattr(options, key), least))
     options.max_nodes = max(_number("nnodes", text, 1) for text in options.nnodes.split(":", 1))
     if options.max_nodes > 1 and not options.rdzv_endpoint:
         raise ConfigError(
-            "several nodes need --rdzv-endpoint=host:port (RDZV_ENDPOINT for run_train.sh), the same on all "
-            "nodes; host is the first node"
+            "several nodes need --rdzv-endpoint=host:port (RDZV_ENDPOINT for run_train.sh), equal on all "
+            "nodes, with the host of the first node"
         )
     path, overrides = split_arguments(rest)
     if path is None:
@@ -180,18 +182,20 @@ def _number(key: str, text: str, least: int) -> int:
     if text.isdecimal() and int(text) >= least:
         return int(text)
     name = {"nproc_per_node": "NGPU"}.get(key, key.upper())
-    raise ConfigError(f"{name}={text}: expected a whole number from {least} on")
+    raise ConfigError(f"{name}={text}: expected an integer >= {least}")
 
 
 def _generate(options: Options) -> None:
     add = options.add
-    add("path", type=Path, help="a run folder, its checkpoint folder, a step-N folder, or a Hugging Face one")
+    add("path", type=Path, help="a run folder, checkpoint folder, step-N folder or Hugging Face directory")
     add("--prompt", action="append", default=[], help="text to continue; may be given several times")
-    add("--prompt-file", type=Path, help="a file with a prompt on each line")
-    add("--max-new-tokens", type=int, default=64, help="tokens after the prompt, at most (64)")
-    add("--temperature", type=float, default=0.7, help="0: the likeliest token each time (0.7)")
-    add("--top-k", type=int, default=0, help="sample from so many of the likeliest tokens; 0: all (0)")
-    add("--top-p", type=float, default=1.0, help="sample from the likeliest of this probability; 1: all (1)")
+    add("--prompt-file", type=Path, help="a file with one prompt per line")
+    add("--max-new-tokens", type=int, default=64, help="maximum number of tokens after the prompt (64)")
+    add("--temperature", type=float, default=0.7, help="sampling temperature; 0: the likeliest token (0.7)")
+    add("--top-k", type=int, default=0, help="sample from the K likeliest tokens only; 0: from all (0)")
+    add(
+        "--top-p", type=float, default=1.0, help="sample from the likeliest tokens of total probability P (1)"
+    )
     add("--seed", type=int, default=0, help="seed of the sampling; prompt i has seed + i (0)")
     _add_allow_imports(options)
 
@@ -201,7 +205,7 @@ def _export(options: Options) -> None:
     add("path", type=Path, help="a run folder, its checkpoint folder, or one step-N folder")
     add("target", type=Path, help="the directory to make")
     _add_format(options, default_dtype="bfloat16")
-    add("--keep-padding", action="store_true", help="keep rows of the vocabulary that no id needs")
+    add("--keep-padding", action="store_true", help="keep rows of embedding and head without a token id")
     _add_allow_imports(options)
 
 
@@ -210,9 +214,9 @@ def _import(options: Options) -> None:
     options.usage = (
         "titanlite import SRC DIR CONFIG.toml [--dtype T] [--max-shard-size SIZE] [--a.key=value ...]"
     )
-    add("source", type=Path, help="what to read")
+    add("source", type=Path, help="the directory to read")
     add("target", type=Path, help="the directory to make")
-    add("config", help="a job's TOML file; keys may be overridden as in `train`")
+    add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
     _add_format(options, default_dtype="as-is")
     _add_allow_imports(options)
 
@@ -222,51 +226,58 @@ def _add_allow_imports(options: Options) -> None:
 
 
 def _add_format(options: Options, default_dtype: str) -> None:
-    """How weights are written."""
-    add = options.add
-    add(
-        "--dtype", choices=[*DTYPES, "as-is"], default=default_dtype, help=f"of the weights ({default_dtype})"
+    dtypes = [*DTYPES, "as-is"]
+    options.add(
+        "--dtype", choices=dtypes, default=default_dtype, help=f"dtype of the weights ({default_dtype})"
     )
-    add("--max-shard-size", default="5GB", help="of one file (5GB)")
+    options.add("--max-shard-size", type=parse_size, default="5GB", help="maximum size of one file (5GB)")
+
+
+def parse_size(text: str) -> int:
+    """Return `5GB`, `500MB`, `2GiB` or a number in bytes. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if not match or match[2].upper() not in SIZE_UNITS or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")
+    return int(float(match[1]) * SIZE_UNITS[match[2].upper()])
 
 
 def _migrate(options: Options) -> None:
     add = options.add
     add("source", type=Path, help="a TOML file of torchtitan 0.1 or 0.2")
-    add("-o", "--output", type=Path, help="the file to write; otherwise to standard output")
+    add("-o", "--output", type=Path, help="the file to write (standard output)")
 
 
-# ---- the configuration that a command names
+# ---- the configuration of a command line: TOML file and overrides
 
 
-def _of_launch(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+def _launch_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     return launch_arguments(argv)[1:]
 
 
-def _of_import(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+def _import_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     options, overrides = parser("import").read_known(argv)
     return options.config, overrides
 
 
-def _of_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+def _config_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     path, overrides = split_arguments(take_flag(argv, ALLOW_IMPORTS)[1])
     return path, take_numbers(overrides, ["ranks"])[1]
 
 
-def _of_data(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
+def _data_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
     path, overrides = split_arguments(take_flag(argv[1:], ALLOW_IMPORTS)[1])
     if argv[0] != "show" or path is None or not path.endswith(".toml"):
         return None
     return path, take_numbers(overrides, ["sequence", "num_sequences"])[1]
 
 
-def _of_tokenizer(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
+def _tokenizer_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
     words, overrides = split_words(take_flag(argv[1:], ALLOW_IMPORTS)[1])
     named = argv[0] == "show" and words and words[0].endswith(".toml")
     return (words[0], overrides) if named else None
 
 
-def _of_prepare(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+def _prepare_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     words, overrides = split_words(argv)
     return (words[0] if words and words[0].endswith(".toml") else None), overrides
 
@@ -279,14 +290,14 @@ VERBS = {
         "train from a TOML file, in this process",
         usage=TRAIN,
         table="job",
-        names=split_arguments,
+        config_of=split_arguments,
     ),
     "launch": Verb(
         "titanlite.tools.launch",
-        "train on several processes through torchrun; what run_train.sh calls",
+        "train on several processes through torchrun; run_train.sh calls it",
         options=_launch,
         table="job",
-        names=_of_launch,
+        config_of=_launch_config,
     ),
     "generate": Verb("titanlite.tools.generate", "sample text from a checkpoint", options=_generate),
     "export": Verb(
@@ -294,47 +305,47 @@ VERBS = {
     ),
     "import": Verb(
         "titanlite.tools.import_weights",
-        "make a Hugging Face directory of torchtitan's or Meta's weights",
+        "convert torchtitan's or Meta's weights to a Hugging Face directory",
         options=_import,
         table="job",
-        names=_of_import,
+        config_of=_import_config,
     ),
     "checkpoint": Verb("titanlite.tools.checkpoint", "list, verify and show checkpoints", own=("--tensors",)),
     "prepare": Verb(
         "titanlite.tools.prepare",
         "make a dataset of token shards from text",
         table="prepare",
-        names=_of_prepare,
+        config_of=_prepare_config,
     ),
     "data": Verb(
         "titanlite.tools.data",
         "verify and show datasets",
         table="job",
-        names=_of_data,
+        config_of=_data_config,
         own=("--sequence", "--num-sequences", "--seq-len", "--packing", "--cache-dir", ALLOW_IMPORTS),
     ),
     "tokenizer": Verb(
         "titanlite.tools.tokenizer",
         "train and show tokenizers",
         table="job",
-        names=_of_tokenizer,
+        config_of=_tokenizer_config,
         own=(ALLOW_IMPORTS,),
     ),
     "migrate": Verb(
-        "titanlite.tools.migrate", "turn a torchtitan 0.1 or 0.2 TOML file into titanlite's", options=_migrate
+        "titanlite.tools.migrate", "translate a torchtitan 0.1 or 0.2 TOML file", options=_migrate
     ),
     "config": Verb(
         "titanlite.tools.config",
-        "print a resolved configuration, or the reference of all keys",
+        "check a configuration and print it resolved, or print the reference of all keys",
         table="job",
-        names=_of_config,
+        config_of=_config_config,
         own=("--ranks", "--reference", ALLOW_IMPORTS),
     ),
 }
 
 
 def find(name: str) -> Verb:
-    """The verb called `name`, or a ConfigError that lists them."""
+    """Return the verb called `name`. Raises ConfigError, which lists all verbs."""
     if name in VERBS:
         return VERBS[name]
     close = get_close_matches(name, VERBS, n=1)
@@ -343,7 +354,7 @@ def find(name: str) -> Verb:
 
 
 def overview() -> str:
-    """The text of `titanlite --help`."""
+    """Return the text of `titanlite --help`."""
     verbs = "\n".join(f"  {name:10} {verb.about}" for name, verb in VERBS.items())
     return (
         f"usage: titanlite VERB ...\n\n{verbs}\n\n"
@@ -352,7 +363,7 @@ def overview() -> str:
 
 
 def version() -> str:
-    """titanlite's version, torch's, and Python's."""
+    """Return the versions of titanlite, torch and Python."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -361,7 +372,7 @@ def version() -> str:
 
 
 def text(name: str, words: Sequence[str]) -> str | None:
-    """What a command prints that only asks for help or for the reference; None for any other command."""
+    """Return the output of a command that asks for help or for the reference; None for other commands."""
     if name in ("config", "prepare") and words[:1] == ["--reference"]:
         head = reference.JOB_HEAD if name == "config" else reference.PREPARE_HEAD
         return head + reference.markdown(schema.table(VERBS[name].table))
@@ -372,7 +383,7 @@ def text(name: str, words: Sequence[str]) -> str | None:
     if name in ("train", "launch", "config", "prepare") and not section.startswith("--"):
         chosen = reference.section(schema.table(VERBS[name].table), section)
         return reference.help_text(chosen) + "\n"
-    if name == "launch" and any(word.endswith(".toml") for word in words):  # of run_train.sh CONFIG --help
+    if name == "launch" and any(word.endswith(".toml") for word in words):  # run_train.sh CONFIG.toml --help
         name = "train"
     lists = name in ("train", "prepare")
     keys = reference.help_text(reference.sections(schema.table(VERBS[name].table))) if lists else ""
@@ -380,33 +391,31 @@ def text(name: str, words: Sequence[str]) -> str | None:
 
 
 def check(name: str, words: Sequence[str]) -> None:
-    """Find mistakes in a command and in the configuration that it names, without importing the verb. Raises
-    ConfigError, which has a line for each."""
+    """Check a command and its configuration without importing the verb. Raises ConfigError, with one line per
+    mistake."""
     verb = VERBS[name]
     _check_options(name, words)
-    if verb.names is None:
-        if verb.options:
-            parser(name).read(words)
+    if verb.config_of is None and verb.options:
+        parser(name).read(words)
+    config = verb.config_of(words) if verb.config_of else None
+    if config is None:
         return
-    named = verb.names(words)
-    if named is None:
-        return
-    tree, locator = toml.read(*named)
+    tree, locator = toml.read(*config)
     try:
         toml.check(schema.table(verb.table), tree, locator)
     except ConfigError as e:
         unknown = {str(error.key) for error in e.errors if not locator.overrides(error.key or "")}
         if name != "prepare" and (theirs := sorted(TORCHTITAN & unknown)):
             raise ConfigError(
-                f"{locator.path} is a file of torchtitan's (it has {theirs[0]}); make it titanlite's first: "
+                f"{locator.path} is a torchtitan file (it has {theirs[0]}); translate it first: "
                 f"titanlite migrate {locator.path} -o NEW.toml"
             ) from None
         raise
 
 
 def _check_options(name: str, words: Sequence[str]) -> None:
-    """Raise ConfigError for an option that is nearly one of the verb's own, and neither that nor a section or
-    key at the top of its configuration."""
+    """Raise ConfigError for a misspelled option: similar to an option of the verb, and neither an option nor
+    a top-level section or key of the configuration."""
     verb = VERBS[name]
     own = [*verb.own, *(parser(name).known if verb.options else ())]
     keys = schema.table(verb.table)["keys"] if own and verb.table else {}

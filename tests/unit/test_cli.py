@@ -135,7 +135,7 @@ def test_a_verb_alone_is_a_mistake_that_shows_its_usage(run, verb):
         (["import", "a", "b", DEBUG, "--dtyp=x"], "unknown option '--dtyp'; did you mean '--dtype'?"),
         (["config", DEBUG, "--rnk=8"], "unknown option '--rnk'; did you mean '--ranks'?"),
         (["config", DEBUG, "--nowhere=8"], "command line, --nowhere: unknown key 'nowhere' (known: "),
-        (["launch", "--nproc_per_node=two", DEBUG], "NGPU=two: expected a whole number from 1 on"),
+        (["launch", "--nproc_per_node=two", DEBUG], "NGPU=two: expected an integer >= 1"),
         (["launch", "--nnodes=2", DEBUG], "several nodes need --rdzv-endpoint=host:port"),
     ],
 )  # fmt: skip
@@ -325,7 +325,7 @@ def test_a_key_of_torchtitans_is_told_where_it_stands(run, config):
     config.write_text(config.read_text().replace("[training]\n", '[training]\ndataset = "c4"\n'))
     for more in ([], ["--training.batch_size=8"]):
         assert complaint_of(run("train", config, *more)).startswith(
-            f"{config} is a file of torchtitan's (it has training.dataset); make it titanlite's first: "
+            f"{config} is a torchtitan file (it has training.dataset); translate it first: "
         )
 
 

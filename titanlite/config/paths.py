@@ -28,7 +28,7 @@ def check_writable(folder: Path, key: str) -> None:
     if not existing.exists():
         raise ConfigError(f"{folder} cannot be made: {existing} is a link that leads nowhere", key)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"{folder} cannot be written: {existing} is no writable directory", key)
+        raise ConfigError(f"{folder} cannot be written: {existing} is not a writable directory", key)
 
 
 def check_new(path: Path, key: str) -> None:

@@ -1,1 +1,1 @@
-"""One file a verb of the `titanlite` command. Programs: they may import anything and nobody imports them."""
+"""One file per verb of the `titanlite` command. These are programs: they may import every other module."""

@@ -1,10 +1,10 @@
-"""titanlite checkpoint list DIR                what is there; looks at sizes, not at contents
-titanlite checkpoint verify DIR [DIR ...]     hash every file, look for values that are not finite; exit
+"""titanlite checkpoint list DIR                list checkpoints; checks file sizes, not contents
+titanlite checkpoint verify DIR [DIR ...]     hash every file and search for values that are not finite; exit
                                               code 3 if a checkpoint is bad
-titanlite checkpoint show DIR [--tensors]     what is in the newest: state, identity, files, tensors
+titanlite checkpoint show DIR [--tensors]     print the newest checkpoint's state, identity, files and tensors
 
-DIR is a run folder, its checkpoint folder, or one step-N folder; a folder with several runs is refused. To
-keep a checkpoint for good, put an empty file step-N.keep beside it; to go back to one, train with
+DIR is a run folder, its checkpoint folder, or one step-N folder; a folder with several runs is an error. To
+keep a checkpoint for good, put an empty file step-N.keep beside it. To go back to step N, train with
 --checkpoint.load_step=N.
 """
 
@@ -29,10 +29,10 @@ EXIT_BAD = commit.CheckpointError.exit_code
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run an action."""
+    """Run the action `list`, `verify` or `show`."""
     action, *rest = argv
-    options = [a for a in rest if a.startswith("--")]
-    paths = [Path(a) for a in rest if not a.startswith("--")]
+    options = [word for word in rest if word.startswith("--")]
+    paths = [Path(word) for word in rest if not word.startswith("--")]
     actions = {"list": _list, "verify": _verify, "show": _show}
     if action not in actions:
         raise ConfigError(f"unknown action {action!r}{suggest(action, sorted(actions))}")
@@ -44,30 +44,32 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list(paths: list[Path]) -> int:
-    found = checkpoints_below(paths[0])
-    faults = {path: commit.fault(path, step) for step, path in found}
-    newest = next((path for _, path in reversed(found) if not faults[path]), None)  # what a run goes on from
-    _say(found[0][1].parent)
-    _say(f"{'step':>10}  {'saved at':25}  {'size':>10}  {'ranks':>5}  ")
-    for step, path in found:
-        notes = ["kept by step-N.keep"] if commit.is_kept(path) else []
+    checkpoints = checkpoints_below(paths[0])
+    folder = checkpoints[0][1].parent
+    faults = {path: commit.fault(path, step) for step, path in checkpoints}
+    newest = next((path for _, path in reversed(checkpoints) if not faults[path]), None)
+    _print(folder)
+    _print(f"{'step':>10}  {'saved at':25}  {'size':>10}  {'ranks':>5}  ")
+    for step, path in checkpoints:
         if reason := faults[path]:
-            _say(f"{step:>10}  BAD: {reason}")
+            _print(f"{step:>10}  BAD: {reason}")
             continue
+        notes = ["kept by step-N.keep"] if commit.is_kept(path) else []
         notes += ["newest"] if path == newest else []
         m = commit.read_manifest(path)
         size = sum(digest.size for digest in commit.digests(m).values())
-        _say(f"{step:>10}  {m['saved_at']:25}  {gib(size):>10}  {m['ranks']:>5}  {', '.join(notes)}".rstrip())
-    for path in sorted(found[0][1].parent.iterdir()):
+        line = f"{step:>10}  {m['saved_at']:25}  {gib(size):>10}  {m['ranks']:>5}  {', '.join(notes)}"
+        _print(line.rstrip())
+    for path in sorted(folder.iterdir()):
         if path.name.startswith(".partial-"):
-            _say(f"{path.name}: being written, or left by a killed run; the next start removes it")
+            _print(f"{path.name}: being written, or left by a killed run; the next start removes it")
         elif path.name.startswith("quarantined-"):
-            _say(
-                f"{path.name}: quarantined at a start, because it was damaged; delete it when you have looked"
-            )
+            _print(f"{path.name}: damaged and quarantined by a start of the run; delete it after inspection")
         elif path.name.startswith("archived-"):
             steps = ", ".join(str(step) for step, _ in commit.committed(path)) or "that were damaged"
-            _say(f"{path.name}: steps {steps}, archived when the run went back with load_step, or restarted")
+            _print(
+                f"{path.name}: steps {steps}, archived when the run went back with load_step, or restarted"
+            )
     return 0
 
 
@@ -80,7 +82,7 @@ def _verify(paths: list[Path]) -> int:
         if reason is None and (names := non_finite_in(path)):
             reason = f"not finite: {', '.join(names)}"
         size = gib(sum(digest.size for digest in files.values()))
-        _say(f"{path}: {f'BAD: {reason}' if reason else f'good, {len(files)} files, {size}'}")
+        _print(f"{path}: {f'BAD: {reason}' if reason else f'good, {len(files)} files, {size}'}")
         bad += reason is not None
     return EXIT_BAD if bad else 0
 
@@ -97,26 +99,26 @@ def _show(paths: list[Path], list_tensors: bool = False) -> int:
     identity = flatten(train.pop("identity"))
     saved = read_metadata(path).state_dict_metadata
     tensors = {name: t for name, t in saved.items() if isinstance(t, TensorStorageMetadata)}
-    _say(path)
+    _print(path)
     for key, value in {**train, **{k: v for k, v in manifest.items() if k not in ("files", "step")}}.items():
         if value is not None:
-            _say(f"  {key:20} {value:,}" if type(value) is int else f"  {key:20} {value}")
-    for title, values in (("identity", identity), ("files", commit.digests(manifest))):
-        _say(f"{title}:")
-        for key, value in values.items():
-            _say(
-                f"  {key:40} {value if title == 'identity' else f'{value.size:>15,}  sha256 {value.sha256}'}"
-            )
-    for part in sorted({name.partition(".")[0] for name in tensors}):
-        inside = {name: t for name, t in tensors.items() if name.startswith(f"{part}.")}
+            _print(f"  {key:20} {value:,}" if type(value) is int else f"  {key:20} {value}")
+    _print("identity:")
+    for key, value in identity.items():
+        _print(f"  {key:40} {value}")
+    _print("files:")
+    for name, digest in commit.digests(manifest).items():
+        _print(f"  {name:40} {digest.size:>15,}  sha256 {digest.sha256}")
+    for group in sorted({name.partition(".")[0] for name in tensors}):  # model, optimizer, ...
+        inside = {name: t for name, t in tensors.items() if name.startswith(f"{group}.")}
         total = sum(t.size.numel() for t in inside.values())
-        _say(f"{part}: {len(inside)} tensors, {total:,} elements")
+        _print(f"{group}: {len(inside)} tensors, {total:,} elements")
         for name, t in inside.items() if list_tensors else ():
             dtype = str(t.properties.dtype).removeprefix("torch.")
-            _say(f"  {name:60} {dtype:10} {tuple(t.size)}")
+            _print(f"  {name:60} {dtype:10} {tuple(t.size)}")
     return 0
 
 
-def _say(line: object) -> None:
-    """Print a line in which something recorded may stand."""
+def _print(line: object) -> None:
+    """Print a line without control characters, which names and texts in a checkpoint may contain."""
     print(printable(line), flush=True)

@@ -1,9 +1,9 @@
 """`titanlite config CONFIG.toml [--ranks N] [--section.key=value ...] [--allow-imports]`: check a job, and
-print it resolved, as TOML.
+print it with all defaults resolved, as TOML.
 
-With --ranks, everything is checked that a run on N ranks checks before its first step, its files included:
-tokenizer, data, initial weights, the run folder. Nothing is written or tokenised, and no training starts.
-Without it, all rules are checked for the fewest ranks that the degrees of [parallelism] allow, and no files.
+With --ranks, the job is checked as at the start of a run on N ranks, including its files: tokenizer, data,
+initial weights, the run folder. Nothing is written or tokenised, and no training starts. Without --ranks, all
+rules are checked for the fewest ranks that the degrees of [parallelism] allow, and no files.
 `titanlite config --reference` prints every key with its type, default and meaning as Markdown:
 docs/config.md.
 """
@@ -40,7 +40,7 @@ from titanlite.startup import (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the resolved job."""
+    """Check the job and print it resolved."""
     allow, argv = take_flag(argv, ALLOW_IMPORTS)
     path, overrides = split_arguments(argv)
     own, overrides = take_numbers(overrides, ["ranks"])
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         job.check(ranks)
         if "ranks" in own:
             num_ids, unchecked = check_inputs(job, ranks)
-            about += [f"not checked: {what}" for what in unchecked]
+            about += [f"not checked: {subject}" for subject in unchecked]
         else:
             about = [f"checked: the rules for {ranks} rank(s), no files; --ranks=N checks both for N ranks"]
         net = build_on_meta(job)
@@ -64,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_on_meta(job: Job) -> Decoder:
-    """The model without memory. Raises ConfigError for a key that names parts which it does not have."""
+    """Build the model on the meta device. Raises ConfigError for a key with a pattern that matches none of
+    its modules or parameters."""
     with torch.device("meta"):
         net = job.model.build()
     job.optimizer.check(net)
@@ -76,8 +77,9 @@ def build_on_meta(job: Job) -> Decoder:
 
 
 def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
-    """What a run on `ranks` finds out from its files and its device before it trains. Returns the number of
-    the tokenizer's ids, and what cannot be checked here. Raises ConfigError or CheckpointError."""
+    """Check files and device as a run on `ranks` ranks does before it trains. Returns the tokenizer's
+    vocabulary size, and descriptions of what cannot be checked here. Raises ConfigError or
+    CheckpointError."""
     job.check_folders()
     unchecked = check_this_device(job, ranks)
     tokenizer = open_tokenizer(job)
@@ -88,27 +90,26 @@ def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
     if sequences is not None:
         sequences.describe(job.training.steps * batch.global_size)
     else:
-        unchecked.append("what depends on sources that a run tokenises or packs when it first starts")
+        unchecked.append("data that is tokenised or packed when a run first starts")
     identity = None if sequences is None else job.identity(sequences.identity, sequences.names)
-    opening = Opening(job.checkpoint, job.folder, identity)
-    found = opening.candidate([])
-    check_global_batch(job, batch.global_size, found.train if found else None)
+    candidate = Opening(job.checkpoint, job.folder, identity).candidate([])
+    check_global_batch(job, batch.global_size, candidate.train if candidate else None)
     return tokenizer.vocab_size, unchecked
 
 
 def check_this_device(job: Job, ranks: int) -> list[str]:
-    """The same for this machine's device. Without a GPU, where a run on GPUs is often prepared, what the CPU
-    does not have is no error."""
+    """Check the job on this machine's device. Returns descriptions of what cannot be checked here. On a
+    machine without a GPU, where runs on GPUs are often prepared, a feature that the CPU lacks is no error."""
     set_library_defaults()
     job.float8.check_library()
     device = pick_device()
     gpu = device.type == "cuda"
     if not gpu:
-        job.profiling.check(torch.device("cuda"), ranks)  # the ranks alone
+        job.profiling.check(torch.device("cuda"), ranks)  # checks the ranks only
     try:
         check_device(job, device, choose_param_dtype(job.training, device), ranks)
     except ConfigError as e:
         if gpu:
             raise
-        return [f"the GPU, which this machine lacks (here a run would end with {e.key}: {e})"]
-    return [] if gpu else ["the GPU, which this machine lacks"]
+        return [f"the GPU: this machine has none (here a run would end with {e.key}: {e})"]
+    return [] if gpu else ["the GPU: this machine has none"]

@@ -3,7 +3,7 @@ titanlite data show DIR --sequence=N [--packing=chunk] [--seq_len=2048] [--token
 titanlite data show CONFIG.toml --sequence=N [--section.key=value ...] [--allow-imports]
 
 `show` prints sequences as text, document by document: sequence N of a dataset, or training sequence N of a
-run (which is in step N // global_batch_size + 1). --num-sequences=K prints K sequences from there.
+run (which is in step N // global_batch_size + 1). --num-sequences=K prints K sequences from N on.
 --allow-imports runs the modules that the configuration imports."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Show:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run an action. The first dataset that is damaged ends it with exit code 2."""
+    """Run the action `verify` or `show`. A damaged dataset is a ConfigError (exit code 2)."""
     action, *rest = argv
     if action == "verify":
         return _verify([Path(p) for p in rest])
@@ -60,19 +60,20 @@ def _show(argv: Sequence[str]) -> int:
     if not argv or argv[0].startswith("--"):
         raise ConfigError("name a dataset directory or a TOML file whose sequences to show")
     path, overrides = argv[0], argv[1:]
-    own, others = take_numbers(overrides, ["sequence", "num_sequences"])
-    first, count = own.get("sequence", 0), own.get("num_sequences", 1)
+    own, overrides = take_numbers(overrides, ["sequence", "num_sequences"])
+    first = own.get("sequence", 0)
+    numbers = range(first, first + own.get("num_sequences", 1))
     if path.endswith(".toml"):
-        job = load_job(path, others, None, allow)
+        job = load_job(path, overrides, None, allow)
         tokenizer = job.tokenizer.build()
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
-        for number in range(first, first + count):
+        for number in numbers:
             packed, local = sequences.origin(number)
             print(f"==== training sequence {number:,}: sequence {local:,} of {packed.shards.path}")
             _print_sequence(packed, local, tokenizer)
         return 0
-    packed, tokenizer = _open(path, others)
-    for number in range(first, first + count):
+    packed, tokenizer = _open(path, overrides)
+    for number in numbers:
         if number >= len(packed):
             raise ConfigError(
                 f"{path} has {len(packed):,} sequences of {packed.seq_len} tokens, numbered from 0",
@@ -91,8 +92,8 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[PackedSequences, Tokeniz
     tokenizer = show.tokenizer.build()
     if tokenizer.fingerprint != shards.tokenizer:
         raise ConfigError(
-            f"{path} was made with tokenizer {shards.tokenizer}, this one is {tokenizer.fingerprint}: give "
-            "the right one with --tokenizer.name, --tokenizer.path, ..."
+            f"{path} was made with tokenizer {shards.tokenizer}, this one is {tokenizer.fingerprint}: select "
+            "the right tokenizer with --tokenizer.name, --tokenizer.path, ..."
         )
     return PACKINGS[show.packing](shards, show.seq_len, Path(show.cache_dir), True), tokenizer
 

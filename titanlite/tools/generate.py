@@ -1,8 +1,7 @@
-"""`titanlite generate PATH --prompt TEXT`: continue texts with a model from a run's newest checkpoint, a
-given checkpoint, or a Hugging Face directory, whose texts begin and end as in transformers.
+"""`titanlite generate PATH --prompt TEXT`: sample text from the model in a run's newest checkpoint, a given
+checkpoint, or a Hugging Face directory, whose special tokens are then used as in transformers.
 
-Continuations are printed token by token. Several prompts are continued one after another, prompt i with the
-seed + i.
+Text is printed token by token. Several prompts are continued one after another; prompt i has seed + i.
 """
 
 from __future__ import annotations
@@ -33,38 +32,38 @@ from titanlite.tokenizers.huggingface import HuggingFace
 
 @dataclass(frozen=True)
 class Source:
-    """A model with what its text is made of. `path`: the directory it was read from. `encode`: the ids that a
-    prompt is to the model; `ends`: ids that end a text."""
+    """A model with its tokenizer. `path`: the directory of the model. `encode`: maps a prompt to token ids.
+    `stop_ids`: ids that end a text. `max_position`: the longest text that the model supports, in tokens."""
 
     path: Path
     net: Decoder
     tokenizer: Tokenizer
     encode: Callable[[str], list[int]]
-    ends: set[int]
+    stop_ids: set[int]
     max_position: int | None
     device: torch.device
 
     def continuation(self, prompt: str, config: Generation, seed: int) -> Iterator[list[int]]:
-        """The new ids so far, after each forward until the text has ended. Raises ConfigError if the text may
-        become too long for the model."""
+        """Yield the list of new ids after each new id, until the text ends. Raises ConfigError if the text
+        may become too long for the model."""
         start = self.encode(prompt) or [self.tokenizer.bos]
         length = len(start) + config.max_new_tokens
         if self.max_position is not None and length > self.max_position:
             raise ConfigError(
-                f"a prompt of {len(start)} tokens and --max-new-tokens={config.max_new_tokens} are more than "
-                f"the {self.max_position} that the model is made for (max_position)"
+                f"a prompt of {len(start)} tokens and --max-new-tokens={config.max_new_tokens} exceed the "
+                f"model's max_position of {self.max_position} tokens"
             )
         next_logits = CachedLogits(self.net, length, self.device)
-        made: list[int] = []
+        new_ids: list[int] = []
         for token in next_tokens(next_logits, start, config, self.tokenizer.vocab_size, seed):
-            made.append(token)
-            yield made
-            if token in self.ends:
+            new_ids.append(token)
+            yield new_ids
+            if token in self.stop_ids:
                 return
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of what was made, up to its end."""
-        return self.tokenizer.decode(before_any(ids, self.ends))
+        """Decode the ids before the first stop id."""
+        return self.tokenizer.decode(before_any(ids, self.stop_ids))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,8 +87,8 @@ def main(argv: Sequence[str]) -> int:
     for i, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(f"--- {i + 1} of {len(prompts)}")
-        made = source.continuation(prompt, config, options.seed + i)
-        _write_as_it_comes(prompt, (source.text(ids) for ids in made))
+        continuation = source.continuation(prompt, config, options.seed + i)
+        _print_growing(prompt, (source.text(ids) for ids in continuation))
     return 0
 
 
@@ -100,19 +99,20 @@ def _lines(file: Path) -> list[str]:
         raise ConfigError(f"--prompt-file: {file} cannot be read: {e}") from None
 
 
-def _write_as_it_comes(prompt: str, texts: Iterator[str]) -> None:
-    """Print what is new of a text; a character that is not whole yet waits."""
-    text, shown = prompt, 0
-    for made in texts:
-        text = prompt + made
-        whole = max(len(text.rstrip("\ufffd")), shown)
-        print(for_terminal(text[shown:whole]), end="", flush=True)
-        shown = whole
-    print(for_terminal(text[shown:]))
+def _print_growing(prompt: str, texts: Iterator[str]) -> None:
+    """Print the prompt and a text that grows. A character of which only some bytes are known is printed when
+    it is complete."""
+    text, printed = prompt, 0
+    for continuation in texts:
+        text = prompt + continuation
+        complete = max(len(text.rstrip("\ufffd")), printed)
+        print(for_terminal(text[printed:complete]), end="", flush=True)
+        printed = complete
+    print(for_terminal(text[printed:]))
 
 
 def open_source(path: Path, device: torch.device, allow_imports: bool) -> Source:
-    """The model at `path`, on `device`, in bf16 on GPUs. Raises ConfigError or CheckpointError."""
+    """Load the model at `path` onto `device`, in bf16 on GPUs. Raises ConfigError or CheckpointError."""
     if (path / "config.json").exists():
         return _open_hugging_face(path, device)
     path = find_checkpoint(path)
@@ -123,7 +123,7 @@ def open_source(path: Path, device: torch.device, allow_imports: bool) -> Source
     net = _load(weights, job.model, device)
 
     def encode(prompt: str) -> list[int]:
-        return [tokenizer.bos, *tokenizer.encode(prompt)]  # as the documents it has learned from
+        return [tokenizer.bos, *tokenizer.encode(prompt)]  # as training documents begin
 
     return Source(path, net, tokenizer, encode, tokenizer.stop_ids, job.model.max_position, device)
 
@@ -134,7 +134,7 @@ def _open_hugging_face(path: Path, device: torch.device) -> Source:
     if tokenizer.vocab_size > family.config.vocab_size:
         raise ConfigError(
             f"{path}: its tokenizer has {tokenizer.vocab_size} ids, its config.json vocab_size = "
-            f"{family.config.vocab_size}: they are of two models"
+            f"{family.config.vocab_size}: they belong to different models"
         )
     weights = open_hugging_face(path, family)
     net = _load(weights, family, device)
@@ -144,7 +144,7 @@ def _open_hugging_face(path: Path, device: torch.device) -> Source:
 
 
 def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decoder:
-    """The family's model with these weights, all of them and no others."""
+    """Build the family's model with exactly these weights."""
     net = skeleton(weights, family)
     if faults := mismatches(weights, net, all_rows=True):
         raise CheckpointError(f"{weights.path} does not fit its own configuration: {first_of(faults)}")

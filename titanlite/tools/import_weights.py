@@ -1,8 +1,7 @@
-"""`titanlite import SRC DIR CONFIG.toml`: weights of torchtitan (a DCP step folder) or of Meta
-(consolidated.*.pth) as a Hugging Face directory. That is the form in which titanlite exchanges weights:
-`checkpoint.initial_load_path` takes it, and so does transformers. CONFIG.toml says what the model and the
-tokenizer are, in [model] and [tokenizer]; sources of other kinds that initial_load_path reads are taken,
-too."""
+"""`titanlite import SRC DIR CONFIG.toml`: convert weights of torchtitan (a DCP step folder) or of Meta
+(consolidated.*.pth) to a Hugging Face directory, which `checkpoint.initial_load_path` and transformers read.
+[model] and [tokenizer] of CONFIG.toml describe the model and its tokenizer. SRC may be in any format that
+initial_load_path reads."""
 
 from __future__ import annotations
 
@@ -18,26 +17,23 @@ from titanlite.interop.initial import TO_CHANGE_IT, open_weights
 from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
 from titanlite.job import load_job
 from titanlite.log import set_up_logging, tell
-from titanlite.tools.export import parse_size
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the directory and say where it is."""
+    """Write the directory and print its path."""
     options, overrides = parser("import").read_known(argv)
-    size_limit = parse_size(options.max_shard_size)
     set_up_logging(rank=0, verbose=False)
     check_new(options.target, "DIR")
     job = load_job(options.config, overrides, None, options.allow_imports)
     weights = open_weights(options.source, job.model)
     if weights.kind == "titanlite":
         check_hashes(weights.path)
-    exchange = ModelAndTokenizer(job.model, job.tokenizer.build())
-    check_tokenizer(weights, exchange.tokenizer, TO_CHANGE_IT)
+    tokenizer = job.tokenizer.build()
+    check_tokenizer(weights, tokenizer, TO_CHANGE_IT)
     tell(f"using {weights.path}")
-    size = write_directory(
-        weights, options.target, exchange, DTYPES.get(options.dtype), size_limit, keep_padding=True
-    )
-    warn_of_generation_settings(weights, exchange.tokenizer)
-    model = f"{job.model.name} {job.model.flavor}"
-    print(f"{options.target}: {model} from {weights.path} ({weights.kind}), {gib(size)}")
+    model, dtype = ModelAndTokenizer(job.model, tokenizer), DTYPES.get(options.dtype)
+    size = write_directory(weights, options.target, model, dtype, options.max_shard_size, keep_padding=True)
+    warn_of_generation_settings(weights, tokenizer)
+    name = f"{job.model.name} {job.model.flavor}"
+    print(f"{options.target}: {name} from {weights.path} ({weights.kind}), {gib(size)}")
     return 0

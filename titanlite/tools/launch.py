@@ -1,9 +1,9 @@
-"""`titanlite launch`: several trainer processes on this node, through torchrun's agent.
+"""`titanlite launch`: start several trainer processes on this node, through torchrun's agent.
 
-The job is loaded and checked first, so that a mistake is one line before any process starts. torchrun ends
-every failure with exit code 1 and gives ranks 30 s after SIGTERM. This launcher returns the exit code of the
-rank that failed first, passes signals to the ranks and gives them the time they need to save, and restarts
-only after a crash."""
+The job is loaded and checked first, so that a mistake is reported in one line before any process starts.
+torchrun reports every failure as exit code 1 and kills ranks 30 s after SIGTERM. This launcher returns the
+exit code of the rank that failed first, passes signals to the ranks, gives them the time they need to save,
+and restarts them only after a crash."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from titanlite.runtime.environment import prepare_to_launch
 
 
 def main(argv: Sequence[str]) -> int:
-    """Options of the launcher, then the trainer's own arguments."""
+    """Check the job and run it on all processes. Returns the exit code."""
     options, path, overrides = launch_arguments(argv)
     world_size = options.nproc_per_node * options.max_nodes
     load_job(path, overrides, world_size, allow_imports=True)
@@ -68,7 +68,7 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
             tell(error)
             return error.exit_code
         except RendezvousConnectionError:
-            tell(f"no connection to {options.rdzv_endpoint}: is the first node's launcher running?")
+            tell(f"cannot connect to {options.rdzv_endpoint}: is the first node's launcher running?")
             return 1
         except SignalException as error:
             tell(f"ended by {error.sigval.name} without saving")

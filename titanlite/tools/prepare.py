@@ -1,10 +1,10 @@
 """titanlite prepare [CONFIG.toml] [INPUT ...] --output=DIR [--key=value ...] [--worker=I/N]
 
 Make a dataset of token shards from text. INPUT: files, directories and globs of .jsonl (one document per
-line), .parquet (one document per row) and other files (one document each), also compressed (.gz, .zst). The
-documents are filtered, shuffled and tokenised on all cores. After an interruption the same command continues
-the work. The result does not depend on the number of processes or workers. --reference prints every key as
-Markdown, as in docs/prepare.md."""
+line), .parquet (one document per row) and other files (one document per file), also compressed (.gz, .zst).
+The documents are filtered, shuffled and tokenised on all cores. After an interruption the same command
+continues the work. The result does not depend on the number of processes or workers. --reference prints every
+key as Markdown, as in docs/prepare.md."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = job.tokenizer.build()
         prepared = origin(options, tokenizer, files)
         complete = job.share[1] > 1 and output.exists() and TokenShards(output).prepared == prepared
-        # With more workers than shards the other workers may have done all the work.
+        # If there are more workers than shards, other workers may have completed the dataset.
         if os.path.lexists(output) and not complete:
             raise ConfigError(f"{output} exists; choose another, or delete it", "output")
         shards = prepare(files, output, tokenizer, options, num_processes=job.num_processes, worker=job.share)

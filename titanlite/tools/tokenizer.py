@@ -3,10 +3,11 @@ titanlite tokenizer show [CONFIG.toml] [TEXT] [--tokenizer.name=... --tokenizer.
 
 `train` learns byte-level BPE with Hugging Face's `tokenizers` and writes tiktoken's file format. It reads the
 files, or by default the standard library's source; the same text gives the same file. --vocab-size: number of
-tokens without special tokens (8190). --field: field of a .jsonl line that holds the text. --max-document-mib:
-size of the largest document to read (64). An existing output is not overwritten. The tokenizer in assets/ was
-made by `titanlite tokenizer train --vocab-size 8190 --output stdlib.tiktoken` with the CPython named in
-assets/tokenizer/README.md. `show` tokenises a text, or standard input, and prints one token per line.
+tokens without special tokens (8190). --field: field of a .jsonl line that holds the text (text).
+--max-document-mib: size of the largest document to read (64). An existing output is not overwritten. The
+tokenizer in assets/ was made by `titanlite tokenizer train --vocab-size 8190 --output stdlib.tiktoken` with
+the CPython named in assets/tokenizer/README.md. `show` tokenises a text, or standard input, and prints one
+token per line.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from titanlite.tokenizers.tokenizer_json import byte_alphabet
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run an action."""
+    """Run the action `train` or `show`."""
     action, *rest = argv
     if action == "train":
         return _train(rest)
@@ -53,23 +54,15 @@ def _train(argv: Sequence[str]) -> int:
     if options.vocab_size < 256:
         raise ConfigError("--vocab-size is below 256, the number of bytes")
     check_new(options.output, "--output")
-    _make_place(options.output.parent)
     files = find_files(options.input, "input") if options.input else stdlib_files()
     limits = Limits(max_document_mib=options.max_document_mib)
     texts = (document.text for document in documents(files, options.field, limits=limits))
     tokens = train_bpe(texts, options.vocab_size)
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.output, b"".join(lines))
     print(f"{options.output}: {len(tokens)} ranks from {len(files)} files")
     return 0
-
-
-def _make_place(folder: Path) -> None:
-    """Make the output's folder before the training begins. Raises ConfigError if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ConfigError(f"cannot make {folder}: {e.strerror}", "--output") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +116,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    # The library's progress would leave blank lines on standard output.
+    # The library's progress bar would print blank lines on standard output.
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator(texts, trainer)
     to_byte = byte_alphabet()
     ranks = sorted(bpe.get_vocab().items(), key=lambda entry: entry[1])
     tokens = [bytes(to_byte[c] for c in token) for token, _ in ranks]
-    # In tiktoken a merge has the rank of its token. Single bytes may have any rank, so they go first, in
-    # order.
+    # In tiktoken a merge has the rank of its token. Single bytes may have any rank, so they come first.
     return [bytes([b]) for b in range(256)] + [t for t in tokens if len(t) > 1]

@@ -22,6 +22,7 @@ from titanlite import cli
 from titanlite.checkpoint.commit import CheckpointError, committed
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
+from titanlite.commands import parse_size
 from titanlite.config.component import ConfigError
 from titanlite.interop import export, exporter
 from titanlite.interop.dcp import open_titanlite
@@ -29,7 +30,6 @@ from titanlite.interop.export import write_directory
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import Job
 from titanlite.tokenizers.bytes import Bytes
-from titanlite.tools.export import parse_size
 from titanlite.train import train
 
 transformers = pytest.importorskip("transformers")
@@ -349,7 +349,7 @@ def test_mistakes_are_told_and_leave_nothing(run: Job, tmp_path: Path, capsys, c
     complaint("export", tmp_path / "nowhere", target)
     assert "no such directory" in capsys.readouterr().err
     complaint("export", run.folder, target, "--max-shard-size", "many")
-    assert "--max-shard-size=many is no size" in capsys.readouterr().err
+    assert "argument --max-shard-size: 'many' is not a size" in capsys.readouterr().err
     target.mkdir()
     complaint("export", run.folder, target)
     assert f"{target} exists" in capsys.readouterr().err
@@ -374,7 +374,8 @@ def test_another_tokenizer_than_the_runs_is_refused(run: Job, tmp_path: Path, ca
     said = capsys.readouterr().err
     assert "was trained with another tokenizer" in said
     step, now = job.folder / "checkpoint/step-1", f"--tokenizer.path={tmp_path / 'mine.tiktoken'}"
-    assert f"mine.tiktoken; if it has moved: `titanlite import {step} DIR CONFIG.toml --tokenizer" in said
+    assert "mine.tiktoken has changed; if the tokenizer has moved, run " in said
+    assert f" `titanlite import {step} DIR CONFIG.toml --tokenizer" in said
     assert "job.toml" not in said, "a recorded job.toml may come from elsewhere, and its imports with it"
     complaint("import", step, tmp_path / "it", step / "job.toml")
     assert "was trained with another tokenizer" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_list_tells_what_else_is_there(run: Path, capsys: pytest.CaptureFixture[
     lines = output(capsys, "list", run)[1:]
     assert lines[2].startswith("         2  BAD: its manifest cannot be trusted: ")
     assert lines[3] == ".partial-step-9: being written, or left by a killed run; the next start removes it"
-    assert lines[4].startswith("quarantined-step-3-0: quarantined at a start, because it was damaged")
+    assert lines[4].startswith("quarantined-step-3-0: damaged and quarantined by a start of the run")
 
 
 def test_list_tells_of_a_run_that_went_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,5 +150,5 @@ def test_a_good_job_is_printed_with_what_was_checked(place, corpus, capsys) -> N
     text = write_toml(place, corpus)
     before = sorted(place.rglob("*"))
     assert cli.run(["config", str(text), "--ranks=2", f"--job.dump_folder={place / 'new'}"]) == 0
-    assert "\n# not checked: what depends on sources that a run tokenises" in capsys.readouterr().out
+    assert "\n# not checked: data that is tokenised" in capsys.readouterr().out
     assert sorted(place.rglob("*")) == before

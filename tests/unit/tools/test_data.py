@@ -68,7 +68,7 @@ def test_sequences_of_a_run_are_those_it_trains_on(
     ("arguments", "message"),
     [
         (["--sequence=3", "--seq_len=9"], r"has 3 sequences of 9 tokens, numbered from 0"),
-        (["--sequence=x"], r"--sequence: 'x' is not a number from 0"),
+        (["--sequence=x"], r"--sequence: 'x' is not an integer from 0"),
         (["--seqlen=9"], r"unknown key 'seqlen'; did you mean 'seq_len'"),
         (["--tokenizer={name = 'tiktoken'}"], r"was made with tokenizer bytes-0000000001, this one is"),
     ],

@@ -118,7 +118,7 @@ def test_a_text_ends_where_transformers_ends_it(run: Run, tmp_path: Path) -> Non
     wanted = of_transformers(folder, PROMPTS, 30)
     assert wanted[0].index(end) <= 5
     source = open_source(folder, torch.device("cpu"), allow_imports=False)
-    assert source.ends == {257, end}
+    assert source.stop_ids == {257, end}
     out = run(folder, f"--prompt={PROMPTS[0]}", "--temperature=0", "--max-new-tokens=30")[1]
     assert out == PROMPTS[0] + source.tokenizer.decode(first[0][: first[0].index(end)]) + "\n"
 
@@ -200,7 +200,10 @@ def complaint(result: tuple[int, str, str], code: int = 2) -> str:
         (["--top-p=0"], "--top-p: 0.0 is not above 0"),
         (["--top-k=-2"], "--top-k: -2 is below 0"),
         (["--max-new-tokens=0"], "--max-new-tokens: 0 is below 1"),
-        (["--max-new-tokens=63"], "a prompt of 3 tokens and --max-new-tokens=63 are more than the 64"),
+        (
+            ["--max-new-tokens=63"],
+            "a prompt of 3 tokens and --max-new-tokens=63 exceed the model's max_position of 64",
+        ),
         (["--prompt-file=none.txt"], "--prompt-file: none.txt cannot be read"),
     ],
 )
@@ -270,4 +273,4 @@ def test_a_tokenizer_of_another_model_is_told(run: Run, qwen3: Path) -> None:
     for name, content in Tiktoken(path=str(stdlib)).build().hugging_face_files().items():
         (qwen3 / name).write_bytes(content)
     said = complaint(run(qwen3, "--prompt=ab"))
-    assert "its config.json vocab_size = 258: they are of two models" in said
+    assert "its config.json vocab_size = 258: they belong to different models" in said

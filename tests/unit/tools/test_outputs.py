@@ -43,7 +43,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_the_work(
     (tmp_path / "text.txt").write_text("some text\n")
     (tmp_path / "file").write_text("")
     assert cli.run([word.replace("OUT", "file/out") for word in VERBS[verb]]) == 2
-    assert "file is no writable directory" in capsys.readouterr().err
+    assert "file is not a writable directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -59,7 +59,7 @@ def instruct(tmp_path: Path) -> Path:
 
 
 def ends(path: Path) -> set[int]:
-    return open_source(path, torch.device("cpu"), allow_imports=False).ends
+    return open_source(path, torch.device("cpu"), allow_imports=False).stop_ids
 
 
 def test_they_survive_an_import(instruct: Path, tmp_path: Path, corpus: Path) -> None:
