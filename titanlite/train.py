@@ -230,7 +230,7 @@ class Run:
             self.meter.sinks.event(step, "skipped")
         is_over = leave == 0 and self.state.step >= self.job.training.steps
         if self.guard.diverged or (is_over and self.guard.ended_in_streak(self.state.step)):
-            raise Diverged(f"{self.guard.reason()}; {self.checkpoints.way_back()}")
+            raise Diverged(f"{self.guard.reason()}; {self.checkpoints.recovery_advice()}")
 
     def save(self) -> None:
         """Save a checkpoint of the step that was just taken."""

@@ -157,7 +157,7 @@ def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch:
     space = SimpleNamespace(f_bavail=needed // 4, f_frsize=4)
     monkeypatch.setattr(os, "statvfs", lambda path: space)
     monkeypatch.setattr(ShardWriter, "write_data", lambda *args: pytest.fail("it was written"))
-    with pytest.raises(CheckpointError, match=r"0\.0 MiB free, a checkpoint needs .*; none is written"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint needs .* has 0\.0 MiB free; nothing is written"):
         save(run, parts)
     assert_whole(tmp_path, 1)
     monkeypatch.undo()

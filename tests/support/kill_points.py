@@ -95,7 +95,7 @@ RESUME = {
     "cleaned": Point("commit:clean", "after"),
     "probe": Point("resume:_make_probe", "after"),
     "probe written": Point("resume:write_file", "after", shared=True),
-    "probe half removed": Point("os:unlink", "after", 1, PROBE),
+    "probe half removed": Point("shutil:rmtree", "half", 1, PROBE),
     "before the lock is signed": Point("lock:FolderLock.write_owner"),
     "before the commit is recorded": Point("os:replace", "before", 1, "last_commit"),
     "the commit is recorded": Point("os:replace", "after", 1, "last_commit"),

@@ -1,7 +1,7 @@
-"""Checkpoints of one run: when to save, what to resume from, what to keep.
+"""Checkpoints of one run: when to save, which checkpoint to resume from, which ones to keep.
 
-Rank 0 decides and all ranks follow. The contents of a checkpoint are in state.py, its writing in saver.py,
-the commit protocol in commit.py, the choice of the checkpoint to resume from in resume.py and opening.py."""
+Rank 0 decides and all ranks follow. state.py has the contents of a checkpoint, saver.py its writing,
+commit.py the commit protocol, resume.py and opening.py the choice of the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -34,36 +34,34 @@ from titanlite.checkpoint.state import (
     non_finite,
     tensors_of,
 )
-from titanlite.config.component import ConfigError
 from titanlite.errors import Diverged
 from titanlite.log import logger
 from titanlite.optim.base import make_state
 
-EXPORT_POLL_S = 60.0  # far below the timeout of the ranks that wait for the rank that exports
+EXPORT_POLL_S = 60.0  # far below the timeout of the ranks that wait for rank 0, which exports
 
 
 class Exports(Protocol):
     """Makes the exports of a run from its checkpoints. Called on rank 0, on the saving thread."""
 
     def make(self, committed: int | None) -> None:
-        """Export every checkpoint that is due and has no export, and `committed`, the step that was just
-        saved. An export that fails does not raise; check_last() tells."""
+        """Export every checkpoint that is due and has no export, and the one of step `committed`, which was
+        just saved. A failed export raises nothing here."""
 
     def check_last(self) -> None:
         """Raises CheckpointError if the export of the run's last step has failed."""
 
     def give_up(self) -> None:
-        """Stop an export in flight, and begin no other. Called on any thread."""
+        """Stop an export in flight and begin no further one. Called on any thread."""
 
 
 class Checkpointer:
-    """Checkpoints of one run. Making it locks the run folder, chooses and verifies what to resume from, and
-    refuses a folder with the run of another identity (ConfigError). Collective, as are all its methods that
-    save or load.
+    """Checkpoints of one run. The constructor locks the run folder and chooses the checkpoint to resume from;
+    it raises ConfigError if the folder holds a run with another identity. The constructor and all methods
+    that save or load are collective.
 
-    `identity`: nested plain values that a resumed run must share. `job_toml`: stored in every checkpoint.
-    `exports`: makes exports of committed checkpoints; None for a run without exports.
-    """
+    `identity`: the run identity, nested plain values that a resumed run must share. `job_toml`: stored in
+    every checkpoint. `exports`: makes exports of committed checkpoints; None for a run without exports."""
 
     def __init__(
         self,
@@ -75,19 +73,19 @@ class Checkpointer:
     ):
         self.config, self.folder = config, dump_folder / config.folder
         self.identity, self.job_toml = identity, job_toml
-        self._identity_file = dump_folder / "run_identity.json"
+        self._run_folder = dump_folder
         self._record = CommitRecord(dump_folder, config)
         self._opening = Opening(config, dump_folder, identity)
         self.ranks = Ranks(self.folder)
         self._lock: FolderLock | None = None
         self._save_is_late = False  # a periodic save waits for the end of a streak of skipped steps
-        self._faults: list[Fault] = []  # on rank 0: damaged checkpoints that are still under their names
+        self._faults: list[Fault] = []  # on rank 0: damaged checkpoints that are not renamed yet
         self._exports = exports
-        self._exporting: Future[None] | None = None  # on rank 0: the last task with exports
+        self._exporting: Future[None] | None = None  # on rank 0: the newest export task
         self.saver = Saver(config, self.ranks, self._committed)
         try:
-            self.ranks.agree(lambda: self._take_lock(dump_folder))
-            self._from = self._open()
+            self.ranks.agree(self._take_lock)
+            self._candidate = self._open()
         except BaseException:
             self._release()
             raise
@@ -95,35 +93,37 @@ class Checkpointer:
     @property
     def resumed(self) -> dict[str, Any] | None:
         """The train.json that the run resumes from; None for a new run."""
-        return self._from.train if self._from else None
+        return self._candidate.train if self._candidate else None
 
     @property
     def resumed_from(self) -> Path | None:
         """The checkpoint that the run resumes from; None for a new run."""
-        return self._from.path if self._from else None
+        return self._candidate.path if self._candidate else None
 
     def load(self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> None:
-        """Restore all three in place from the chosen checkpoint, or from the checkpoint before it if the
-        chosen one turns out to be damaged. Leaves a new run as it is."""
-        if self._from is None:
+        """Restore `net`, `optimizer` and `state` in place from the chosen checkpoint. If that turns out to be
+        damaged, use the usable checkpoint before it. Changes nothing if the run is new."""
+        candidate = self._candidate
+        if candidate is None:
             self.ranks.agree(self._restart)
             return
         if self.config.initial_load_path:
-            logger.info(f"initial_load_path is not used: the run resumes from {self._from.path}")
+            logger.info(f"initial_load_path is not used: the run resumes from {candidate.path}")
         make_state(optimizer)
         tensors = tensors_of(net, optimizer)
-        while reason := self._load(self._from, tensors):
-            self._from = self.ranks.agree(functools.partial(self._fall_back, self._from, reason))
-        self.ranks.agree(functools.partial(self._start, self._from.step))
-        self.ranks.agree(functools.partial(self._leave_branch, self._from.step))
-        state.restore(self._from.train)
-        logger.info(f"resumed from {self._from.path}")
+        while reason := self._load(candidate, tensors):
+            candidate = self.ranks.agree(functools.partial(self._fall_back, candidate, reason))
+        self._candidate = candidate
+        self.ranks.agree(lambda: self._start(candidate.step))
+        self.ranks.agree(lambda: self._leave_branch(candidate.step))
+        state.restore(candidate.train)
+        logger.info(f"resumed from {candidate.path}")
 
     def due(
         self, step: int, last_step: int, asked: bool = False, in_streak: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Whether to save the step that was just taken. A periodic save waits while steps are skipped
-        (`in_streak`) and is made after the next step that is not skipped."""
+        """Whether to save the step that was just taken. `asked`: whether a signal asked for a save. A
+        periodic save waits while steps are skipped (`in_streak`), until a step is not skipped."""
         if not self.config.enable:
             return False
         if asked or step == last_step:
@@ -132,20 +132,19 @@ class Checkpointer:
         return self._save_is_late and not in_streak()
 
     def warm_up(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare the first save: check the room on the disk and allocate host memory. Call this when the
-        optimizer has its state."""
+        """Prepare the first save: check the free space of the disk and allocate host memory. Call this when
+        the optimizer has its state."""
         if self.config.enable:
             self.saver.warm_up(tensors_of(net, optimizer))
 
     def save(
         self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, extra: dict[str, Any]
     ) -> None:
-        """Save now, after the save in flight has ended. Raises Diverged, here or in wait_for_save(), instead
-        of saving a state that is not finite.
+        """Save now, after the save in flight has ended. If the state is not finite, nothing is saved, and
+        Diverged is raised here or in wait_for_save().
 
-        `extra`: plain values for train.json. `healthy` among them tells whether this checkpoint is one to go
-        back to if training diverges.
-        """
+        `extra`: plain values for train.json. Its entry `healthy` says whether a run that diverges later can
+        go back to this checkpoint."""
         self._save_is_late = False
         tensors = tensors_of(net, optimizer)
         train = {
@@ -159,34 +158,35 @@ class Checkpointer:
             state.step,
             tensors,
             {TRAIN: json.dumps(train, indent=1) + "\n", "job.toml": self.job_toml},
-            {"resumed_from": self._from.step if self._from else None},
+            {"resumed_from": self._candidate.step if self._candidate else None},
         )
         not_finite = non_finite(tensors)
         self.saver.save(snapshot, lambda: self._refusal(snapshot.step, not_finite))
 
     def _refusal(self, step: int, not_finite: list[str]) -> Diverged | None:
-        """Collective: the error for a state of which any rank has tensors that are not finite."""
-        if names := sorted(set().union(*self.ranks.gather(not_finite))):
+        """The error for a state with tensors that are not finite, or None. `not_finite`: the names of such
+        tensors on this rank. Collective."""
+        if names := self.ranks.union(not_finite):
             return Diverged(
                 f"training has diverged: after step {step} {listed(names)} are not finite; this state is not "
-                f"saved; {self._way_back()}"
+                f"saved; {self._recovery_advice()}"
             )
         return None
 
-    def way_back(self) -> str:
-        """What to do after training has diverged: which checkpoint to go back to, and how. Waits for a save
-        in flight, which may be that checkpoint."""
+    def recovery_advice(self) -> str:
+        """Advice to the user after training has diverged: the checkpoint to go back to, and the options that
+        do it. Waits for a save in flight, which may write that checkpoint."""
         self.saver.wait()
-        return self._way_back()
+        return self._recovery_advice()
 
-    def _way_back(self) -> str:
+    def _recovery_advice(self) -> str:
         healthy = newest_healthy(self.folder)
         if healthy is None:
             return (
                 "no checkpoint was saved before; start again in another --job.dump_folder, for example with "
                 "a lower --optimizer.lr"
             )
-        # A start with the same load_step again would resume from what was saved after going back.
+        # With the load_step of this run, the next start would resume from the checkpoints after that step.
         later = [path.name for step, path in commit.committed(self.folder) if step > healthy]
         first = f"move {', '.join(later)} out of {self.folder}, then "
         return (
@@ -196,28 +196,29 @@ class Checkpointer:
         )
 
     def has(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is committed, after waiting for a save in flight."""
+        """Whether the checkpoint of `step` is committed. Waits for a save in flight first."""
         self.wait_for_save()
         return any(step == saved for saved, _ in commit.committed(self.folder))
 
     def wait_until_staged(self) -> None:
-        """Before the weights change: make the device wait until a save in flight has its copy."""
+        """Make the device wait until a save in flight has copied the state. Call this before the weights
+        change."""
         self.saver.wait_until_staged()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that the save in flight has failed; wait_for_save() then, on all ranks."""
+        """Whether this rank knows that the save in flight has failed. Then all ranks have to call
+        wait_for_save(), which handles the failure."""
         return self.saver.failed
 
     def wait_for_save(self) -> None:
-        """Wait for the save in flight, if there is one. Raises CheckpointError for a failed save if
-        checkpoint.on_save_error says so, else logs it."""
+        """Wait for the save in flight, if there is one. Logs a failed save, or raises CheckpointError if
+        checkpoint.on_save_error says so."""
         self.saver.wait_for_save()
 
     def close(self, is_over: bool = True) -> None:
-        """Wait for the last save and free the run folder. If the run `is_over`, also wait for its exports; a
-        run that was stopped gives them up. Raises CheckpointError if the last save or the last export
-        failed."""
+        """Wait for the last save and unlock the run folder. If the run `is_over`, also wait for its exports;
+        otherwise give them up. Raises CheckpointError if the last save or the last export failed."""
         try:
             self.saver.finish()
             if is_over and self._exports is not None:
@@ -226,8 +227,8 @@ class Checkpointer:
             self._release()
 
     def close_after_error(self, error: BaseException | None = None) -> None:
-        """Let a save in flight complete if it still can, and free the run folder. `error`, which has ended
-        the training and is shown in full afterwards, is named in the log while the save is waited for."""
+        """Let a save in flight complete if it still can, and unlock the run folder. `error`: the exception
+        that ended the training, for the log."""
         reason = "training has ended"
         if error is not None:
             reason += f": {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -239,8 +240,8 @@ class Checkpointer:
             self._release()
 
     def _committed(self, step: int) -> None:
-        """On rank 0, on the saving thread: a checkpoint is complete. Old ones are deleted after the exports,
-        which may still have to read them."""
+        """Handle a new checkpoint. Runs on rank 0, on the saving thread. Old checkpoints are deleted after
+        the exports, which may have to read them."""
         self._record.committed(step)
         exports = self._exports
         if exports is None:
@@ -253,55 +254,55 @@ class Checkpointer:
         self._retain()
 
     def _finish_exports(self, exports: Exports) -> None:
-        """Collective: make the exports that are still missing. Rank 0 exports, and the others ask it from
-        time to time, since an export may take longer than the timeout of their process group."""
+        """Make the exports that are still missing, on rank 0. Collective. All ranks ask rank 0 from time to
+        time, because an export may take longer than the timeout of their process group."""
         if self.ranks.rank == 0:
             self._exporting = self.saver.submit(lambda: self._export_and_retain(exports, None))
-        while not self.ranks.agree(self._wait_for_exports):
+        while not self.ranks.agree(lambda: self._exports_are_made(exports)):
             pass
-        self.ranks.agree(lambda: self._check_exports(exports))
 
-    def _check_exports(self, exports: Exports) -> None:
-        """Raise the error of the last task with exports, or of the export of the run's last step."""
-        if self._exporting is not None:
-            self._exporting.result()
+    def _exports_are_made(self, exports: Exports) -> bool:
+        """Wait for the exports for a while, on rank 0. Raises the error of the export task, or of the export
+        of the run's last step."""
+        assert self._exporting is not None
+        if wait([self._exporting], EXPORT_POLL_S).not_done:
+            return False
+        self._exporting.result()
         exports.check_last()
-
-    def _wait_for_exports(self) -> bool:
-        """Whether no export is in flight, after waiting for a while."""
-        return self._exporting is None or not wait([self._exporting], EXPORT_POLL_S).not_done
+        return True
 
     def _retain(self) -> None:
-        config, keep = self.config, {self._from.step} if self._from else set()
-        keep |= {healthy} if (healthy := newest_healthy(self.folder)) is not None else set()
+        config, resumed_from = self.config, self._candidate.step if self._candidate else None
+        keep = {step for step in (resumed_from, newest_healthy(self.folder)) if step is not None}
         try:
             commit.retain(self.folder, config.keep_latest_k, config.keep_every_n_steps, keep)
-        except OSError as e:  # the new checkpoint is there all the same
+        except OSError as e:  # not an error of the save: the new checkpoint exists
             logger.error(f"old checkpoints could not be deleted: {e}")
 
     def _open(self) -> Candidate | None:
+        """Choose the checkpoint to resume from, and prepare the folder. Collective."""
         candidate = self.ranks.agree(lambda: self._opening.candidate(self._faults))
         if candidate is not None:
             resume.check_shared(candidate, self.ranks)
         if self.config.enable:
-            self.ranks.agree(
-                lambda: commit.clean(self.folder)
-            )  # first, since files left by a kill may fill the disk
-            resume.probe(self.folder, self.ranks)
+            # Clean first, because files left by a killed process may fill the disk.
+            self.ranks.agree(lambda: commit.clean(self.folder))
+            resume.check_storage(self.folder, self.ranks)
         self.ranks.agree(self._write_owner)
         if candidate is None:
             self.ranks.agree(lambda: self._start(None))
         return candidate
 
     def _load(self, candidate: Candidate, tensors: Tensors) -> str | None:
-        """Load the checkpoint and verify it at the same time. Returns what is wrong with it, or None."""
+        """Load the checkpoint and verify it at the same time. Returns the reason why it cannot be used, or
+        None. Collective."""
         full = self.config.verify == "full"
         logger.info(f"loading {'and verifying ' if full else ''}{candidate.path}")
         verification = resume.Verification(candidate, self.ranks) if full else None
         error = None
         try:
             load_tensors(candidate.path, tensors, self.ranks)
-        except CheckpointError as e:  # it is damaged, or of another model: the hashes decide
+        except CheckpointError as e:  # the hashes tell whether it is damaged or does not fit this job
             error = e
             verification = verification or resume.Verification(candidate, self.ranks)
         reason = verification.result() if verification else None
@@ -309,7 +310,7 @@ class Checkpointer:
             if isinstance(error, MisfitError):
                 check_optimizer(candidate.path, self.job_toml)
             raise error
-        if reason is None and (names := sorted(set().union(*self.ranks.gather(non_finite(tensors))))):
+        if reason is None and (names := self.ranks.union(non_finite(tensors))):
             reason = f"{listed(names)} are not finite"
         return reason
 
@@ -317,29 +318,26 @@ class Checkpointer:
         """The usable checkpoint before a damaged one. Called on rank 0. Raises CheckpointError if none is
         left."""
         self._faults.append((damaged.path, reason))
-        found = self._opening.candidate(self._faults)
-        assert found is not None, "candidate() raises if there is none left"
-        return found
+        candidate = self._opening.candidate(self._faults)
+        assert candidate is not None, "candidate() raises if there is none left"
+        return candidate
 
-    def _take_lock(self, dump_folder: Path) -> None:
-        try:
-            self._lock = FolderLock(dump_folder)
-        except OSError as e:
-            raise ConfigError(f"{dump_folder} cannot be written to: {e}", "job.dump_folder") from None
+    def _take_lock(self) -> None:
+        self._lock = FolderLock(self._run_folder)
 
     def _write_owner(self) -> None:
         assert self._lock is not None
         self._lock.write_owner()
 
     def _start(self, step: int | None) -> None:
-        """Called on rank 0 when a checkpoint is loaded and verified, or the run is new. Damaged checkpoints
-        are renamed only now, so that a folder without a usable checkpoint stays as it is."""
+        """Rename damaged checkpoints and record the start. Called on rank 0 when a checkpoint was loaded and
+        verified, or the run is new; until then a folder without a usable checkpoint stays as it is."""
         resume.quarantine_all(self._faults)
-        if not self._record.restarts():  # otherwise _restart() records it when the old run is archived
+        if not self._record.restarts():  # otherwise _restart() records the start
             self._record.start(step)
 
     def _leave_branch(self, step: int) -> None:
-        """Archive what was saved after load_step, if the run has gone back to it."""
+        """Archive the checkpoints and exports after load_step, if the run goes back to that step."""
         if step == self.config.load_step:
             self._archive(after=step)
 
@@ -352,18 +350,19 @@ class Checkpointer:
             logger.info("checkpoint.restart = true: a new run begins at step 1")
 
     def _archive(self, after: int) -> None:
-        for folder in (self._identity_file.parent / EXPORTS, self.folder):
+        for folder in (self._run_folder / EXPORTS, self.folder):
             for path in commit.archive_after(folder, after):
                 logger.warning(f"archived as {path}: it was saved after step {after}")
 
     def _branch(self) -> int | None:
-        """The step that the run has gone back to by load_step, or None."""
+        """The step that the run goes back to with load_step, or None."""
         return self.config.load_step if self.config.load_step != -1 else None
 
     def _release(self) -> None:
         self.saver.close()
         if self._exports is not None:
             self._exports.give_up()
-            self._wait_for_exports()
+        if self._exporting is not None:
+            wait([self._exporting], EXPORT_POLL_S)
         if self._lock is not None:
             self._lock.close()

@@ -1,14 +1,15 @@
 """The commit protocol: the directory `step-N/` exists only if the checkpoint is complete.
 
 A checkpoint is written into `.partial-step-N-<random>/` and every file is synced. manifest.json is written
-last: it names each file with its size and SHA-256, and carries a SHA-256 of itself. Then the directory is
-synced, renamed, and its parent is synced. Nothing is written into a committed directory. Deletion renames the
-directory first, so the name `step-N` never stands for half a checkpoint."""
+last: it has the name, size and SHA-256 of each file, and a SHA-256 of itself. Then the directory is synced
+and renamed, and its parent is synced. Nothing is written into a committed directory. Deletion renames the
+directory first, so `step-N` is never half a checkpoint."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -34,33 +35,34 @@ class CheckpointError(RuntimeError):
 MANIFEST = "manifest.json"
 SHARD = ".distcp"
 FORMAT = 4
-SLACK = 1.05  # free space needed, as a multiple of the tensors' bytes: the rest is for metadata and metrics
+SLACK = 1.05  # free space needed per byte of tensors; metadata and metrics need some space, too
 
 
 def partial_path(folder: Path, step: int) -> Path:
-    """A new directory name to write step N into. It is random, because a process of an earlier start that is
-    still alive on another node must not write into the same directory."""
+    """A new name for the directory that step N is written into. It is random, because a process of an earlier
+    start may still be alive on another node and must not write into the same directory."""
     return folder / f".partial-step-{step}-{uuid.uuid4().hex[:8]}"
 
 
 def committed(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of the committed checkpoints, oldest first."""
-    matches = [
-        (m, p) for p in folder.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name)) and p.is_dir()
-    ]
-    return sorted((int(m[1]), p) for m, p in matches)
+    folders = [path for path in folder.glob("step-*") if path.is_dir()]
+    return sorted((int(m[1]), path) for path in folders if (m := re.fullmatch(r"step-(\d+)", path.name)))
 
 
-def check_space(folder: Path, needed: int, what: str = "a checkpoint") -> None:
-    """Raises CheckpointError unless the disk has room for `what`, whose tensors have `needed` bytes."""
+def check_space(folder: Path, needed_bytes: int, name: str = "a checkpoint") -> None:
+    """Raises CheckpointError unless the disk has room for a directory whose tensors have `needed_bytes`.
+    `name`: what the error calls the directory."""
     disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
-    if free < needed * SLACK:
-        raise CheckpointError(f"{folder} has {gib(free)} free, {what} needs {gib(needed)}; none is written")
+    free_bytes = disk.f_bavail * disk.f_frsize
+    if free_bytes < needed_bytes * SLACK:
+        raise CheckpointError(
+            f"{name} needs {gib(needed_bytes)}, and {folder} has {gib(free_bytes)} free; nothing is written"
+        )
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make the empty directory that step N is written into. Raises CheckpointError if `step-N` exists."""
+    """Create the directory that step N is written into. Raises CheckpointError if `step-N` exists."""
     if (folder / f"step-{step}").exists():
         raise CheckpointError(f"{folder / f'step-{step}'} exists already")
     partial = partial_path(folder, step)
@@ -69,26 +71,27 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def partial_size(folder: Path) -> int:
-    """Bytes in the files of checkpoints that are being written."""
+    """Bytes written so far for checkpoints that are not committed yet."""
     with suppress(OSError):  # the checkpoint was just committed, or the file system does not answer
         return sum(file.stat().st_size for file in folder.glob(".partial-*/*"))
     return 0
 
 
-def discard(partial: Path) -> None:
-    """Delete a directory that will not be committed."""
-    shutil.rmtree(partial, ignore_errors=True)
+def discard(folder: Path) -> None:
+    """Delete as much of a directory as possible."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit(
     partial: Path, step: int, texts: Mapping[str, str], files: dict[str, FileDigest], about: dict[str, Any]
 ) -> Path:
-    """Make the directory `partial` the checkpoint of `step`, and return its path.
+    """Commit the directory `partial` as the checkpoint of `step`, and return its new path.
 
-    Called on one rank, after all ranks have written and synced their `files`. `texts`: small files by name,
-    which are written here. `about`: plain values for the manifest. Raises CheckpointError if a file is
-    missing or too short."""
-    for name, digest in files.items():  # a file of another node may be incomplete, or on a disk of that node
+    Called on one rank, after all ranks have written and synced their `files`. `texts`: content of small files
+    by name, which are written here. `about`: plain values for the manifest. Raises OSError if a file is
+    missing, CheckpointError if it does not have its size."""
+    # Another node's file may be incomplete here, or on a disk that this node does not see.
+    for name, digest in files.items():
         size = (partial / name).stat().st_size
         if size != digest.size:
             raise CheckpointError(f"{partial / name} has {size} bytes, {digest.size} were written")
@@ -105,14 +108,13 @@ def commit(
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`. Raises ValueError if it is damaged, CheckpointError if it has
-    the format of another version of titanlite, which is no damage."""
+    """The manifest of the checkpoint at `path`. Raises ValueError if it is damaged, CheckpointError if
+    another version of titanlite wrote it."""
     manifest = load_object(path / MANIFEST)
     if "format" not in manifest:
         raise ValueError("it has no format number")
-    if manifest.pop("sha256", None) != _own_sha256(
-        manifest
-    ):  # before the format, which a bit flip may have changed
+    # This comes before the check of the format, which a bit flip may have changed.
+    if manifest.pop("sha256", None) != _own_sha256(manifest):
         raise ValueError("its own SHA-256 differs")
     if manifest["format"] != FORMAT:
         raise CheckpointError(
@@ -133,11 +135,11 @@ def digests(manifest: dict[str, Any]) -> dict[str, FileDigest]:
 
 
 def fault(path: Path, step: int | None = None, sizes: bool = True) -> str | None:
-    """Why the committed checkpoint at `path` cannot be trusted, or None.
+    """The reason why the committed checkpoint at `path` cannot be trusted, or None.
 
-    Checks the manifest, its step against `step`, and with `sizes` the presence and size of each file;
-    contents are checked by digest.first_fault. Raises CheckpointError for another checkpoint format and
-    OSError for a disk that does not answer."""
+    Checks the manifest, its step against `step`, and, with `sizes`, the presence and size of each file;
+    digest.first_fault checks contents. Raises CheckpointError for another checkpoint format, OSError for a
+    disk that does not answer."""
     try:
         manifest = read_manifest(path)
         if step not in (None, manifest["step"]):
@@ -165,58 +167,63 @@ def fault(path: Path, step: int | None = None, sizes: bool = True) -> str | None
 def quarantine(path: Path) -> Path:
     """Rename an unusable checkpoint or file to `quarantined-<name>-<n>`, so that its step can be saved again.
     Returns the new path."""
-    target = next(
-        p for i in range(1 << 20) if not (p := path.with_name(f"quarantined-{path.name}-{i}")).exists()
-    )
-    os.rename(path, target)
-    if is_kept(path):
-        os.rename(keep_file(path), keep_file(target))
+    target = _first_unused(path.with_name(f"quarantined-{path.name}-"))
+    _move(path, target)
     sync(path.parent)
     return target
 
 
 def list_quarantined(folder: Path) -> list[Path]:
-    """Checkpoints in `folder` that earlier starts have quarantined."""
+    """The quarantined checkpoints in `folder`."""
     return sorted(folder.glob("quarantined-*"))
 
 
 def archive_after(folder: Path, after: int) -> list[Path]:
-    """Move the checkpoints after step `after` into `archived-<n>/`, and with `after` = 0 also the quarantined
-    ones. Returns their new paths.
+    """Move the checkpoints after step `after` into `archived-<n>/`, and, if `after` is 0, also the
+    quarantined checkpoints. Returns their new paths.
 
-    The newest is moved first, so that a kill between two moves leaves no checkpoint behind a gap.
-    """
-    later = [path for step, path in committed(folder) if step > after]
-    if after == 0:
-        later = list_quarantined(folder) + later
-    if later:
-        branch = next(p for i in range(1 << 20) if not (p := folder / f"archived-{i}").exists())
-        branch.mkdir()
-        for path in reversed(later):
-            os.rename(path, branch / path.name)
-            if is_kept(path):
-                os.rename(keep_file(path), branch / keep_file(path).name)
-        sync(branch)
-        sync(folder)
-        return [branch / path.name for path in later]
-    return []
+    The newest is moved first: if the process is killed between two moves, the remaining steps have no gap."""
+    later = list_quarantined(folder) if after == 0 else []
+    later += [path for step, path in committed(folder) if step > after]
+    if not later:
+        return []
+    archive = _first_unused(folder / "archived-")
+    archive.mkdir()
+    for path in reversed(later):
+        _move(path, archive / path.name)
+    sync(archive)
+    sync(folder)
+    return [archive / path.name for path in later]
 
 
 def is_kept(path: Path) -> bool:
-    """Whether the user keeps this checkpoint by an empty file `step-N.keep` beside it."""
-    return keep_file(path).exists()
+    """Whether the user keeps this checkpoint with an empty file `step-N.keep` beside it."""
+    return _keep_file(path).exists()
 
 
-def keep_file(path: Path) -> Path:
-    """The file that keeps the checkpoint at `path` from being deleted."""
+def _keep_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.keep")
 
 
-def retain(folder: Path, keep_latest: int, every: int = 0, keep: Collection[int] = ()) -> None:
-    """Delete old committed checkpoints. Called only after a commit.
+def _first_unused(prefix: Path) -> Path:
+    """The first of `<prefix>0`, `<prefix>1`, ... that does not exist."""
+    paths = (prefix.with_name(f"{prefix.name}{i}") for i in itertools.count())
+    return next(path for path in paths if not path.exists())
 
-    Kept are the newest `keep_latest` (0: all), those at multiples of `every` steps (0: none), those of the
-    steps in `keep`, and those with a keep file. Raises the first OSError after all deletions were tried."""
+
+def _move(path: Path, target: Path) -> None:
+    """Rename a checkpoint and its keep file."""
+    os.rename(path, target)
+    if is_kept(path):
+        os.rename(_keep_file(path), _keep_file(target))
+
+
+def retain(folder: Path, keep_latest: int, every: int = 0, keep: Collection[int] = ()) -> None:
+    """Delete old committed checkpoints. Called after each commit.
+
+    Keeps the newest `keep_latest` checkpoints (0: all), the steps that are multiples of `every` (0: none),
+    the steps in `keep`, and checkpoints with a keep file. Tries all deletions, then raises the first OSError.
+    """
     errors, trash = [], []
     for step, path in committed(folder)[:-keep_latest] if keep_latest else []:
         if step in keep or (every and step % every == 0) or is_kept(path):
@@ -227,9 +234,9 @@ def retain(folder: Path, keep_latest: int, every: int = 0, keep: Collection[int]
         except OSError as e:
             errors.append(e)
     if trash:
-        sync(folder)  # else after a power loss `step-N` could be half deleted
+        sync(folder)  # before any deletion; otherwise a power loss could leave half of `step-N`
     for path in trash:
-        shutil.rmtree(path, ignore_errors=True)  # the next start of the run tries again
+        discard(path)  # if it fails, the next start of the run tries again
     if errors:
         raise errors[0]
 
@@ -237,8 +244,9 @@ def retain(folder: Path, keep_latest: int, every: int = 0, keep: Collection[int]
 def clean(folder: Path, names: str = "*") -> None:
     """Delete half-written and half-deleted directories whose names match the pattern `names`. Called only
     while no other process uses the folder."""
-    for path in [p for kind in ("partial", "trash", "probe") for p in folder.glob(f".{kind}-{names}")]:
-        shutil.rmtree(path, ignore_errors=True)
+    for kind in ("partial", "trash", "probe"):
+        for path in folder.glob(f".{kind}-{names}"):
+            discard(path)
 
 
 def _own_sha256(manifest: dict[str, Any]) -> str:

@@ -1,8 +1,7 @@
 """`last_commit.json` in the run folder records the newest checkpoint that the run has committed.
 
-It lies outside the checkpoint folder. If the checkpoint folder is missing, because a disk is not mounted or
-`checkpoint.folder` was changed, the run would otherwise look as if it had saved nothing, and start again at
-step 1."""
+It lies outside the checkpoint folder. The checkpoint folder may be missing because its disk is not mounted or
+`checkpoint.folder` was changed; without this record, such a run would start again at step 1."""
 
 from __future__ import annotations
 
@@ -15,17 +14,18 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.config.component import ConfigError
-from titanlite.files import read_regular, sync, write_atomically
+from titanlite.config.json_file import expect, load_object
+from titanlite.files import sync, write_atomically
 from titanlite.log import logger
 
 NAME = "last_commit.json"
-METRICS = "metrics.jsonl"  # every run that has taken a step writes it
+METRICS = "metrics.jsonl"  # written by every run that has taken a step
 
 
 class LastCommit(NamedTuple):
-    """Content of the file. `step`: of the newest checkpoint, None before the first commit. `folder`: the
-    checkpoint.folder that it is in. `restarted`: whether checkpoint.restart was set at the last start, and
-    has been carried out."""
+    """Content of last_commit.json. `step`: step of the newest checkpoint, None before the first commit.
+    `folder`: checkpoint.folder at that time. `restarted`: whether checkpoint.restart was set at the last
+    start and has been carried out."""
 
     step: int | None = None
     folder: str = ""
@@ -33,25 +33,24 @@ class LastCommit(NamedTuple):
 
 
 class CommitRecord:
-    """Reads and writes last_commit.json of one run folder, on the rank that holds the folder's lock."""
+    """Reads and writes last_commit.json of one run folder, on rank 0, which holds the folder's lock."""
 
     def __init__(self, run_folder: Path, config: Checkpoint):
         self._run_folder, self._config = run_folder, config
         self._file = run_folder / NAME
 
     def read(self) -> LastCommit | None:
-        """The content of the file, or None without a file. Raises CheckpointError if it is damaged, OSError
-        if it cannot be read now."""
+        """The content of the file, or None if there is no file. Raises CheckpointError if it is damaged,
+        OSError if it cannot be read at this time."""
         if not os.path.lexists(self._file):
             return None
         try:
-            last = LastCommit(**json.loads(read_regular(self._file)))
-            if type(last.step) not in (int, type(None)) or type(last.folder) is not str:
-                raise ValueError(f"step {last.step!r} in folder {last.folder!r}")
-            if type(last.restarted) is not bool:
-                raise ValueError(f"restarted is {last.restarted!r}")
-            return last
-        except (ValueError, TypeError, RecursionError) as e:
+            values = load_object(self._file)
+            expect(values, folder=str, restarted=bool)
+            if values.get("step") is not None:
+                expect(values, step=int)
+            return LastCommit(**values)
+        except (ValueError, TypeError) as e:
             raise CheckpointError(
                 f"{self._file} cannot be read ({e}): if this run has saved no checkpoint, delete that file; "
                 "otherwise put the checkpoints back"
@@ -66,8 +65,8 @@ class CommitRecord:
             raise ConfigError(f"{self._file} cannot be written: {e}", "job.dump_folder") from None
 
     def committed(self, step: int) -> None:
-        """Record that the checkpoint of `step` is committed. A full disk is only a warning: the checkpoint
-        exists, and the next commit or start writes the file."""
+        """Record that the checkpoint of `step` is committed. An error of the disk is only a warning, because
+        the checkpoint exists and the next commit or start writes the file."""
         try:
             self._write(step)
         except OSError as e:
@@ -79,9 +78,9 @@ class CommitRecord:
         sync(self._run_folder)
 
     def restarts(self) -> bool:
-        """Whether this start carries out checkpoint.restart, which happens once: a later start with the same
-        arguments resumes from what was saved since. If the file is damaged it is carried out, which archives
-        and deletes nothing."""
+        """Whether this start carries out checkpoint.restart. That happens once: a later start with the same
+        arguments resumes from the checkpoints saved since. It also happens if the file is damaged: a restart
+        archives the earlier run and deletes nothing."""
         if not self._config.restart:
             return False
         try:
@@ -91,33 +90,34 @@ class CommitRecord:
         return last is None or not last.restarted
 
     def quarantine_if_damaged(self) -> None:
-        """Before a new run replaces the file: rename it if it is damaged."""
+        """Rename the file if it is damaged. Called before a new run replaces the file."""
         try:
             self.read()
         except CheckpointError:
             logger.warning(f"{self._file} is damaged; renamed to {commit.quarantine(self._file).name}")
 
     def check_nothing_was_saved(self) -> None:
-        """Raises CheckpointError if the run has committed a checkpoint although there is none to resume
-        from."""
-        last, here = self.read(), self._run_folder
+        """Raises CheckpointError if the run may have committed checkpoints. Called when there is no
+        checkpoint to resume from."""
+        last, run_folder = self.read(), self._run_folder
         restart = "start at step 1 with --checkpoint.restart=true, " if self._config.enable else ""
         ways = f"{restart}or choose another --job.dump_folder"
         if last is None:
-            metrics = here / METRICS
+            metrics = run_folder / METRICS
             if metrics.is_file() and metrics.stat().st_size:
                 raise CheckpointError(
-                    f"{here} has the metrics of a run but no checkpoint in {self._config.folder!r}, and no "
-                    f"{NAME} that tells whether it had one: put its checkpoints back, {ways}"
+                    f"{run_folder} has the metrics of a run, but no checkpoint in {self._config.folder!r}, "
+                    f"and no {NAME} that tells whether the run had saved one: put its checkpoints back, "
+                    f"{ways}"
                 )
             return
         if last.step is None:
             return
-        saved = here / last.folder / f"step-{last.step}"
+        saved = run_folder / last.folder / f"step-{last.step}"
         if saved.exists():
             raise CheckpointError(
-                f"this run's newest checkpoint is {saved}, and {here / self._config.folder} has none: set "
-                f"--checkpoint.folder={last.folder} to resume from it, {ways}"
+                f"this run's newest checkpoint is {saved}, and {run_folder / self._config.folder} has none: "
+                f"set --checkpoint.folder={last.folder} to resume from it, {ways}"
             )
         if last.restarted and self._config.restart:
             ways = f"choose another --job.dump_folder, or delete {self._file} to restart once more"

@@ -1,7 +1,7 @@
-"""A lock on the run folder, held from the start of a run to its end, so that one run uses the folder.
+"""The lock on a run folder, held from the start of a run to its end, so that only one run uses the folder.
 
-A POSIX record lock on the file LOCK: it ends with the process however the process ends, child processes do
-not inherit it, and it works on NFS."""
+It is a POSIX record lock on the file LOCK: the system releases it however the process ends, child processes
+do not inherit it, and it works on NFS."""
 
 from __future__ import annotations
 
@@ -18,38 +18,35 @@ from titanlite.config.component import ConfigError
 from titanlite.files import FileFault, make_folder, open_own
 from titanlite.log import logger
 
-WAIT_S = 120.0  # seconds; a restart may come before the last process of the earlier start is gone
+WAIT_S = 120.0  # a restart may begin before the last process of the earlier start has ended
 
 
 class FolderLock:
-    """The lock on `folder`. Making it raises ConfigError if another process holds the lock for longer than
-    WAIT_S."""
+    """The lock on `folder`, which is made if it is missing. The constructor raises ConfigError if another
+    process holds the lock for longer than WAIT_S, or if `folder` cannot be written to."""
 
     def __init__(self, folder: Path):
-        make_folder(folder)
         self._path = folder / "LOCK"
         try:
-            self._file: IO[str] | None = open_own(self._path)
+            make_folder(folder)
+            self._file: IO[str] = open_own(self._path)
         except FileFault as e:
             raise ConfigError(f"{self._path}: {e}; delete it", "job.dump_folder") from None
-        until, told = time.monotonic() + WAIT_S, False
+        except OSError as e:
+            raise ConfigError(f"{folder} cannot be written to: {e}", "job.dump_folder") from None
+        deadline, has_warned = time.monotonic() + WAIT_S, False
         while not self._try():
-            if time.monotonic() >= until:
-                holder = self._holder()
+            in_use = f"{folder} is in use by {self._holder()}"
+            if time.monotonic() >= deadline:
                 self.close()
-                raise ConfigError(
-                    f"{folder} is in use by {holder}; stop it, or choose another --job.dump_folder"
-                )
-            if not told:
-                logger.warning(
-                    f"{folder} is in use by {self._holder()}; waiting {WAIT_S:.0f} s at most for it to end"
-                )
-                told = True
+                raise ConfigError(f"{in_use}; stop it, or choose another --job.dump_folder")
+            if not has_warned:
+                logger.warning(f"{in_use}; waiting up to {WAIT_S:.0f} s for it to end")
+                has_warned = True
             time.sleep(0.2)
 
     def write_owner(self) -> None:
         """Write into the file which process holds the lock. Raises ConfigError if the disk is full."""
-        assert self._file is not None
         try:
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -59,13 +56,11 @@ class FolderLock:
 
     def close(self) -> None:
         """Release the lock."""
-        if self._file is not None:
-            with suppress(OSError):  # a full disk; the file is closed all the same
-                self._file.close()
-            self._file = None
+        with suppress(OSError):  # a full disk; the file is closed all the same
+            self._file.close()
 
     def _try(self) -> bool:
-        assert self._file is not None
+        """Whether this process has the lock now, or the file system has no locks."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -77,6 +72,5 @@ class FolderLock:
         return True
 
     def _holder(self) -> str:
-        assert self._file is not None
         self._file.seek(0)
         return self._file.read().strip() or "another process"

@@ -1,8 +1,8 @@
-"""Ranks: decisions that all ranks of a run take together, over a gloo group that training does not use."""
+"""Decisions that all ranks of a run take together, over a gloo group that training does not use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,22 +13,23 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.config.component import ConfigError
 from titanlite.files import REFUSALS
 
-TIMEOUT = timedelta(hours=1)  # a slow disk is not a hang
+TIMEOUT = timedelta(hours=1)  # long, because a slow disk is not a hang
 T = TypeVar("T")
 
 
 class Ranks:
-    """This rank among the ranks that share the checkpoints in `folder`. Making it is collective."""
+    """This rank among the ranks that share the checkpoints in `folder`. Its construction and its methods are
+    collective. With `alone`, this process uses the folder without the other ranks of its job."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, alone: bool = False):
         self.folder = folder
-        self.distributed = dist.is_initialized()
+        self.distributed = dist.is_initialized() and not alone
         self.rank = dist.get_rank() if self.distributed else 0
         self.size = dist.get_world_size() if self.distributed else 1
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self.distributed else None
 
     def agree(self, act: Callable[[], T]) -> T:
-        """Call `act()` on rank 0, and return its result or raise its error on every rank."""
+        """Call `act()` on rank 0, and return its result, or raise its error, on all ranks."""
         box: list[Any] = [None]
         if self.rank == 0:
             try:
@@ -46,9 +47,13 @@ class Ranks:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order, on every rank."""
+        """The values of all ranks, in the order of the ranks, on every rank."""
         values: list[Any] = [value]
         if self.distributed:
             values = [None] * self.size
             dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def union(self, names: Collection[str]) -> list[str]:
+        """The names that any rank has, sorted, on every rank."""
+        return sorted(set().union(*self.gather(list(names))))

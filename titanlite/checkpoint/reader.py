@@ -1,7 +1,7 @@
-"""Loading tensors from a checkpoint: strictly, in parallel, and without executing anything it holds.
+"""Loading tensors from a checkpoint: strictly, in parallel, and without executing any of its contents.
 
-DCP's `.metadata` is a pickle; it is read by an unpickler that knows the dozen names DCP writes and refuses
-all others. The shards are read by torch.load with weights_only.
+DCP's `.metadata` is a pickle; it is read by an unpickler that allows the dozen names that DCP writes and
+refuses every other name. The shards are read by torch.load with weights_only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.state import Tensors
+from titanlite.checkpoint.state import Tensors, flattened
 from titanlite.files import FileFault, check_regular, read_regular
 
 THREADS = 4  # each holds one tensor in host memory while it is copied to the device
@@ -42,7 +42,7 @@ ALLOWED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    ("pathlib", "PosixPath"),  # DCP's own writer notes where it wrote
+    ("pathlib", "PosixPath"),  # DCP's own writer stores the path that it wrote to
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
 }  # fmt: skip
 
@@ -55,30 +55,31 @@ class _Unpickler(pickle.Unpickler):
             return PurePosixPath
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint contains")
-        found = super().find_class(module, name)
-        return (lambda *args: found(*args)) if inspect.isfunction(found) else found
+        value = super().find_class(module, name)
+        return (lambda *args: value(*args)) if inspect.isfunction(value) else value
 
 
 def _member(cls: Any, name: Any) -> Any:
-    """A replacement for getattr that reads members of enums only: Python 3.11.0 to 3.11.3 pickle them so."""
+    """A replacement for getattr that reads only members of enums, which Python 3.11.0 to 3.11.3 pickle as
+    calls of getattr."""
     if not (isinstance(cls, type) and issubclass(cls, Enum) and name in cls.__members__):
         raise pickle.UnpicklingError(f"it asks for {name!r} of {cls!r}, which no checkpoint contains")
     return cls[name]
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read DCP's `.metadata` of the checkpoint at `path`, without executing code from it. Raises
-    CheckpointError for a file that DCP has not written, or that points to files outside the checkpoint."""
+    """Read DCP's `.metadata` of the checkpoint at `path`, without executing code from the file. Raises
+    CheckpointError for a file that DCP has not written, or that names files outside the checkpoint."""
     file = path / ".metadata"
     try:
         data = read_regular(file)
-    except FileFault as e:
+    except (FileFault, FileNotFoundError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}") from None
     before = {cls: dict(vars(cls)) for cls in _classes()}
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
-        named = metadata.storage_data.values() if isinstance(metadata, Metadata) else ()
-        files = {info.relative_path for info in named}
+        storage = metadata.storage_data.values() if isinstance(metadata, Metadata) else ()
+        files = {info.relative_path for info in storage}
     except Exception as e:  # a damaged pickle may raise almost any error
         raise CheckpointError(f"{file} cannot be read: {type(e).__name__}: {e}") from None
     finally:
@@ -93,15 +94,15 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _classes() -> list[type]:
-    found = [getattr(sys.modules[module], name) for module, name in ALLOWED if module in sys.modules]
-    return [value for value in found if isinstance(value, type)]
+    values = [getattr(sys.modules[module], name) for module, name in ALLOWED if module in sys.modules]
+    return [value for value in values if isinstance(value, type)]
 
 
 def _restore(cls: type, attributes: dict[str, Any]) -> bool:
-    """Undo changes to a class by a pickle, whose BUILD instruction can set attributes. Returns whether there
-    were any."""
+    """Undo the changes that a pickle made to a class; its BUILD instruction can set attributes. Returns
+    whether there were changes."""
     now = dict(vars(cls))
-    changed = {n for n in now.keys() | attributes.keys() if now.get(n) is not attributes.get(n)}
+    changed = {name for name in now.keys() | attributes.keys() if now.get(name) is not attributes.get(name)}
     for name in changed:
         if name in attributes:
             setattr(cls, name, attributes[name])
@@ -111,14 +112,14 @@ def _restore(cls: type, attributes: dict[str, Any]) -> bool:
 
 
 class SafeReader(FileSystemReader):
-    """DCP's file reader with metadata that was read safely. Reads several files at a time."""
+    """DCP's file reader, with metadata from read_metadata(). Reads several files in parallel."""
 
     def __init__(self, path: Path, metadata: Metadata):
         super().__init__(path)
         self._metadata = metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read several files in parallel; DCP reads one after another, at 1.5 GB/s."""
+        """Read several files in parallel; DCP itself reads one after another, at 1.5 GB/s."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -132,27 +133,28 @@ class SafeReader(FileSystemReader):
         return done
 
     def read_metadata(self) -> Metadata:
-        """The metadata that was read before. It takes no keywords, or DCP would read metadata of each
-        rank."""
+        """The metadata given to the constructor. Takes no keywords, because DCP would use one to ask for each
+        rank's own metadata."""
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
 
 
 class MisfitError(CheckpointError):
-    """A checkpoint has other tensors than this job."""
+    """The tensors of a checkpoint are not those of this job."""
 
 
 def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> None:
-    """Load `{"model": {name: tensor}, ...}` in place from the checkpoint at `path`. Collective over `ranks`.
-    Raises MisfitError if a tensor is missing, unexpected, or of another shape or dtype, CheckpointError if
-    the checkpoint cannot be read."""
+    """Load `{"model": {name: tensor}, ...}` in place from the checkpoint at `path`. Collective over `ranks`;
+    None loads whole tensors in this process. Raises MisfitError if a tensor is missing, unexpected, or has
+    another shape or dtype, CheckpointError if the checkpoint cannot be read."""
+    ranks = ranks or Ranks(path, alone=True)
     try:
-        saved = ranks.agree(lambda: read_metadata(path)) if ranks else read_metadata(path)
+        saved = ranks.agree(lambda: read_metadata(path))
         if differences := misfits(tensors, saved, ranks):
             more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
             raise MisfitError(f"{path} does not fit this job: {'; '.join(differences[:3])}{more}")
-        group, alone = (ranks.group, not ranks.distributed) if ranks else (None, True)
-        load(tensors, storage_reader=SafeReader(path, saved), process_group=group, no_dist=alone)
+        reader = SafeReader(path, saved)
+        load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=not ranks.distributed)
     except CheckpointException as e:  # a BaseException that contains other errors
         for error, _ in e.failures.values():
             if not isinstance(error, Exception):
@@ -162,18 +164,18 @@ def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> No
         raise CheckpointError(f"{path} cannot be read: {e}") from None
 
 
-def misfits(wanted: Tensors, saved: Metadata, ranks: Ranks | None = None) -> list[str]:
-    """The differences between the checkpoint's tensors and those that all ranks want, each as a phrase; the
-    same on all ranks. In a pipeline each rank wants other tensors. DCP itself ignores unexpected tensors and
-    casts dtypes silently."""
-    flat = {f"{part}.{name}": t for part, tensors in wanted.items() for name, t in tensors.items()}
-    names = set().union(*ranks.gather(set(flat))) if ranks else set(flat)
+def misfits(tensors: Tensors, saved: Metadata, ranks: Ranks) -> list[str]:
+    """The differences between the checkpoint's tensors and the tensors of all ranks, each as a phrase; the
+    same list on all ranks. Pipeline ranks have different tensors. The check is needed because DCP ignores
+    unexpected tensors and casts dtypes silently."""
+    ours = flattened(tensors)
+    names = ranks.union(ours)
     try:
-        kept = {k: v for k, v in saved.state_dict_metadata.items() if k.partition(".")[0] in wanted}
-        differences = [f"{k} is missing" for k in flat if k not in kept]
-        differences += [f"{k} is unexpected" for k in kept if k not in names]
-        for name in flat.keys() & kept.keys():
-            entry, tensor = kept[name], flat[name]
+        theirs = {k: v for k, v in saved.state_dict_metadata.items() if k.partition(".")[0] in tensors}
+        differences = [f"{name} is missing" for name in ours if name not in theirs]
+        differences += [f"{name} is unexpected" for name in theirs.keys() - set(names)]
+        for name in ours.keys() & theirs.keys():
+            entry, tensor = theirs[name], ours[name]
             if not isinstance(entry, TensorStorageMetadata):
                 differences.append(f"{name} is not a tensor")
             elif tuple(entry.size) != tuple(tensor.shape):
@@ -182,12 +184,12 @@ def misfits(wanted: Tensors, saved: Metadata, ranks: Ranks | None = None) -> lis
                 )
             elif entry.properties.dtype != tensor.dtype:
                 differences.append(f"{name} is {entry.properties.dtype}, the model's is {tensor.dtype}")
-    except (AttributeError, TypeError, KeyError) as e:  # it can be unpickled, but DCP has not written it
+    except (AttributeError, TypeError, KeyError) as e:  # a pickle of DCP's classes that DCP has not written
         differences = [f".metadata is damaged: {type(e).__name__}: {e}"]
-    return sorted(set().union(*ranks.gather(differences)) if ranks else differences)
+    return ranks.union(differences)
 
 
 def cause(error: CheckpointException) -> str:
-    """The first failure of a DCP call on one line."""
+    """The first failure of a DCP call, on one line."""
     rank, (first, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {type(first).__name__}: {first}"

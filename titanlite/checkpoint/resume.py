@@ -1,13 +1,14 @@
 """The choice of the checkpoint that a run resumes from, and its verification.
 
-Rank 0 chooses and all ranks verify. Nothing is renamed or deleted before it is known that the folder belongs
-to this run."""
+Rank 0 chooses and all ranks verify. Nothing is renamed or deleted until the folder is known to belong to this
+run."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,14 +37,15 @@ class Candidate(NamedTuple):
 
 MAX_LISTED = 10  # runs named in one error message
 NO_RUN = re.compile(r"\.|(quarantined|archived|step)-")  # folders that are not searched for runs
-Fault = tuple[Path, str]  # a committed checkpoint and why it cannot be used
+Fault = tuple[Path, str]  # a committed checkpoint, and the reason why it cannot be used
 
 
 def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Candidate | None:
-    """The newest checkpoint that is not damaged, or that of `load_step` unless it is -1. Called on one rank.
+    """The newest checkpoint that is not damaged; if `load_step` is not -1, only that step is considered.
+    Called on one rank.
 
-    Damaged checkpoints met on the way are added to `faults`. Shards are checked by size; Verification hashes
-    them."""
+    Adds the damaged checkpoints that were tried to `faults`. Checks only the sizes of shards; Verification
+    hashes them."""
     for step, path in reversed(commit.committed(folder)):
         if load_step not in (-1, step) or path in dict(faults):
             continue
@@ -54,15 +56,15 @@ def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
                 if train["finite"]:
                     return Candidate(step, path, train, _manifest_sha256(path))
                 reason = "its weights or optimizer state are not finite"
-            except (FileNotFoundError, ValueError) as e:  # intact, but not written by titanlite
+            except (FileNotFoundError, ValueError) as e:  # its hashes are right, but no run has written it
                 reason = f"its {TRAIN} cannot be trusted: {e}"
         faults.append((path, reason))
     return None
 
 
 def newest_healthy(folder: Path) -> int | None:
-    """The step of the newest checkpoint that was saved while no steps were being skipped, by train.json
-    alone; None if there is no such checkpoint."""
+    """The step of the newest checkpoint whose train.json says that no steps were being skipped when it was
+    saved; None if there is no such checkpoint."""
     for step, path in reversed(commit.committed(folder)):
         with suppress(OSError, ValueError):  # a damaged checkpoint is not healthy
             if read_train(path)["healthy"]:
@@ -73,43 +75,44 @@ def newest_healthy(folder: Path) -> int | None:
 def choose(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Candidate | None:
     """The checkpoint that a run resumes from, or None for a new run. Called on rank 0.
 
-    It is the newest one; or that of `load_step`, unless the newest was saved after the run had already gone
-    back to that step. Raises CheckpointError if the checkpoint of `load_step` cannot be used."""
-    found = newest(folder, -1, faults, verify)
+    It is the newest checkpoint, or with `load_step` the checkpoint of that step, unless the newest was saved
+    after the run had already gone back to that step. Raises CheckpointError if the checkpoint of `load_step`
+    cannot be used."""
+    candidate = newest(folder, -1, faults, verify)
     if load_step == -1:
-        return found
-    if found is not None and found.train.get("branch") == load_step and found.step > load_step:
-        logger.info(f"load_step = {load_step} was already carried out; resuming from step {found.step}")
-        return found
-    found = newest(folder, load_step, faults, verify)
-    if found is None:
-        there = ", ".join(str(step) for step, _ in commit.committed(folder)) or "none"
-        why = next((f": {why}" for path, why in faults if path.name == f"step-{load_step}"), "")
-        archives = [p.parent for p in folder.glob(f"archived-*/step-{load_step}")]
-        why = why or (f"; to use it, move it there from {archives[-1]}" if archives else "")
-        raise CheckpointError(
-            f"--checkpoint.load_step={load_step}: no usable checkpoint of that step in {folder}{why} "
-            f"(there: {there})"
-        )
-    return found
+        return candidate
+    if candidate is not None and candidate.train.get("branch") == load_step < candidate.step:
+        logger.info(f"load_step = {load_step} was already carried out; resuming from step {candidate.step}")
+        return candidate
+    if candidate := newest(folder, load_step, faults, verify):
+        return candidate
+    detail = next((f": {reason}" for path, reason in faults if path.name == f"step-{load_step}"), "")
+    archives = [path.parent for path in folder.glob(f"archived-*/step-{load_step}")]
+    if archives and not detail:
+        detail = f"; to use it, move it there from {archives[-1]}"
+    steps = ", ".join(str(step) for step, _ in commit.committed(folder)) or "none"
+    raise CheckpointError(
+        f"--checkpoint.load_step={load_step}: no usable checkpoint of that step in {folder}{detail} "
+        f"(steps in the folder: {steps})"
+    )
 
 
 def small_files(path: Path) -> dict[str, FileDigest]:
-    """All files of a checkpoint except its shards."""
+    """The digests of all files of a checkpoint except its shards."""
     files = commit.digests(commit.read_manifest(path))
     return {name: digest for name, digest in files.items() if not name.endswith(commit.SHARD)}
 
 
 def check_shared(candidate: Candidate, ranks: Ranks) -> None:
-    """Raises ConfigError on all ranks if one of them sees another checkpoint than rank 0. Collective."""
+    """Raises ConfigError on all ranks unless every rank sees the checkpoint that rank 0 sees. Collective."""
     try:
-        seen = _manifest_sha256(candidate.path)
+        manifest_sha256 = _manifest_sha256(candidate.path)
     except (OSError, ValueError) as e:
-        seen = f"{type(e).__name__}: {e}"
-    for rank, answer in enumerate(ranks.gather(seen)):
-        if answer != candidate.manifest_sha256:
+        manifest_sha256 = f"{type(e).__name__}: {e}"
+    for rank, value in enumerate(ranks.gather(manifest_sha256)):
+        if value != candidate.manifest_sha256:
             raise ConfigError(
-                f"rank {rank} does not see the {candidate.path} that rank 0 sees ({answer}): the run folder "
+                f"rank {rank} does not see the {candidate.path} that rank 0 sees ({value}): the run folder "
                 "must be on storage that all ranks share",
                 "job.dump_folder",
             )
@@ -118,92 +121,77 @@ def check_shared(candidate: Candidate, ranks: Ranks) -> None:
 class Verification:
     """Hashes the shards of a checkpoint in a thread while they are loaded.
 
-    Each file is hashed by one rank: the rank that wrote it, and so reads it anyway, if the number of ranks is
-    the same."""
+    Each file is hashed by one rank. If the number of ranks is that of the save, a rank hashes the files that
+    it wrote, because it reads those anyway."""
 
     def __init__(self, candidate: Candidate, ranks: Ranks):
         self._ranks = ranks
         self._path = candidate.path
         self._thread = ThreadPoolExecutor(1, "verification")
-        self._fault = self._thread.submit(self._find)
+        self._fault = self._thread.submit(self._first_fault)
 
     def result(self) -> str | None:
-        """The first damage that any rank has found, or None. Raises RuntimeError on all ranks if one of them
-        could not read the files, which does not mean that they are damaged. Collective."""
-        found = error = None
-        try:
-            found = self._fault.result()
-        except Exception as e:  # the other ranks wait for this rank's answer
-            error = f"rank {self._ranks.rank} cannot verify {self._path}: {type(e).__name__}: {e}"
+        """The first damage that any rank has found, or None. Raises RuntimeError on all ranks if a rank could
+        not read its files; that does not mean that they are damaged. Collective."""
+        fault = problem = None
+        if error := self._fault.exception():
+            problem = f"rank {self._ranks.rank} cannot verify {self._path}: {type(error).__name__}: {error}"
+        else:
+            fault = self._fault.result()
         self._thread.shutdown()
-        answers = self._ranks.gather((found, error))
-        for reason, _ in answers:
-            if reason:
-                return reason
-        for _, error in answers:
-            if error:
-                raise RuntimeError(error)
-        return None
+        faults, problems = zip(*self._ranks.gather((fault, problem)))
+        if not any(faults) and any(problems):
+            raise RuntimeError(next(filter(None, problems)))
+        return next(filter(None, faults), None)
 
-    def _find(self) -> str | None:
+    def _first_fault(self) -> str | None:
         manifest = commit.read_manifest(self._path)
-        files = {n: d for n, d in commit.digests(manifest).items() if n.endswith(commit.SHARD)}
-        return first_fault(
-            self._path, files_to_hash(files, self._ranks.rank, self._ranks.size, manifest["ranks"])
-        )
+        files = {name: d for name, d in commit.digests(manifest).items() if name.endswith(commit.SHARD)}
+        ranks = self._ranks
+        return first_fault(self._path, files_to_hash(files, ranks.rank, ranks.size, manifest["ranks"]))
 
 
-def files_to_hash(files: dict[str, FileDigest], rank: int, size: int, writers: int) -> dict[str, FileDigest]:
-    """The shards that `rank` of `size` ranks hashes: its own if the checkpoint had as many `writers`, else
-    every size-th file, the largest first."""
-    if writers == size:
-        wrote = {name: int(m[1]) if (m := re.match(r"__(\d+)_", name)) else 0 for name in files}
-        return {name: digest for name, digest in files.items() if wrote[name] % size == rank}
+def files_to_hash(
+    files: dict[str, FileDigest], rank: int, size: int, num_writers: int
+) -> dict[str, FileDigest]:
+    """The shards that `rank` of `size` ranks hashes: the shards that it wrote if the checkpoint has as many
+    writers, else every size-th file in the order of sizes."""
+    if num_writers == size:
+        writers = {name: int(m[1]) if (m := re.match(r"__(\d+)_", name)) else 0 for name in files}
+        return {name: digest for name, digest in files.items() if writers[name] % size == rank}
     ordered = sorted(files, key=lambda name: (-files[name].size, name))
     return {name: files[name] for name in ordered[rank::size]}
 
 
-def probe(folder: Path, ranks: Ranks) -> None:
+def check_storage(folder: Path, ranks: Ranks) -> None:
     """Raises ConfigError unless every rank can write into `folder` and rank 0 sees the files. Collective."""
-    place = ranks.agree(lambda: _make_probe(folder))
+    probe = ranks.agree(lambda: _make_probe(folder))
+    problem = None
     try:
-        write_file(place / str(ranks.rank), b"")
-        problem = None
+        write_file(probe / str(ranks.rank), b"")
     except OSError as e:
         problem = f"rank {ranks.rank} cannot write into {folder}: {e}"
     problems = [text for text in ranks.gather(problem) if text]
-    if not problems:
-        problems = ranks.agree(lambda: _not_seen(place, folder, ranks.size))
+    seen = ranks.agree(lambda: [file.name for file in probe.iterdir()])
+    for rank in range(ranks.size):
+        if str(rank) not in seen:
+            problems.append(f"rank 0 does not see files that rank {rank} writes into {folder}")
     if problems:
         raise ConfigError(
             f"{problems[0]}; the run folder must be on storage that all ranks share and may write to",
             "job.dump_folder",
         )
-    ranks.agree(lambda: _remove_probe(place, ranks.size))
+    ranks.agree(lambda: shutil.rmtree(probe))
 
 
 def _make_probe(folder: Path) -> Path:
-    place = folder / f".probe-{uuid.uuid4().hex[:8]}"
+    probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
     try:
         make_folder(folder)
-        place.mkdir()
+        probe.mkdir()
     except OSError as e:
         raise ConfigError(f"{folder} cannot be written to: {e}", "job.dump_folder") from None
-    return place
-
-
-def _not_seen(place: Path, folder: Path, size: int) -> list[str]:
-    return [
-        f"rank 0 does not see files that rank {rank} writes into {folder}"
-        for rank in range(size)
-        if not (place / str(rank)).exists()
-    ]
-
-
-def _remove_probe(place: Path, size: int) -> None:
-    for rank in range(size):
-        os.unlink(place / str(rank))
-    place.rmdir()
+    return probe
 
 
 def quarantine_all(faults: list[Fault]) -> None:
@@ -213,21 +201,22 @@ def quarantine_all(faults: list[Fault]) -> None:
 
 
 def unusable(folder: Path, faults: list[Fault]) -> CheckpointError | None:
-    """The error for a folder with damaged or quarantined checkpoints and no usable one, or None. A new run
-    over them would silently lose the earlier run."""
-    remains = [f"{path}: {reason}" for path, reason in faults]
-    remains += [f"{path} was quarantined" for path in commit.list_quarantined(folder)]
-    if not remains:
+    """The error for a folder whose checkpoints are all damaged or quarantined; None for a folder without
+    checkpoints. A new run in such a folder would silently lose the earlier run."""
+    reasons = [f"{path}: {reason}" for path, reason in faults]
+    reasons += [f"{path} was quarantined" for path in commit.list_quarantined(folder)]
+    if not reasons:
         return None
     return CheckpointError(
-        f"no usable checkpoint in {folder}: {'; '.join(remains)}; to start at step 1, archive them with "
+        f"no usable checkpoint in {folder}: {'; '.join(reasons)}; to start at step 1, archive them with "
         "--checkpoint.restart=true, or choose another --job.dump_folder"
     )
 
 
 def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
-    """(step, path) of the checkpoints, oldest first, of a path that the user gave: a step folder, a
-    checkpoint folder, or a folder that holds one run. Raises ConfigError if it holds no run, or several."""
+    """(step, path) of the checkpoints at a path that the user gave, oldest first. `path`: a step folder, a
+    checkpoint folder, or a folder with one run below it. Raises ConfigError if there is no run, or several.
+    """
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory{if_on_hub(path)}")
     if exported := [p for p in (path, *path.glob("step-*")) if (p / "config.json").exists()]:
@@ -246,14 +235,14 @@ def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
         more = f", ... ({len(folders) - MAX_LISTED} more)" if len(folders) > MAX_LISTED else ""
         listed = ", ".join(map(str, sorted(folders)[:MAX_LISTED])) + more
         raise ConfigError(f"{path} holds the checkpoints of {len(folders)} runs; give one of them: {listed}")
-    if found := _saved(folders[0]):
-        return found
-    bad = commit.list_quarantined(folders[0])
-    raise CheckpointError(f"{folders[0]} holds only checkpoints that are quarantined: {bad[-1].name}, ...")
+    if checkpoints := _saved(folders[0]):
+        return checkpoints
+    quarantined = commit.list_quarantined(folders[0])
+    raise CheckpointError(f"{folders[0]} has only quarantined checkpoints: {quarantined[-1].name}, ...")
 
 
 def _checkpoint_folders(path: Path) -> Iterator[Path]:
-    """The folders at and below `path` that hold checkpoints of titanlite, usable or quarantined."""
+    """The folders at and below `path` that hold titanlite checkpoints, usable or quarantined."""
     if _saved(path) or commit.list_quarantined(path):
         yield path
     try:
@@ -265,7 +254,7 @@ def _checkpoint_folders(path: Path) -> Iterator[Path]:
             continue
         if not entry.is_symlink():
             yield from _checkpoint_folders(Path(entry.path))
-        elif _saved(Path(entry.path)):  # a checkpoint folder on another disk; no other link is followed
+        elif _saved(Path(entry.path)):  # a checkpoint folder on another disk; other links are not followed
             yield Path(entry.path)
 
 
@@ -275,11 +264,12 @@ def _saved(folder: Path) -> list[tuple[int, Path]]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The newest of checkpoints_below(). Raises CheckpointError if files of it are missing or too short."""
-    newest = checkpoints_below(path)[-1][1]
-    if reason := commit.fault(newest):
-        raise CheckpointError(f"{newest} is damaged: {reason}")
-    return newest
+    """The newest checkpoint at a path that the user gave; see checkpoints_below(). Raises CheckpointError if
+    files of that checkpoint are missing or have another size."""
+    _, checkpoint = checkpoints_below(path)[-1]
+    if reason := commit.fault(checkpoint):
+        raise CheckpointError(f"{checkpoint} is damaged: {reason}")
+    return checkpoint
 
 
 def _manifest_sha256(path: Path) -> str:

@@ -1,8 +1,8 @@
-"""The run identity: values by dotted name that a resumed run must share with its checkpoint, such as the
-model's architecture, the loss and the content of the data.
+"""The run identity: values that a resumed run must share with its checkpoint, such as the model's
+architecture, the loss and the content of the data. Each value has a dotted key, such as `model.dim`.
 
-The section `names` of a run identity is not compared: it has the names that messages use for the tokenizer
-and, by fingerprint, for the sources."""
+The section `names` of a run identity is not compared. It has the names that messages use for the tokenizer
+and, by fingerprint, for the data sources."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.json_file import read_object
 
-NUMBERING = ("training.", "data.")  # sections that decide which sequence has which number ...
-NOT_NUMBERING = "data.mask_documents"  # ... except this key, which only masks documents from each other
+NUMBERING = ("training.", "data.")  # sections that decide which sequence has which number,
+NOT_NUMBERING = "data.mask_documents"  # except this key, which only masks documents from each other
 TOKENIZER, SOURCES = "data.tokenizer", "data.sources."
 REPACKING = (TOKENIZER, "data.packing", "training.seq_len")
-SHOWN = 3  # differences named in one message
+MAX_SHOWN = 3  # differences named in one message
 ABSENT = object()
 
 
@@ -32,8 +32,8 @@ def read_identity(path: Path) -> dict[str, Any]:
 
 
 def check_allowed(names: Sequence[str], identity: dict[str, Any]) -> None:
-    """Raises ConfigError for a name in checkpoint.allow_changed that a new run's identity does not have. A
-    run that resumes may also name keys that only its checkpoint has."""
+    """Raises ConfigError for a name in checkpoint.allow_changed that the identity of a new run does not have.
+    Not used for a resumed run, which may also name keys that only its checkpoint has."""
     keys = flatten({key: value for key, value in identity.items() if key != "names"})
     for name in names:
         if not any(_covers(name, key) for key in keys):
@@ -47,46 +47,42 @@ def check_identity(
     theirs: dict[str, Any],
     ours: dict[str, Any],
     allow_changed: Sequence[str],
-    where: Path,
+    folder: Path,
     num_sequences: int = 0,
 ) -> list[str]:
     """The allowed differences between two run identities, each as a sentence.
 
     Raises ConfigError that names the differences unless `allow_changed` names their keys or tables. Keys that
-    decide the numbers of sequences may not change once `num_sequences` were trained on: some sequences would
-    be trained on again and others left out. `where`: the folder of the recorded run, for messages."""
+    decide the numbers of sequences may not change after `num_sequences` > 0 sequences: some sequences would
+    be trained on again and others left out. `folder`: the folder of the recorded run, for messages."""
     changes = dict(_changes(theirs, ours))
-    named = {key for key in changes if any(_covers(a, key) for a in allow_changed)}
+    allowed = {key for key in changes if any(_covers(name, key) for name in allow_changed)}
     fixed = {key for key in changes if num_sequences and key.startswith(NUMBERING) and key != NOT_NUMBERING}
-    fits = not any(key == TOKENIZER or key.startswith("model.") for key in changes)
-    weights = f", with --checkpoint.initial_load_path={where}" if num_sequences and fits else ""
-    if named & fixed:
+    weights_fit = not any(key == TOKENIZER or key.startswith("model.") for key in changes)
+    weights = f", with --checkpoint.initial_load_path={folder}" if num_sequences and weights_fit else ""
+    if allowed & fixed:
         raise ConfigError(
-            f"{_first(changes, named & fixed)}: after {num_sequences:,} sequences this run would train on "
+            f"{_first(changes, allowed & fixed)}: after {num_sequences:,} sequences this run would train on "
             "some of them again and leave others out. Undo the change, or start a new run in another "
-            f"--job.dump_folder{weights} (changing the data within a run is not "
-            "supported yet)",
+            f"--job.dump_folder{weights} (changing the data within a run is not supported yet)",
             "checkpoint.allow_changed",
         )
-    if refused := changes.keys() - named:
-        allow = (
-            "" if refused & fixed else "; to change it within this run, name it in --checkpoint.allow_changed"
-        )
+    if refused := changes.keys() - allowed:
+        advice = "; to change it within this run, name it in --checkpoint.allow_changed"
         raise ConfigError(
-            f"{where} holds a run that differs: {_first(changes, refused)}. Undo the change, start a new "
-            "run in "
-            f"another --job.dump_folder{weights}, or restart at step 1 in this one with "
-            "--checkpoint.restart=true"
-            f"{allow}",
+            f"{folder} holds a run that differs: {_first(changes, refused)}. Undo the change, start a new "
+            f"run in another --job.dump_folder{weights}, or restart at step 1 in this one with "
+            f"--checkpoint.restart=true{'' if refused & fixed else advice}",
             "job.dump_folder",
         )
     return list(changes.values())
 
 
 def before_opening(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """A recorded run identity in the form that a job has before its sources are opened, with sources listed
-    by label. If both have the same number of sources, the labels are not compared: data may have been
-    moved."""
+    """A recorded run identity in the form that a job's identity has before its sources are opened: the list
+    of source labels instead of shares by fingerprint. If the number of sources is the same, the labels are
+    taken
+    from `ours` and so not compared, because the data may have been moved."""
     names, labels = _names(theirs)[1], ours["data"]["sources"]
     flat = flatten({key: value for key, value in theirs.items() if key != "names"})
     uids = [key.removeprefix(SOURCES) for key in flat if key.startswith(SOURCES)]
@@ -96,42 +92,40 @@ def before_opening(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, An
 
 
 def check_optimizer(checkpoint: Path, job_toml: str) -> None:
-    """Raises ConfigError if the checkpoint's job has another [optimizer] than this job, which explains why
-    its tensors differ."""
-    saved = toml.read(checkpoint / "job.toml")[0].get("optimizer", {})
+    """Raises ConfigError if the checkpoint's job has another [optimizer] than this job. Called when the
+    tensors of the checkpoint do not fit, which such a change explains."""
+    theirs = toml.read(checkpoint / "job.toml")[0].get("optimizer", {})
     ours = toml.parse(job_toml).get("optimizer", {})
-    name, changes = saved.get("name"), list(differences(saved, ours))
-    if name != ours.get("name"):
-        what = f"with optimizer {name}, this job has {ours.get('name')}"
-    else:
-        said = ", ".join(f"optimizer.{key} was {spell(a)}, is {spell(b)}" for key, a, b in changes)
-        what = f"with other optimizer state: {said}"
-    if changes:
-        raise ConfigError(
-            f"{checkpoint} was saved {what}. Undo the change, or start a new run from the weights, in "
-            "another "
-            f"--job.dump_folder, with --checkpoint.initial_load_path={checkpoint}",
-            "optimizer.name",
-        )
+    changes = [f"optimizer.{key} was {spell(a)}, is {spell(b)}" for key, a, b in differences(theirs, ours)]
+    if not changes:
+        return
+    difference = f"other optimizer state: {', '.join(changes)}"
+    if theirs.get("name") != ours.get("name"):
+        difference = f"optimizer {theirs.get('name')}, this job has {ours.get('name')}"
+    raise ConfigError(
+        f"{checkpoint} was saved with {difference}. Undo the change, or start a new run from the weights, in "
+        f"another --job.dump_folder, with --checkpoint.initial_load_path={checkpoint}",
+        "optimizer.name",
+    )
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value before, value now) where two trees differ; ABSENT for a key that only one of them
-    has."""
+    """(dotted key, value before, value now) for each difference of two nested tables. The value is ABSENT
+    where a table does not have the key."""
     old, new = flatten(before), flatten(now)
-    for key in [*new, *(key for key in old if key not in new)]:
+    for key in new | old:
         a, b = old.get(key, ABSENT), new.get(key, ABSENT)
         if a is ABSENT or b is ABSENT or a != b:
             yield key, a, b
 
 
 def spell(value: Any) -> str:
-    """A value as TOML spells it, for messages."""
+    """A value in TOML syntax, for messages."""
     return "absent" if value is ABSENT else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested table with dotted keys; tables in lists are numbered from 0."""
+    """A nested table as one table with dotted keys. Tables in lists are numbered from 0."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -141,7 +135,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(dotted key, sentence about it) for each difference; the sources come last."""
+    """(dotted key, sentence) for each difference. Differences of sources come last."""
     (old, old_names), (new, new_names) = _names(theirs), _names(ours)
     before, now = ({k: v for k, v in identity.items() if k != "names"} for identity in (theirs, ours))
     shares: dict[str, tuple[Any, Any]] = {}
@@ -149,10 +143,8 @@ def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str
         if key.startswith(SOURCES):
             shares[key.removeprefix(SOURCES)] = a, b
         elif key == TOKENIZER and old and new:
-            changed = (
-                f"the tokenizer {new} has changed" if old == new else f"the tokenizer was {old}, is {new}"
-            )
-            yield key, changed
+            same_name = f"the tokenizer {new} has changed"
+            yield key, same_name if old == new else f"the tokenizer was {old}, is {new}"
         else:
             yield key, f"{key} was {spell(a)}, is {spell(b)}"
     # The fingerprints of all sources change with the tokenizer and with the packing.
@@ -166,8 +158,9 @@ def _source_changes(
     new_names: dict[str, str],
     is_explained: bool,
 ) -> Iterator[tuple[str, str]]:
-    """(dotted key, sentence about it) for each source that differs. `shares`: the source's thousandths of all
-    sequences before and now, by fingerprint."""
+    """(dotted key, sentence) for each source that differs. `shares`: by fingerprint, the source's share of
+    the sequences before and now, in thousandths. `is_explained`: whether changed content follows from another
+    change, so that it needs no sentence."""
     gone = {old_names.get(uid, uid): uid for uid, (_, b) in shares.items() if b is ABSENT}
     for uid, (a, b) in shares.items():
         name, key = (old_names if b is ABSENT else new_names).get(uid, uid), f"{SOURCES}{uid}"
@@ -183,8 +176,7 @@ def _source_changes(
 
 
 def _names(identity: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """The names of the tokenizer and of the sources by fingerprint; empty if the run identity does not have
-    them."""
+    """The tokenizer's name, and the sources' names by fingerprint; empty if the identity has no names."""
     names = identity.get("names")
     sources = names.get("sources") if isinstance(names, dict) else None
     if not isinstance(names, dict) or not isinstance(sources, dict):
@@ -193,7 +185,7 @@ def _names(identity: dict[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def _covers(name: str, key: str) -> bool:
-    """Whether a name in checkpoint.allow_changed is the key, or a table that contains the key."""
+    """Whether a name in checkpoint.allow_changed is this key or a table that contains it."""
     return key == name or key.startswith(f"{name}.")
 
 
@@ -204,5 +196,6 @@ def _at(tree: dict[str, Any], key: str) -> Any:
 
 def _first(changes: dict[str, str], keys: Collection[str]) -> str:
     """The first sentences about these keys, on one line."""
-    said = [text for key, text in changes.items() if key in keys]
-    return "; ".join(said[:SHOWN]) + (f" (and {len(said) - SHOWN} more)" if len(said) > SHOWN else "")
+    sentences = [text for key, text in changes.items() if key in keys]
+    more = f" (and {len(sentences) - MAX_SHOWN} more)" if len(sentences) > MAX_SHOWN else ""
+    return "; ".join(sentences[:MAX_SHOWN]) + more

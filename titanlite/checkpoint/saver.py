@@ -1,7 +1,7 @@
-"""Writes checkpoints, one at a time, on a thread of their own.
+"""Writes checkpoints, one at a time, on a thread.
 
-An asynchronous save copies the state to host memory first and lets training continue while the thread writes
-the copy. A synchronous save waits for the thread. So both kinds write the same bytes."""
+An asynchronous save copies the state to host memory and lets training continue while the thread writes the
+copy. A synchronous save waits for the thread. Both run the same code and write the same bytes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import cause
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
-from titanlite.checkpoint.state import Tensors, size_of
+from titanlite.checkpoint.state import Tensors, total_bytes
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.log import logger
 
 MAX_FAILURES = 3  # failed saves in a row after which the run ends
-LOOK_S = 10.0  # seconds between two looks at a save that is waited for after an error
-STALL_S = 300.0  # NFS shows a file's growth to another node after a minute; an fsync shows none at all
+POLL_S = 10.0  # between two looks at a save that is waited for after an error
+STALL_S = 300.0  # long: NFS shows growth of a file after a minute, and a file does not grow during its fsync
 
 
 class Snapshot(NamedTuple):
-    """What one checkpoint will hold. `texts`: small files by name. `about`: plain values for the manifest."""
+    """The contents of one checkpoint. `texts`: content of the small files by name. `about`: plain values for
+    the manifest."""
 
     step: int
     tensors: Tensors
@@ -44,64 +45,63 @@ class Snapshot(NamedTuple):
 
 
 class Saver:
-    """Saves of one run into `ranks.folder`. Its methods are collective unless they say otherwise.
+    """Saves checkpoints of one run into `ranks.folder`. Methods are collective unless they say otherwise.
 
-    `on_commit(step)` is called on rank 0, on the saving thread, when the checkpoint of `step` is complete.
-    """
+    `on_commit(step)` is called on rank 0, on the saving thread, when the checkpoint of `step` is complete."""
 
     def __init__(self, config: Checkpoint, ranks: Ranks, on_commit: Callable[[int], None]):
         self._config, self.ranks, self._on_commit = config, ranks, on_commit
         self._folder = ranks.folder
         self._host = HostBuffers()
         self._thread = ThreadPoolExecutor(1, "checkpoint", same_device())
-        self.in_flight: Future[None] | None = None  # the save that has not been settled yet
-        self._error: BaseException | None = None  # of the last save
+        self.in_flight: Future[None] | None = None  # the save whose outcome has not been read yet
+        self._error: BaseException | None = None  # the error of the last save
         self._num_failures = 0
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Warn if the disk has no room for a save, and allocate the host buffers of asynchronous saves beside
-        the training, so that the first save need not."""
-        size = size_of(tensors, self.ranks)
+        """Warn if the disk has no room for a save. Start to allocate the host buffers of asynchronous saves
+        while training continues, so that the first save does not have to."""
+        size = total_bytes(tensors, self.ranks)
         if self.ranks.rank == 0:
             try:
                 commit.check_space(self._folder, size)
             except CheckpointError as e:
-                logger.warning(f"{e}, until there is more room")
+                logger.warning(f"{e} until there is more room")
             except OSError as e:
-                logger.warning(f"{self._folder} does not answer: {e}")
+                logger.warning(f"the free space of {self._folder} cannot be read: {e}")
         if self._config.async_mode == "async" and torch.cuda.is_available():
             self.in_flight = self._thread.submit(self._allocate, tensors)
 
     def save(self, snapshot: Snapshot, refuse: Callable[[], Exception | None]) -> None:
-        """Save `snapshot`, after a save in flight.
+        """Save `snapshot`, after the save in flight has ended.
 
-        `refuse` is called on the saving thread of every rank and is collective: an error that it returns ends
-        this save, and is raised here or in wait_for_save().
-        """
+        `refuse` is collective and called on the saving thread. If it returns an error, nothing is saved, and
+        the error is raised here or in wait_for_save()."""
         self.wait_for_save()
         problem = None
         if self._config.async_mode == "async":
             try:
                 snapshot = snapshot._replace(tensors=self._host.copy(snapshot.tensors))
-            except CheckpointError as e:  # an error of this rank that all ranks have to hear of
+            except CheckpointError as e:  # _save() tells the other ranks
                 problem = str(e)
         self.in_flight = self._thread.submit(self._save, snapshot, refuse, problem)
         if self._config.async_mode == "disabled":
             self.wait_for_save()
 
     def wait_until_staged(self) -> None:
-        """Make the device wait, before weights change, until a save in flight has its copy. Not
-        collective."""
+        """Make the device wait until a save in flight has copied the state. Called before the weights change.
+        Not collective."""
         self._host.wait_on_device()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that the save in flight has failed. All ranks then call wait_for_save()."""
+        """Whether this rank knows that the save in flight has failed. All ranks have to call wait_for_save()
+        then."""
         pending = self.in_flight
         return pending is not None and pending.done() and pending.exception() is not None
 
     def wait(self) -> None:
-        """Wait for the save in flight without looking at its outcome. Not collective."""
+        """Wait for the save in flight without reading its outcome. Not collective."""
         if self.in_flight is not None:
             wait([self.in_flight])
 
@@ -120,7 +120,7 @@ class Saver:
             raise self._error
         if self._config.on_save_error == "stop" or self._num_failures == MAX_FAILURES:
             raise CheckpointError(
-                f"{self._error}; that was failure {self._num_failures} in a row, the run ends"
+                f"{self._error}; the run ends after {self._num_failures} failed saves in a row"
                 f"{self._newest_checkpoint()}"
             ) from self._error
         logger.error(f"{self._error} (failure {self._num_failures} of {MAX_FAILURES} in a row)")
@@ -130,25 +130,25 @@ class Saver:
         pending, self.in_flight = self.in_flight, None
         error = pending.exception() if pending is not None else self._error
         if isinstance(error, CheckpointError):
-            raise CheckpointError(f"{error}; that was the last save{self._newest_checkpoint()}") from error
+            raise CheckpointError(f"{error}; the last save failed{self._newest_checkpoint()}") from error
         if error is not None:
             raise error
 
     def finish_after_error(self, reason: str) -> None:
-        """Wait for a save in flight as long as it can still complete. Logs `reason`, why the run ends, while
-        it waits. Not collective.
+        """Wait for a save in flight while it can still complete. `reason`: the reason why the run ends, for
+        the log. Not collective.
 
-        A single process waits until the save ends. Of several ranks another one may hang or have lost its
-        node, which no error shows before the timeout of the process group: they wait until no file has grown
-        for STALL_S. A rank that has ended is an error of the save at once."""
+        A single process waits until the save ends. With several ranks, another rank may hang or its node may
+        be lost, which raises no error before the timeout of the process group; so a rank waits until no file
+        has grown for STALL_S. A rank that has ended fails the save at once."""
         if self.in_flight is None:
             return
-        size, num_looks = -1, 0
+        size, stalled_s = -1, 0.0
         try:
-            while not wait([self.in_flight], LOOK_S).done:
+            while not wait([self.in_flight], POLL_S).done:
                 before, size = size, commit.partial_size(self._folder)
-                num_looks = num_looks + 1 if size == before else 0
-                if self.ranks.size > 1 and num_looks * LOOK_S >= STALL_S:
+                stalled_s = stalled_s + POLL_S if size == before else 0.0
+                if self.ranks.size > 1 and stalled_s >= STALL_S:
                     raise TimeoutError(f"no file has grown for {STALL_S:.0f} s; does another rank hang?")
                 logger.warning(f"{reason}; waiting for the save in flight ({gib(size)} so far)")
             self.in_flight.result()
@@ -156,11 +156,11 @@ class Saver:
             logger.error(f"the checkpoint that was being written is lost: {type(e).__name__}: {e}")
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
-        """Run `task` on the saving thread, after the saves and tasks before it. Not collective."""
+        """Run `task` on the saving thread, after all earlier saves and tasks. Not collective."""
         return self._thread.submit(task)
 
     def close(self) -> None:
-        """Accept no other task. Not collective."""
+        """Accept no further task. Not collective."""
         self._thread.shutdown(wait=False)
 
     def _allocate(self, tensors: Tensors) -> None:
@@ -168,18 +168,19 @@ class Saver:
         try:
             size = self._host.allocate(tensors)
             logger.info(f"pinned {gib(size)} of host memory for saves in {time.perf_counter() - began:.1f} s")
-        except CheckpointError as e:  # the save that needs the memory will fail, on all ranks
+        except CheckpointError as e:  # not fatal here: the save that needs the memory fails, on all ranks
             logger.warning(str(e))
 
     def _save(self, snapshot: Snapshot, refuse: Callable[[], Exception | None], problem: str | None) -> None:
-        """On the saving thread of every rank: write the shards, and commit the checkpoint."""
+        """Write the shards and commit the checkpoint. Runs on the saving thread of every rank. `problem`: an
+        error of this rank that fails the save."""
         began, step = time.perf_counter(), snapshot.step
         self._host.wait()
         if error := refuse():
             raise error
         if problems := [text for text in self.ranks.gather(problem) if text]:
             raise CheckpointError(f"step {step} could not be saved: {problems[0]}")
-        size = size_of(snapshot.tensors, self.ranks)
+        size = total_bytes(snapshot.tensors, self.ranks)
         partial = self.ranks.agree(lambda: self._begin(step, size))
         writer = ShardWriter(partial)
         try:
@@ -208,7 +209,7 @@ class Saver:
     def _commit(
         self, partial: Path, snapshot: Snapshot, digests: list[dict[str, FileDigest]], began: float
     ) -> None:
-        written = {name: digest for by_name in digests for name, digest in by_name.items()}
+        written = {name: digest for by_rank in digests for name, digest in by_rank.items()}
         size = sum(digest.size for digest in written.values())
         about = {
             **snapshot.about,
@@ -228,8 +229,7 @@ class Saver:
 
 @contextmanager
 def _disk_errors(step: int) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError: a disk that does not take a checkpoint fails the save, not the
-    run."""
+    """Turn an OSError of the body into a CheckpointError, which fails the save and not the run."""
     try:
         yield
     except OSError as e:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from titanlite.config.component import ConfigError
 
-EXPORTS = "hf"  # folder of the exports in the run folder
+EXPORTS = "hf"  # folder of the exports, below the run folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +25,18 @@ class Checkpoint:
     """`async`: training continues while a copy of the state in host memory is written, which needs as much
     host memory as the rank's state has. `disabled`: training waits for each save. The files are the same."""
     keep_latest_k: int = 10
-    """Number of newest checkpoints to keep; 0: all. The checkpoint that the run resumed from, the newest
-    healthy one, and any with an empty file `step-N.keep` beside it are kept, too."""
+    """Number of newest checkpoints to keep; 0: all. Also kept are the checkpoint that the run resumed from,
+    the newest healthy checkpoint, and every checkpoint with an empty file `step-N.keep` beside it."""
     keep_every_n_steps: int = 0
     """Also keep checkpoints whose step is a multiple of this; 0: none."""
     load_step: int = -1
     """Step to resume from; -1: the newest. Going back to a step moves later checkpoints and exports to
-    `archived-<n>/`, once; the next start with the same value resumes from the newest checkpoint saved
-    since."""
+    `archived-<n>/`. That happens once: the next start with the same value resumes from the newest checkpoint
+    saved since."""
     restart: bool = False
     """Start at step 1 in a folder that holds a run. Its checkpoints and exports are moved to `archived-<n>/`,
-    its metrics to `*.superseded.*`, once; the next start with the same arguments resumes from the newest
-    checkpoint saved since."""
+    its metrics to `*.superseded.*`. That happens once: the next start with the same arguments resumes from
+    the newest checkpoint saved since."""
     verify: Literal["full", "sizes", "off"] = "full"
     """Checks of a checkpoint before it is used. `full`: SHA-256 of all files. `sizes`: SHA-256 of the small
     files, and the sizes of the shards. `off`: SHA-256 of the small files. If loading fails, all files are
@@ -51,14 +51,14 @@ class Checkpoint:
     """Write the model as a Hugging Face directory `hf/step-N` below job.dump_folder at the end of the run."""
     export_hf_interval: int = 0
     """Steps between Hugging Face exports, a multiple of `interval`; 0: only at the end. An export is made
-    from its checkpoint while training continues, and the checkpoint is kept until then. Exports that a killed
-    or stopped run has left out are made after the next save."""
+    from its checkpoint while training continues, and the checkpoint is kept until then. If a run was killed
+    or stopped before an export, the export is made after the next save."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """dtype of exported weights."""
     allow_changed: list[str] = field(default_factory=list)
-    """Keys of the run identity that may differ on resume, for example `["model.rope_theta"]`. Any other
-    difference is refused, and so is one that would repeat or leave out sequences of the epoch. A new run
-    refuses names that its run identity does not have."""
+    """Keys of the run identity that may differ on resume, for example `["model.rope_theta"]`. Differences in
+    other keys are refused, and so are differences that would repeat or leave out sequences of the epoch. A
+    new run refuses names that its run identity does not have."""
 
     def __post_init__(self) -> None:
         folder = Path(self.folder)
@@ -68,15 +68,14 @@ class Checkpoint:
             raise ConfigError(f"{self.interval} is below 1; use enable = false to save nothing", "interval")
         if self.keep_latest_k < 0 or self.keep_latest_k == 1:
             raise ConfigError(
-                "keep 2 or more, or 0 for all: with 1, one bad checkpoint would be the run", "keep_latest_k"
+                "keep 2 or more, or 0 for all: with 1, one bad checkpoint would lose the run", "keep_latest_k"
             )
         if self.keep_every_n_steps < 0:
             raise ConfigError(f"{self.keep_every_n_steps} is below 0", "keep_every_n_steps")
         if self.export_hf_interval < 0 or self.export_hf_interval % self.interval:
             raise ConfigError(
                 f"{self.export_hf_interval} is not a multiple of interval = {self.interval}: exports are "
-                "made "
-                "from checkpoints",
+                "made from checkpoints",
                 "export_hf_interval",
             )
         if self.export_hf_interval and not self.export_hf:
@@ -94,4 +93,4 @@ class Checkpoint:
         if self.restart and self.load_step != -1:
             raise ConfigError(f"load_step = {self.load_step} goes back to a checkpoint: unset one", "restart")
         if self.restart and not self.enable:
-            raise ConfigError("enable = false saves nothing to go on from: choose another folder", "restart")
+            raise ConfigError("enable = false saves no checkpoints: choose another folder", "restart")

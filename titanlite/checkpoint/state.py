@@ -1,9 +1,9 @@
 """The contents of a checkpoint: all state that cannot be recomputed, under names that do not depend on the
-layout.
+parallel layout.
 
-Tensors are saved by torch DCP, which reshards them; the rest is a few numbers in train.json. The learning
-rate and the data order are functions of these numbers and are not stored, so a resume never overwrites a
-changed schedule."""
+Tensors are saved by torch DCP, which reshards them; all other state is a few numbers in train.json. The
+learning rate and the data order are functions of these numbers and are not stored, so resuming never
+overwrites a changed schedule."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ TRAIN_KEYS: dict[str, type] = {
     "step": int, "sequences": int, "tokens": int, "global_batch_size": int, "guard": dict, "healthy": bool,
     "finite": bool, "identity": dict,
 }  # fmt: skip
-Tensors = dict[str, dict[str, torch.Tensor]]  # "model" or "optimizer" -> name -> tensor
+Tensors = dict[str, dict[str, torch.Tensor]]  # section, "model" or "optimizer" -> name -> tensor
 
 
 @dataclass
 class TrainState:
-    """The small state after a finished step. `sequences`: number of sequences consumed, which is the loader's
-    state. `tokens`: number of target tokens trained on, int64 scalar on the device."""
+    """The state of a run, besides its tensors, after a finished step. `sequences`: number of sequences
+    consumed, which is the loader's state. `tokens`: number of target tokens trained on, an int64 scalar on
+    the device."""
 
     step: int
     sequences: int
@@ -43,7 +44,8 @@ class TrainState:
         return {"step": self.step, "sequences": self.sequences, "tokens": int(self.tokens)}
 
     def consumed(self, loader: dict[str, int], tokens: torch.Tensor) -> None:
-        """Count a finished step: the loader's state after it, and the number of its target tokens."""
+        """Count a finished step. `loader`: the loader's state after the step. `tokens`: number of target
+        tokens of the step."""
         self.sequences = loader["sequences"]
         self.tokens += tokens
 
@@ -54,7 +56,8 @@ class TrainState:
 
 
 def read_train(path: Path) -> dict[str, Any]:
-    """Read the train.json of a checkpoint. Raises OSError, or ValueError if it is not as a run writes it."""
+    """Read the train.json of a checkpoint. Raises OSError, or ValueError for a file that no run has
+    written."""
     train = load_object(path / TRAIN)
     expect(train, **TRAIN_KEYS)
     expect(train["guard"], streak=int, skipped_steps=int)
@@ -92,18 +95,28 @@ def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     return {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
 
 
+def flattened(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """The tensors by DCP's names for them, `<section>.<name>`, such as `model.norm.weight`."""
+    return {f"{section}.{name}": t for section, by_name in tensors.items() for name, t in by_name.items()}
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def non_finite(tensors: Tensors) -> list[str]:
     """Names of this rank's weights and optimizer state tensors that hold NaN or infinity. Waits for the
     device, and needs almost no memory.
 
-    Optimizer state with another shape than its parameter is left out: a scalar may be infinite on purpose.
-    """
+    Optimizer state whose shape differs from its parameter's is not checked: a scalar may be infinite on
+    purpose."""
     shapes = {name: t.shape for name, t in tensors["model"].items()}
     local: dict[str, torch.Tensor] = {}
     for section, group in tensors.items():
         for name, tensor in group.items():
             parameter = name if section == "model" else name.rpartition(".")[0]
-            shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            shard = local_shard(tensor)
             if shard.is_floating_point() and shard.numel() and shapes.get(parameter) == tensor.shape:
                 local[f"{section}.{name}"] = shard
     if not local:
@@ -113,17 +126,15 @@ def non_finite(tensors: Tensors) -> list[str]:
     return [name for name, ok in zip(local, finite) if not ok]
 
 
-def listed(names: Sequence[str], shown: int = 3) -> str:
-    """The first names, and how many more there are, on one line."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+def listed(names: Sequence[str], num_shown: int = 3) -> str:
+    """The first names and the number of all further names, for messages."""
+    more = f" and {len(names) - num_shown} more" if len(names) > num_shown else ""
+    return ", ".join(names[:num_shown]) + more
 
 
-def size_of(tensors: Tensors, ranks: Ranks) -> int:
-    """Bytes of the tensors of all ranks together; a tensor that several ranks have counts once.
-    Collective."""
-    mine = {
-        f"{part}.{name}": t.numel() * t.itemsize for part, of in tensors.items() for name, t in of.items()
-    }
-    sizes = {name: size for of in ranks.gather(mine) for name, size in of.items()}
+def total_bytes(tensors: Tensors, ranks: Ranks) -> int:
+    """Bytes of the tensors of all ranks. A tensor that several ranks hold counts once. Collective."""
+    sizes = {name: t.numel() * t.itemsize for name, t in flattened(tensors).items()}
+    for other in ranks.gather(sizes):
+        sizes |= other
     return sum(sizes.values())

@@ -2,8 +2,8 @@
 
 Each file is hashed while it is written, flushed before it is synced, and never replaces another file. An
 error in any thread fails the save, and every planned tensor must have been written. torch's own writer loses
-errors of its threads (pytorch issue 191391), syncs `.metadata` before it flushes it, and does not check that
-all tensors were written. The files have DCP's format: plain DCP reads them."""
+errors of its threads (pytorch issue 191391), syncs `.metadata` before flushing it, and does not check that
+all tensors were written. The files have DCP's format, so plain DCP reads them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from titanlite.checkpoint.digest import FileDigest, HashingFile
 from titanlite.files import sync
 from titanlite.torch_compat import storage_info
 
-FILE_BYTES = 2 << 30  # a rank's shards are cut into files of about this size, which are hashed in parallel
+FILE_BYTES = 2 << 30  # a rank's shards are distributed over files of about this size, hashed in parallel
 MAX_FILES = 8  # per rank
-THREADS = 4  # per rank; the other cores feed the devices
+THREADS = 4  # per rank; the remaining cores feed the devices
 
 
 class HashingFileSystem(FileSystem):
-    """DCP's access to files, which records the digest of each file that it writes, by name."""
+    """DCP's access to files, extended to record the digest of each written file by name."""
 
     def __init__(self) -> None:
         self.files: dict[str, FileDigest] = {}
@@ -72,29 +72,28 @@ class ShardWriter(FileSystemWriter):
         return self.fs.files
 
     def storage_meta(self) -> StorageMeta:
-        """Empty metadata, so that the same state gives the same bytes wherever it is written."""
+        """Empty metadata: DCP's own names the directory, so the same state would give other bytes there."""
         return StorageMeta()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: remember the items that all ranks will write."""
+        """Remember the items that all ranks will write. Called on the coordinator rank."""
         self._planned = {item.index for plan in plans for item in plan.items}
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items. Raises the error of any thread."""
-        named = [
-            (f"{plan.storage_data.prefix}{i}.distcp", items) for i, items in enumerate(_files(plan.items))
-        ]
+        files = _files(plan.items)
+        names = [f"{plan.storage_data.prefix}{i}.distcp" for i in range(len(files))]
         with ThreadPoolExecutor(THREADS) as pool:
-            results = list(pool.map(lambda file: self.write_file(file[0], file[1], planner), named))
+            results = list(pool.map(lambda name, items: self.write_file(name, items, planner), names, files))
         sync(self.path)
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for by_file in results for result in by_file])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: write `.metadata` when every planned item has been written. Raises
-        CheckpointError if one is missing."""
+        """Write `.metadata` after all ranks have written their items. Called on the coordinator rank. Raises
+        CheckpointError if a planned item was not written."""
         written = {result.index for by_rank in results for result in by_rank}
         if missing := self._planned - written:
             raise CheckpointError(
@@ -102,7 +101,7 @@ class ShardWriter(FileSystemWriter):
             )
         for entry in metadata.state_dict_metadata.values():
             if isinstance(entry, TensorStorageMetadata):
-                entry.properties.pin_memory = False  # the copy is in pinned memory, the tensor is not
+                entry.properties.pin_memory = False  # only the copy that is written is in pinned memory
         super().finish(metadata, results)
 
     def write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
@@ -121,22 +120,22 @@ class ShardWriter(FileSystemWriter):
 
 
 def write_tensor(tensor: torch.Tensor, stream: Any) -> None:
-    """Append a tensor to a file as DCP does, by torch.save."""
+    """Append a tensor to a file with torch.save, as DCP does."""
     tensor = tensor.detach().cpu()
     if tensor.untyped_storage().size() != tensor.nbytes:  # torch.save would write the whole storage
         tensor = tensor.clone()
     try:
         torch.save(tensor, stream)
-    except RuntimeError as e:  # torch hides the error of the disk behind one about the archive
+    except RuntimeError as e:  # torch reports the disk's OSError as an error of its archive
         raise e.__context__ if isinstance(e.__context__, OSError) else e from None
 
 
 def _files(items: list[WriteItem]) -> list[list[WriteItem]]:
-    """Distribute items over files of about equal size: the largest item first, each to the smallest file."""
+    """Distribute items over files of about equal size: largest item first, each to the smallest file."""
     sizes = [_bytes(item) for item in items]
-    count = max(1, min(MAX_FILES, -(-sum(sizes) // FILE_BYTES)))
-    files: list[list[WriteItem]] = [[] for _ in range(count)]
-    filled = [0] * count
+    num_files = max(1, min(MAX_FILES, -(-sum(sizes) // FILE_BYTES)))
+    files: list[list[WriteItem]] = [[] for _ in range(num_files)]
+    filled = [0] * num_files
     for size, item in sorted(zip(sizes, items), key=lambda pair: -pair[0]):
         smallest = filled.index(min(filled))
         files[smallest].append(item)

@@ -202,7 +202,7 @@ def test_a_save_in_flight_becomes_whole_after_an_error_elsewhere(tmp_path: Path)
 
 def look_often(monkeypatch: pytest.MonkeyPatch, size: Callable[[Path], int]) -> None:
     """Make the waits short, and have a save in flight grow as `size` says."""
-    monkeypatch.setattr(saver, "LOOK_S", 0.001)
+    monkeypatch.setattr(saver, "POLL_S", 0.001)
     monkeypatch.setattr(saver, "STALL_S", 0.005)
     monkeypatch.setattr(commit, "partial_size", size)
 

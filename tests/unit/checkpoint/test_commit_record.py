@@ -200,7 +200,7 @@ def test_a_whole_run_restarts(tmp_path: Path, corpus: Path) -> None:
     ("config", "message"),
     [
         ({"load_step": 4}, "load_step = 4 goes back to a checkpoint"),
-        ({"enable": False}, "enable = false saves nothing"),
+        ({"enable": False}, "enable = false saves no checkpoints"),
     ],
 )
 def test_restart_with_what_contradicts_it(config: dict[str, Any], message: str) -> None:
@@ -220,7 +220,7 @@ def test_a_run_of_an_older_titanlite_without_the_record(tmp_path: Path) -> None:
     (tmp_path / RECORD).unlink()
     shutil.rmtree(tmp_path / "checkpoint")
     with pytest.raises(
-        CheckpointError, match=r"metrics of a run but no checkpoint in 'checkpoint', and no last_"
+        CheckpointError, match=r"metrics of a run, but no checkpoint in 'checkpoint', and no last_"
     ):
         go(tmp_path, 3)
     assert go(tmp_path, 1, restart=True) is None
@@ -279,11 +279,11 @@ def test_a_record_that_cannot_be_read_now_restarts_nothing(
     """A file system that does not answer is no damage: a run restarted before would lose its progress."""
     go(tmp_path, 2)
 
-    def stale(file: Path) -> bytes:
+    def stale(file: Path) -> dict[str, Any]:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr(commit_record, "read_regular", stale)
+        patch.setattr(commit_record, "load_object", stale)
         with pytest.raises((OSError, RuntimeError), match="Stale file handle"):
             go(tmp_path, 1, restart=True)
     assert archived(tmp_path) == []

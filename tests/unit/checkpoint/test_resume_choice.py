@@ -251,13 +251,15 @@ def test_a_load_step_that_cannot_be_loaded_changes_nothing(
         with pytest.raises(CheckpointError) as error:
             go(tmp_path, 4, load_step=2)
         assert error.value.exit_code == 3
-        error.match(rf"load_step=2: no usable checkpoint of that step in \S+{why} \(there: {there}\)")
+        error.match(
+            rf"load_step=2: no usable checkpoint of that step in \S+{why} \(steps in the folder: {there}\)"
+        )
         assert names(tmp_path) == before
     assert go(tmp_path, 4) == 4
 
 
 def test_load_step_of_an_empty_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"load_step=2: no usable .* \(there: none\)"):
+    with pytest.raises(CheckpointError, match=r"load_step=2: no usable .* \(steps in the folder: none\)"):
         go(tmp_path, 4, load_step=2)
     assert not (tmp_path / "checkpoint").exists()
 

@@ -151,7 +151,7 @@ def test_one_run_below_stands_for_itself(several: Path, capsys: pytest.CaptureFi
     (several / "run/checkpoint").symlink_to(several / "disk")
     assert output(capsys, "show", several / "run")[0] == str(several / "run/checkpoint/step-3")
     (line,) = output(capsys, "show", several / "only bad", code=3)
-    assert "holds only checkpoints that are quarantined: quarantined-step-1-0" in line
+    assert "has only quarantined checkpoints: quarantined-step-1-0" in line
 
 
 # ---- verify
