@@ -112,7 +112,7 @@ class Job:
             micro_batches=batch.num_micro_batches,
             micro_batch_sequences=batch.global_size // batch.num_micro_batches,
             reduce_dtype=training.mixed_precision_reduce,
-            divides_blocks=not self.compile.enable and self.activation_checkpoint.mode == "none",
+            separates_weight_backward=not self.compile.enable and self.activation_checkpoint.mode == "none",
         )
         self.activation_checkpoint.check(self.compile, tensor_parallel=degrees.tp > 1)
         self.float8.check(

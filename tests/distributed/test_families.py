@@ -68,7 +68,7 @@ def without_a_plan_on_rank() -> str:
 
 
 def test_norms_that_are_not_in_the_plan_are_refused(run_on) -> None:
-    wanted = "tp_plan: no pattern is for 'model.layers.0.self_attn.q_norm'"
+    wanted = "tp_plan: no pattern matches 'model.layers.0.self_attn.q_norm'"
     assert run_on(2, without_a_plan_on_rank) == [wanted, wanted]
 
 

@@ -113,7 +113,7 @@ def unmatched_on_rank() -> str:
 
 
 def test_a_plan_for_modules_that_are_not_there_is_refused(run_on) -> None:
-    assert "'model.layers.*.attention' is no module of the model" in run_on(2, unmatched_on_rank)[0]
+    assert "'model.layers.*.attention' matches no module of the model" in run_on(2, unmatched_on_rank)[0]
 
 
 def test_the_norm_is_that_of_the_gradients() -> None:

@@ -135,7 +135,7 @@ def test_a_global_batch_of_minus_one_follows_the_ranks(path):
         (
             2,
             ["--compile.enable", "--activation_checkpoint.mode=selective"],
-            "'op' does not work with both",
+            "'op' does not work with tensor parallel and compile.enable together",
         ),
     ],
 )
@@ -168,10 +168,13 @@ NO_BUBBLE = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
         ([], "embedding and head share a weight, but are in different pipeline stages"),
         (
             [UNTIED, "--training.global_batch_size=4"],
-            "2 micro-batches do not fill 1F1B over 4 stages; 4 or a multiple do: "
+            "1F1B over 4 stages cannot run 2 micro-batches; 4 or a multiple works: "
             "training.global_batch_size = 8, 16, 32",
         ),
-        ([UNTIED, LOOPED, "--training.global_batch_size=18"], "9 micro-batches do not fill Interleaved1F1B"),
+        (
+            [UNTIED, LOOPED, "--training.global_batch_size=18"],
+            "Interleaved1F1B over 8 stages cannot run 9 micro-batches",
+        ),
         ([UNTIED, "--model.overrides.n_layers=2"], "make [0, 1, 1, 0]: lower the degree"),
         ([UNTIED, "--parallelism.fsdp_reduce=micro_batch"], "unset fsdp_reduce"),
         ([UNTIED, "--training.mixed_precision_reduce=bfloat16"], "unset mixed_precision_reduce"),
@@ -179,15 +182,18 @@ NO_BUBBLE = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
             [UNTIED, NO_BUBBLE, "--parallelism.fsdp_reshard_after_forward=always"],
             "needs weights that stay gathered",
         ),
-        ([UNTIED, NO_BUBBLE, "--compile.enable"], "ZBVZeroBubble divides the backward of a block"),
+        (
+            [UNTIED, NO_BUBBLE, "--compile.enable"],
+            "ZBVZeroBubble computes gradients of weights and of activations separately",
+        ),
         ([UNTIED, NO_BUBBLE, "--activation_checkpoint.mode=full"], "use 1F1B or Interleaved1F1B with them"),
         (
             [UNTIED, '--parallelism.pipeline_parallel_split_points=["layers.1", "layers.2"]'],
-            "2 points make 3 stages, not 4",
+            "2 split points make 3 stages, not 4",
         ),
         (
             [UNTIED, '--parallelism.pipeline_parallel_split_points=["layers.1", "layers.2", "layers.9"]'],
-            "'layers.9' is no block; they are layers.0 to layers.3",
+            "'layers.9' is no block; the blocks are layers.0 to layers.3",
         ),
         (
             [UNTIED, '--parallelism.pipeline_parallel_split_points=["layers.1", "layers.3", "layers.2"]'],

@@ -1,2 +1,2 @@
-"""The transforms that shard, compile and initialise a model, one file per transform. None renames a
+"""The transforms that shard, compile and initialise a model, one file per transform. No transform renames a
 parameter."""

@@ -1,5 +1,5 @@
-"""Activation checkpointing: compute activations again in the backward, to keep fewer. Only `forward` methods
-are replaced."""
+"""Activation checkpointing: recompute activations in the backward, to save memory. Only `forward` methods are
+replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from titanlite.torch_compat import (
     set_activation_memory_budget,
 )
 
-MODULES = {"attention": "self_attn", "mlp": "mlp", "norms": "*norm"}  # of a block, as name patterns
+MODULES = {"attention": "self_attn", "mlp": "mlp", "norms": "*norm"}  # name patterns of a block's modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,15 @@ class ActivationCheckpoint:
     """Activation checkpointing: recompute activations in the backward instead of keeping them."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """`full`: keep only each block's input and run the block again in the backward. `selective`: recompute
-    what selective_ac_option says. `memory_budget`: let the compiler choose which activations to keep."""
+    """`full`: keep only each block's input and repeat the block's forward in the backward. `selective`:
+    recompute the activations that selective_ac_option names. `memory_budget`: let the compiler choose."""
     selective_ac_option: str = "op"
-    """`op`: keep the results of attention and of every second matrix product in a block. A number n:
-    recompute every n-th block, as in `full`. `attention`, `mlp` or `norms`, or several joined by +: recompute
-    these modules of each block."""
+    """`op`: keep the results of attention and of every second matrix product in a block, and recompute all
+    other activations. A number n: recompute every n-th block. `attention`, `mlp` or `norms`, or several
+    joined by +: recompute these modules of each block."""
     memory_budget: float = 0.5
-    """Fraction of the activations that the compiler would keep by itself: 0 keeps only a block's inputs."""
+    """Fraction of the activations to keep, of those that the compiler keeps by default. 0: keep only the
+    inputs of each block."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.memory_budget <= 1:
@@ -47,23 +48,23 @@ class ActivationCheckpoint:
         option = self.selective_ac_option
         if option == "op" or (option.isdecimal() and int(option) > 0):
             return
-        for part in option.split("+"):
-            if part == "op" or part.isdecimal():
+        for name in option.split("+"):
+            if name == "op" or name.isdecimal():
                 raise ConfigError(
-                    f"{part!r} stands alone; {', '.join(MODULES)} may be joined by +, and numbers "
+                    f"{name!r} cannot be joined with others; {', '.join(MODULES)} can, by +, and numbers "
                     "begin with 1",
                     "selective_ac_option",
                 )
-            if part not in MODULES:
+            if name not in MODULES:
                 known = {"op", "a number", *MODULES}
-                raise ConfigError(f"unknown option {part!r}{suggest(part, known)}", "selective_ac_option")
+                raise ConfigError(f"unknown option {name!r}{suggest(name, known)}", "selective_ac_option")
 
     def check(self, compile: Compile, tensor_parallel: bool) -> None:
-        """Raises ConfigError for a mode that does not work with these settings of [compile], or with tensor
+        """Raises ConfigError for a mode that does not work with the section [compile] or with tensor
         parallel."""
         if self.mode == "memory_budget" and not compile.enable:
             raise ConfigError(
-                "memory_budget works only with the compiler: set compile.enable, or another mode",
+                "memory_budget needs the compiler: set compile.enable, or choose another mode",
                 "activation_checkpoint.mode",
             )
         if self.mode == "memory_budget" and compile.backend not in BACKENDS_WITH_MEMORY_BUDGET:
@@ -72,18 +73,18 @@ class ActivationCheckpoint:
                 f"{compile.backend!r} ignores the budget",
                 "compile.backend",
             )
-        of_modules = self.mode == "selective" and not self.selective_ac_option.isdecimal()
-        if tensor_parallel and compile.enable and of_modules:
+        within_blocks = self.mode == "selective" and not self.selective_ac_option.isdecimal()
+        if tensor_parallel and compile.enable and within_blocks:
             raise ConfigError(
-                f"{self.selective_ac_option!r} does not work with both tensor parallel and compile.enable; "
-                'mode = "full", mode = "memory_budget" and a number here do',
+                f"{self.selective_ac_option!r} does not work with tensor parallel and compile.enable "
+                'together; use a number, mode = "full" or mode = "memory_budget"',
                 "activation_checkpoint.selective_ac_option",
             )
 
 
 def apply_activation_checkpoint(net: Decoder, config: ActivationCheckpoint) -> None:
-    """Replace forwards of the blocks or of modules in them, before compile. Raises ConfigError if the model
-    lacks the modules that the configuration names."""
+    """Replace the forwards of blocks, or of modules in the blocks. Without tensor parallel, call it before
+    compile. Raises ConfigError if the model lacks the modules that the configuration names."""
     set_activation_memory_budget(config.memory_budget if config.mode == "memory_budget" else 1.0)
     if config.mode == "memory_budget":
         count_grouped_attention()
@@ -100,20 +101,20 @@ def apply_activation_checkpoint(net: Decoder, config: ActivationCheckpoint) -> N
 
 
 def _chosen(blocks: list[nn.Module], option: str) -> list[nn.Module]:
-    """The modules that are recomputed."""
+    """The modules whose forward is repeated in the backward."""
     if option == "op":
         return blocks
     if option.isdecimal():
         chosen, wanted = blocks[int(option) - 1 :: int(option)], f"block {option}"
     else:
-        patterns = [MODULES[part] for part in option.split("+")]
+        patterns = [MODULES[name] for name in option.split("+")]
         chosen = [
             module
             for block in blocks
             for name, module in block.named_children()
             if any(fnmatch(name, pattern) for pattern in patterns)
         ]
-        wanted = f"module of a block like {' or '.join(patterns)}"
+        wanted = f"module named {' or '.join(patterns)}"
     if blocks and not chosen:
         raise ConfigError(
             f"{option!r}: the model's {len(blocks)} blocks have no {wanted}",
@@ -126,34 +127,29 @@ def _checkpoint(module: nn.Module, contexts: Callable[[], Any] | None = None) ->
     inner = module.forward
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
-    # A def, not functools.partial: compile skips a partial, and would silently compile nothing.
+    # Not a functools.partial: torch.compile silently skips partials.
     def forward(*args: torch.Tensor) -> torch.Tensor:
         return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
     module.forward = forward
 
 
-_PRODUCTS, _ATTENTIONS = matmul_ops(), attention_ops()
-_MAXIMA = {
-    torch.ops.aten.max.default
-}  # of a whole tensor, for float8's scales: cheap to keep, costly to compute
+_MATMULS = matmul_ops()
+# The maximum of a tensor, for float8's scales, is cheap to keep and costly to compute.
+_KEPT = attention_ops() | {torch.ops.aten.max.default}
+_KEPT_BY_NAME = ("varlen_attn", "flex_attention", "head_tail_attention")  # operators registered on first use
 
 
 def _keep_costly_results() -> Any:
-    seen: Counter[bool] = Counter()
-    return create_selective_checkpoint_contexts(partial(_policy, seen))
+    num_matmuls: Counter[bool] = Counter()
+    return create_selective_checkpoint_contexts(partial(_policy, num_matmuls))
 
 
-def _policy(seen: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(num_matmuls: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep the results of attention, of every second matrix product and of float8's maxima, as torchtitan
-    does. The repeated forward counts the products as the first one did."""
-    # Kernels that are imported when they are first used are known by name.
-    keep = (
-        op in _ATTENTIONS
-        or op in _MAXIMA
-        or any(name in str(op) for name in ("varlen_attn", "flex_attention", "head_tail_attention"))
-    )
-    if op in _PRODUCTS:
-        seen[ctx.is_recompute] += 1
-        keep = seen[ctx.is_recompute] % 2 == 1
+    does. `num_matmuls` counts the matrix products of the first and of the repeated forward separately."""
+    keep = op in _KEPT or any(name in str(op) for name in _KEPT_BY_NAME)
+    if op in _MATMULS:
+        num_matmuls[ctx.is_recompute] += 1
+        keep = num_matmuls[ctx.is_recompute] % 2 == 1
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,9 +1,8 @@
 """The order of the transforms: float8, tensor parallel, activation checkpointing, compile, pipeline parallel,
-FSDP. A new one gets a file, and a line here.
+FSDP. A new transform gets a file of its own and a line in `parallelize`.
 
-With tensor parallel, blocks are compiled before activation checkpointing, which then runs compiled blocks
-again: torch 2.13 cannot compile the repeated forward itself there.
-"""
+With tensor parallel, compile comes before activation checkpointing, which then repeats compiled forwards:
+torch 2.13 cannot compile the repeated forward of a tensor-parallel block."""
 
 from __future__ import annotations
 
@@ -33,7 +32,8 @@ from titanlite.parallel.tensor_parallel import (
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings:
-    """The sections and dtypes that decide how a model is sharded and run. `attention`: a built backend."""
+    """The sections and dtypes that decide how a model is sharded and run. `attention`: the backend that
+    `AttentionBackend.build` returned."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
     attention: AttentionBackend = field(default_factory=Auto)
@@ -46,7 +46,8 @@ class ParallelSettings:
 
 
 def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings) -> ShardedModel:
-    """This rank's stages and shards of `net`, still on meta. A single process is left unsharded."""
+    """Apply all transforms to `net`, which stays on the meta device: the model of this rank's stages and
+    shards. A single process does not shard."""
     parallelism, float8, compile = settings.parallelism, settings.float8, settings.compile
     apply_float8(net, float8, sharded=mesh.device_mesh is not None, ranks=mesh.degrees.tp)
     head_fn_for_logits: HeadFn = logits
@@ -73,7 +74,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     if mesh.pp is not None:
         schedule = parallelism.pipeline_parallel_schedule
         pipeline = Pipeline(stages, schedule, mesh.pp, mesh.degrees.tp, dtype)
-    # With another reduce_dtype, FSDP would add micro-batches up in that dtype.
+    # With a reduce_dtype other than fp32, FSDP would accumulate micro-batches in that dtype.
     every_micro_batch = parallelism.fsdp_reduce == "micro_batch" or settings.reduce_dtype != torch.float32
     layout = Layout(
         mesh=mesh,

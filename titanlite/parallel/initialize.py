@@ -1,9 +1,9 @@
-"""Initial weights as a pure function of (seed, parameter name, position): every layout and device starts
-alike.
+"""Initial weights as a pure function of seed, parameter name and element index: equal on every layout and
+device.
 
-Each element is hashed from its index in the full parameter, so a rank computes just its own shard, on its own
-device, without the full tensor and without communication. (Seeding torch's generators per rank or per
-parameter gives values that depend on the shard, the device or the grid of a kernel.)
+Each element is a hash of its index in the full parameter, so a rank computes only its own shard, on its own
+device and without communication. Values from torch's generators would depend on the shard, the device or a
+kernel's grid.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 from titanlite.mesh import local_shard
 
-CHUNK = 1 << 22  # elements hashed at once: bounds the int64 temporaries
+CHUNK = 1 << 22  # elements per chunk, to limit the memory of int64 temporaries
 
 
 @torch.no_grad()
 def fill_normal(
     parameter: torch.Tensor, name: str, mean: float, std: float, seed: int, device: torch.device | None = None
 ) -> None:
-    """Fill a parameter, or this rank's shard of one, with normal(mean, std) values, computed on `device`
-    (default: the parameter's)."""
+    """Fill a parameter, or this rank's shard of a DTensor, with values of normal(mean, std). `device`
+    computes the values; default: the parameter's device."""
     local, offsets = local_shard(parameter)
     if std == 0.0 or local.numel() == 0:
         local.fill_(mean)
@@ -46,10 +46,11 @@ def fill_normal(
 
 
 def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
-    """Standard normals fp32 for int64 indices: a keyed 64-bit hash, its halves by Box and Muller.
+    """Standard normal values, fp32, for int64 indices: the Box-Muller transform of the two halves of a keyed
+    64-bit hash.
 
-    Computed in fp64 before the rounding, since the last bit of an fp32 logarithm depends on the processor's
-    instruction set. fp64's last bit changes the fp32 value in about one of 1e8 elements.
+    Computed in fp64 and rounded, because the last bit of an fp32 logarithm depends on the processor's
+    instruction set. The last bit of fp64 changes the fp32 value of about one element in 1e8.
     """
     bits = _hash64(index ^ key)
     high, low = (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF

@@ -1,11 +1,10 @@
-"""Pipeline parallel: each rank along the `pipeline` axis has one or two stages, each of some of the blocks,
-and micro-batches go through the stages in order (Huang et al. 2019; 1F1B and interleaving: Narayanan et al.
+"""Pipeline parallel: the blocks are partitioned into stages, each rank along the `pp` axis has one or two
+stages, and micro-batches pass through all stages (Huang et al. 2019; 1F1B and interleaving: Narayanan et al.
 2021; zero bubble: Qi et al. 2024).
 
-torch's schedules order the forwards and backwards. A stage receives only hidden states; positions, attention
-and head_fn of a micro-batch come from the rank's own copy of the batch. Every schedule visits a stage's
-micro-batches in order.
-"""
+torch's schedules order the forwards and backwards. A stage receives only hidden states from other ranks. It
+takes positions, attention and head_fn from its own copy of the batch, because every schedule runs the
+micro-batches of a stage in order."""
 
 from __future__ import annotations
 
@@ -25,18 +24,18 @@ from titanlite.models.base import Decoder, Inputs
 from titanlite.parallel.fsdp import add_up_gradients
 from titanlite.torch_compat import after_weight_backward, skip_p2p_to_own_rank
 
-STAGES_PER_RANK = {
+STAGES_PER_RANK = {  # by schedule
     "GPipe": 1,
     "1F1B": 1,
     "Interleaved1F1B": 2,
     "InterleavedZeroBubble": 2,
     "ZBVZeroBubble": 2,
-}  # by schedule
+}
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 def split_into_stages(parallelism: Parallelism, blocks: Sequence[str]) -> list[list[str]]:
-    """The names of the blocks of each stage, in order. Raises ConfigError if a stage would have none."""
+    """The names of the blocks of each stage, in order. Raises ConfigError if a stage would have no blocks."""
     schedule = parallelism.pipeline_parallel_schedule
     num_stages = parallelism.pipeline_parallel_degree * STAGES_PER_RANK[schedule]
     if parallelism.pipeline_parallel_split_points:
@@ -44,7 +43,8 @@ def split_into_stages(parallelism: Parallelism, blocks: Sequence[str]) -> list[l
     first = parallelism.pipeline_parallel_first_stage_less_layers
     last = parallelism.pipeline_parallel_last_stage_less_layers
     size, remainder = divmod(len(blocks) + first + last, num_stages)
-    # Stages that get one of the remaining blocks: first those that will give up blocks, the first one last.
+    # The order in which stages get one of the remaining blocks: first the stages that have fewer blocks by
+    # configuration, then all others from the second stage on.
     shortened = [i for i, less in ((0, first), (num_stages - 1, last)) if less]
     order = list(dict.fromkeys([*shortened, *range(1, num_stages), 0]))
     sizes = [size + (i in order[:remainder]) for i in range(num_stages)]
@@ -52,9 +52,9 @@ def split_into_stages(parallelism: Parallelism, blocks: Sequence[str]) -> list[l
     sizes[-1] -= last
     if min(sizes) < 1:
         raise ConfigError(
-            f"{len(blocks)} blocks on {num_stages} stages, {first} fewer on the first, {last} on the last, "
-            f"make {sizes}: lower the degree, take a schedule with one stage per rank, or set both "
-            "pipeline_parallel_..._stage_less_layers to 0",
+            f"{len(blocks)} blocks over {num_stages} stages, with {first} fewer on the first and {last} "
+            f"fewer on the last stage, make {sizes}: lower the degree, choose a schedule with one stage per "
+            "rank, or set both pipeline_parallel_..._stage_less_layers to 0",
             "parallelism.pipeline_parallel_degree",
         )
     bounds = list(itertools.accumulate(sizes, initial=0))
@@ -64,11 +64,11 @@ def split_into_stages(parallelism: Parallelism, blocks: Sequence[str]) -> list[l
 def _split_at(blocks: Sequence[str], points: Sequence[str], num_stages: int) -> list[list[str]]:
     key = "parallelism.pipeline_parallel_split_points"
     if len(points) != num_stages - 1:
-        raise ConfigError(f"{len(points)} points make {len(points) + 1} stages, not {num_stages}", key)
+        raise ConfigError(f"{len(points)} split points make {len(points) + 1} stages, not {num_stages}", key)
     names = [point.rpartition(".")[2] for point in points]
     if missing := [point for point, name in zip(points, names) if name not in blocks]:
         raise ConfigError(
-            f"{missing[0]!r} is no block; they are layers.{blocks[0]} to layers.{blocks[-1]}", key
+            f"{missing[0]!r} is no block; the blocks are layers.{blocks[0]} to layers.{blocks[-1]}", key
         )
     bounds = [0, *(blocks.index(name) for name in names), len(blocks)]
     if any(a >= b for a, b in itertools.pairwise(bounds)):
@@ -83,13 +83,13 @@ def check_pipeline_parallel(
     micro_batches: int,
     micro_batch_sequences: int,
     reduce_dtype: str,
-    divides_blocks: bool,
+    separates_weight_backward: bool,
 ) -> None:
     """Raises ConfigError for a job that the schedule cannot run.
 
-    `micro_batches`: number per step and rank; `micro_batch_sequences`: sequences of one of them over all
-    ranks. `divides_blocks`: whether the backward of a block can be divided in two.
-    """
+    `micro_batches`: number of micro-batches per step and rank. `micro_batch_sequences`: number of sequences
+    in a micro-batch, summed over all data-parallel ranks. `separates_weight_backward`: whether gradients of a
+    block's weights can be computed separately from those of its activations."""
     p, schedule = parallelism, parallelism.pipeline_parallel_schedule
     if p.pipeline_parallel_degree == 1:
         return
@@ -101,8 +101,8 @@ def check_pipeline_parallel(
     if micro_batches < least or uneven:
         legal = [n * micro_batch_sequences for n in (least, 2 * least, 4 * least)]
         raise ConfigError(
-            f"{micro_batches} micro-batches do not fill {schedule} over {num_stages} stages; {least} or a "
-            f"multiple do: training.global_batch_size = {', '.join(map(str, legal))}",
+            f"{schedule} over {num_stages} stages cannot run {micro_batches} micro-batches; {least} or a "
+            f"multiple works: training.global_batch_size = {', '.join(map(str, legal))}",
             degree_key,
         )
     if p.fsdp_reduce == "micro_batch" or reduce_dtype != "float32":
@@ -112,13 +112,13 @@ def check_pipeline_parallel(
         )
     if schedule in ZERO_BUBBLE and p.fsdp_reshard_after_forward == "always":
         raise ConfigError(
-            f"{schedule} needs weights that stay gathered: set it to default or never",
+            f"{schedule} needs weights that stay gathered: set default or never",
             "parallelism.fsdp_reshard_after_forward",
         )
-    if schedule in ZERO_BUBBLE and not divides_blocks:
+    if schedule in ZERO_BUBBLE and not separates_weight_backward:
         raise ConfigError(
-            f"{schedule} divides the backward of a block in two, which compile.enable and "
-            "activation_checkpoint do not allow; use 1F1B or Interleaved1F1B with them",
+            f"{schedule} computes gradients of weights and of activations separately, which compile.enable "
+            "and activation_checkpoint do not support; use 1F1B or Interleaved1F1B with them",
             "parallelism.pipeline_parallel_schedule",
         )
 
@@ -133,8 +133,8 @@ def check_auxiliary_losses(net: Decoder, degree: int) -> None:
 
 
 def stages_of_rank(schedule: str, rank: int, ranks: int) -> list[int]:
-    """The numbers of a rank's stages, in the order of the pipeline. `ZBVZeroBubble` turns at the last rank,
-    so that the first rank has the last stage; other schedules begin anew at the first rank."""
+    """The numbers of a rank's stages, in ascending order. With two stages per rank, the second half of the
+    stages is on ranks 0 to last, for ZBVZeroBubble on ranks last to 0."""
     if STAGES_PER_RANK[schedule] == 1:
         return [rank]
     return [rank, 2 * ranks - 1 - rank if schedule == "ZBVZeroBubble" else ranks + rank]
@@ -143,22 +143,22 @@ def stages_of_rank(schedule: str, rank: int, ranks: int) -> list[int]:
 def apply_pipeline_parallel(
     net: Decoder, parallelism: Parallelism, mesh: Mesh
 ) -> tuple[Decoder, dict[int, Decoder]]:
-    """All that this rank has of `net` as one model, and as stages by number; they share their modules."""
+    """This rank's stages of `net`: as one model, and by stage number. The two share their modules."""
     if mesh.pp is None:
         return net, {0: net}
     check_auxiliary_losses(net, mesh.degrees.pp)
     schedule, rank = parallelism.pipeline_parallel_schedule, mesh.coordinate.pp
     stages = split_into_stages(parallelism, list(net.blocks()))
     last = len(stages) - 1
-    mine = stages_of_rank(schedule, rank, mesh.degrees.pp)
-    modules = {i: net.pipeline_stage(stages[i], first=i == 0, last=i == last) for i in mine}
-    blocks = [name for i in mine for name in stages[i]]
-    return net.pipeline_stage(blocks, first=0 in mine, last=last in mine), modules
+    local = stages_of_rank(schedule, rank, mesh.degrees.pp)
+    modules = {i: net.pipeline_stage(stages[i], first=i == 0, last=i == last) for i in local}
+    blocks = [name for i in local for name in stages[i]]
+    return net.pipeline_stage(blocks, first=0 in local, last=last in local), modules
 
 
 class Pipeline:
-    """Runs the stages of all ranks along `mesh`. Between stages travel hidden states [B, T / tp_degree, D] of
-    `dtype` for tokens [B, T]. `stages`: this rank's, by number."""
+    """Runs this rank's `stages`, by stage number, together with the other ranks along `mesh`. For tokens [B,
+    T] ranks send hidden states [B, T / tp_degree, D] of `dtype`."""
 
     def __init__(
         self,
@@ -172,14 +172,15 @@ class Pipeline:
         self.tp_degree, self.dtype = tp_degree, dtype
         self.group, self.rank, self.ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self.last = self.ranks * STAGES_PER_RANK[schedule] - 1
-        owner = {i: r for r in range(self.ranks) for i in stages_of_rank(schedule, r, self.ranks)}
-        self._rank_of = [owner[i] for i in range(self.last + 1)]
+        self._rank_of = {
+            i: rank for rank in range(self.ranks) for i in stages_of_rank(schedule, rank, self.ranks)
+        }
         self._tokens = torch.ones(())
         self._waiting: dict[int, Iterator[Inputs]] = {}
         self._schedule: Any = None
         self._scheduled_shape: tuple[int, torch.Size] | None = None
         for number, stage in self.stages.items():
-            self._feed(number, stage)
+            self._take_inputs(number, stage)
 
     @property
     def has_last(self) -> bool:
@@ -187,8 +188,8 @@ class Pipeline:
         return self.last in self.stages
 
     def forward_backward(self, inputs: Sequence[Inputs], tokens: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradient of (sum of token losses) / `tokens`, and reduce it at the end. Returns that
-        loss, detached; zero on ranks without the last stage."""
+        """Accumulate the gradient of (sum of token losses) / `tokens` over all micro-batches, and reduce it.
+        Returns (sum of token losses) / `tokens`, detached; zero on ranks without the last stage."""
         shape = (len(inputs), inputs[0].tokens.shape)
         if self._scheduled_shape != shape:
             self._schedule, self._scheduled_shape = self._make_schedule(inputs), shape
@@ -196,16 +197,16 @@ class Pipeline:
         self._waiting = {i: iter(inputs) for i in self.stages}
         losses: list[torch.Tensor] = []
         first = [torch.cat([i.tokens for i in inputs])] if 0 in self.stages else []
-        # head_fn knows the targets; the schedule only needs one entry per micro-batch.
+        # head_fn has the targets; the schedule only needs a tensor with one entry per micro-batch.
         targets = torch.empty(len(inputs), device=tokens.device) if self.has_last else None
-        into = losses if self.has_last else None
-        self._schedule.step(*first, target=targets, losses=into, return_outputs=False)
-        self._waiting = {}  # masks are large
+        results = losses if self.has_last else None
+        self._schedule.step(*first, target=targets, losses=results, return_outputs=False)
+        self._waiting = {}  # frees the masks
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=tokens.device)
 
     def forward(self, inputs: Inputs) -> torch.Tensor | None:
-        """The output of the last stage for one micro-batch; None on ranks without that stage. With one stage
-        per rank, a rank goes on to the next micro-batch once its hidden states are sent."""
+        """The output of the last stage for one micro-batch, without gradients; None on ranks without the last
+        stage. With one stage per rank, a rank returns as soon as it has sent its hidden states."""
         x = inputs.tokens
         for number, stage in self.stages.items():
             if number > 0 and (source := self._rank_of[number - 1]) != self.rank:
@@ -221,13 +222,15 @@ class Pipeline:
     def broadcast_from_last(
         self, output: torch.Tensor | None, shape: Sequence[int], device: torch.device
     ) -> torch.Tensor:
-        """The output of the last stage, of that `shape`, on all ranks. `output`: None on ranks without it."""
+        """Send the last stage's output, which has the given shape, to all ranks. `output`: None on ranks
+        without the last stage."""
         x = torch.empty(*shape, dtype=self.dtype, device=device) if output is None else output.contiguous()
         dist.broadcast(x, group=self.group, group_src=self._rank_of[self.last])
         return x
 
-    def _feed(self, number: int, stage: Decoder) -> None:
-        """Let the stage's forward, which gets hidden states only, take the rest of each micro-batch."""
+    def _take_inputs(self, number: int, stage: Decoder) -> None:
+        """Replace the stage's forward by a forward of hidden states only, as torch's schedules call it. The
+        other arguments come from the next micro-batch in `_waiting`."""
         inner = stage.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -241,7 +244,7 @@ class Pipeline:
         return B, T // self.tp_degree, next(iter(self.stages.values())).dim
 
     def _make_schedule(self, inputs: Sequence[Inputs]) -> Any:
-        """torch's schedule of this rank's stages, for as many micro-batches of the same shape."""
+        """torch's schedule of this rank's stages, for this number of micro-batches of equal shape."""
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -272,11 +275,12 @@ class Pipeline:
             loss_fn=lambda loss, _: loss / self._tokens,
             scale_grads=False,
         )
-        waits = ""
+        bubble = ""
         if self.schedule not in ZERO_BUBBLE:
-            bubble = (self.ranks - 1) / (len(inputs) * len(stages) + self.ranks - 1)
-            waits = f"; a rank waits {bubble:.0%} of the time if all stages take equally long"
+            share = (self.ranks - 1) / (len(inputs) * len(stages) + self.ranks - 1)
+            bubble = f"; each rank idles {share:.0%} of the time if all stages take equally long"
         logger.info(
-            f"pipeline: {len(inputs)} micro-batches through {self.last + 1} stages by {self.schedule}{waits}"
+            f"pipeline parallel: {len(inputs)} micro-batches over {self.last + 1} stages, "
+            f"{self.schedule}{bubble}"
         )
         return schedule

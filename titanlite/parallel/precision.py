@@ -1,5 +1,5 @@
-"""bf16 in a single process: weights stay fp32, and the layers cast them where they are used, which the
-compiler fuses into its kernels. FSDP would copy weights and gradients without need."""
+"""bf16 in a single process: weights stay fp32 and each layer casts its weight, which the compiler fuses into
+its kernels. FSDP would copy weights and gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titanlite.models.base import Decoder
 
 
 def apply_precision(net: Decoder, dtype: torch.dtype) -> None:
-    """Cast activations to `dtype` after the embedding; the layers keep the dtype of their input."""
+    """Cast the output of the embedding to `dtype`. All other layers keep the dtype of their input."""
     for module in net.modules():
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda module, tokens, hidden: hidden.to(dtype))

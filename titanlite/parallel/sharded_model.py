@@ -1,4 +1,4 @@
-"""ShardedModel: all that the training loop, validation and sampling see of a model, whatever its layout."""
+"""ShardedModel: the interface of a model on any layout, for the training loop, validation and sampling."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from titanlite.parallel.pipeline_parallel import Pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the ranks share a model's work, beyond the model's own layers.
+    """The settings of a layout that are not transforms of the model's modules.
 
-    `pipeline`: runs the pipeline stages; None without pipeline parallel. `logits`: the head_fn that makes
-    whole logits. `reduce_every_micro_batch`: gradients are reduced after each micro-batch, not once per step.
-    `gathers_float8`: FSDP gathers weights in float8. `cpu_offload`: weights stay in the host's memory.
+    `pipeline`: None without pipeline parallel. `logits`: the head_fn that returns the logits of the whole
+    vocabulary. `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per step.
+    `gathers_float8`: FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory.
     """
 
     mesh: Mesh = ALONE
@@ -40,8 +40,8 @@ class Layout:
 
 
 class ShardedModel:
-    """A model on any layout. `net`: this rank's stages and shards, under full-model parameter names. `loss`:
-    the function that is minimised. `attention`: makes the attention object of each micro-batch."""
+    """A model on any layout. `net`: this rank's stages and shards, with the parameter names of the whole
+    model. `attention`: makes the attention object of each micro-batch; default: SDPA."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class ShardedModel:
         self.sharding = SequenceSharding(self.mesh.cp) if self.mesh.degrees.cp > 1 else None
 
     def materialize(self, device: torch.device, seed: int) -> None:
-        """Allocate the meta parameters and buffers and give them their initial values."""
+        """Allocate parameters and buffers, which are on the meta device, and set their initial values."""
         for name, buffer in self.net.named_buffers():  # before memory is allocated for the weights
             if self.net.initial_buffer(name).shape != buffer.shape:
                 raise ConfigError(f"initial_buffer: {name!r} has shape {tuple(buffer.shape)}", "model.name")
         self.net.to_empty(device="cpu" if self.layout.cpu_offload else device)
-        if self.layout.cpu_offload:  # offloading is of parameters only
+        if self.layout.cpu_offload:  # only parameters are offloaded
             for module in self.net.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(device))
@@ -71,8 +71,8 @@ class ShardedModel:
         for stage in self.pipeline.stages.values() if self.pipeline is not None else ():
             if names := [name for name, buffer in stage.named_buffers() if buffer.is_meta]:
                 raise ConfigError(
-                    f"with pipeline parallel, a buffer belongs in a block, the embedding, the norm or the "
-                    f"head, which stages share with the model; {names[0]!r} does not",
+                    "pipeline parallel supports buffers only in a block, the embedding, the final norm or "
+                    f"the head; {names[0]!r} is elsewhere",
                     "parallelism.pipeline_parallel_degree",
                 )
         for name, parameter in self.net.named_parameters():
@@ -81,11 +81,11 @@ class ShardedModel:
 
     def forward_backward(self, micro_batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
         """Accumulate the gradient of (sum of token losses and auxiliary losses) / `tokens`. Returns this
-        rank's share of (sum of token losses) / `tokens`, detached: the shares of all ranks add up to the
-        loss. `auxiliary_losses` then has this rank's shares of those.
+        rank's summand of (sum of token losses) / `tokens`, detached: the sum over all ranks is the loss.
+        Afterwards `auxiliary_losses` has this rank's summands of the auxiliary losses.
 
-        `tokens`: targets that count over all ranks and micro-batches. Gradients are reduced in the last
-        backward, or in each.
+        `tokens`: number of targets that count, over all ranks and micro-batches. Gradients are reduced in the
+        last backward, or in every backward.
         """
         if self.pipeline is not None:
             inputs = [self.model_inputs(b) for b in micro_batches]
@@ -97,28 +97,28 @@ class ShardedModel:
             loss = self.net(*self.model_inputs(batch)) / tokens.clamp(min=1)
             total += loss.detach()
             for name, value in self.net.auxiliary_losses().items():
-                share = value / tokens.clamp(min=1)
-                auxiliary[name] = auxiliary.get(name, 0.0) + share.detach()
-                loss = loss + share
+                value = value / tokens.clamp(min=1)
+                auxiliary[name] = auxiliary.get(name, 0.0) + value.detach()
+                loss = loss + value
             loss.backward()
         self.auxiliary_losses = auxiliary
         return self._counted_once(total)
 
     def weights_changed(self) -> None:
-        """Recompute what depends on the weights. Call it after a checkpoint was loaded; `after_step` does it,
-        too. Collective."""
+        """Update values that are derived from the weights. Call it after loading a checkpoint; `after_step`
+        calls it after each step. Collective."""
         if self.layout.gathers_float8:
             precompute_scales(self.net)
 
     def after_step(self, applied: torch.Tensor) -> None:
-        """Call it after each step of the optimizer. `applied`: bool scalar, False if the step was skipped.
-        Collective."""
+        """Update the model after a step of the optimizer. `applied`: bool scalar, False if the step was
+        skipped. Collective."""
         self.net.after_step(applied)
         self.weights_changed()
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """This rank's share of the sum of the token losses of one batch, fp32 scalar. Collective over all
+        """This rank's summand of the sum of the token losses of one batch, fp32 scalar. Collective over all
         ranks."""
         loss = self._forward(self.model_inputs(batch))
         reshard(self.net)
@@ -129,7 +129,7 @@ class ShardedModel:
         return loss if self.mesh.is_tp_leader else torch.zeros_like(loss)
 
     def _forward(self, inputs: Inputs) -> torch.Tensor | None:
-        """A forward without gradients. In a pipeline, None on ranks that do not have the last stage."""
+        """The output of a forward. With pipeline parallel, None on ranks without the last stage."""
         return self.net(*inputs) if self.pipeline is None else self.pipeline.forward(inputs)
 
     def model_inputs(self, batch: Batch) -> Inputs:
@@ -144,7 +144,7 @@ class ShardedModel:
             attention = self.attention.for_documents(positions, batch.num_documents)
         else:
             attention = self.attention.for_sequences(tokens)
-            if self.pipeline is not None:  # under tensor parallel, a later stage sees shorter hidden states
+            if self.pipeline is not None:  # with tensor parallel, hidden states are shorter than tokens
                 positions = torch.arange(tokens.shape[1], device=tokens.device)
 
         def head_fn(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
@@ -156,13 +156,14 @@ class ShardedModel:
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] for tokens int64 [B, T]. Collective like loss_sum."""
         length, multiple = tokens.shape[1], self.mesh.degrees.tp * 2 * self.mesh.degrees.cp
-        tokens = F.pad(tokens, (0, -length % multiple))  # on the right, where no real token looks
+        # Causal attention never looks at padding on the right.
+        tokens = F.pad(tokens, (0, -length % multiple))
         padded = tokens.shape[1]
         positions = torch.arange(padded, device=tokens.device)
-        with torch.compiler.set_stance("force_eager"):  # prompts have many lengths: no graph for each
+        with torch.compiler.set_stance("force_eager"):  # prompts have many lengths: avoid a graph per length
             if self.sharding is None:
                 attention = self.attention.for_sequences(tokens)
-            else:  # one document per sequence: masks work for all lengths
+            else:  # the positions of one document per sequence select attention masks, which fit all lengths
                 whole = positions.expand(len(tokens), -1)
                 attention = self.attention.for_context_parallel(self.sharding, tokens, whole)
                 positions = self.sharding.local_positions(padded, tokens.device)

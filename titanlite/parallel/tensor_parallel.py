@@ -1,9 +1,8 @@
-"""Tensor parallel with sequence parallel: each layer's weights are sharded over the ranks of the `tensor`
+"""Tensor parallel with sequence parallel: each layer's weights are sharded over the ranks along the `tp`
 axis, and between the layers each of these ranks has some of the tokens (Korthikanti et al. 2022).
 
-A family's table says how each layer is sharded (`Decoder.tp_plan`); torch's parallel styles do it. The
-head is sharded over the vocabulary: a head_fn gathers the hidden states of all tokens for its rows.
-"""
+`Decoder.tp_plan` names the style of each layer; torch's parallel styles shard it. The head is sharded over
+the vocabulary, and head_fn gathers the hidden states of all tokens."""
 
 from __future__ import annotations
 
@@ -34,18 +33,18 @@ HEADS = 2  # the dim of [B, T, H, E] that is sharded within attention
 
 
 def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> None:
-    """Shard the layers that `net.tp_plan` names, in place; after float8, before activation checkpointing,
-    compile and FSDP. Raises ConfigError for a pattern that matches no module, and for a parameter that no
-    pattern covers."""
+    """Shard the layers that `net.tp_plan` names, in place. Call it after float8 and before all other
+    transforms. Raises ConfigError for a pattern that matches no module, and for a parameter that no pattern
+    matches."""
     if mesh.device_type != "cuda":
-        float8 = Float8()  # gloo cannot send float8; the layers then cast what has arrived
+        float8 = Float8()  # gloo cannot send float8: layers cast their inputs after the collective
     styles: dict[str, Callable[[nn.Module], ParallelStyle]] = {
         "embedding": lambda _: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
         "sequence": lambda _: SequenceParallel(sequence_dim=TOKENS),
         "gather": lambda module: _GatherTokens(shared_cast(module, float8)),
         "colwise": lambda _: ColwiseParallel(),
         "rowwise": lambda module: rowwise_style(module, float8)(output_layouts=Shard(TOKENS)),
-        # The weight is the same on all ranks, and its gradient the sum of theirs, whichever dim is sharded.
+        # SequenceParallel replicates the weight and sums its gradient over ranks, for any sharded dim.
         "heads": lambda _: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
         "head": lambda _: _ShardRows(),
     }
@@ -53,20 +52,20 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
     for pattern, style in net.tp_plan.items():
         matching = [name for name in names if fnmatch(name, pattern)]
         if not matching:
-            raise ConfigError(f"tp_plan: {pattern!r} is no module of the model", "model.name")
+            raise ConfigError(f"tp_plan: {pattern!r} matches no module of the model", "model.name")
         for name in matching:
             parallelize_module(net, mesh, {name: styles[style](net.get_submodule(name))})
             if style == "embedding":
-                # Its output is still on its way, and a compiled block drops the gradient of such a tensor
-                # (pytorch issue 191113); a copy has arrived.
+                # The output is an AsyncCollectiveTensor, whose gradient a compiled block drops (pytorch issue
+                # 191113). Its copy is a plain tensor.
                 net.get_submodule(name).register_forward_hook(lambda module, tokens, hidden: hidden.clone())
-    # Each rank would have a gradient of its own for what is left out, and soon weights of its own.
-    if left := [name for name, p in net.named_parameters() if not isinstance(p, DTensor)]:
-        raise ConfigError(f"tp_plan: no pattern is for {left[0].rpartition('.')[0]!r}", "model.name")
+    # Gradients of a parameter that is not a DTensor would differ between ranks.
+    if missing := [name for name, p in net.named_parameters() if not isinstance(p, DTensor)]:
+        raise ConfigError(f"tp_plan: no pattern matches {missing[0].rpartition('.')[0]!r}", "model.name")
 
 
 def vocabulary_shard(vocab_size: int, mesh: DeviceMesh) -> VocabularyShard:
-    """This rank's slice of the vocabulary."""
+    """This rank's shard of the vocabulary."""
     return VocabularyShard(
         first_id=mesh.get_local_rank() * (vocab_size // mesh.size()),
         all_reduce_max=lambda x: all_reduce(x, "max", mesh),
@@ -77,8 +76,8 @@ def vocabulary_shard(vocab_size: int, mesh: DeviceMesh) -> VocabularyShard:
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """A sum over ranks. All of them go on to compute the same loss, which counts once: the gradient of each
-    summand is that of the sum."""
+    """A sum over ranks. All ranks compute the same loss from the sum, and the loss counts once. So the
+    gradient of each rank's summand is the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -90,12 +89,12 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def gather_tokens_for_loss(loss: LossFunction, mesh: DeviceMesh) -> LossFunction:
-    """`loss`, which sees all tokens and this rank's rows of the head's weight, as a function of this rank's
-    tokens and the sharded weight."""
+    """Wrap `loss`, which takes the hidden states of all tokens and this rank's rows of the head's weight, as
+    a function of the hidden states of this rank's tokens and the sharded weight."""
 
     def gathered(h_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         assert isinstance(weight_VD, DTensor)
-        # each rank has the gradient of its rows only
+        # The gradient of the hidden states is a sum over ranks: each rank has the summand of its rows.
         hidden = _gather(h_BTD, mesh).to_local(grad_placements=[Partial()])
         return loss(hidden, weight_VD.to_local(grad_placements=[Shard(0)]), targets_BT)
 
@@ -103,7 +102,7 @@ def gather_tokens_for_loss(loss: LossFunction, mesh: DeviceMesh) -> LossFunction
 
 
 def gather_logits(mesh: DeviceMesh) -> HeadFn:
-    """The head_fn that makes the whole logits [B, T, V], on every rank."""
+    """The head_fn that returns the logits of the whole vocabulary, [B, T, V], on every rank."""
 
     def whole_logits(h_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         assert isinstance(weight_VD, DTensor)
@@ -116,7 +115,7 @@ def gather_logits(mesh: DeviceMesh) -> HeadFn:
 def _gather(
     x: torch.Tensor, mesh: DeviceMesh, cast: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> DTensor:
-    """All tokens of `x`, which is sharded over tokens. `cast` is applied before they are sent."""
+    """Gather `x`, which is sharded over tokens. `cast` is applied before the collective."""
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [Shard(TOKENS)], run_check=False)
     sharded: Any = x if cast is None else cast(x)
@@ -124,8 +123,8 @@ def _gather(
 
 
 class _GatherTokens(ParallelStyle):
-    """Gathers all tokens of the module's first input, after a `cast`, once for all column-wise layers in
-    it."""
+    """Gathers the module's first input once for all of the module's column-wise layers. `cast` is applied
+    before the collective."""
 
     def __init__(self, cast: Callable[[torch.Tensor], torch.Tensor] | None):
         self.cast = cast
@@ -138,7 +137,7 @@ class _GatherTokens(ParallelStyle):
 
 
 class _ShardRows(ParallelStyle):
-    """Shards the weight by rows, and leaves the module's inputs and outputs alone."""
+    """Shards the weight by rows, without changing the module's inputs and outputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -227,7 +227,7 @@ def test_a_block_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize("option", ["mlp+op", "2+mlp", "0"])
 def test_what_stands_alone_is_not_joined(option: str) -> None:
-    with pytest.raises(ConfigError, match="stands alone; attention, mlp, norms may be joined"):
+    with pytest.raises(ConfigError, match="cannot be joined with others; attention, mlp, norms can"):
         ActivationCheckpoint(mode="selective", selective_ac_option=option)
 
 

@@ -96,14 +96,14 @@ def test_layers_are_left_out_by_name_and_by_size_and_named(caplog: pytest.LogCap
     assert not swapped(net) & left
     assert len(swapped(net)) == 14 - len(left)
     assert caplog.messages[-1] == (
-        "float8 tensorwise: 7 layers; not in it: 1 x mlp.down_proj, 1 x mlp.gate_proj, 1 x mlp.up_proj, "
+        "float8 tensorwise: 7 layers; not converted: 1 x mlp.down_proj, 1 x mlp.gate_proj, 1 x mlp.up_proj, "
         "2 x self_attn.k_proj, 2 x self_attn.v_proj and the head"
     )
 
 
 def test_a_filter_that_matches_nothing_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"'wq' is in no layer's name; these are .* 2 x self_attn\.q_proj"
+        ConfigError, match=r"'wq' is in no layer's name; the layers are .* 2 x self_attn\.q_proj"
     ) as e:
         apply_float8(build(), Float8(enable=True, emulate=True, filter_fqns=["wq"]), sharded=False)
     assert e.value.key == "float8.filter_fqns"
@@ -111,7 +111,7 @@ def test_a_filter_that_matches_nothing_is_refused() -> None:
 
 def test_dims_that_the_hardware_cannot_take_are_refused_unless_left_out() -> None:
     said = (
-        r"layers\.0\.mlp\.gate_proj is 72 x \d+, not multiples of 16; leave all such layers out: "
+        r"layers\.0\.mlp\.gate_proj is 72 x \d+, not multiples of 16; exclude all such layers: "
         r"\[\"down_proj\", \"gate_proj\", \"up_proj\"\]"
     )
     with pytest.raises(ConfigError, match=said) as e:

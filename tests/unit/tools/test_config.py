@@ -34,7 +34,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]:
 
 CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
 RULES = [
-    ("mode: memory_budget works only with the compiler", "--activation_checkpoint.mode=memory_budget"),
+    ("mode: memory_budget needs the compiler", "--activation_checkpoint.mode=memory_budget"),
     ("without the compiler float8", "--float8.enable"),
     ("are not a multiple of local_batch_size 2", "--training.global_batch_size=7"),
     ("20 is below training.steps = 160", "--lr_scheduler.total_steps=20"),
