@@ -133,7 +133,6 @@ NOT_LOGGED = (
     "job.", "checkpoint.", "comm.", "metrics.", "profiling.", "generation.", "model.", "tokenizer.",
     "data.sources.", "data.cache_dir", "data.num_workers", "data.verify", "training.gc_freq",
 )  # fmt: skip
-SCHEDULE = ("lr_scheduler.", "optimizer.lr", "training.steps")
 
 
 def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
@@ -141,34 +140,15 @@ def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
     path, train = checkpoints.resumed_from, checkpoints.resumed
     if path is None or train is None or rt.rank > 0:
         return
-    saved, then = recorded_job(path / "job.toml")
-    now, step = toml.as_tree(job), train["step"]
+    saved, _ = toml.read(path / "job.toml")  # not built: nothing that the file names is imported
+    now = toml.as_tree(job)
     saved.setdefault("training", {})["global_batch_size"] = train["global_batch_size"]
     now["training"]["global_batch_size"] = rt.batch.global_size  # the resolved number, if it is -1
     changes = [("ranks", commit.read_manifest(path)["ranks"], rt.world_size)]
     changes += [change for change in differences(saved, now) if not change[0].startswith(NOT_LOGGED)]
-    lines = [f"{key} {spell(before)} -> {spell(after)}" for key, before, after in changes if before != after]
-    lr = (learning_rate(then, step), learning_rate(job, step)) if then else (None, None)
-    if lr[0] != lr[1]:
-        change = "learning rate at this step {:.2e} -> {:.2e}".format(*lr)
-        causes = [i for i, line in enumerate(lines) if line.startswith(SCHEDULE)]
-        if len(causes) == 1:
-            lines[causes[0]] += f", {change}"
-        else:  # several changes cause it together
-            lines.append(change)
-    for line in lines:
-        logger.info(f"changed since step {step}: {line}")
-
-
-def recorded_job(path: Path) -> tuple[dict[str, Any], Job | None]:
-    """The resolved tree of a recorded job.toml, and the job itself, or None if it has an unknown key or
-    component. Imports nothing: a component from outside is known only if the running job imports it."""
-    tree, locator = toml.read(path)
-    try:
-        job = toml.build(Job, tree, locator)
-    except ConfigError:
-        return tree, None
-    return toml.as_tree(job), job
+    for key, before, after in changes:
+        if before != after:
+            logger.info(f"changed since step {train['step']}: {key} {spell(before)} -> {spell(after)}")
 
 
 def learning_rate(job: Job, step: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -346,7 +347,6 @@ def test_what_changed_since_the_checkpoint_is_logged(tmp_path: Path, corpus: Pat
         "--job.description=x",
     ]
     assert changes_on_rank(tmp_path, corpus, same) == []
-    rate = "learning rate at this step 1.50e-03 -> 4.17e-03"
     now = [
         "--training.steps=8", "--lr_scheduler.total_steps=0", "--optimizer.lr=5e-3", "--optimizer.beta2=0.99",
         "--training.global_batch_size=16", "--activation_checkpoint.mode=full",
@@ -361,30 +361,24 @@ def test_what_changed_since_the_checkpoint_is_logged(tmp_path: Path, corpus: Pat
             "optimizer.lr 0.003 -> 0.005",
             "optimizer.beta2 0.95 -> 0.99",
             'activation_checkpoint.mode "none" -> "full"',
-            rate,  # once, for both keys that it follows from
         )
     ]
     assert other == []
 
 
-def test_a_recorded_job_is_read_without_its_imports(
-    tmp_path: Path, whole: Job, monkeypatch: pytest.MonkeyPatch
+def test_the_recorded_job_is_compared_without_its_imports(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from titanlite.startup import learning_rate, recorded_job
-
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "hostile.py").write_text("raise SystemExit(7)\n")
-    file = tmp_path / "job.toml"
-    text = (whole.folder / "checkpoint/step-12/job.toml").read_text()
-    assert text.count("imports = []") == 1
-    file.write_text(text.replace("imports = []", 'imports = ["hostile"]'))
-    tree, job = recorded_job(file)
-    assert tree["job"]["imports"] == ["hostile"]
-    assert job is not None
-    assert learning_rate(job, 1) == learning_rate(whole, 1)
-    file.write_text(text.replace('name = "adamw"', 'name = "of the hostile module"'))
-    tree, job = recorded_job(file)  # compared as it stands
-    assert (tree["optimizer"]["name"], job) == ("of the hostile module", None)
+    (tmp_path / "module_of_the_past.py").write_text("")
+    imports = '--job.imports=["module_of_the_past"]'
+    assert changes_on_rank(tmp_path, corpus, ["--training.steps=4", imports]) == []
+    (recorded,) = tmp_path.glob("**/step-4/job.toml")
+    assert "module_of_the_past" in recorded.read_text()
+    (tmp_path / "module_of_the_past.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.delitem(sys.modules, "module_of_the_past", raising=False)
+    lines = changes_on_rank(tmp_path, corpus, ["--training.steps=5"])
+    assert lines == ["changed since step 4: training.steps 4 -> 5"]
 
 
 def test_another_optimizer_is_told_in_words(
