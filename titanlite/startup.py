@@ -40,9 +40,9 @@ from titanlite.tokenizers.base import Tokenizer
 
 def flops_of(job: Job, net: Decoder) -> int:
     """Model FLOPs per token of this job."""
-    c = job.model.config
+    model = job.model.config
     return flops_per_token(
-        net.num_matmul_parameters(), c.n_layers, c.n_heads, c.head_dim, job.training.seq_len
+        net.num_matmul_parameters(), model.n_layers, model.n_heads, model.head_dim, job.training.seq_len
     )
 
 
@@ -53,14 +53,14 @@ def check_device(
     something that the device lacks."""
     job.float8.check_device(device)
     job.profiling.check(device, world_size)
-    c = job.model.config
+    model = job.model.config
     needs = AttentionNeeds(
         device=device,
         dtype=param_dtype,
         seq_len=job.training.seq_len,
-        n_heads=c.n_heads,
-        n_kv_heads=c.n_kv_heads,
-        head_dim=c.head_dim,
+        n_heads=model.n_heads,
+        n_kv_heads=model.n_kv_heads,
+        head_dim=model.head_dim,
         masks_documents=job.data.mask_documents,
         context_parallel=job.parallelism.context_parallel_degree > 1,
     )
@@ -69,7 +69,7 @@ def check_device(
 
 
 def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> ParallelSettings:
-    """What decides how the model is sharded and run."""
+    """The settings that decide how the model is sharded and run."""
     return ParallelSettings(
         parallelism=job.parallelism,
         attention=attention,
@@ -92,16 +92,16 @@ def open_tokenizer(job: Job) -> Tokenizer:
 def check_interop(job: Job, tokenizer: Tokenizer) -> None:
     """Raises ConfigError unless the initial weights, which only a new run needs, can be read, and unless the
     model and its tokenizer have the Hugging Face form that an export needs."""
-    config, exchange = job.checkpoint, ModelAndTokenizer(job.model, tokenizer)
+    config = job.checkpoint
     if config.initial_load_path and Opening(config, job.folder, None).is_new_run():
-        check_initial(Path(config.initial_load_path), exchange)
+        check_initial(Path(config.initial_load_path), ModelAndTokenizer(job.model, tokenizer))
     if config.export_hf:
         job.model.hf_config(), tokenizer.hugging_face_files()
 
 
 def check_run_folder(job: Job, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the run folder holds a run that this job cannot continue, as far as can be told
-    before any source is opened."""
+    """Raises ConfigError if the run folder holds a run that this job cannot continue, as far as this can
+    be known before any source is opened."""
     data = job.data.identity(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     Opening(job.checkpoint, job.folder, job.identity(data, {})).check_known()
 
@@ -111,8 +111,8 @@ def exporter(job: Job, tokenizer: Tokenizer, requests: StopRequests) -> Exporter
     without exports."""
     if not job.checkpoint.export_hf:
         return None
-    exchange = ModelAndTokenizer(job.model, tokenizer)
-    return Exporter(job.checkpoint, job.folder, exchange, job.training.steps, lambda: requests.stop)
+    model = ModelAndTokenizer(job.model, tokenizer)
+    return Exporter(job.checkpoint, job.folder, model, job.training.steps, lambda: requests.stop)
 
 
 def check_global_batch(job: Job, size: int, resumed: dict[str, Any] | None) -> None:
@@ -157,8 +157,8 @@ def learning_rate(job: Job, step: int) -> float:
 
 
 def resolved(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
-    """What follows from the configuration but is not written in it: the model's shape, the optimizer's groups
-    and the schedule. `net`: the whole model. `num_ids`: ids of the tokenizer; None: unknown."""
+    """Lines on facts that follow from the configuration: the model's shape, the optimizer's groups and the
+    schedule. `net`: the whole model. `num_ids`: ids of the tokenizer; None: unknown."""
     size = sum(p.numel() for p in net.parameters())
     changed = " with overrides" if job.model.overrides else ""
     ids = "" if num_ids is None else f"; the tokenizer has {num_ids} ids"
@@ -212,7 +212,7 @@ def run_id(folder: Path, is_new: bool) -> str:
 
 
 def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -> Meter:
-    """The meter of a run that goes on after `resumed_step` (0: a new run), and on rank 0 its open sinks."""
+    """The meter of a run that continues after `resumed_step` (0: a new run), and on rank 0 its open sinks."""
     sinks = Sinks({})
     if rt.rank == 0:
         run = RunInfo(

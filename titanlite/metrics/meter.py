@@ -66,7 +66,7 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What a step costs, for throughput and MFU."""
+    """The cost of a step, for throughput and MFU."""
 
     tokens: int
     """Tokens per step over all ranks."""

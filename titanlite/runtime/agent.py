@@ -25,7 +25,9 @@ from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped
 
 FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # exit codes that a restart would only repeat
 # Errors of gloo, NCCL and torch's stores on a rank whose peer has ended or does not answer.
-OF_A_PEER = re.compile("Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|Dist[A-Z][a-z]+Error")
+PEER_ERRORS = re.compile(
+    "Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|Dist[A-Z][a-z]+Error"
+)
 
 
 class RanksFailed(Exception):
@@ -38,26 +40,27 @@ class RanksFailed(Exception):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank has ended, or that it has not."""
+    """How a rank has ended, or that it still runs."""
 
     rank: int
     code: int | None
     """Exit code, or the negative number of the signal that ended it; None: still running when the failure was
     seen."""
     note: str | None = None
-    """Its error note in the launcher's folder: the error, "" if it left none, None if its work was done."""
+    """The rank's error note in the launcher's folder: the error, "" if the rank wrote none, None if its work
+    was done."""
     silent: str = ""
-    """For a rank that was still running: why it does not answer; "" if it does."""
+    """Why a rank that was still running does not answer; "" if it does."""
 
     @property
     def left_early(self) -> bool:
-        """Whether it ended with exit code 0 before its work was done."""
+        """Whether the rank ended with exit code 0 before its work was done."""
         return self.code == 0 and self.note is not None
 
     @property
     def follows_another(self) -> bool:
-        """Whether its end may be a consequence of another rank's end."""
-        return self.code == -signal.SIGABRT or (self.code == 1 and bool(OF_A_PEER.search(self.note or "")))
+        """Whether the rank's end may be a consequence of another rank's end."""
+        return self.code == -signal.SIGABRT or (self.code == 1 and bool(PEER_ERRORS.search(self.note or "")))
 
 
 def blame(endings: Sequence[Ending], nodes: int) -> tuple[int, str]:
@@ -85,8 +88,8 @@ def _describe(ending: Ending) -> str:
     code = ending.code or 0
     if code > 0:
         lines = (ending.note or "").strip().splitlines() if code == 1 else []
-        what = f": {lines[0][:200]}" if lines else ""
-        return f"ended with exit code {code}{what}; its message is above"
+        error = f": {lines[0][:200]}" if lines else ""
+        return f"ended with exit code {code}{error}; its message is above"
     cause = " (the kernel sends it when memory is short)" if code == -signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-code).name}{cause}; the messages above came after it"
 
@@ -141,14 +144,13 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         stopped = self._look()
         for local_rank in stopped if any(self._ended.values()) else ():
-            os.kill(
-                self._pids()[local_rank], signal.SIGKILL
-            )  # a stopped process does not react to the signal that ends the others
+            # A stopped process does not react to the signal that ends the other ranks.
+            os.kill(self._pids()[local_rank], signal.SIGKILL)
         endings = self._endings(worker_group, stopped)
-        if any(ending.left_early for ending in endings):  # the others might wait minutes for it
+        if any(ending.left_early for ending in endings):  # the other ranks might wait minutes for this rank
             result = RunResult(WorkerState.FAILED)
         elif any(self._ended.values()) or len(self._ended) == len(worker_group.workers):
-            result = super()._monitor_workers(worker_group)  # ends the others, if one has failed
+            result = super()._monitor_workers(worker_group)  # ends the other ranks, if one has failed
             endings = self._endings(worker_group, stopped)
         else:
             return RunResult(WorkerState.HEALTHY)
@@ -186,8 +188,8 @@ class Agent(LocalElasticAgent):
             return None
 
     def _endings(self, worker_group: WorkerGroup, stopped: set[int]) -> list[Ending]:
-        """The endings of this node's ranks in the order in which they ended; ranks that were running when the
-        others were told to end come last."""
+        """The endings of this node's ranks in the order in which they ended; ranks that were still running
+        when the first one failed come last."""
         ranks = [worker.global_rank for worker in worker_group.workers]
         endings = [Ending(ranks[r], code, self._note(ranks[r])) for r, code in self._ended.items()]
         for local_rank, code in self._codes().items():

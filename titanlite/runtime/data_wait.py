@@ -1,4 +1,4 @@
-"""DataWait: how long a rank waits for its next batch, and what ends the wait."""
+"""DataWait: limits how long a rank waits for its next batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from titanlite.errors import LoaderError
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
 
-SHARE = 0.9  # part of the timeout of collectives after which a stuck rank ends, before the others time out
+SHARE = 0.9  # of the timeout of collectives: a stuck rank ends then, before the other ranks time out
 STOP_S = 20.0  # seconds that several ranks wait for a batch after a stop; launchers kill after 30
 
 
@@ -17,8 +17,8 @@ class DataWait:
     """Called by the loader while it waits for a batch. Raises to end the wait: Stopped if a run on one rank
     was asked to stop, LoaderError if the batch took too long.
 
-    A run on one rank can then still save. Of several ranks the others wait for this one in a collective, so
-    the run can only end."""
+    A run on one rank can then still save. With several ranks, the other ranks wait in a collective, so the
+    run can only end."""
 
     def __init__(self, rt: Runtime, requests: StopRequests, is_first_step: Callable[[], bool]):
         self._rt, self._requests, self._is_first_step = rt, requests, is_first_step

@@ -35,9 +35,9 @@ def world_size() -> int:
 def pick_device() -> torch.device:
     """This rank's CUDA device, else Apple's GPU, else the CPU."""
     if torch.cuda.is_available():
-        wanted, found = num_local_ranks(), torch.cuda.device_count()
-        if wanted > found:
-            raise ConfigError(f"{wanted} processes on this node, which has {found} GPUs; lower NGPU")
+        processes, gpus = num_local_ranks(), torch.cuda.device_count()
+        if processes > gpus:
+            raise ConfigError(f"{processes} processes on this node, which has {gpus} GPUs; lower NGPU")
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
         return device

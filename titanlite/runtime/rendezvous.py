@@ -1,4 +1,4 @@
-"""How the launchers of all nodes find each other.
+"""Rendezvous: the launchers of all nodes find each other.
 
 A single node opens no port. Several nodes meet at the address of the first node through torch's c10d
 rendezvous, and log what they wait for."""
@@ -41,7 +41,7 @@ JOIN_TIMEOUT_S = 600  # seconds that nodes wait for each other, as torchrun
 
 
 class NotReached(RuntimeError):
-    """This node could not join a run."""
+    """This node could not join the run."""
 
     exit_code = 1
 

@@ -70,7 +70,7 @@ class Runtime:
     def sum_u64(self, value: int) -> str:
         """The sum mod 2^64 of an unsigned integer over the data-parallel ranks, as 16 hex digits."""
         value = value if self.mesh.is_data_leader else 0
-        signed = (value + (1 << 63)) % (1 << 64) - (1 << 63)  # int64 addition wraps, which is what is wanted
+        signed = (value + (1 << 63)) % (1 << 64) - (1 << 63)  # int64 addition wraps around, as it should
         total = self.sum(torch.tensor(signed, dtype=torch.int64, device=self.device))
         return f"{total.item() % (1 << 64):016x}"
 
@@ -83,8 +83,8 @@ class Runtime:
         """Start to combine flags over all ranks: each is true if it is true on any rank."""
         return Vote(flags, self.device, self.world_size)
 
-    def check_equal(self, what: str, value: str) -> None:
-        """Raises ConfigError on every rank if `value` differs between ranks."""
+    def check_equal(self, name: str, value: str) -> None:
+        """Raises ConfigError on every rank if the value called `name` differs between ranks."""
         values: list[Any] = [None] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
@@ -92,7 +92,7 @@ class Runtime:
             if different:
                 other = different[0]
                 raise ConfigError(
-                    f"{what} differ between rank {other} and rank 0: {values[other]}, {values[0]}"
+                    f"{name} differ between rank {other} and rank 0: {values[other]}, {values[0]}"
                 )
 
     @contextmanager
@@ -113,7 +113,7 @@ class Runtime:
                     if isinstance(e, (ConfigError, OSError)) or hasattr(e, "exit_code")
                     else RuntimeError(f"rank 0: {type(e).__name__}: {e}")
                 ]
-            with suppress(RuntimeError):  # ranks that were stopped, too, do not answer
+            with suppress(RuntimeError):  # the other ranks may have been stopped as well
                 self._tell(error)
             raise
         self._tell(error)

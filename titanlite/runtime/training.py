@@ -17,7 +17,7 @@ class Training:
     seq_len: int = 2048
     """Tokens that are predicted in each sequence; a sequence has seq_len + 1 tokens."""
     local_batch_size: int = 8
-    """Sequences in one micro-batch of one data-parallel rank: what has to fit into memory at once."""
+    """Sequences in one micro-batch of one data-parallel rank: these have to fit into memory at once."""
     global_batch_size: int = -1
     """Sequences in one optimizer step over all ranks. If it exceeds local_batch_size x data-parallel ranks,
     gradients of several micro-batches are accumulated. -1: that product."""
@@ -65,8 +65,9 @@ class Training:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How the sequences of one optimizer step are divided: global_size = micro_batch_size x num_micro_batches
-    x data-parallel ranks. Sizes count sequences; num_tokens counts the predicted tokens of a step."""
+    """How the sequences of one optimizer step are split into micro-batches: global_size = micro_batch_size x
+    num_micro_batches x data-parallel ranks. Sizes count sequences; num_tokens counts the predicted tokens of
+    a step."""
 
     global_size: int
     micro_batch_size: int
@@ -75,16 +76,15 @@ class BatchLayout:
 
     @classmethod
     def of(cls, training: Training, dp_size: int) -> BatchLayout:
-        """The layout for `dp_size` data-parallel ranks. Raises ConfigError if global_batch_size cannot be
-        divided."""
+        """The layout for `dp_size` data-parallel ranks. Raises ConfigError if global_batch_size is not
+        a multiple of local_batch_size x dp_size."""
         unit = training.local_batch_size * dp_size
         size = unit if training.global_batch_size == -1 else training.global_batch_size
         if size % unit:
             nearest = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
             raise ConfigError(
                 f"{size} sequences are not a multiple of local_batch_size {training.local_batch_size} x "
-                f"{dp_size} "
-                f"ranks = {unit}; the nearest are {' or '.join(str(n) for n in nearest)}",
+                f"{dp_size} ranks = {unit}; the nearest are {' or '.join(str(n) for n in nearest)}",
                 "training.global_batch_size",
             )
         if size * training.seq_len * training.steps >= 1 << 63:
