@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import tiktoken
 
 from tests.support import module_list
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
+from titanlite.job import load_job
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -42,3 +48,49 @@ def test_the_page_on_metrics_has_every_metric_of_the_code() -> None:
     listed = set(re.findall(r"^\| `([\w/]+)` \|", page, flags=re.MULTILINE))
     assert listed - {"train/NAME"} == set(NAME.findall(code))
     assert 'f"train/{name}"' in code  # train/NAME
+
+
+def keys_of(schema: dict[str, Any]) -> set[str]:
+    """Names of the keys of a section, whichever component is chosen."""
+    choices = schema.get("choices", {"": schema}).values()
+    names = {name for choice in choices for name in choice.get("keys", {})}
+    return names | ({"name", "backend"} if "choices" in schema else set())
+
+
+def unknown_keys(page: str) -> list[str]:
+    """Keys in code spans of a page that titanlite does not have."""
+    job = json.loads((ROOT / "titanlite/config/schema.json").read_text(encoding="utf-8"))["job"]["keys"]
+    named = re.findall(r"`\[*([a-z_]+)\.([a-z_]+)(?: = [^`]*|\]\])?`", page)
+    return [f"{section}.{key}" for section, key in named if key not in keys_of(job.get(section, {}))]
+
+
+def test_the_keys_for_those_who_come_from_other_trainers_exist() -> None:
+    page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8").partition("## From torchtitan")[0]
+    assert unknown_keys(page) == []
+    assert page.count("`checkpoint.interval`") == 2
+    wrong = page.replace("`checkpoint.interval`", "`checkpoint.frequency`")
+    assert unknown_keys(wrong) == ["checkpoint.frequency"] * 2  # control
+
+
+def test_the_lines_that_convert_nanochats_tokenizer_keep_its_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
+    pattern = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s+"""
+    specials = {"<|bos|>": 258, "<|user_start|>": 259, "<|user_end|>": 260}
+    theirs = tiktoken.Encoding("theirs", pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
+    folder = tmp_path / ".cache/nanochat/tokenizer"
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(theirs))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, {})
+    section = capsys.readouterr().out
+    model = '[model]\nname = "llama3"\nflavor = "debug"\n[[data.sources]]\nname = "python_stdlib"\n'
+    (tmp_path / "job.toml").write_text(section + model)
+    ours = load_job("job.toml").tokenizer.build()
+    text = "the 1234 cat's THE\n\n  theme"
+    assert ours.encode(text) == theirs.encode_ordinary(text)
+    assert (ours.vocab_size, ours.bos, ours.eos) == (theirs.n_vocab, 258, 259)

@@ -4,6 +4,7 @@ found from any folder. (.ci/run trains from an installed wheel.)
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -27,13 +28,17 @@ SHIPPED = [
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel of a copy of the tree."""
+    """The unpacked wheel, built from the files that the Dockerfile copies."""
     pytest.importorskip("setuptools", minversion="77")
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("titanlite", "train_configs", "assets"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
+    for line in re.findall(r"^COPY (.*)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE):
+        *sources, target = line.split()
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, tree / target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / source, tree / target)
+    assert (tree / "run_train.sh").exists()
     build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
     done = subprocess.run([sys.executable, "-c", build], cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
