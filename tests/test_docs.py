@@ -60,7 +60,7 @@ def keys_of(schema: dict[str, Any]) -> set[str]:
 def unknown_keys(page: str) -> list[str]:
     """Keys in code spans of a page that titanlite does not have."""
     job = json.loads((ROOT / "titanlite/config/schema.json").read_text(encoding="utf-8"))["job"]["keys"]
-    named = re.findall(r"`\[*([a-z_]+)\.([a-z_]+)(?: = [^`]*|\]\])?`", page)
+    named = re.findall(r"`\[*([a-z_]+)\.(?!toml`)([a-z_]+)(?: = [^`]*|\]\])?`", page)
     return [f"{section}.{key}" for section, key in named if key not in keys_of(job.get(section, {}))]
 
 
