@@ -1,1 +1,1 @@
-"""What makes training data: documents in, token shards out."""
+"""Makes training data: filters, deduplicates and tokenises documents into token shards."""

@@ -1,11 +1,11 @@
-"""The raw corpus: its files, their division into splits, and the documents of a split.
+"""The raw corpus: its files, their partition into splits, and the documents of a split.
 
 Files may be .jsonl (one document per line, under a field; .ndjson and .json are read alike), .parquet (one
-document per row, in a column), or anything else (one document per file). All but parquet may be compressed
-(.gz, .zst). The splits depend on the files alone, so what is made of them in order is the same on any number
-of processes. Text must be UTF-8; a byte order mark at the start of a file is dropped. Nothing is guessed or
-repaired: bad input is an error that names its place, or, if it is one line or row, passed to `on_bad`. Memory
-is bounded: documents have a largest size (Limits), and files are read and decompressed in blocks."""
+document per row, in a column), or any other format (one document per file). All but parquet may be compressed
+(.gz, .zst). The splits depend on the files alone, so a dataset is the same for any number of processes. Text
+must be UTF-8; a byte order mark at the start of a file is dropped. Bad input is never guessed at or repaired:
+a bad document is passed to `on_bad`, and a damaged file is an error. Memory is bounded: documents have a
+maximum size (Limits), and files are read and decompressed in blocks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,19 +23,17 @@ from typing import IO, Any
 from titanlite.config.component import ConfigError
 from titanlite.files import hash_file, if_on_hub
 
-SPLIT_BYTES = 8 << 20  # of text: about a second of tokenising on one core
-COMPRESSED_SPLITS = 64  # if a corpus has fewer compressed files, they are split to occupy as many cores
-MAX_SPLITS = 8  # of one compressed file: each split decompresses all of it, which is 3% of a split's work
+SPLIT_BYTES = 8 << 20  # text per split: about a second of tokenising on one core
+COMPRESSED_SPLITS = 64  # fewer compressed files than this are split, so that many cores have work
+MAX_SPLITS = 8  # splits per compressed file: each split decompresses the whole file, 3% of the split's work
 RATIO = 4  # typical compression ratio of text; only balances the work
-BLOCK_LINES = 64  # consecutive lines of a compressed file that go to one split
+BLOCK_LINES = 64  # a compressed file's lines are dealt out to its splits in blocks of this size
 LINES, COMPRESSIONS = (".jsonl", ".ndjson", ".json"), (".gz", ".zst")
-IN_FOLDERS = (".txt", *LINES, ".parquet")  # the files of a directory that are read; also compressed
-FEED_BYTES = 1 << 10  # of a compressed file, decompressed at a time: zstd can make 32 MiB of 1 KiB
+IN_FOLDERS = (".txt", *LINES, ".parquet")  # formats that are read if a directory is given; also compressed
+FEED_BYTES = 1 << 10  # compressed bytes per call of the decompressor: zstd can expand 1 KiB to 32 MiB
 RATIO_GRACE = 256 << 20  # bytes of content above which the compression ratio is limited
-PARQUET_BYTES = (
-    256 << 20
-)  # of text that rows of parquet may take in memory at a time, if they share one value
-ABOUT = ("dataset_info.json", "dataset_infos.json")  # Hugging Face's metadata beside the text of a dataset
+PARQUET_BYTES = 256 << 20  # maximum text per batch of rows, even if all rows share one stored value
+METADATA = ("dataset_info.json", "dataset_infos.json")  # Hugging Face's metadata beside a dataset's text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +41,12 @@ class Limits:
     """Limits of memory and work for a corpus of unknown origin."""
 
     max_document_mib: int = 64
-    """Largest document in MiB: a line of .jsonl, a row of .parquet, or any other file, uncompressed. A larger
-    one is bad input. Reading one takes several times its size in memory."""
+    """Maximum size of a document in MiB: a line of .jsonl, a row of .parquet, or any other file,
+    uncompressed. A larger document is bad input. Reading a document takes several times its size in
+    memory."""
     max_compression_ratio: int = 100
-    """Stop at a .gz or .zst file with more than 256 MiB of content that is over this many times as large as
-    the file. Text compresses to between a third and a thirtieth of its size."""
+    """Stop at a .gz or .zst file that decompresses to more than 256 MiB and more than this many times its
+    size. Text compresses to between a third and a thirtieth of its size."""
 
     def __post_init__(self) -> None:
         for key in ("max_document_mib", "max_compression_ratio"):
@@ -62,26 +62,26 @@ class Limits:
         """Raise ValueError for a document of more than max_document_mib."""
         if num_bytes > self.document_bytes:
             raise ValueError(
-                f"a document of more than {self.max_document_mib} MiB; raise max_document_mib if it is meant"
+                f"a document of more than {self.max_document_mib} MiB; raise max_document_mib to accept it"
             )
 
     def check_ratio(self, file: Path, num_bytes: int, size: int) -> None:
-        """Raise ConfigError if `num_bytes` of content are too many for a compressed file of `size` bytes."""
+        """Raise ConfigError if a compressed file of `size` bytes has too much content for its size."""
         if num_bytes > max(RATIO_GRACE, self.max_compression_ratio * size):
             raise ConfigError(
                 f"{file}: its {size:,} bytes decompress to more than {num_bytes - 1:,}; raise "
-                f"max_compression_ratio = {self.max_compression_ratio} if that is no mistake"
+                f"max_compression_ratio = {self.max_compression_ratio} to accept it"
             )
 
 
 @dataclass(frozen=True)
 class FileSplit:
-    """A part of the corpus that one process reads. `files`: several if each file is one document, otherwise
-    one.
+    """A unit of work: documents that one process reads. `files`: several files with one document each, or one
+    file.
 
     `begin`, `end`: for lines, the range of bytes in which the lines start; for parquet, the range of row
-    groups; for compressed lines, split `begin` of `end` of the file. `size`: bytes of text, estimated if
-    compressed."""
+    groups; for compressed lines, split number `begin` of `end` splits of the file. `size`: bytes of text,
+    estimated if compressed."""
 
     files: tuple[Path, ...]
     begin: int
@@ -91,7 +91,7 @@ class FileSplit:
 
 @dataclass(frozen=True)
 class Document:
-    """A document's text and origin. `place` in `file` is for `where(file, place)`."""
+    """A document's text and origin. `place`: its position in `file`, which `where` describes."""
 
     text: str
     file: Path
@@ -111,9 +111,9 @@ def stop(file: Path, place: int, reason: str) -> None:
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """Return the files that paths, directories and globs name, sorted by path, each once. In a directory
-    these are the files of the formats in IN_FOLDERS, at any depth."""
-    files: dict[Path, Path] = {}  # by resolved path: a file under two names is read once
+    """Return the files that paths, directories and globs name, sorted by path, without duplicates. A
+    directory stands for its files of the formats in IN_FOLDERS, at any depth."""
+    files: dict[Path, Path] = {}  # by resolved path: a file with two names is read once
     for pattern in patterns:
         literal = Path(pattern)  # a name may contain a glob's characters
         paths = [literal] if literal.exists() else [Path(p) for p in glob.glob(pattern, recursive=True)]
@@ -122,21 +122,22 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
             raise ConfigError(f"no such file: {pattern!r}{start}{if_on_hub(pattern, 'dataset')}", key)
         for path in paths:
             below = [path]
-            if path.is_dir():  # through links too, not into hidden folders
+            if path.is_dir():  # follows links, skips hidden folders
                 below = [Path(p) for p in glob.iglob(f"{glob.escape(str(path))}/**", recursive=True)]
             wanted = (p for p in below if p.is_file() and (p == path or _in_folder(p)))
             files |= {p.resolve(): p for p in wanted}
     if not files:
         raise ConfigError(
             f"no text files in {', '.join(map(repr, patterns))}; of a directory, {', '.join(IN_FOLDERS)} "
-            "files are read, also compressed (.gz, .zst), but none in hidden folders; name any other file",
+            "files "
+            "are read, also compressed (.gz, .zst), except in hidden folders; name other files one by one",
             key,
         )
     return sorted(files.values())
 
 
 def format_of(file: Path) -> tuple[str, str]:
-    """Return how a file is read, by its name: ("lines" | "parquet" | "text", compression suffix or "")."""
+    """Return a file's format, by its name: ("lines" | "parquet" | "text", compression suffix or "")."""
     compression = file.suffix if file.suffix in COMPRESSIONS else ""
     suffix = file.with_suffix("").suffix if compression else file.suffix
     return "lines" if suffix in LINES else "parquet" if suffix == ".parquet" else "text", compression
@@ -145,22 +146,20 @@ def format_of(file: Path) -> tuple[str, str]:
 def _in_folder(file: Path) -> bool:
     if file.suffix in COMPRESSIONS:  # parquet compresses itself
         return file.with_suffix("").suffix in IN_FOLDERS and format_of(file)[0] != "parquet"
-    return file.suffix in IN_FOLDERS and file.name not in ABOUT
+    return file.suffix in IN_FOLDERS and file.name not in METADATA
 
 
 def content_sha256(files: Iterable[Path]) -> str:
     """Return one hash of the content of all files, in order."""
     digest = hashlib.sha256()
     for file in files:
-        try:
+        with _reading(file):
             digest.update(bytes.fromhex(hash_file(file)[1]))
-        except OSError as e:
-            raise ConfigError(f"{file}: {e.strerror}") from None
     return digest.hexdigest()
 
 
 def where(file: Path, place: int) -> str:
-    """Describe a document's place: the file, and the line or row in it."""
+    """Describe a document's place: its file, and its line or row."""
     kind, compression = format_of(file)
     if kind == "text":
         return str(file)
@@ -168,19 +167,18 @@ def where(file: Path, place: int) -> str:
         return f"{file}: row {place}"
     if compression:
         return f"{file}:{place}"
-    with open(file, "rb") as f:  # the place is an offset: lines are counted only for messages
-        return (
-            f"{file}:{sum(f.read(min(1 << 20, place - at)).count(10) for at in range(0, place, 1 << 20)) + 1}"
-        )
+    with open(file, "rb") as f:  # the place is an offset in bytes; count lines in blocks of 1 MiB
+        num_lines = sum(f.read(min(1 << 20, place - at)).count(10) for at in range(0, place, 1 << 20))
+    return f"{file}:{num_lines + 1}"
 
 
 # ---- splits
 
 
 def split_files(files: Sequence[Path], field: str) -> list[FileSplit]:
-    """Divide the corpus into splits of about SPLIT_BYTES, in the files' order."""
+    """Partition the corpus into splits of about SPLIT_BYTES, in the files' order."""
     splits = list[FileSplit]()
-    compressed = sum(format_of(f)[1] != "" for f in files)
+    num_compressed = sum(format_of(f)[1] != "" for f in files)
     for file in files:
         kind, compression = format_of(file)
         size = _size(file) * (RATIO if compression else 1)
@@ -193,11 +191,12 @@ def split_files(files: Sequence[Path], field: str) -> list[FileSplit]:
             else:
                 splits.append(FileSplit((file,), 0, 1, size))
         elif compression:
-            count = min(MAX_SPLITS, -(-COMPRESSED_SPLITS // compressed), max(1, -(-size // SPLIT_BYTES)))
+            count = min(MAX_SPLITS, -(-COMPRESSED_SPLITS // num_compressed), max(1, -(-size // SPLIT_BYTES)))
             splits += [FileSplit((file,), i, count, size // count) for i in range(count)]
         else:
-            ends = [*range(SPLIT_BYTES, size, SPLIT_BYTES), size]
-            splits += [FileSplit((file,), b, e, e - b) for b, e in zip([0, *ends], ends)]
+            for begin in range(0, max(size, 1), SPLIT_BYTES):
+                end = min(begin + SPLIT_BYTES, size)
+                splits.append(FileSplit((file,), begin, end, end - begin))
     return splits
 
 
@@ -218,7 +217,7 @@ def _parquet_splits(file: Path, field: str) -> list[FileSplit]:
 def documents(
     files: Sequence[Path], field: str, on_bad: OnBad = stop, limits: Limits = DEFAULT_LIMITS
 ) -> Iterator[Document]:
-    """Yield all documents of the files in order, without empty ones."""
+    """Yield all documents of the files in order. Empty documents are left out."""
     for split in split_files(files, field):
         yield from read_split(split, field, on_bad, limits)
 
@@ -226,7 +225,7 @@ def documents(
 def read_split(
     split: FileSplit, field: str, on_bad: OnBad = stop, limits: Limits = DEFAULT_LIMITS
 ) -> Iterator[Document]:
-    """Yield a split's documents in order, without empty ones and those passed to `on_bad`.
+    """Yield a split's documents in order. Empty documents are left out; bad documents are passed to `on_bad`.
 
     Raises ConfigError for a file that cannot be read, is truncated or damaged, or lacks the column.
     """
@@ -266,16 +265,16 @@ def _whole_files(files: Iterable[Path], on_bad: OnBad, limits: Limits) -> Iterat
 
 
 def _rows(split: FileSplit, field: str, on_bad: OnBad, limits: Limits) -> Iterator[Document]:
-    import pyarrow  # _open_parquet says how to get it
-
     (file,) = split.files
     parquet = _open_parquet(file, field)
+    import pyarrow  # after _open_parquet, which raises an error with advice if it is missing
+
     row = 1 + sum(parquet.metadata.row_group(g).num_rows for g in range(split.begin))
     groups = list(range(split.begin, split.end))
     size = max(_column(parquet, group, field).total_uncompressed_size for group in groups)
-    rows = min(max(PARQUET_BYTES // max(size, 1), 1), 256)  # all rows may share one value that is stored once
+    batch_size = min(max(PARQUET_BYTES // max(size, 1), 1), 256)
     try:
-        for batch in parquet.iter_batches(batch_size=rows, row_groups=groups, columns=[field]):
+        for batch in parquet.iter_batches(batch_size=batch_size, row_groups=groups, columns=[field]):
             for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                 try:
                     limits.check_document(len(data or b""))
@@ -303,7 +302,7 @@ def _open_parquet(file: Path, field: str) -> Any:
     try:
         opened = parquet.ParquetFile(file, page_checksum_verification=True)
     except (OSError, ValueError, pyarrow.ArrowException) as e:
-        raise ConfigError(f"{file}: not a whole parquet file: {e}") from None
+        raise ConfigError(f"{file}: not a complete parquet file: {e}") from None
     schema = opened.schema_arrow
     if field not in schema.names:
         raise ConfigError(f"{file}: no column {field!r} (columns: {', '.join(schema.names)})")
@@ -327,18 +326,15 @@ def _column(parquet: Any, group: int, field: str) -> Any:
 def _range_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that start in [begin, end), each with its offset. A line that is too long is cut just
     above the limit."""
-    try:
-        with open(split.files[0], "rb") as f:
-            at = split.begin
-            if at:
-                f.seek(at - 1)
-                at += _skip_line(f) - 1
-            while at < split.end and (line := f.readline(limits.document_bytes + 1)):
-                if not line.isspace():
-                    yield at, line if at else line.removeprefix(codecs.BOM_UTF8)
-                at += len(line) if line.endswith(b"\n") else len(line) + _skip_line(f)
-    except OSError as e:
-        raise ConfigError(f"{split.files[0]}: {e.strerror}") from None
+    with _reading(split.files[0]), open(split.files[0], "rb") as f:
+        at = split.begin
+        if at:
+            f.seek(at - 1)
+            at += _skip_line(f) - 1
+        while at < split.end and (line := f.readline(limits.document_bytes + 1)):
+            if not line.isspace():
+                yield at, line if at else line.removeprefix(codecs.BOM_UTF8)
+            at += len(line) if line.endswith(b"\n") else len(line) + _skip_line(f)
 
 
 def _skip_line(f: IO[bytes]) -> int:
@@ -352,22 +348,22 @@ def _skip_line(f: IO[bytes]) -> int:
 
 
 def _blocks_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
-    """Yield every `end`-th block of lines of a compressed file, from block `begin`; each line with its
+    """Yield every `end`-th block of lines of a compressed file, from block `begin` on; each line with its
     number. A line that is too long is cut just above the limit."""
-    number, rest, is_too_long, most = 0, bytearray(), False, limits.document_bytes + 1
+    number, rest, is_too_long, max_bytes = 0, bytearray(), False, limits.document_bytes + 1
 
     def is_wanted(line: bytes | bytearray) -> bool:
         return number // BLOCK_LINES % split.end == split.begin and bool(line) and not line.isspace()
 
     for chunk in _decompressed(split.files[0], limits):
-        *ended, tail = chunk.split(b"\n")
-        for line in ended:
-            rest += b"" if is_too_long else line[: most - len(rest)]
+        *lines, tail = chunk.split(b"\n")
+        for line in lines:
+            rest += b"" if is_too_long else line[: max_bytes - len(rest)]
             if is_wanted(rest):
                 yield number + 1, bytes(rest if number else rest.removeprefix(codecs.BOM_UTF8))
             rest, is_too_long, number = bytearray(), False, number + 1
-        rest += b"" if is_too_long else tail[: most - len(rest)]
-        if len(rest) == most:  # reported at once, because its end may be far
+        rest += b"" if is_too_long else tail[: max_bytes - len(rest)]
+        if len(rest) == max_bytes:  # yielded now, because the end of the line may be far
             if is_wanted(rest):
                 yield number + 1, bytes(rest)
             rest, is_too_long = bytearray(), True
@@ -377,12 +373,12 @@ def _blocks_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, by
 
 def _decompressed(file: Path, limits: Limits) -> Iterator[bytes]:
     """Yield the content of a .gz or .zst file of any number of members. The libraries' file objects do not
-    report every truncated file, so the end is checked here."""
+    report every truncated file, so this function checks that the last member is complete."""
     open_member = _decompressor(file)
     member, produced = open_member(), 0
     size = _size(file)
     try:
-        with open(file, "rb") as f:
+        with _reading(file), open(file, "rb") as f:
             while data := f.read(FEED_BYTES):
                 while data and not (member.eof and not data.strip(b"\0")):  # gzip members may be padded
                     if member.eof:
@@ -392,8 +388,6 @@ def _decompressed(file: Path, limits: Limits) -> Iterator[bytes]:
                     limits.check_ratio(file, produced, size)
                     yield chunk
                     data = member.unused_data if member.eof else b""
-    except OSError as e:
-        raise ConfigError(f"{file}: {e.strerror}") from None
     except Exception as e:
         if type(e).__name__ not in ("error", "ZstdError"):  # zlib.error, zstandard.ZstdError
             raise
@@ -424,9 +418,9 @@ def _text_of(line: bytes, field: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"field {field!r} is not a string")
     try:
-        text.encode()  # JSON can contain half a character
+        text.encode()  # JSON can contain one half of a surrogate pair
     except UnicodeEncodeError:
-        raise ValueError(f"field {field!r} holds a lone surrogate, which is no text") from None
+        raise ValueError(f"field {field!r} holds a lone surrogate, which is not text") from None
     return text
 
 
@@ -434,20 +428,25 @@ def _decode(data: bytes | bytearray) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as e:
-        raise ValueError(f"not UTF-8 at byte {e.start}: convert it first, nothing is guessed") from None
+        raise ValueError(f"not UTF-8 at byte {e.start}: convert the file first") from None
 
 
 def _blocks(file: Path) -> Iterator[bytes]:
-    try:
-        with open(file, "rb") as f:
-            while data := f.read(1 << 20):
-                yield data
-    except OSError as e:
-        raise ConfigError(f"{file}: {e.strerror}") from None
+    with _reading(file), open(file, "rb") as f:
+        while data := f.read(1 << 20):
+            yield data
 
 
 def _size(file: Path) -> int:
+    with _reading(file):
+        size = file.stat().st_size
+    return size
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise an OSError of the body as a ConfigError that names the file."""
     try:
-        return file.stat().st_size
+        yield
     except OSError as e:
         raise ConfigError(f"{file}: {e.strerror}") from None

@@ -1,26 +1,25 @@
-"""Duplicates in the whole corpus: documents that share a band of a signature, found by a sort of each band
-and connected components.
+"""Finds duplicates in a corpus: documents that share a band of a signature, by a sort of each band and
+connected components.
 
-Memory is about 70 bytes per document, whatever the number of bands, because bands are read one at a time.
+Memory is about 70 bytes per document for any number of bands, because bands are read one at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import numpy as np
 
 from titanlite.config.component import ConfigError
 
 
-def first_of_each(num_documents: int, num_bands: int, band: Callable[[int], np.ndarray]) -> np.ndarray:
+def first_of_each(num_documents: int, bands: Iterable[np.ndarray]) -> np.ndarray:
     """Return for each document the first document of its group: int64 [num_documents].
 
-    `band(b)`: uint64 [num_documents]; documents that have the same value in a band are in one group.
+    `bands`: each uint64 [num_documents]; documents that have the same value in a band are in one group.
     """
     first = np.arange(num_documents, dtype=np.int64)
-    for b in range(num_bands):
-        keys = band(b)
+    for keys in bands:
         order = np.argsort(keys, kind="stable")
         same = keys[order[1:]] == keys[order[:-1]]
         _join(first, first[order[:-1][same]], first[order[1:][same]])

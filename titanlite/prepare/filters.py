@@ -1,8 +1,8 @@
-"""Filters: steps of `titanlite prepare` that remove documents, in the order of their `[[filters]]` tables.
+"""Filters: remove documents in `titanlite prepare`, in the order of their `[[filters]]` tables.
 
-A filter either looks at one document at a time (FilterFunction) or removes documents that resemble an earlier
-one (LshSignature). No filter knows a language: words are separated by blanks. The defaults are those of
-Gopher (Rae et al. 2021, arXiv 2112.11446, table A1)."""
+A filter either examines one document at a time (FilterFunction) or removes documents that resemble an earlier
+document (LshSignature). Filters do not depend on a language: words are separated by blanks. The defaults are
+those of Gopher (Rae et al. 2021, arXiv 2112.11446, table A1)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FilterFunction = Callable[[str], str | None]  # text -> reason to remove the doc
 @dataclass(frozen=True)
 class LshSignature:
     """A signature for locality-sensitive hashing. `compute`: text -> uint64 [num_bands]. Documents that have
-    the same value in any band are duplicates; the first of them in the corpus is kept."""
+    the same value in any band are duplicates; the first document is kept."""
 
     num_bands: int
     compute: Callable[[str], np.ndarray]
@@ -38,9 +38,9 @@ class Filter(Component):
     registers filters from other modules; tests/examples/length_filter.py is an example."""
 
     def build(self) -> FilterFunction | LshSignature:
-        """Return the function that decides about one document, or the signature that finds duplicates.
+        """Return the function that judges one document, or the signature that finds duplicates.
 
-        It is called in every process, and must depend on the text alone, so that the dataset does not depend
+        Called in every process. The result must depend on the text alone, so that the dataset does not depend
         on the number of processes. Raises ConfigError if a library is missing."""
         raise NotImplementedError
 
@@ -57,13 +57,13 @@ class Length(Filter, name="length"):
     """Removes documents that are too short or too long."""
 
     min_characters: int = 0
-    """Fewest characters of a document that is kept."""
+    """Minimum number of characters."""
     max_characters: int = 0
-    """Most characters of a document that is kept; 0: no limit."""
+    """Maximum number of characters; 0: no limit."""
     min_words: int = 50
-    """Fewest words of a document that is kept; 0 for scripts that do not separate words by blanks."""
+    """Minimum number of words. Set 0 for scripts that do not separate words by blanks."""
     max_words: int = 100_000
-    """Most words of a document that is kept; 0: no limit."""
+    """Maximum number of words; 0: no limit."""
 
     def __post_init__(self) -> None:
         for unit in ("characters", "words"):
@@ -92,9 +92,9 @@ class MeanWordLength(Filter, name="mean_word_length"):
     """Removes documents whose words are on average too short or too long to be prose."""
 
     min: float = 3.0
-    """Smallest mean, in characters."""
+    """Minimum mean length of words, in characters."""
     max: float = 10.0
-    """Largest mean, in characters."""
+    """Maximum mean length of words, in characters."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.max:
@@ -115,7 +115,7 @@ class Alphabetic(Filter, name="alphabetic"):
     """Removes documents in which too few words contain a letter of any alphabet."""
 
     min_share: float = 0.8
-    """Smallest share of words that contain a letter."""
+    """Minimum share of words that contain a letter."""
 
     def __post_init__(self) -> None:
         _check_shares(self, "min_share")
@@ -131,13 +131,13 @@ class Alphabetic(Filter, name="alphabetic"):
 
 @dataclass(frozen=True, kw_only=True)
 class Symbols(Filter, name="symbols"):
-    """Removes documents in which a symbol, such as the hash sign or the ellipsis, is too frequent. Each
-    symbol is counted by itself, as in Gopher's rules."""
+    """Removes documents in which a symbol, such as the hash sign or the ellipsis, is too frequent. Symbols
+    are counted separately, as in Gopher's rules."""
 
     symbols: list[str] = field(default_factory=lambda: ["#", "..."])
     """Symbols to count. The character \u2026 counts as three dots."""
     max_share: float = 0.1
-    """Most occurrences of one symbol per word of the document."""
+    """Maximum number of occurrences of one symbol per word of the document."""
 
     def __post_init__(self) -> None:
         _check_shares(self, "max_share")
@@ -158,12 +158,12 @@ class Symbols(Filter, name="symbols"):
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedLines(Filter, name="repeated_lines"):
-    """Removes documents that repeat their own lines: menus, boilerplate, loops."""
+    """Removes documents that repeat their lines: menus, boilerplate, loops."""
 
     max_line_share: float = 0.3
-    """Largest share of lines that occurred earlier in the document."""
+    """Maximum share of lines that occurred earlier in the document."""
     max_character_share: float = 0.2
-    """Largest share of characters in lines that occurred earlier in the document."""
+    """Maximum share of characters in lines that occurred earlier in the document."""
 
     def __post_init__(self) -> None:
         _check_shares(self, "max_line_share", "max_character_share")
@@ -186,13 +186,13 @@ class RepeatedLines(Filter, name="repeated_lines"):
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedNGrams(Filter, name="repeated_ngrams"):
-    """Removes documents that repeat their own phrases of n words."""
+    """Removes documents that repeat their phrases of n words."""
 
     max_top_share: list[float] = field(default_factory=lambda: [0.20, 0.18, 0.16])
-    """Largest share of characters that the most frequent n-gram covers, for n = 2, 3, 4 and so on. Overlaps
-    count again."""
+    """Maximum share of characters that the most frequent n-gram covers, for n = 2, 3, 4 and so on.
+    Overlapping occurrences each count in full."""
     max_repeated_share: list[float] = field(default_factory=lambda: [0.15, 0.14, 0.13, 0.12, 0.11, 0.10])
-    """Largest share of characters in n-grams that occurred earlier in the document, for n = 5, 6, 7 and so
+    """Maximum share of characters in n-grams that occurred earlier in the document, for n = 5, 6, 7 and so
     on."""
 
     def __post_init__(self) -> None:
@@ -209,7 +209,7 @@ class RepeatedNGrams(Filter, name="repeated_ngrams"):
                     _, first, counts = np.unique(grams, return_index=True, return_counts=True)
                     top = int(counts.max())
                     sizes = np.convolve(lengths, np.ones(n, dtype=np.int64), "valid")
-                    covered = top * int(sizes[first[counts == top]].max())  # the longest of the most frequent
+                    covered = top * int(sizes[first[counts == top]].max())  # longest of equally frequent ones
                     subject = f"of the characters are one {n}-gram"
                     if top > 1 and (reason := _above(covered / total, limit, subject)):
                         return reason
@@ -226,7 +226,7 @@ class RepeatedNGrams(Filter, name="repeated_ngrams"):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactDuplicates(Filter, name="exact_duplicates"):
-    """Removes all but the first of documents with equal text. Blanks at both ends are ignored."""
+    """Removes all but the first of documents with equal text. Leading and trailing blanks are ignored."""
 
     def build(self) -> LshSignature:
         def compute(text: str) -> np.ndarray:
@@ -239,16 +239,17 @@ class ExactDuplicates(Filter, name="exact_duplicates"):
 @dataclass(frozen=True, kw_only=True)
 class NearDuplicates(Filter, name="near_duplicates"):
     """Removes all but the first of documents that share most of their phrases, by MinHash (Broder 1997) with
-    locality-sensitive hashing. Two documents whose sets of n-grams have Jaccard similarity s are found with
-    probability 1 - (1 - s^band_size)^num_bands. With the defaults, which are FineWeb's, that is 77% at s =
-    0.75, 99% at 0.85 and 1% at 0.4. Documents that are linked through a third one are one group."""
+    locality-sensitive hashing. Two documents whose sets of n-grams have Jaccard similarity s are detected
+    with probability 1 - (1 - s^band_size)^num_bands. With the defaults, which are FineWeb's, the probability
+    is 77% at s = 0.75, 99% at 0.85 and 1% at 0.4. If A duplicates B and B duplicates C, all three are one
+    group."""
 
     ngram: int = 5
     """Words per phrase. In scripts without blanks each character counts as a word."""
     num_bands: int = 14
-    """Number of bands. Documents that agree in one band are duplicates."""
+    """Number of bands. Documents with equal hashes in at least one band are duplicates."""
     band_size: int = 8
-    """Hashes per band. All hashes of a band must agree."""
+    """Hashes per band. All hashes of a band must be equal."""
 
     def __post_init__(self) -> None:
         for key in ("ngram", "num_bands", "band_size"):

@@ -1,10 +1,11 @@
-"""prepare: from text files to token shards, for `titanlite prepare` and for sources of text on first use.
+"""prepare: makes token shards from text files, for `titanlite prepare` and for text sources on first use.
 
-The files are divided into splits (corpus.py), the splits are drawn at random into shards, and the documents
-of each shard are shuffled again. Training shuffles sequences over the whole dataset (data/order.py), so this
-has only to mix the documents within a sequence. stages.py does the work, in a folder beside the output.
-Finished work is never repeated: a killed run continues, and several machines can share a corpus. The bytes
-depend on none of that. The folder is renamed to the output when it is complete."""
+The files are partitioned into splits (corpus.py), the splits are drawn at random into shards, and the
+documents of each shard are shuffled. Training shuffles sequences over the whole dataset (data/order.py), so
+preparation needs to mix only the documents within a sequence. stages.py does the work, in a folder beside the
+output. Finished work is never repeated: a preparation continues after a kill, and several machines can share
+it. The resulting bytes do not depend on interruptions, processes or machines. The folder is renamed to the
+output when it is complete."""
 
 from __future__ import annotations
 
@@ -46,12 +47,12 @@ def prepare(
 ) -> TokenShards | None:
     """Make the dataset `output` from text files in `num_processes` processes (0: one per core).
 
-    `worker` (i, n): do only the i-th of n shares of the work. The last worker to finish completes the
-    dataset; the others return None. Raises ConfigError for bad input; finished work is then kept for the next
-    call if `keep`."""
+    `worker` (i, n): do only the i-th of n shares of the work. The last worker to finish completes the dataset
+    and returns it; the other workers return None. Raises ConfigError for bad input; finished work is then
+    kept for the next call if `keep`."""
     folder = work_folder(output)
     with locked(folder, output, worker) as unfinished:
-        if not unfinished:  # another process has made it
+        if not unfinished:  # another process has completed the dataset
             return TokenShards(output)
         try:
             state = JobState(files, folder, tokenizer, options)
@@ -65,7 +66,7 @@ def prepare(
                         _scan(state, pool, processes, worker)
                     _encode(state, pool, processes, worker, output.name)
             return _complete(state, output)
-        except FileNotFoundError:  # the folder is gone: another worker has completed it meanwhile
+        except FileNotFoundError:  # another worker may have completed and renamed the folder meanwhile
             if not output.exists():
                 raise
             return TokenShards(output)
@@ -98,77 +99,70 @@ def _scan(state: JobState, pool: Executor, processes: int, worker: tuple[int, in
         return
 
     def missing(splits: Iterable[int]) -> deque[Task]:
-        tasks = deque[Task]()
-        for u in splits:
-            if state.marker(f"scan-{u:06}", state.scan_keys[u]) is None:
-                tasks.append(Task("scan", u, state.splits[u].size))
-        return tasks
+        markers = {i: state.marker(f"scan-{i:06}", state.scan_keys[i]) for i in splits}
+        return deque(Task("scan", i, state.splits[i].size) for i, marker in markers.items() if marker is None)
 
-    everything = range(len(state.splits))
-    total, left = sum(u.size for u in state.splits), sum(task.size for task in missing(everything))
+    indices = range(len(state.splits))
+    total, left = sum(split.size for split in state.splits), sum(task.size for task in missing(indices))
     with _bar(total, total - left, "scanning for duplicates") as bar:
-        for _ in _run(pool, processes, bar, missing(everything[worker[0] :: worker[1]])):
-            pass
-        # Then the splits that other workers have not done, from the last: a worker that never starts is not
-        # waited for.
-        for _ in _run(pool, processes, bar, missing(reversed(everything))):
-            pass
-        with open(state.folder / "lock-resolve", "a") as lock:  # one worker resolves, the others wait
+        # First this worker's splits. Then, from the last, the splits that other workers have not done, so
+        # that no worker waits for one that never starts.
+        for splits in (indices[worker[0] :: worker[1]], reversed(indices)):
+            for _ in _run(pool, processes, bar, missing(splits)):
+                pass
+        with open(state.folder / "lock-resolve", "a") as lock:  # one worker resolves, other workers wait
             _lock(lock, "another worker to resolve duplicates")
             if state.marker("resolve", state.resolve_key) is None:
                 state.resolve(lambda stage: bar.set_description(f"resolving {stage}"))
 
 
 def _encode(state: JobState, pool: Executor, processes: int, worker: tuple[int, int], name: str) -> None:
+    shards = range(len(state.shards))[worker[0] :: worker[1]]
     missing = {
-        s: [
-            Task("encode", u, state.splits[u].size)
-            for u in state.shards[s]
-            if state.marker(f"unit-{u:06}", state.split_keys[u]) is None
+        shard: [
+            Task("encode", i, state.splits[i].size)
+            for i in state.shards[shard]
+            if state.marker(f"split-{i:06}", state.split_keys[i]) is None
         ]
-        for s in range(len(state.shards))[worker[0] :: worker[1]]
-        if state.marker(f"shard-{s:05}", state.shard_keys[s]) is None
+        for shard in shards
+        if state.marker(f"shard-{shard:05}", state.shard_keys[shard]) is None
     }
-    shard_of = {u: s for s in missing for u in state.shards[s]}
-    open_splits = {s: len(tasks) for s, tasks in missing.items()}
-    total = sum(
-        state.splits[u].size
-        for s in range(len(state.shards))[worker[0] :: worker[1]]
-        for u in state.shards[s]
-    )
+    shard_of = {i: shard for shard in missing for i in state.shards[shard]}
+    num_open = {shard: len(tasks) for shard, tasks in missing.items()}
+    total = sum(state.splits[i].size for shard in shards for i in state.shards[shard])
     left = sum(task.size for tasks in missing.values() for task in tasks)
-    todo = deque(task for s, tasks in missing.items() for task in (tasks or [Task("assemble", s)]))
+    todo = deque(task for shard, tasks in missing.items() for task in (tasks or [Task("assemble", shard)]))
     documents = tokens = 0
     with _bar(total, total - left, f"tokenising into {name}") as bar:
-        for task, made in _run(pool, processes, bar, todo):
+        for task, result in _run(pool, processes, bar, todo):
             if task.stage == "encode":
-                documents, tokens = documents + made["documents"], tokens + made["tokens"]
+                documents, tokens = documents + result["documents"], tokens + result["tokens"]
                 bar.set_postfix(documents=documents, tokens=tokens, refresh=False)
-                open_splits[s := shard_of[task.index]] -= 1
-                if not open_splits[s]:
-                    todo.appendleft(Task("assemble", s))
+                num_open[shard := shard_of[task.index]] -= 1
+                if not num_open[shard]:
+                    todo.appendleft(Task("assemble", shard))
 
 
 def _run(pool: Executor, processes: int, bar: Progress, tasks: deque[Task]) -> Iterator[tuple[Task, Any]]:
-    """Yield each task with its result when it is finished. Tasks may be added meanwhile."""
+    """Run tasks and yield each with its result when it is finished. The caller may add tasks meanwhile."""
     pending: dict[Future, Task] = {}
     while tasks or pending:
-        while tasks and len(pending) < 2 * processes:  # few, so that shards are finished in order
+        while tasks and len(pending) < 2 * processes:  # few pending tasks: shards are finished in order
             task = tasks.popleft()
             pending[pool.submit(_work, task)] = task
         finished, _ = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
         for future in finished:
             task = pending.pop(future)
             try:
-                made = future.result()
+                result = future.result()
             except BrokenProcessPool:
                 raise RuntimeError(
                     "a process of the preparation was killed, perhaps because memory ran out; run it "
                     "again to continue"
                 ) from None
             bar.update(task.size)
-            yield task, made
-        bar.refresh()  # so that the clock advances while nothing finishes
+            yield task, result
+        bar.refresh()  # updates the elapsed time
 
 
 def _bar(total: int, done: int, description: str) -> Progress:
@@ -177,7 +171,7 @@ def _bar(total: int, done: int, description: str) -> Progress:
 
 # ---- processes
 
-_state: list[JobState] = []  # of this process, one entry
+_state: list[JobState] = []  # one entry: the state of this process
 
 
 def _begin(state: JobState) -> None:
@@ -193,8 +187,8 @@ def _work(task: Task) -> Any:
 
 @contextmanager
 def locked(folder: Path, output: Path, worker: tuple[int, int]) -> Iterator[bool]:
-    """Hold the lock of a worker, so that it runs once at a time, and refuse another number of workers
-    meanwhile. Yields False if `output` exists."""
+    """Hold the lock of a worker, so that only one process runs it. Yields False if `output` exists. Raises
+    ConfigError if workers of another total number are running."""
     while True:
         if output.exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -206,9 +200,9 @@ def locked(folder: Path, output: Path, worker: tuple[int, int]) -> Iterator[bool
             raise ConfigError(f"cannot make {folder}: {e.strerror}", "output") from None
         with open(folder / f"lock-{worker[0]}-of-{worker[1]}", "a") as lock:
             _lock(lock, f"another process that prepares {output.name}")
-            if not os.fstat(lock.fileno()).st_nlink:  # its holder has finished, and deleted the folder
+            if not os.fstat(lock.fileno()).st_nlink:  # the previous holder has deleted the folder
                 continue
-            if others := [other for other in _held(folder, worker) if not other.endswith(f"-of-{worker[1]}")]:
+            if others := [name for name in _held(folder, worker) if not name.endswith(f"-of-{worker[1]}")]:
                 raise ConfigError(
                     f"{folder.name}: a preparation by {others[0].rpartition('-')[2]} workers is running; "
                     "wait for it, or join it with the same number of workers"
@@ -229,14 +223,15 @@ def _held(folder: Path, worker: tuple[int, int]) -> Iterator[str]:
 
 
 def _check_same_job(state: JobState, worker: tuple[int, int]) -> None:
-    """Raise ConfigError if a running worker prepares another dataset here: they would mix their files."""
+    """Raise ConfigError if a running worker prepares another dataset in this folder: their files would
+    mix."""
     file = state.folder / "plan"
     with open(state.folder / "lock", "a") as lock:
         _lock(lock, "another worker to start")
         if file.exists() and file.read_text() != state.key and any(_held(state.folder, worker)):
             raise ConfigError(
-                f"{state.folder.name}: another worker is preparing it from other files, or with other "
-                "filters or another tokenizer; wait for it, or give all workers the same input"
+                f"{state.folder.name}: another worker is preparing it from other files, filters or another "
+                "tokenizer; wait for it, or give all workers the same input"
             )
         write_atomically(file, state.key)
 
@@ -262,24 +257,24 @@ def _complete(state: JobState, output: Path) -> TokenShards | None:
         if output.exists():
             return TokenShards(output)
         if state.marker("whole", state.key) is None:
-            made = [state.marker(f"shard-{s:05}", key) for s, key in enumerate(state.shard_keys)]
-            shards = [m for m in made if m is not None]
-            if len(shards) < len(made):
+            markers = [state.marker(f"shard-{i:05}", key) for i, key in enumerate(state.shard_keys)]
+            shards = [marker for marker in markers if marker is not None]
+            if len(shards) < len(markers):
                 return None
-            report = merge([m["report"] for m in shards])
+            report = merge([shard["report"] for shard in shards])
             if not report["kept"]["documents"]:
-                lost = f"; the filters removed all of it:\n{table(report)}" if state.filters else ""
-                raise ConfigError(f"the corpus is empty: no text in its files{lost}")
+                reason = f"; the filters removed all text:\n{table(report)}" if state.filters else ""
+                raise ConfigError(f"the corpus is empty: no text in its files{reason}")
             text = json.dumps(located(report), indent=1, ensure_ascii=False) + "\n"
             write_atomically(folder / "report.json", text)
             prepared = origin(state.options, state.tokenizer, state.files)
-            write_description(folder, state.tokenizer, [m["entry"] for m in shards], prepared)
-            state.mark("whole", state.key, {})  # from here on only files are deleted
+            write_description(folder, state.tokenizer, [shard["entry"] for shard in shards], prepared)
+            state.mark("whole", state.key, {})  # after this only files are deleted
             sync(folder)
-        keep = {f"{s:05}.{suffix}" for s in range(len(state.shards)) for suffix in ("bin", "idx")}
+        keep = {f"{i:05}.{suffix}" for i in range(len(state.shards)) for suffix in ("bin", "idx")}
         for file in folder.iterdir():
             if file.name not in keep | {"dataset.json", "report.json", "whole.json"}:
-                file.unlink(missing_ok=True)  # workers clean up their shards' files at the same time
+                file.unlink(missing_ok=True)  # other workers delete their splits' files at the same time
         sync(folder)
         os.rename(folder, output)
         (output / "whole.json").unlink()
@@ -296,5 +291,5 @@ def origin(options: PrepareOptions, tokenizer: Tokenizer, files: Sequence[Path])
         "bytes": sum(size for _, size in sizes),
         "names_and_sizes_sha256": hashlib.sha256(repr(sizes).encode()).hexdigest(),
     }
-    tree = {**toml.as_tree(options), "filters": toml.as_tree(list(options.filters)), "input": corpus}
+    tree = {**toml.as_tree(options), "input": corpus}
     return tree | ({"tokenizer": toml.as_tree(tokenizer.config)} if tokenizer.config else {})

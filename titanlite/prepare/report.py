@@ -8,9 +8,9 @@ from typing import Any
 
 from titanlite.prepare.corpus import Document, where
 
-Place = tuple[Path, int]  # a document's file and its place in the file, which corpus.where() puts in words
-SAMPLES = 5  # kept per filter
-EXCERPT = 200  # characters of a sample's text
+Place = tuple[Path, int]  # a document's file and position, the arguments of corpus.where()
+SAMPLES = 5  # per filter
+EXCERPT = 200  # characters per sample
 
 
 class Report:
@@ -34,7 +34,7 @@ class Report:
         _sample(self.tree["bad_lines"], {"where": (str(file), place), "reason": reason})
 
     def removed(self, index: int, document: Document, reason: str, original: Place | None = None) -> None:
-        """Count a document that filter `index` removed, as a copy of `original` if that is given."""
+        """Count a document that filter `index` removed. `original`: the document that it duplicates."""
         entry = self.tree["filters"][index]
         _count(entry, document)
         if self.wants_sample(index):
@@ -44,7 +44,7 @@ class Report:
             _sample(entry, sample | {"text": document.text[:EXCERPT]})
 
     def wants_sample(self, index: int) -> bool:
-        """Whether filter `index` has fewer than SAMPLES samples. If not, the reason need not be computed."""
+        """Return whether filter `index` has fewer than SAMPLES samples. If not, no reason is needed."""
         return len(self.tree["filters"][index]["samples"]) < SAMPLES
 
     def kept(self, document: Document, num_tokens: int) -> None:
@@ -82,8 +82,8 @@ def _add(a: Any, b: Any) -> None:
 
 
 def located(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the merged report with its samples' places in words. It is done last, because finding the number
-    of a line reads the file up to that line."""
+    """Return a merged report with the places of its samples as text. This is done last, because counting
+    lines reads a file up to the sample."""
     for entry in (tree["bad_lines"], *tree["filters"]):
         for sample in entry["samples"]:
             sample["where"] = where(Path(sample["where"][0]), sample["where"][1])

@@ -1,4 +1,4 @@
-"""Sources whose documents are tokenised on first use and cached in data.cache_dir."""
+"""Data sources that tokenise documents on first use and cache the token shards in data.cache_dir."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from titanlite.tokenizers.base import Tokenizer
 class DocumentSource(Source):
     """Base of sources that make token shards from documents: a generator, a database, a Hugging Face dataset.
 
-    A subclass with a `name` gives two methods. `documents` yields the documents, and `fingerprint` identifies
-    them. The first run with a fingerprint and a tokenizer tokenises the documents into a directory of
-    data.cache_dir; other runs open that directory. With several ranks one rank does this while the others
-    wait. tests/examples/iterable_source.py is an example."""
+    A subclass with a `name` implements two methods. `documents` yields the documents, and `fingerprint`
+    identifies them. The first run with a fingerprint and a tokenizer tokenises the documents into a directory
+    of data.cache_dir; later runs open that directory. With several ranks, one rank tokenises while the other
+    ranks wait. tests/examples/iterable_source.py is an example."""
 
     def fingerprint(self) -> str:
-        """Return a text that changes whenever the documents change: the SHA-256 of a file, a revision of a
-        dataset, and every key of this source that selects documents. Stale tokens are trained on if it does
-        not."""
+        """Return a text that changes whenever the documents change, such as a file's SHA-256 or a dataset's
+        revision, with every key of this source that selects documents. If the text does not change with the
+        documents, runs train on stale tokens."""
         raise NotImplementedError
 
     def documents(self) -> Iterable[Document]:
-        """Return the documents: what `write_shards` takes. The iterable must end, and have the same documents
-        in the same order each time. Raises ConfigError for missing or unreadable input."""
+        """Return the documents, in a form that `write_shards` accepts. The iterable must end, and have the
+        same documents in the same order each time. Raises ConfigError for missing or unreadable input."""
         raise NotImplementedError
 
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
@@ -53,8 +53,8 @@ class Text(Limits, DocumentSource, name="text"):
     prepare` first."""
 
     path: list[str]
-    """Files, directories (their .txt, .jsonl, .ndjson, .json and .parquet files, compressed ones too) and
-    globs."""
+    """Files, directories (of which .txt, .jsonl, .ndjson, .json and .parquet files are read, also compressed)
+    and globs."""
     field: str = "text"
     """The field of a JSON line, or the column of a .parquet file, that holds the text."""
 
@@ -104,7 +104,7 @@ def stdlib_files() -> list[Path]:
 
 
 def _is_utf8(path: Path) -> bool:
-    # Python source may declare another encoding; the two or three such files are not worth a decoder.
+    # Python source may declare another encoding. The two or three such files are left out.
     try:
         path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -113,13 +113,13 @@ def _is_utf8(path: Path) -> bool:
 
 
 def _fingerprint(files: Sequence[Path], name: str, field: str) -> str:
-    # The same bytes read as another format are other documents.
+    # The formats belong to the fingerprint: the same bytes in another format are other documents.
     formats = "".join("".join(format_of(file)) + " " for file in files)
     return f"{VERSION} {name} {field} {formats}{content_sha256(files)}"
 
 
 def _prepare(files: Sequence[Path], path: Path, tokenizer: Tokenizer, options: PrepareOptions) -> TokenShards:
-    # Bad input has to be changed, which changes the directory's name: finished work would not be used again.
+    # Not kept after an error: correcting the input changes the directory's name, so the work is useless.
     shards = prepare(files, path, tokenizer, options, keep=False)
     assert shards is not None  # there is one worker
     return shards

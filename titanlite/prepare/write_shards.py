@@ -1,4 +1,4 @@
-"""write_shards: token shards from any iterable of documents, such as a generator or a Hugging Face
+"""write_shards: makes token shards from any iterable of documents, such as a generator or a Hugging Face
 dataset."""
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def write_shards(
     reads.
 
     A document is a text (str), a mapping that has its text under `field`, or an integer array [tokens] of
-    token ids that is stored as it is, special tokens included. Texts are framed by BOS and EOS. Empty
-    documents are left out. Documents keep their order; training shuffles sequences, so documents that should
-    not be neighbours must be shuffled before.
+    token ids that is stored unchanged, special tokens included. Texts are framed by BOS and EOS. Empty
+    documents are left out. Documents keep their order. Training shuffles sequences, not documents, so shuffle
+    documents first if neighbours in `documents` should not share a sequence.
 
     The iterable is read once, in this process, and must end: limit an endless stream, for example with
     `itertools.islice`. Memory does not grow with the number of documents. A shard holds at least
-    `shard_tokens` tokens, except for the last one. `output` appears when it is complete, and an error leaves
-    nothing behind. For many gigabytes of text in files `titanlite prepare` is faster: it uses all cores,
+    `shard_tokens` tokens, except for the last shard. `output` appears when it is complete; an error leaves
+    nothing on the disk. For many gigabytes of text in files `titanlite prepare` is faster: it uses all cores,
     resumes, and filters.
 
-    Raises ConfigError if `output` exists, if there is no document, or for a document that is not one of
-    these, whose number it gives, counted from 0."""
+    Raises ConfigError if `output` exists, if there are no documents, or for a document of another type, with
+    its number, counted from 0."""
     output = Path(output)
     if os.path.lexists(output):
         raise ConfigError(f"{output} exists; choose another directory, or delete it")

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
@@ -23,8 +22,7 @@ from titanlite.config.imports import import_components
 from titanlite.config.overrides import split_words
 from titanlite.config.paths import check_writable
 from titanlite.data.shards import TokenShards
-from titanlite.prepare.corpus import Limits, find_files
-from titanlite.prepare.filters import Filter
+from titanlite.prepare.corpus import find_files
 from titanlite.prepare.pipeline import origin, prepare, work_folder
 from titanlite.prepare.report import table
 from titanlite.prepare.stages import PrepareOptions
@@ -33,31 +31,23 @@ from titanlite.tokenizers.tiktoken import Tiktoken
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepare(Limits):
+class Prepare(PrepareOptions):
     """A preparation of a dataset. Every key may be in the TOML file or on the command line."""
 
     input: list[str] = dataclasses.field(default_factory=list)
-    """Files, directories (their .txt, .jsonl, .ndjson, .json and .parquet files, compressed ones too) and
-    globs."""
+    """Files, directories (of which .txt, .jsonl, .ndjson, .json and .parquet files are read, also compressed)
+    and globs."""
     output: str = ""
     """The dataset directory to make. It appears when it is complete."""
-    field: str = "text"
-    """The field of a JSON line, or the column of a .parquet file, that holds the text."""
-    seed: int = 0
-    """Seed of the shuffle of the documents."""
-    bad_lines: Literal["stop", "skip"] = "stop"
-    """Action for lines that are not JSON, lack the field, are not UTF-8 or exceed max_document_mib: `stop` at
-    the first one, or `skip` and count them."""
     num_processes: int = 0
-    """Processes to tokenise with; 0: one per core. Does not change the result."""
+    """Number of processes; 0: one per core. Does not change the result."""
     worker: str = "0/1"
-    """I/N: do the share of worker I (from 0) of N, each on a machine of its own, with `output` on a shared
-    file system. The last worker to finish completes the dataset. Does not change the result."""
+    """I/N: do the share of worker I (from 0) of N. Each worker runs on its own machine, with `output` on a
+    shared file system. The last worker to finish completes the dataset. Does not change the result."""
     imports: list[str] = dataclasses.field(default_factory=list)
-    """Python modules to import first, which register filters or tokenizers. Modules in the current directory
-    are found."""
+    """Python modules, from the current directory or installed, to import first. They register filters or
+    tokenizers."""
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=Tiktoken)
-    filters: list[Filter] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,14 +75,7 @@ def main(argv: Sequence[str]) -> int:
     job = toml.build(Prepare, tree, locator)
     output = Path(job.output)
     try:
-        options = PrepareOptions(
-            field=job.field,
-            seed=job.seed,
-            bad_lines=job.bad_lines,
-            filters=job.filters,
-            max_document_mib=job.max_document_mib,
-            max_compression_ratio=job.max_compression_ratio,
-        )
+        options = PrepareOptions(**{f.name: getattr(job, f.name) for f in dataclasses.fields(PrepareOptions)})
         _check(job, output)
         files = find_files(job.input, "input")
         tokenizer = job.tokenizer.build()

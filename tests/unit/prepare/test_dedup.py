@@ -25,7 +25,7 @@ def band_of(keys: Keys) -> Callable[[int], np.ndarray]:
 
 def grouped(num_documents: int, keys: Keys) -> list[int]:
     """The answer, with its type checked."""
-    first = first_of_each(num_documents, len(keys), band_of(keys))
+    first = first_of_each(num_documents, map(band_of(keys), range(len(keys))))
     assert (first.dtype, first.shape) == (np.int64, (num_documents,))
     return first.tolist()
 
@@ -120,7 +120,7 @@ def test_the_bands_are_left_as_they_were() -> None:
     bands = [np.array([3, 1, 3, 1], dtype=np.uint64), np.array([0, 1, 2, 0], dtype=np.uint64)]
     for band in bands:
         band.flags.writeable = False  # as of a mapped file
-    assert first_of_each(4, 2, bands.__getitem__).tolist() == [0, 0, 0, 0]
+    assert first_of_each(4, bands).tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("num_bands", [0, 1, 14])

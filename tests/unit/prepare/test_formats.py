@@ -423,7 +423,7 @@ def test_parquet_cut_off_at_any_byte(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     for length in range(len(whole)):
         write(file, whole[:length])
-        with pytest.raises(ConfigError, match=r"a\.parquet: not a whole parquet file"):
+        with pytest.raises(ConfigError, match=r"a\.parquet: not a complete parquet file"):
             split_files([file], "text")
 
 
@@ -454,7 +454,7 @@ def test_parquet_compressed_in_a_way_that_pyarrow_does_not_read(tmp_path: Path) 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1PAR1", lines(SMALL), bytes(1000)])
 def test_what_is_no_parquet(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(ConfigError, match=r"a\.parquet: not a whole parquet file"):
+    with pytest.raises(ConfigError, match=r"a\.parquet: not a complete parquet file"):
         read(write(tmp_path / "a.parquet", content))
 
 

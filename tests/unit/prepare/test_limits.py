@@ -148,7 +148,7 @@ def test_prepare_of_a_bomb_is_one_line_and_exit_code_2(
     command = ["prepare", "bomb.jsonl.gz", "--output=out", "--tokenizer.name=bytes", "--num_processes=1"]
     assert cli.run(command) == 2
     last = capsys.readouterr().err.splitlines()[-1]  # after the progress, if the machine is slow
-    expected = "bomb.jsonl.gz:2: a document of more than 64 MiB; raise max_document_mib if it is meant"
+    expected = "bomb.jsonl.gz:2: a document of more than 64 MiB; raise max_document_mib to accept it"
     assert last == f"titanlite: {expected}"
     assert not Path("out").exists()
 

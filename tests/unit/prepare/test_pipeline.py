@@ -385,7 +385,7 @@ def test_an_old_marker_does_not_vouch_for_new_files(tmp_path: Path, monkeypatch:
     mark = JobState.mark
     with monkeypatch.context() as patch:
         patch.setattr(
-            JobState, "mark", lambda self, name, *a: 1 / 0 if "unit" in name else mark(self, name, *a)
+            JobState, "mark", lambda self, name, *a: 1 / 0 if "split" in name else mark(self, name, *a)
         )
         with pytest.raises(ZeroDivisionError):
             make(tmp_path / "in", tmp_path / "out", PrepareOptions(field="body"), num_processes=1)
