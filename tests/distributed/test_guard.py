@@ -27,16 +27,16 @@ BASE = [
     "--model.overrides.tie_word_embeddings=false",
 ]
 LAYOUTS = {
-    "shard 2": combined("shard"),
+    "shard 2": combined("dp_shard"),
     "shard 4": Part(4, ["--training.local_batch_size=1"]),
-    "tensor 2": combined("tensor"),
-    "context 2": combined("context"),
-    "pipeline 2": combined("pipeline"),
-    "pipeline 2 x tensor 2": combined("pipeline", "tensor"),
-    "replicate 2 x shard 2": combined("replicate", "shard"),
+    "tensor 2": combined("tp"),
+    "context 2": combined("cp"),
+    "pipeline 2": combined("pp"),
+    "pipeline 2 x tensor 2": combined("pp", "tp"),
+    "replicate 2 x shard 2": combined("dp_replicate", "dp_shard"),
     "compiled": Part(1, ["--compile.enable"]),
-    "shard 2, compiled": combined("shard", "compile"),
-    "CPU offload, shard 2": combined("shard", "CPU offload"),
+    "shard 2, compiled": combined("dp_shard", "compile"),
+    "CPU offload, shard 2": combined("dp_shard", "CPU offload"),
 }
 
 

@@ -42,7 +42,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- by python -m tests.distributed.test_layouts --update -->", "<!-- end -->"
 
 
-PIPELINES = {"pipeline", "interleaved", "zero bubble"}
+PIPELINES = {"pp", "pp interleaved", "pp zero bubble"}
 PAIRS = [(a, b) for a, b in itertools.combinations(AXES, 2) if not {a, b} <= PIPELINES]
 PAIRS += itertools.product(AXES, OPTIONS)
 
@@ -103,7 +103,7 @@ class Runs:
         """A run with its counterpart."""
         job, alone = job_of(self.folder, self.corpus, part, name, steps), self.alone(part, steps)
         # A rank with part of the tokens scales them by their own largest: as far apart as float8 and fp32.
-        noisy = any(key.endswith("tensorwise") for key in part.keys) and "context" in name
+        noisy = any(key.endswith("tensorwise") for key in part.keys) and "cp" in name
         loss, norm, weight = (5e-4, 1e-2, 0.1) if noisy else (1e-4, 1e-3, 2e-3)
         for ours, theirs in zip(metrics_of(job), metrics_of(alone), strict=True):
             for key in ("step", "data/batch_sha", "progress/total_tokens"):
@@ -122,23 +122,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Runs:
 
 
 LAYOUTS = {
-    "tensor 2, compile, recompute": combined("tensor", "compile, recompute full"),
+    "tp 2, compile, full activation checkpointing": combined("tp", "compile, full activation checkpointing"),
 }
 MORE_LAYOUTS = {
-    "tensor 2, float8, offload": combined("tensor", "float8 rowwise", "CPU offload"),
-    "replicate 2 x shard 2": combined("replicate", "shard"),
-    "context 2 x shard 2, masked": combined("context", "shard", "masked documents"),
-    "tensor 2 x shard 2, compile, recompute": combined("tensor", "shard", "compile, recompute full"),
-    "shard 4": Part(4, ["--training.local_batch_size=1"]),
-    "tensor 2": combined("tensor"),
-    "tensor 2 x shard 2": combined("tensor", "shard"),
-    "context 2": combined("context"),
-    "pipeline 2, recompute": combined("pipeline", "recompute full"),
-    "pipeline 2 x shard 2, interleaved": combined("interleaved", "shard"),
-    "pipeline 2 x tensor 2": combined("pipeline", "tensor"),
-    "pipeline 2 x context 2": combined("pipeline", "context"),
-    "pipeline 2, zero bubble": combined("zero bubble"),
-    "context 2 x tensor 2 x shard 2": combined("tensor", "context", "shard"),
+    "tp 2, float8, offload": combined("tp", "float8 rowwise", "CPU offload"),
+    "dp_replicate 2 x dp_shard 2": combined("dp_replicate", "dp_shard"),
+    "cp 2 x dp_shard 2, document masks": combined("cp", "dp_shard", "document masks"),
+    "tp 2 x dp_shard 2, compile, full activation checkpointing": combined(
+        "tp", "dp_shard", "compile, full activation checkpointing"
+    ),
+    "dp_shard 4": Part(4, ["--training.local_batch_size=1"]),
+    "tp 2": combined("tp"),
+    "tp 2 x dp_shard 2": combined("tp", "dp_shard"),
+    "cp 2": combined("cp"),
+    "pp 2, full activation checkpointing": combined("pp", "full activation checkpointing"),
+    "pp 2 x dp_shard 2, interleaved": combined("pp interleaved", "dp_shard"),
+    "pp 2 x tp 2": combined("pp", "tp"),
+    "pp 2 x cp 2": combined("pp", "cp"),
+    "pp 2, zero bubble": combined("pp zero bubble"),
+    "cp 2 x tp 2 x dp_shard 2": combined("tp", "cp", "dp_shard"),
 }
 
 
@@ -164,7 +166,7 @@ def train_without_a_sum(*args: Any) -> None:
 
 def test_control_a_missing_sum_over_ranks_fails(runs: Runs) -> None:
     with pytest.raises(AssertionError) as e:
-        runs.assert_equal("broken", combined("tensor"), program=train_without_a_sum)
+        runs.assert_equal("broken", combined("tp"), program=train_without_a_sum)
     assert "Traceback" not in str(e.value), "it failed before it could be compared"
 
 

@@ -24,31 +24,31 @@ def pipeline(schedule: str) -> Part:
 
 
 AXES = {
-    "shard": Part(2, []),
-    "replicate": axis("data_parallel_replicate"),
-    "tensor": axis("tensor_parallel"),
-    "context": axis("context_parallel"),
-    "pipeline": axis("pipeline_parallel"),
-    "interleaved": pipeline("Interleaved1F1B"),
-    "zero bubble": pipeline("ZBVZeroBubble"),
+    "dp_shard": Part(2, []),
+    "dp_replicate": axis("data_parallel_replicate"),
+    "tp": axis("tensor_parallel"),
+    "cp": axis("context_parallel"),
+    "pp": axis("pipeline_parallel"),
+    "pp interleaved": pipeline("Interleaved1F1B"),
+    "pp zero bubble": pipeline("ZBVZeroBubble"),
 }
 FLOAT8 = ["--float8.enable", "--float8.emulate", "--compile.enable=false"]
 TRACED = "--compile.backend=aot_eager"  # as torch.compile traces and divides it, without generated code
 COMPILED = ["--compile.enable", TRACED]
 MASKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
 OPTIONS = {
-    "recompute full": Part(1, ["--activation_checkpoint.mode=full"]),
-    "recompute op": Part(1, ["--activation_checkpoint.mode=selective"]),
+    "full activation checkpointing": Part(1, ["--activation_checkpoint.mode=full"]),
+    "op activation checkpointing": Part(1, ["--activation_checkpoint.mode=selective"]),
     "float8 tensorwise": Part(1, [*FLOAT8, "--float8.recipe=tensorwise"]),
     "float8 rowwise": Part(1, [*FLOAT8, "--float8.recipe=rowwise"]),
-    "masked documents": Part(1, MASKED),
+    "document masks": Part(1, MASKED),
     "CPU offload": Part(1, ["--training.enable_cpu_offload"]),
-    "reshard always": Part(1, ["--parallelism.fsdp_reshard_after_forward=always"]),
-    "reduce by micro-batch": Part(1, ["--parallelism.fsdp_reduce=micro_batch"]),
+    "fsdp_reshard_after_forward always": Part(1, ["--parallelism.fsdp_reshard_after_forward=always"]),
+    "fsdp_reduce micro_batch": Part(1, ["--parallelism.fsdp_reduce=micro_batch"]),
     "compile": Part(1, COMPILED),
-    "compile, recompute full": Part(1, [*COMPILED, "--activation_checkpoint.mode=full"]),
-    "compile, recompute op": Part(1, [*COMPILED, "--activation_checkpoint.mode=selective"]),
-    "compile, memory budget": Part(1, ["--compile.enable", "--activation_checkpoint.mode=memory_budget"]),
+    "compile, full activation checkpointing": Part(1, [*COMPILED, "--activation_checkpoint.mode=full"]),
+    "compile, op activation checkpointing": Part(1, [*COMPILED, "--activation_checkpoint.mode=selective"]),
+    "compile, memory_budget": Part(1, ["--compile.enable", "--activation_checkpoint.mode=memory_budget"]),
 }
 
 
