@@ -249,15 +249,17 @@ class Run:
             "train/learning_rate": learning_rate(self.job, self.state.step),
             "progress/total_tokens": int(self.state.tokens),
             "data/batch_sha": self.rt.sum_u64(sum(batch.sha for batch in micro_batches)),
-            **self.auxiliary_losses(),
+            **self.model_metrics(),
             **self.compilations.since_last(),
         }
 
-    def auxiliary_losses(self) -> dict[str, float]:
-        """The model's auxiliary losses in this step. Waits for the device; collective."""
-        shares = self.model.auxiliary_losses
+    def model_metrics(self) -> dict[str, float]:
+        """The model's auxiliary losses and statistics in this step. Waits for the device; collective."""
+        shares = {f"train/{name}": value for name, value in self.model.auxiliary_losses.items()}
+        for name, value in self.model.net.statistics().items():
+            shares[f"model/{name}"] = value / self.rt.world_size
         sums = self.rt.sum_scalars(*shares.values()) if shares else ()
-        return {f"train/{name}": value.item() for name, value in zip(shares, sums)}
+        return {key: value.item() for key, value in zip(shares, sums)}
 
     def small_state(self) -> dict[str, Any]:
         """The entries of train.json beside TrainState's own. Waits for the device."""

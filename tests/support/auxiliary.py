@@ -1,4 +1,5 @@
-"""A family from outside titanlite with an auxiliary loss, a buffer that is state and one that is not."""
+"""A family from outside titanlite with an auxiliary loss, a statistic, a buffer that is state and one that is
+not."""
 
 from __future__ import annotations
 
@@ -56,6 +57,9 @@ class Net(RotaryDecoder):
 
     def auxiliary_losses(self) -> dict[str, torch.Tensor]:
         return self.losses
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        return {"applied_steps": self.counter.applied_steps.float().sum()}
 
     def after_step(self, applied: torch.Tensor) -> None:
         self.counter.applied_steps += applied

@@ -131,6 +131,12 @@ class Decoder(nn.Module):
         """
         return {}
 
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """Statistics of the newest step by name, such as the load of a router: fp32 scalars, with the same
+        names on all ranks. Called after `after_step` when the step is logged. The mean over ranks is logged
+        as `model/NAME`."""
+        return {}
+
     def after_step(self, applied: torch.Tensor) -> None:
         """Update buffers after a step of the optimizer. `applied`: bool scalar on the device; False if the
         step was skipped, and the buffers must not change. Default: no update."""
