@@ -1,4 +1,6 @@
-"""The trainer. Read `train` from top to bottom: everything that happens in a step is written there, in order.
+"""The trainer, in the order in which a run executes it: `main` reads the TOML file, `train` opens and closes
+the run, `build` makes its data, model and optimizer, and `take_steps` is the training loop, which has
+everything that happens in a step, in order.
 
 titanlite train CONFIG.toml [--section.key=value ...]        one process
 NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process per GPU, on torchrun
@@ -62,6 +64,16 @@ from titanlite.startup import (
 from titanlite.tokenizers.base import Tokenizer
 
 
+def main(argv: Sequence[str]) -> int:
+    """`titanlite train`: the path of a TOML file, and overrides. Returns the exit code."""
+    path, overrides = split_arguments(argv)
+    job = load_job(path, overrides, world_size(), allow_imports=True)
+    try:
+        return train(job)
+    except ConfigError as e:  # add the line of the TOML file that has the wrong value
+        raise toml.read(path, overrides)[1].located(e) from None
+
+
 def train(job: Job) -> int:
     """Train until step `training.steps`; resume if the run folder holds a checkpoint. Returns the exit code:
     0, or 75 if the run was asked to stop and has saved. Raises Diverged after too many non-finite steps in a
@@ -72,82 +84,35 @@ def train(job: Job) -> int:
         build(job, rt, requests) as run,
         run.profiler() as profiler,
     ):
-        model, optimizer, state, loader = run.model, run.optimizer, run.state, run.loader
-        meter, checkpoints, guard = run.meter, run.checkpoints, run.guard
-        loader.while_waiting = DataWait(rt, requests, lambda: state.step < first_step)
-        first_step, last_step = state.step + 1, job.training.steps
-        stop, evaluation = False, dict[str, Any]()
-        requests.begin(job.folder / "STOP" if rt.rank == 0 else None)
-
-        while state.step < last_step and not stop:
-            try:
-                with meter.waiting_for_data():
-                    micro_batches = [next(loader).to(rt.device) for _ in range(rt.batch.num_micro_batches)]
-            except (Stopped, LoaderError) as e:
-                return run.end_without_data(e, first_step, requests)
-            state.step += 1
-            set_lr(optimizer, job.lr_scheduler.factor(state.step, last_step))
-            tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
-            vote = rt.vote(requests.stop, requests.take_save(), checkpoints.failed)
-            loss = model.forward_backward(micro_batches, tokens)
-            norm = grad_norm(model.net.parameters(), rt.mesh.pp)
-            loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())
-            ok = guard.judge(loss, norm, bad_norms, state.step, state.sequences, rt.batch.global_size)
-            checkpoints.wait_until_staged()  # a save may still be copying the weights
-            guarded_step(optimizer, ok, clip_divisor(norm, job.training.max_norm))
-            optimizer.zero_grad()
-            model.after_step(ok)
-            state.consumed(loader.state_dict(), tokens)
-            meter.step_done()
-            profiler.step_done()
-            rt.collect_garbage(state.step)
-            if state.step == first_step:
-                run.first_step_done()
-            run.read_guard(leave=1)  # the device's decision on the previous step
-
-            evaluation = {}
-            if job.validation.enable and due(job.validation.freq, state.step, last_step):
-                evaluation = run.validate()
-            if due(job.generation.freq, state.step, last_step):
-                run.sample()
-            stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
-            logged = evaluation or stop or state.step == first_step
-            if logged or due(job.metrics.log_freq, state.step, last_step):
-                meter.report(state.step, run.values(loss, norm, micro_batches) | evaluation)
-            if save_failed:
-                checkpoints.wait_for_save()
-            if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):
-                run.save()  # after the step's metrics are written
-
-        return finish(run, evaluation, trained=state.step - first_step + 1, requests=requests)
+        return take_steps(run, requests, profiler)
 
 
 def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
-    """Build the model, the data and the optimizer of the run, and load the checkpoint that it resumes. Cheap
-    compatibility checks run first; nothing is written to disk until all of them have passed."""
+    """Build the data, the model and the optimizer of the run, and load the checkpoint that it resumes from.
+    Cheap compatibility checks run first; the run folder is not written to until they have passed."""
     attention, kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
     tokenizer = open_tokenizer(job)
     with torch.device("meta"):
         net = job.model.build()
     job.optimizer.check(net)
-    flops, size = flops_of(job, net), sum(p.numel() for p in net.parameters())
+    flops, num_parameters = flops_of(job, net), sum(p.numel() for p in net.parameters())
     about = resolved(job, net, tokenizer.vocab_size)
     model = parallelize(net, job.loss, rt.mesh, parallel_settings(job, rt, attention))
 
     with rt.rank_zero_first():
-        check_run_folder(job, tokenizer)  # first: tokenising and packing may take long
+        check_run_folder(job, tokenizer)  # before job.data.build, which may take long to tokenise and pack
         if rt.rank == 0:  # an error is raised on every rank
             check_interop(job, tokenizer)
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     identity = job.identity(sequences.identity, sequences.names)
     rt.check_equal("data, tokenizer or model", json.dumps(identity, sort_keys=True))
-    # Opening the checkpoints refuses the folder of a run with another identity, before anything is written.
+    # Raises ConfigError if the run folder holds a run with another identity.
     exports = exporter(job, tokenizer, requests)
     checkpoints = Checkpointer(job.checkpoint, job.folder, identity, annotated(job, about), exports)
     check_global_batch(job, rt.batch.global_size, checkpoints.resumed)
 
     describe(job, rt, about, sequences, kernel)
-    with building(size, rt.mesh.shards):
+    with building(num_parameters, rt.mesh.shards):
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(model.net, rt.mesh)
         state = TrainState(step=0, sequences=0, tokens=rt.count(0))
@@ -170,10 +135,99 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     return Run(job, rt, tokenizer, sequences, loader, model, optimizer, state, checkpoints, meter, guard)
 
 
+def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
+    """The training loop: take all steps that are left, and end the run. Returns its exit code."""
+    job, rt, model, optimizer, state = run.job, run.rt, run.model, run.optimizer, run.state
+    loader, meter, checkpoints, guard = run.loader, run.meter, run.checkpoints, run.guard
+    first_step, last_step = state.step + 1, job.training.steps
+    stop, evaluation = False, dict[str, Any]()
+    loader.while_waiting = DataWait(rt, requests, lambda: state.step < first_step)
+    requests.begin(job.folder / "STOP" if rt.rank == 0 else None)
+
+    while state.step < last_step and not stop:
+        try:
+            with meter.waiting_for_data():
+                micro_batches = [next(loader).to(rt.device) for _ in range(rt.batch.num_micro_batches)]
+        except (Stopped, LoaderError) as e:
+            return run.end_without_data(e, first_step, requests)
+        state.step += 1
+        set_lr(optimizer, job.lr_scheduler.factor(state.step, last_step))
+        tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
+        vote = rt.vote(requests.stop, requests.take_save(), checkpoints.failed)
+        loss = model.forward_backward(micro_batches, tokens)
+        norm = grad_norm(model.net.parameters(), rt.mesh.pp)
+        loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())
+        ok = guard.judge(loss, norm, bad_norms, state.step, state.sequences, rt.batch.global_size)
+        checkpoints.wait_until_staged()  # a save may still be copying the weights
+        guarded_step(optimizer, ok, clip_divisor(norm, job.training.max_norm))
+        optimizer.zero_grad()
+        model.after_step(ok)
+        state.consumed(loader.state_dict(), tokens)
+        meter.step_done()
+        profiler.step_done()
+        rt.collect_garbage(state.step)
+        if state.step == first_step:
+            run.first_step_done()
+        run.read_guard(leave=1)  # reading the newest step's decision would wait for the device
+
+        evaluation = {}
+        if job.validation.enable and due(job.validation.freq, state.step, last_step):
+            evaluation = run.validate()
+        if due(job.generation.freq, state.step, last_step):
+            run.sample()
+        stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
+        logged = evaluation or stop or state.step == first_step
+        if logged or due(job.metrics.log_freq, state.step, last_step):
+            meter.report(state.step, run.values(loss, norm, micro_batches) | evaluation)
+        if save_failed:
+            checkpoints.wait_for_save()
+        if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):
+            run.save()  # after the step's metrics are written
+
+    return finish(run, evaluation, num_steps=state.step - first_step + 1, requests=requests)
+
+
+def finish(run: Run, evaluation: dict[str, Any], num_steps: int, requests: StopRequests) -> int:
+    """Wait for the last save and log the outcome of the run. Returns the exit code. `evaluation`: the metrics
+    of a validation after the last step. `num_steps`: number of steps taken since the start of the program; if
+    it is 0, the run was finished before and is evaluated again."""
+    job = run.job
+    run.checkpoints.close(is_over=run.state.step >= job.training.steps)
+    requests.done()
+    run.read_guard()
+    if run.state.step < job.training.steps:
+        if not job.checkpoint.enable:
+            logger.warning(
+                f"stopped after step {run.state.step}; nothing is saved: checkpoint.enable = false"
+            )
+            return 130
+        logger.info(f"stopped after step {run.state.step}, which is saved; run it again to continue")
+        return Stopped.exit_code
+    if num_steps <= 0:
+        logger.info(f"nothing to train: step {run.state.step} is done; raise --training.steps to continue")
+        evaluation = run.validate() if job.validation.enable else {}
+        run.sample(keep=False)
+    if evaluation:
+        logger.info(
+            f"validation loss {evaluation['eval/loss']:.4f} over {evaluation['eval/tokens']:,} tokens"
+        )
+    logger.info(f"metrics      {job.folder / 'metrics.jsonl'}")
+    if "tensorboard" in run.meter.sinks.writers:
+        logger.info(f"tensorboard  {job.folder / 'tb'}")
+    if job.checkpoint.enable:
+        logger.info(f"checkpoints  {job.folder / job.checkpoint.folder}")
+    return 0
+
+
+def due(freq: int, step: int, last_step: int) -> bool:
+    """Whether `step` is the last step or a multiple of `freq`; 0 has no multiples."""
+    return step == last_step or (freq > 0 and step % freq == 0)
+
+
 @dataclass
 class Run:
-    """Everything that a run consists of. Leaving its context closes the loader and the sinks; after an error,
-    a save in flight may still be completed."""
+    """The objects of a run. Leaving its context closes the loader and the sinks; after an error, it waits for
+    a save in flight first."""
 
     job: Job
     rt: Runtime
@@ -193,7 +247,7 @@ class Run:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            self.rt.note_error(error)  # before a wait in which the launcher may end this rank
+            self.rt.note_error(error)  # first, because the launcher may end this rank during the wait
             self.checkpoints.close_after_error(error)
         self.loader.close()
         self.meter.sinks.close()
@@ -207,25 +261,26 @@ class Run:
         return Profiler(self.job.profiling, folder, self.rt.rank, self.state.step + 1, steps, apart)
 
     def end_without_data(self, error: Stopped | LoaderError, first_step: int, requests: StopRequests) -> int:
-        """End a run that gets no more batches. A single rank saves the last finished step; several ranks
-        cannot, because the others may be waiting in a collective. Raises `error`, or returns the exit code if
-        the run was asked to stop after at least one step."""
-        state, finished = self.state, self.state.step - first_step + 1
-        can_save = self.rt.world_size == 1 and finished and self.job.checkpoint.enable
-        if can_save and not self.checkpoints.has(state.step):
+        """End a run that gets no more batches. A run on one rank saves the last finished step; with several
+        ranks that is not possible, because some ranks may be waiting in a collective. Raises `error`, or
+        returns the exit code if the run was asked to stop after at least one step."""
+        step, num_steps = self.state.step, self.state.step - first_step + 1
+        can_save = self.rt.world_size == 1 and num_steps and self.job.checkpoint.enable
+        if can_save and not self.checkpoints.has(step):
             self.save()
-        if isinstance(error, LoaderError) or not finished:
+        if isinstance(error, LoaderError) or not num_steps:
             raise error
-        return finish(self, {}, finished, requests)
+        return finish(self, {}, num_steps, requests)
 
     def first_step_done(self) -> None:
-        """Do what has to wait until everything is compiled and allocated."""
+        """Shorten the timeout of collectives and prepare the first save, now that the step is compiled and
+        its memory allocated."""
         self.rt.first_step_done()
         self.checkpoints.warm_up(self.model.net, self.optimizer)
 
     def read_guard(self, leave: int = 0) -> None:
-        """Report the skipped steps among all steps but the newest `leave`. Raises Diverged, with the way
-        back, if there are too many in a row, or if the last step of the run is one of them."""
+        """Report skipped steps to the sinks; the newest `leave` steps are not read yet. Raises Diverged if
+        too many steps in a row were skipped, or the last step of the run was."""
         for step in self.guard.read(leave):
             self.meter.sinks.event(step, "skipped")
         is_over = leave == 0 and self.state.step >= self.job.training.steps
@@ -241,7 +296,7 @@ class Run:
     def values(
         self, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[Batch]
     ) -> dict[str, Any]:
-        """The metrics of a step, but for those that the meter adds. Waits for the device; collective."""
+        """The metrics of a step, without the times that the meter adds. Waits for the device. Collective."""
         return {
             "train/loss": loss.item(),
             "train/grad_norm": norm.item(),
@@ -254,7 +309,7 @@ class Run:
         }
 
     def model_metrics(self) -> dict[str, float]:
-        """The model's auxiliary losses and statistics in this step. Waits for the device; collective."""
+        """The model's auxiliary losses and statistics in this step. Waits for the device. Collective."""
         shares = {f"train/{name}": value for name, value in self.model.auxiliary_losses.items()}
         for name, value in self.model.net.statistics().items():
             shares[f"model/{name}"] = value / self.rt.world_size
@@ -262,7 +317,7 @@ class Run:
         return {key: value.item() for key, value in zip(shares, sums)}
 
     def small_state(self) -> dict[str, Any]:
-        """The entries of train.json beside TrainState's own. Waits for the device."""
+        """The entries of train.json besides those of TrainState. Waits for the device."""
         guard = self.guard.state_dict()
         return {
             "global_batch_size": self.rt.batch.global_size,
@@ -271,7 +326,7 @@ class Run:
         }
 
     def validate(self) -> dict[str, Any]:
-        """Validation loss on the held-out sequences."""
+        """The validation loss on the held-out sequences. Collective."""
         num_sequences = self.job.validation.num_sequences(
             self.sequences.num_held_out, self.rt.batch.global_size
         )
@@ -279,62 +334,16 @@ class Run:
             return validate(self.model, self.sequences, num_sequences, self.rt)
 
     def sample(self, keep: bool = True) -> None:
-        """Log a sample for each prompt and append it to samples.txt."""
+        """Log a sample for each prompt and, with `keep`, append it to samples.txt. Collective."""
         generation = self.job.generation
         with self.meter.apart("time/generation_s"):
             for i, prompt in enumerate(generation.prompts):
                 seed, device = self.job.training.seed + i, self.rt.device
                 try:
                     text = generate(self.model.logits, self.tokenizer, prompt, generation, seed, device)
-                except Diverged as e:  # the guard decides whether the run goes on
+                except Diverged as e:  # the guard decides whether the run continues
                     logger.info(f"no sample at step {self.state.step}: {e}")
                     return
                 logger.info(f"sample at step {self.state.step}:\n{text}")
                 if keep:
                     self.meter.sinks.sample(self.state.step, text)
-
-
-def due(freq: int, step: int, last_step: int) -> bool:
-    """Whether `step` is the last one or a multiple of `freq` (0: never)."""
-    return step == last_step or (freq > 0 and step % freq == 0)
-
-
-def finish(run: Run, evaluation: dict[str, Any], trained: int, requests: StopRequests) -> int:
-    """Wait for the last save and log the outcome of the run. A run that was finished before is evaluated
-    again. Returns the exit code."""
-    job = run.job
-    run.checkpoints.close(is_over=run.state.step >= job.training.steps)
-    requests.done()
-    run.read_guard()
-    if run.state.step < job.training.steps:
-        if not job.checkpoint.enable:
-            logger.warning(
-                f"stopped after step {run.state.step}; nothing is saved: checkpoint.enable = false"
-            )
-            return 130
-        logger.info(f"stopped after step {run.state.step}, which is saved; run it again to go on")
-        return Stopped.exit_code
-    if trained <= 0:
-        logger.info(f"nothing to train: step {run.state.step} is done; raise --training.steps to go on")
-        evaluation = run.validate() if job.validation.enable else {}
-        run.sample(keep=False)
-    if evaluation:
-        logger.info(
-            f"validation loss {evaluation['eval/loss']:.4f} over {evaluation['eval/tokens']:,} tokens"
-        )
-    logger.info(f"metrics      {job.folder / 'metrics.jsonl'}")
-    if "tensorboard" in run.meter.sinks.writers:
-        logger.info(f"tensorboard  {job.folder / 'tb'}")
-    if job.checkpoint.enable:
-        logger.info(f"checkpoints  {job.folder / job.checkpoint.folder}")
-    return 0
-
-
-def main(argv: Sequence[str]) -> int:
-    """`titanlite train`: a TOML file and overrides."""
-    path, overrides = split_arguments(argv)
-    job = load_job(path, overrides, world_size(), allow_imports=True)
-    try:
-        return train(job)
-    except ConfigError as e:  # an error in a file that the job names: add the line that names it
-        raise toml.read(path, overrides)[1].located(e) from None
