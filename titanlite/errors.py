@@ -1,16 +1,17 @@
-"""Errors with an exit code of their own that several layers raise."""
+"""Errors that several layers raise, each with its exit code."""
 
 from __future__ import annotations
 
 
 class Diverged(RuntimeError):
-    """Training cannot go on from this state: losses, gradients or weights are not finite. A restart would
-    only repeat it."""
+    """Training cannot continue: losses, gradients or weights are not finite. Starting the run again would
+    give the same result."""
 
     exit_code = 4
 
 
 class LoaderError(RuntimeError):
-    """A loader worker died, or gives nothing any more. A restart goes on from the last checkpoint."""
+    """A loader worker has died or delivers no batches. Starting the run again resumes from its last
+    checkpoint."""
 
     exit_code = 1

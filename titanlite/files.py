@@ -1,8 +1,8 @@
-"""Reading and writing single files that other people or programs may have touched.
+"""Reading and writing single files in folders that other people or programs can write to.
 
-Only regular files are read: a named pipe would make a reader wait for ever, and a device has no end. Files of
-a run folder are written under a random new name and renamed, and no link is followed, so that nobody who can
-place a link there chooses which file is overwritten.
+Only regular files are read: a named pipe could block the reader for ever, and a device has no end. Files of a
+run folder are written under a random new name and then renamed, and links are not followed; otherwise
+somebody who can place a link in the folder could choose which file is overwritten.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-READ_BYTES = 8 << 20  # at a time, of a file that is hashed
-MAX_BYTES = 1 << 30  # of a file that is read as a whole
-# Refusals of the operating system that a second try would meet again. Others, such as an I/O error or a stale
-# mount, may pass.
+READ_BYTES = 8 << 20  # read at a time from a file that is hashed
+MAX_BYTES = 1 << 30  # largest file that is read as a whole
+# Errors that a second attempt would meet again. Other errors, such as a stale mount, may be temporary.
 REFUSALS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE,
     errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
@@ -38,11 +37,13 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 class FileFault(ValueError):
-    """A file is of the wrong kind or too large: "it is a named pipe, not a file". Callers add its name."""
+    """A file has the wrong type or is too large. The message does not name the file: "it is a named pipe, not
+    a file"; callers add the name."""
 
 
 def open_regular(path: str | Path) -> io.BufferedReader:
-    """Open a regular file, or a link to one, for reading. Raises FileFault for anything else, at once."""
+    """Open a regular file, or a link to a regular file, for reading. Raises FileFault at once for anything
+    else."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as e:
@@ -55,7 +56,8 @@ def open_regular(path: str | Path) -> io.BufferedReader:
 
 
 def read_regular(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a regular file. Raises FileFault for anything else, and for over `max_bytes`."""
+    """The content of a regular file. Raises FileFault for anything else, and for a file larger than
+    `max_bytes`."""
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -64,28 +66,28 @@ def read_regular(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Raises FileFault unless `path` is a regular file or a link to one; for files that a library opens."""
+    """Raises FileFault unless `path` is a regular file or a link to one. Called before a library opens it."""
     open_regular(path).close()
 
 
 def if_on_hub(path: str | Path, kind: str = "model") -> str:
-    """What to do about a path that is missing, if it looks like a name on the Hugging Face hub; else ""."""
+    """Advice for a missing path that looks like a name on the Hugging Face hub; "" for other paths."""
     name = str(path)
     is_file = re.search(r"\.[A-Za-z]\w*$", name)  # not "Llama-3.1-8B"
     if is_file or not HUB_NAME.fullmatch(name) or Path(path).parent.exists():
         return ""
-    what = "" if kind == "model" else f" --repo-type {kind}"
+    option = "" if kind == "model" else f" --repo-type {kind}"
     return (
         "; titanlite downloads nothing: if this is a name on the Hugging Face hub, run "
-        f"`hf download {name}{what} --local-dir DIR` and give DIR instead"
+        f"`hf download {name}{option} --local-dir DIR` and give DIR instead"
     )
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Create or replace `path`, by one writer at a time: after a kill or a power loss it has the old content
-    or the new. A link in its place is replaced, not followed."""
-    for left in path.parent.glob(f".partial-{glob.escape(path.name)}-*"):  # by a writer that was killed
-        left.unlink(missing_ok=True)
+    """Create or replace a file. If the process is killed or the power fails, the file has the old or the new
+    content. A link at `path` is replaced, not followed. Only one process may write `path` at a time."""
+    for leftover in path.parent.glob(f".partial-{glob.escape(path.name)}-*"):  # of a killed process
+        leftover.unlink(missing_ok=True)
     partial = path.with_name(f".partial-{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         with named(path):
@@ -97,7 +99,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file that is not there yet, and sync it to the disk."""
+    """Write a file that does not exist yet, and sync it to the disk."""
     with open(path, "xb") as file:
         file.write(data)
         file.flush()
@@ -115,26 +117,25 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory, and those above it that are missing, so that no power loss takes them away again."""
+    """Make a directory and its missing parents, and sync them, so that they outlast a power loss."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
-        with suppress(PermissionError):  # the topmost may be in a folder that others own and nobody may read
+        with suppress(PermissionError):  # the existing parent may be a folder that this user may not read
             sync(folder.parent)
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a directory all or nothing: yields an empty directory beside `path`, which is synced and renamed
-    to `path` when the body ends, and deleted when the body raises.
+    """Make a directory completely or not at all. Yields an empty directory beside `path`, which is synced and
+    renamed to `path` when the body ends, and deleted if the body raises.
 
-    If another process made `path` meanwhile, that directory stays. Directories that killed processes left are
-    deleted after a day.
-    """
+    If another process makes `path` in the meantime, its directory is kept and this one is deleted. Leftovers
+    of killed processes are deleted after a day."""
     make_folder(path.parent)
-    for left in path.parent.glob(f".unfinished-{glob.escape(path.name)}-????????"):
-        if time.time() - left.lstat().st_mtime > 86_400:
-            shutil.rmtree(left, ignore_errors=True)
+    for leftover in path.parent.glob(f".unfinished-{glob.escape(path.name)}-????????"):
+        if time.time() - leftover.lstat().st_mtime > 86_400:
+            shutil.rmtree(leftover, ignore_errors=True)
     folder = path.with_name(f".unfinished-{path.name}-{uuid.uuid4().hex[:8]}")
     folder.mkdir()
     try:
@@ -153,7 +154,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def hash_file(path: Path) -> tuple[int, str]:
-    """Size in bytes and SHA-256 in hex of a regular file. Raises FileFault for anything else."""
+    """Size in bytes and hexadecimal SHA-256 of a regular file. Raises FileFault for anything else."""
     sha, size = hashlib.sha256(), 0
     with open_regular(path) as file:
         view = memoryview(bytearray(min(READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
@@ -164,8 +165,8 @@ def hash_file(path: Path) -> tuple[int, str]:
 
 
 def open_own(path: Path) -> IO[str]:
-    """Open a file of a run folder for reading and appending, and create it if it is missing. Raises FileFault
-    for a link and for anything else that is not a regular file."""
+    """Open a file of a run folder for reading and appending; create it if it is missing. Raises FileFault for
+    anything that is not a regular file, also for a link to one."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o666)
@@ -178,8 +179,8 @@ def open_own(path: Path) -> IO[str]:
 
 @contextmanager
 def named(path: str | Path) -> Iterator[None]:
-    """Make an OSError of the body that names no file name `path`: a full disk is found by writing to a file
-    descriptor, which has no name."""
+    """Add `path` to an OSError of the body that names no file. An error of writing to a file descriptor, such
+    as a full disk, has no name."""
     try:
         yield
     except OSError as e:

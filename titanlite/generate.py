@@ -1,12 +1,14 @@
-"""Sampling text from a model, whole or sharded: one loop, over a function of the sequence so far.
+"""Sampling text from a model, whole or sharded: one loop over a function that gives the next token's logits.
 
-Every rank computes the same tokens from the same seed and takes the same number of forwards, so a sharded
-model samples in lockstep. It runs the whole sequence, padded to its final length: one shape for all forwards,
-and causal attention never looks right. A model on one device keeps keys and values and computes what is new.
+A sharded model runs the whole sequence for each token, padded at the end to its final length, so that all
+forwards have one shape; causal attention never sees the padding. All ranks use the same seed, compute the
+same tokens and run the same number of forwards. A model on one device runs only the new tokens, with a cache
+of keys and values.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,25 +21,26 @@ from titanlite.errors import Diverged
 from titanlite.models.base import Decoder, logits
 from titanlite.tokenizers.base import Tokenizer
 
-NextLogits = Callable[[Sequence[int]], torch.Tensor]  # ids of the sequence so far -> logits of the next [V]
+NextLogits = Callable[[Sequence[int]], torch.Tensor]  # ids of the sequence -> logits of the next token [V]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Samples taken while training, written to <dump_folder>/samples.txt."""
+    """Text sampled during training, written to <dump_folder>/samples.txt."""
 
     prompts: list[str] = field(default_factory=list)
-    """One sample for each; empty: none. Prompt i = 0, 1, ... is sampled with the seed training.seed + i."""
+    """Prompts to continue, one sample per prompt; empty: no samples. Prompt i = 0, 1, ... is sampled with the
+    seed training.seed + i."""
     freq: int = 0
-    """Number of steps between samples; 0: only at the end."""
+    """Steps between samples; 0: only after the last step."""
     max_new_tokens: int = 64
     """Maximum number of tokens after the prompt."""
     temperature: float = 0.7
-    """Sampling temperature. 0 takes the likeliest token; higher is more random."""
+    """Sampling temperature. 0 always takes the most likely token; higher values are more random."""
     top_k: int = 0
-    """Sample from this many of the likeliest tokens only; 0: from all."""
+    """Sample only from this many most likely tokens; 0: from all tokens."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens only that together have this probability; 1: from all."""
+    """Sample only from the most likely tokens that together have this probability; 1: from all tokens."""
 
     def __post_init__(self) -> None:
         if self.freq < 0:
@@ -60,19 +63,19 @@ def generate(
     seed: int,
     device: torch.device,
 ) -> str:
-    """The prompt and its continuation by the model, up to the first id that ends a text. `logits`: int64 [1,
-    T] -> [1, T, V]."""
-    start = [tokenizer.bos, *tokenizer.encode(prompt)]
-    next_logits = uncached_logits(logits, len(start) + config.max_new_tokens, tokenizer.eos, device)
-    made = list(next_tokens(next_logits, start, config, tokenizer.vocab_size, seed))
-    return prompt + tokenizer.decode(before_any(made, tokenizer.stop_ids))
+    """The prompt and its continuation by the model, up to the first stop id of the tokenizer. `logits`: int64
+    [1, T] -> [1, T, V]."""
+    ids = [tokenizer.bos, *tokenizer.encode(prompt)]
+    next_logits = uncached_logits(logits, len(ids) + config.max_new_tokens, tokenizer.eos, device)
+    new_ids = list(next_tokens(next_logits, ids, config, tokenizer.vocab_size, seed))
+    return prompt + tokenizer.decode(before_any(new_ids, tokenizer.stop_ids))
 
 
 def next_tokens(
     next_logits: NextLogits, prompt: Sequence[int], config: Generation, vocab_size: int, seed: int
 ) -> Iterator[int]:
-    """The tokens after the prompt, max_new_tokens of them. Raises Diverged, on all ranks, if logits are not
-    finite."""
+    """The ids of config.max_new_tokens tokens after the prompt. Raises Diverged, on all ranks, if logits are
+    not finite."""
     generator, sequence = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(config.max_new_tokens):
         logits_V = next_logits(sequence)[:vocab_size].float().cpu()
@@ -83,30 +86,30 @@ def next_tokens(
 
 
 def choose(logits_V: torch.Tensor, config: Generation, generator: torch.Generator) -> int:
-    """A token by its logit: temperature first, then top_k, then top_p of what is left."""
+    """Sample a token id. The temperature is applied first, then top_k, then top_p to the remaining tokens."""
     if config.temperature == 0:
         return int(logits_V.argmax())
     logits_V = logits_V / config.temperature
     if 0 < config.top_k < len(logits_V):
-        least = logits_V.topk(config.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < least, -math.inf)
+        smallest = logits_V.topk(config.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < smallest, -math.inf)
     if config.top_p < 1:
-        ordered, places = torch.softmax(logits_V, dim=-1).sort(descending=True)
-        likelier = ordered.cumsum(-1) - ordered  # the probability of all likelier tokens together
-        logits_V = logits_V.index_fill(0, places[likelier >= config.top_p], -math.inf)
+        ordered, ids = torch.softmax(logits_V, dim=-1).sort(descending=True)
+        likelier = ordered.cumsum(-1) - ordered  # total probability of the tokens that are more likely
+        logits_V = logits_V.index_fill(0, ids[likelier >= config.top_p], -math.inf)
     return int(torch.multinomial(torch.softmax(logits_V, dim=-1), 1, generator=generator))
 
 
-def before_any(ids: Sequence[int], ends: Collection[int]) -> Sequence[int]:
-    """The ids before the first one that is among `ends`."""
-    return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
+def before_any(ids: Sequence[int], stop_ids: Collection[int]) -> Sequence[int]:
+    """The ids before the first stop id."""
+    return list(itertools.takewhile(lambda token: token not in stop_ids, ids))
 
 
 def uncached_logits(
     logits: Callable[[torch.Tensor], torch.Tensor], length: int, filler: int, device: torch.device
 ) -> NextLogits:
-    """Next-token logits by forwards of the whole sequence, padded to `length`. `logits`: int64 [1, T] -> [1,
-    T, V]."""
+    """A function of next-token logits that runs the whole sequence, padded with `filler` to `length`.
+    `logits`: int64 [1, T] -> [1, T, V]."""
 
     def next_logits(ids: Sequence[int]) -> torch.Tensor:
         padded = [*ids, *[filler] * (length - len(ids))]
@@ -116,8 +119,9 @@ def uncached_logits(
 
 
 class CachedLogits:
-    """Next-token logits by forwards of the tokens that are new since the last call, with a cache of keys and
-    values, of a model that is whole on one device. `length`: maximum number of tokens of the sequence."""
+    """Next-token logits of a model that is whole on one device. A call runs only the tokens that are new
+    since the last call, with a cache of keys and values. `length`: maximum number of tokens of the
+    sequence."""
 
     def __init__(self, net: Decoder, length: int, device: torch.device):
         self.net, self.device = net, device
@@ -125,12 +129,12 @@ class CachedLogits:
 
     @torch.no_grad()
     def __call__(self, ids: Sequence[int]) -> torch.Tensor:
-        """Logits [V] of the token after `ids`, which begin with the ids of the last call."""
+        """Logits [V] of the token after `ids`. `ids` have to begin with the ids of the last call."""
         tokens = torch.tensor([ids[self._cache.filled :]], device=self.device)
         positions = self._cache.advance(tokens.shape[1], self.device)
         return self.net(tokens, positions, self._cache, last_token_logits)[0, 0]
 
 
 def last_token_logits(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """The head_fn that makes the logits of the last token of each sequence only, [B, 1, V]."""
+    """The head_fn that computes only the logits of each sequence's last token, [B, 1, V]."""
     return logits(hidden_BTD[:, -1:], weight_VD)

@@ -1,4 +1,4 @@
-"""A small tensor on its way from the device to the host, read later, so that neither waits for the other."""
+"""Asynchronous copies of small tensors from the device to the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 
 
 class HostCopy:
-    """Starts the copy of `tensor` when it is made. Later writes to `tensor` do not change what is read."""
+    """A copy of `tensor` on the host. The constructor starts the copy and does not wait for the device. Later
+    writes to `tensor` do not change the copy."""
 
     def __init__(self, tensor: torch.Tensor):
         self._done: torch.cuda.Event | None = None
@@ -18,7 +19,7 @@ class HostCopy:
             self._copy = tensor.detach().to("cpu", copy=True)
 
     def result(self) -> torch.Tensor:
-        """The values, on the host. Waits until the device has computed them."""
+        """The copy. Waits until the device has computed the tensor."""
         if self._done is not None:
             self._done.synchronize()
         return self._copy

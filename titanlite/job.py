@@ -1,4 +1,4 @@
-"""Job: the whole TOML schema. Each section belongs to the module that uses it, and so do the rules.
+"""Job: the schema of a TOML file. Each section and its rules are defined in the module that uses the section.
 
 Importing this module registers all components that ship with titanlite; `[job] imports` adds components of
 other packages.
@@ -53,13 +53,13 @@ class JobInfo:
     """The run itself."""
 
     dump_folder: str = "outputs"
-    """The run folder, for metrics, samples and checkpoints. Each run needs one of its own."""
+    """The run folder, for metrics, samples and checkpoints. Each run needs its own folder."""
     description: str = ""
-    """Free text for people; titanlite does not use it."""
+    """Free text for readers of the file; titanlite does not use it."""
     imports: list[str] = field(default_factory=list)
     """Python modules to import before the rest of the file is read; they register components from outside
-    the package. Modules in the current directory are found. `train` and `launch` run them; other verbs need
-    `--allow-imports`."""
+    the package. Modules in the current directory can be imported. `train` and `launch` import them; other
+    commands need `--allow-imports`."""
 
     def __post_init__(self) -> None:
         if not self.dump_folder:
@@ -69,7 +69,8 @@ class JobInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training job. Every unit of titanlite receives its own section; only programs see the whole job."""
+    """A training job. Modules receive their own sections; only programs such as train.py see the whole
+    job."""
 
     job: JobInfo = field(default_factory=JobInfo)
     model: ModelFamily
@@ -125,14 +126,14 @@ class Job:
         self.lr_scheduler.check(training.steps)
 
     def check_folders(self) -> None:
-        """Raises ConfigError unless the folders that a run writes to can be made. Makes nothing."""
+        """Raises ConfigError unless the folders that a run writes to exist or can be made. Makes nothing."""
         check_writable(self.folder, "job.dump_folder")
         check_writable(Path(self.data.cache_dir), "data.cache_dir")
 
     def identity(self, data: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
         """The run identity, which a run that resumes this one must share: architecture fields, loss and data,
-        under the names of their keys. `data`: SequenceDataset.identity. `sources`: SequenceDataset.names, for
-        messages about a difference."""
+        under the names of their keys. `data`: SequenceDataset.identity. `sources`: SequenceDataset.names,
+        which messages about differences use."""
         training = {key: data[key] for key in ("seed", "seq_len")}
         data = {key: value for key, value in data.items() if key not in training}
         model = {"name": self.model.name, **toml.as_tree(self.model.config)}
@@ -150,15 +151,14 @@ def load_job(
     """The job of a TOML file and command-line overrides, checked for `world_size` ranks. Raises ConfigError,
     which names file and line.
 
-    `world_size`: None skips the rules that span sections, for uses other than training. `allow_imports`: run
-    the modules that `[job] imports` names; without it, a job that names any is refused.
-    """
+    `world_size`: None skips the rules that span sections, for uses other than training. `allow_imports`:
+    import the modules in `[job] imports`; otherwise a job that names modules is refused."""
     tree, locator = toml.read(path, overrides)
     section = tree.get("job", {})
     imports = section.get("imports", []) if isinstance(section, dict) else []
-    here = run_folder(Path(path), tree) if path is not None else None
-    if here is not None and isinstance(section, dict) and "job.dump_folder" not in locator.overridden:
-        tree["job"] = {**section, "dump_folder": str(here)}
+    folder = run_folder(Path(path), tree) if path is not None else None
+    if folder is not None and isinstance(section, dict) and "job.dump_folder" not in locator.overridden:
+        tree["job"] = {**section, "dump_folder": str(folder)}
     import_components(imports, "job.imports", locator, allow_imports)
     job = toml.build(Job, tree, locator)
     try:
@@ -171,21 +171,21 @@ def load_job(
 
 
 def run_folder(path: Path, tree: dict[str, Any]) -> Path | None:
-    """The run folder of a job.toml that titanlite recorded there or in one of its checkpoints; None for any
-    other file. The place of the file counts, not its dump_folder: the run folder may have been moved, and a
-    relative dump_folder depends on the current directory."""
-    here = path.absolute().parent
+    """The run folder that a recorded job.toml is in, directly or in a checkpoint; None for any other file. It
+    follows from the path of the file and not from its dump_folder, because the run folder may have been moved
+    and a relative dump_folder depends on the current directory."""
+    folder = path.absolute().parent
     if path.name != "job.toml":
         return None
-    if (here / "run_identity.json").exists():
-        return here
+    if (folder / "run_identity.json").exists():
+        return folder
     section = tree.get("checkpoint", {})
     parts = Path(str(section.get("folder", ""))).parts if isinstance(section, dict) else ()
-    inside = bool(parts) and (here / MANIFEST).exists() and here.parts[-len(parts) - 1 : -1] == parts
-    return here.parents[len(parts)] if inside else None
+    inside = bool(parts) and (folder / MANIFEST).exists() and folder.parts[-len(parts) - 1 : -1] == parts
+    return folder.parents[len(parts)] if inside else None
 
 
 def load_recorded_job(checkpoint: Path, allow_imports: bool) -> Job:
-    """The job of a checkpoint that has been verified. Raises ConfigError if it names modules to import and
+    """The recorded job of a verified checkpoint. Raises ConfigError if the job names modules to import and
     `allow_imports` is false."""
     return load_job(checkpoint / "job.toml", world_size=None, allow_imports=allow_imports)

@@ -1,6 +1,6 @@
-"""The logger: one line an event, with time and rank. Nothing else in titanlite sets up logging.
+"""The logger: one line per event, with time and rank. Only this module sets up logging.
 
-By default rank 0 reports progress and every rank reports warnings and errors.
+By default rank 0 reports progress, and every rank reports warnings and errors.
 """
 
 from __future__ import annotations
@@ -12,47 +12,48 @@ import time
 import warnings
 from contextlib import suppress
 
-# Control characters but newline and tab, invisible changes of direction, and halves of characters.
+# Control characters except newline and tab, invisible changes of the writing direction, and lone surrogates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 logger = logging.getLogger("titanlite")
 
 
 def set_up_logging(rank: int, verbose: bool) -> None:
-    """Log to standard error with the rank in front; quiet ranks report only warnings and errors."""
+    """Log to standard error, with the rank in front of each line. `verbose`: report progress; otherwise only
+    warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(f"[rank{rank}] %(asctime)s %(message)s"))
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
-    # Said by libraries about choices made here on purpose; each is named, so that nothing else is hidden.
+    # Warnings of libraries about deliberate choices. Each is named, so that no other warning is hidden.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    # A norm over a mesh of two axes takes two all-reduces of one number.
+    # The gradient norm over a mesh with two axes takes two all-reduces of one number, which torch warns
+    # about.
     redistribute = logging.getLogger("torch.distributed.tensor._redistribute")
     redistribute.addFilter(lambda record: "While redistributing from" not in record.getMessage())
 
 
 def printable(text: object) -> str:
-    """The text with control characters as `\\x1b`: what comes from files, or from a model, must not steer the
-    terminal. Newlines and tabs stay."""
-    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], str(text))
+    """The text with each control character except newline and tab replaced by its escape, such as `\\x1b`.
+    Otherwise text from a file or a model could send commands to the terminal."""
+    return UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
 
 def for_terminal(text: str) -> str:
-    """The text as it is where standard output is a file or a pipe, printable where it is a terminal."""
+    """The text for standard output: made printable for a terminal, unchanged for a file or a pipe."""
     return printable(text) if sys.stdout.isatty() else text
 
 
-def tell(what: object) -> None:
-    """Print a line for the user, or one for each line of a report, to standard error, whether or not anybody
-    is left to read it."""
-    lines = "".join(f"titanlite: {line}\n" for line in printable(what).split("\n"))
-    with suppress(OSError):
+def tell(message: object) -> None:
+    """Print each line of a message for the user to standard error."""
+    lines = "".join(f"titanlite: {line}\n" for line in printable(message).split("\n"))
+    with suppress(OSError):  # for example, the terminal is closed
         print(lines, end="", file=sys.stderr, flush=True)
 
 
 class _Formatter(logging.Formatter):
-    """The time of each line; the date, too, of the first line and of the first one of a new day."""
+    """Writes the time of each line, and the date before the first line of each day."""
 
     _day = ""
 

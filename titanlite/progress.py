@@ -1,4 +1,4 @@
-"""Progress of work that takes minutes: a bar on a terminal, a line now and then in a file."""
+"""Progress of work that takes minutes: a bar on a terminal, a line per minute elsewhere."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from titanlite.log import tell
 
 SECONDS_PER_LINE = 60.0
 LINE = "{desc}: {percentage:.0f}% of {total_fmt} [{elapsed}, {remaining} left, {rate_fmt}{postfix}]"
-COUNT = "{desc}: {n_fmt}{unit} [{elapsed}, {rate_fmt}{postfix}]"  # of work whose size is not known
+COUNT = "{desc}: {n_fmt}{unit} [{elapsed}, {rate_fmt}{postfix}]"  # for an unknown total
 
 
 class Progress(tqdm):
-    """tqdm's bar where standard error is a terminal. Otherwise a line each minute and, where tqdm would leave
-    the bar (`leave`, `delay`), one at the end: a bar would fill a file with carriage returns."""
+    """tqdm's bar if standard error is a terminal. Otherwise a line per minute, because a bar would fill a
+    file with carriage returns, and a line at the end if tqdm would leave the bar (`leave`, `delay`)."""
 
     def __init__(self, *args: Any, **options: Any):
         self._lines, self._leaves = not sys.stderr.isatty(), options.get("leave", True)
@@ -32,7 +32,7 @@ class Progress(tqdm):
         if time.monotonic() - self._last_line >= SECONDS_PER_LINE:
             self._last_line = time.monotonic()
             tell(self)
-        return False  # nothing is left on the screen to be cleared
+        return False  # tells tqdm that there is no bar to clear
 
     def close(self) -> None:
         if self._lines and self._leaves and not self.disable and time.monotonic() - self._began >= self.delay:
