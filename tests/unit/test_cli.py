@@ -305,7 +305,7 @@ def test_a_missing_configuration_file(run, tmp_path, verb):
 def test_a_missing_file_of_a_shipped_name_points_to_that(run, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     assert complaint_of(run("train", name)) == (
-        f"{name}: no such file; a configuration of this name comes with titanlite: write {Path(name).stem}, "
+        f"{name}: no such file; for the configuration that comes with titanlite write {Path(name).stem}, "
         "without folder and .toml"
     )
     (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -40,7 +40,7 @@ def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
     [
         ("[" * 100_000, "it is nested too deep"),
         ('{"a": ' * 100_000, "it is nested too deep"),
-        ("[]", "it is no JSON object"),
+        ("[]", "it is not a JSON object"),
         ("", "Expecting value"),
         (f'{{"a": {"9" * 5000}}}', "Exceeds the limit"),
         (b"\xff\xfe{", "utf"),
@@ -65,7 +65,7 @@ def test_expected_types_are_exact() -> None:
     for tree, message in [
         ({"a": True}, "a is True, not an integer"),
         ({}, "a is missing"),
-        ([], r"\[\] is no object"),
+        ([], r"\[\] is not an object"),
         ({"a": "x" * 100}, f"a is '{'x' * 59}..., not an integer"),
     ]:
         with pytest.raises(ValueError, match=message):

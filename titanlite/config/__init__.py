@@ -1,1 +1,1 @@
-"""Mechanism of the configuration: components, strict TOML, reference text. Knows nothing of torch."""
+"""The configuration mechanism: components, strict TOML, reference text. Does not import torch."""

@@ -1,8 +1,8 @@
-"""Components: whatever a TOML `name = "..."` (or the key that a kind names) can select.
+"""Components: classes that a TOML key, usually `name = "..."`, selects.
 
-A kind (`class Optimizer(Component)`) owns a registry; a choice (`class AdamW(Optimizer, name="adamw")`) is a
-frozen dataclass whose fields are its TOML keys, whose field docstrings are the reference, and whose `build()`
-makes the thing. Declaring the class is registering it.
+A kind (`class Optimizer(Component)`) owns a registry of choices. A choice (`class AdamW(Optimizer,
+name="adamw")`) is a frozen dataclass: its fields are its TOML keys, its field docstrings are the reference,
+and its `build()` makes the object. Declaring the class registers it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, ClassVar
 
 
 class ConfigError(ValueError):
-    """A mistake in what the user gave us. The message says where it is, what is wrong and what would be
-    right.
+    """An error in a configuration, a command line or another input. The message gives its place, the problem
+    and the remedy.
 
-    `key` is the dotted TOML path at fault, where there is one; loading a file turns it into file and line.
-    `errors`: the single errors of a report of several, whose message has a line for each.
+    `key`: the dotted TOML key at fault, if there is one; Locator adds file and line. `errors`: the single
+    errors, if this error reports several, one per line.
     """
 
     exit_code = 2
 
     def __init__(self, message: str, key: str | None = None, errors: Sequence[ConfigError] = ()):
-        super().__init__(message, key)  # both: errors travel between ranks
+        super().__init__(message, key)  # both are needed to unpickle the error on another rank
         self.key, self.errors = key, errors or (self,)
 
     def __str__(self) -> str:
@@ -31,8 +31,8 @@ class ConfigError(ValueError):
 
 
 def suggest(word: str, known: Iterable[object], elsewhere: Sequence[str] = ()) -> str:
-    """`'; did you mean 'x'? (known: x, y)'` for an unknown word: the nearest valid one and the valid set.
-    `elsewhere`: what it may mean if none is near."""
+    """Return `; did you mean 'x'? (known: x, y)` for an unknown word: the nearest valid word and all valid
+    words. `elsewhere`: suggestions if no valid word is near."""
     names = sorted(str(k) for k in known)
     close = get_close_matches(word, names, n=1) or (elsewhere if len(elsewhere) <= 3 else ())
     meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
@@ -40,9 +40,11 @@ def suggest(word: str, known: Iterable[object], elsewhere: Sequence[str] = ()) -
 
 
 class Component:
-    """Base of every kind. Subclass Component without `name` to open a kind, and the kind with `name` to add a
-    choice to it. A subclass of a kind without `name` is a base class for choices. `kind`:
-    what messages call a kind, if not by its class's name. `key`: the TOML key that selects the choice."""
+    """Base of every kind. A subclass of Component is a kind; a subclass of a kind with `name` is a choice; a
+    subclass of a kind without `name` is a base class for choices.
+
+    `kind`: the name of the kind in messages, by default its class's name in lower case. `key`: the TOML key
+    that selects the choice."""
 
     choices: ClassVar[dict[str, type[Component]]]
     kind: ClassVar[str]
@@ -64,21 +66,21 @@ class Component:
 
     @property
     def label(self) -> str:
-        """The component for messages: its name, and the path that it reads if it reads one."""
+        """The component's name for messages, with the path that it reads, if any."""
         return label(self.name, getattr(self, "path", ""))
 
     @classmethod
     def is_kind(cls) -> bool:
-        """True for a kind, False for a choice."""
+        """Return True for a kind, False for a choice."""
         return "choices" in cls.__dict__
 
 
 def label(name: str, path: str | Sequence[str]) -> str:
-    """`text data/a.jsonl, data/b.jsonl`: a component's name and what it reads, for messages."""
+    """Return a component's name and paths for messages: `text data/a.jsonl, data/b.jsonl`."""
     paths = [path] if isinstance(path, str) else [*path[:3], *["..."] * (len(path) > 3)]
     return f"{name} {', '.join(paths)}".strip()
 
 
 def _same_class(a: type, b: type) -> bool:
-    # A module imported anew defines its classes anew.
+    # A module that is imported again defines its classes again.
     return (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)

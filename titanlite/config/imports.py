@@ -1,4 +1,5 @@
-"""Python modules that a configuration names, which register components from outside the package."""
+"""Imports the Python modules that a configuration names. They register components from outside the
+package."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from titanlite.config.overrides import listed, plain
 from titanlite.config.places import Locator
 from titanlite.config.shipped import PACKAGE
 
-ALLOW_IMPORTS = "--allow-imports"  # the option of verbs that do not run a file's imports by themselves
+ALLOW_IMPORTS = "--allow-imports"  # option of verbs that do not run a file's imports by default
 
 
 def import_components(modules: Any, key: str, locator: Locator, allowed: bool) -> None:
     """Import the modules that a configuration lists under `key`, before the configuration is read.
 
-    Modules in the current directory are found, as by `python -m`. Raises ConfigError if a module cannot be
+    Modules may be in the current directory, as for `python -m`. Raises ConfigError if a module cannot be
     imported, or if there are modules and they are not `allowed`.
     """
     modules = listed(plain(modules))
@@ -32,14 +33,14 @@ def import_components(modules: Any, key: str, locator: Locator, allowed: bool) -
         )
     here = os.getcwd()
     if not {"", here} & set(sys.path):
-        sys.path.append(here)  # last, so that no file here takes the place of an installed package
+        sys.path.append(here)  # last, so that no file here shadows an installed package
     for module in modules:
         try:
             importlib.import_module(str(module))
         except Exception as e:
             place = _place_of(e)
-            is_told = not place or isinstance(e, SyntaxError)
-            more = "" if is_told else f'; for the traceback: python -c "import {module}"'
+            is_complete = not place or isinstance(e, SyntaxError)
+            more = "" if is_complete else f'; for the traceback: python -c "import {module}"'
             if isinstance(e, ModuleNotFoundError):
                 more = f" (looked in {here}, PYTHONPATH and the installed packages)"
             text = f"cannot import {module!r}: {place}{_summary(e)}{more}"
@@ -47,8 +48,8 @@ def import_components(modules: Any, key: str, locator: Locator, allowed: bool) -
 
 
 def _place_of(error: Exception) -> str:
-    """The file and line at which the import of a module failed, outside of titanlite and Python's importlib;
-    "" if the module did not begin to run."""
+    """Return the file and line at which the import of a module failed, outside of titanlite and importlib; ""
+    if the module did not begin to run."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: "
     others = (f"{PACKAGE}{os.sep}", importlib.import_module.__code__.co_filename, "<frozen importlib")
@@ -57,7 +58,7 @@ def _place_of(error: Exception) -> str:
 
 
 def _summary(error: Exception) -> str:
-    """The error on one line, with its type unless the text says it."""
+    """Return the error on one line, with its type, except for types whose text is clear."""
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     if isinstance(error, (ImportError, ConfigError)):
         return text

@@ -1,4 +1,4 @@
-"""JSON files, which may be damaged or made by others: each is one object."""
+"""Reads JSON files that may be damaged or hostile. Each file holds one object."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from titanlite.config.component import ConfigError
 from titanlite.files import read_regular
 
 MAX_BYTES = 128 << 20
-MAX_DEPTH = 100  # of objects and lists; what works on a tree may recurse into it
+MAX_DEPTH = 100  # of nested objects and lists, because callers may recurse into them
 NAMES = {int: "an integer", str: "a string", bool: "true or false", dict: "an object", list: "a list"}
 
 
 def parse(data: bytes | str) -> Any:
-    """The value that a JSON text stands for. Raises ValueError for anything else."""
+    """Return the value of a JSON text. Raises ValueError for a text that is not JSON."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -24,11 +24,11 @@ def parse(data: bytes | str) -> Any:
 
 
 def load_object(file: Path) -> dict[str, Any]:
-    """The object in a file. Raises OSError for a file that cannot be opened, ValueError for one that is not
-    regular, is over MAX_BYTES or MAX_DEPTH, or holds no JSON object."""
+    """Return the object in a file. Raises OSError for a file that cannot be opened; ValueError for a file
+    that is not regular, exceeds MAX_BYTES or MAX_DEPTH, or does not hold a JSON object."""
     tree = parse(read_regular(file, MAX_BYTES))
     if not isinstance(tree, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     level: list[Any] = [tree]
     for _ in range(MAX_DEPTH):
         level = [value for node in level for value in _inside(node)]
@@ -38,7 +38,7 @@ def load_object(file: Path) -> dict[str, Any]:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object in a file. Raises ConfigError, which names the file, if there is none."""
+    """Return the object in a file. Raises ConfigError, which names the file."""
     try:
         return load_object(file)
     except (OSError, ValueError) as e:
@@ -46,9 +46,9 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def expect(tree: Any, **kinds: type) -> None:
-    """Raises ValueError unless `tree` is an object with a value of exactly this type under each key."""
+    """Raise ValueError unless `tree` is an object with a value of exactly this type under each key."""
     if not isinstance(tree, dict):
-        raise ValueError(f"{_short(tree)} is no object")
+        raise ValueError(f"{_short(tree)} is not an object")
     for key, kind in kinds.items():
         if key not in tree:
             raise ValueError(f"{key} is missing")
@@ -57,7 +57,7 @@ def expect(tree: Any, **kinds: type) -> None:
 
 
 def as_json(tree: object) -> bytes:
-    """The content of a file."""
+    """Return a value as the content of a JSON file."""
     return (json.dumps(tree, ensure_ascii=False, indent=1) + "\n").encode()
 
 

@@ -1,4 +1,4 @@
-"""The command line of a configuration: `--section.key=value` in its forms, put into the tree of a TOML file.
+"""Command-line overrides: parses `--section.key=value` and puts values into the tree of a TOML file.
 
 Values stay text until the type of their key is known, so `--model.flavor=125M` and `--job.description=7` are
 strings without quotes. Of several values for one key the last counts.
@@ -19,15 +19,15 @@ else:
 
 
 class Word(str):
-    """A value as typed on the command line; it becomes a string, or TOML, once the key's type is known."""
+    """A value as typed on the command line. It is converted once the type of its key is known."""
 
 
 class Bare(Word):
-    """The value of an option that was given none: true, for a key that may be."""
+    """The value `true` of an option without a value."""
 
 
 def split_overrides(items: Sequence[str]) -> list[tuple[str, Word]]:
-    """`--a.b=c`, `--a.b c`, `--a.b` (true) and `--no-a.b` (false) as (key, text) pairs."""
+    """Parse `--a.b=c`, `--a.b c`, `--a.b` (true) and `--no-a.b` (false) into (key, value) pairs."""
     pairs, rest = list[tuple[str, Word]](), list(items)
     while rest:
         item = rest.pop(0)
@@ -46,12 +46,12 @@ def split_overrides(items: Sequence[str]) -> list[tuple[str, Word]]:
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """A command line's TOML file, if it begins with one, and its overrides."""
+    """Return the TOML file with which a command line begins, or None, and the overrides."""
     return (None, argv) if not argv or argv[0].startswith("--") else (argv[0], argv[1:])
 
 
 def split_words(items: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words that stand alone, and options with their values."""
+    """Return the words that are not options, and the options with their values."""
     words, options, rest = list[str](), list[str](), list(items)
     while rest:
         item = rest.pop(0)
@@ -65,57 +65,60 @@ def split_words(items: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def put(tree: dict[str, Any], key: str, value: Any) -> list[str]:
-    """Set the dotted `key` in `tree`; a table is merged into one that is there. Returns the keys that are
-    set: `key`, or those of the table. Numbers index lists; one past the end appends."""
+    """Set the dotted `key` in `tree`; a table is merged into an existing table. Returns the keys that are
+    set: `key`, or the keys of the table. Numbers index lists; one past the end appends."""
     node: Any = tree
     *parents, leaf = key.split(".")
     try:
-        for part in parents:
-            node = _entry(node, part, make={})
+        for name in parents:
+            node = _entry(node, name, make={})
         old, table = _table(_entry(node, leaf, make=None)), _table(value)
         index: Any = int(leaf) if isinstance(node, list) else leaf
         if old is not None and table is not None:
             node[index] = old
-            return [found for k, v in table.items() for found in put(tree, f"{key}.{k}", v)]
+            return [k_set for k, v in table.items() for k_set in put(tree, f"{key}.{k}", v)]
         node[index] = value
         return [key]
     except IndexError:
         raise ConfigError(
-            f"command line: --{key}: a list's entries are numbered from 0, without gaps"
+            f"command line: --{key}: entries of a list are numbered from 0, without gaps"
         ) from None
     except (ValueError, TypeError, AttributeError):
         raise ConfigError(f"command line: --{key}: there is no such place in the configuration") from None
 
 
-def _entry(node: Any, part: str, make: Any) -> Any:
-    """An entry of a table or a list, made where there is none; a table that is still text is read."""
-    index: Any = int(part) if isinstance(node, list) else part
+def _entry(node: Any, name: str, make: Any) -> Any:
+    """Return an entry of a table or a list. A missing entry is set to `make`; a table in text form is
+    parsed."""
+    index: Any = int(name) if isinstance(node, list) else name
     if isinstance(node, list):
         if index == len(node):
             node.append(make)
     else:
-        node.setdefault(part, make)
+        node.setdefault(name, make)
     if make is not None and (table := _table(node[index])) is not None:
         node[index] = table
     return node[index]
 
 
 def _table(value: Any) -> dict[str, Any] | None:
-    """A value that is a table, or spells one."""
+    """Return a value that is a table, parsed if it is text; None for other values."""
     if isinstance(value, Word) and value.lstrip().startswith("{"):
         value = plain(value)
     return value if isinstance(value, dict) else None
 
 
 def listed(value: Any) -> Any:
-    """A table with the keys "0", "1", ..., which `--list.0=x` makes where there is no list, as a list."""
+    """Return a table with the keys "0", "1", ... as a list; `--list.0=x` makes such a table if there is no
+    list. Other values are returned unchanged."""
     if isinstance(value, dict) and list(value) == [str(i) for i in range(len(value))]:
         return list(value.values())
     return value
 
 
 def plain(value: Any) -> Any:
-    """A command-line word as the TOML value it spells, else as a string; anything else as it is."""
+    """Parse a command-line word as a TOML value; a word that is not TOML is a string. Other values are
+    returned unchanged."""
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
     if not isinstance(value, Word):
@@ -124,5 +127,5 @@ def plain(value: Any) -> Any:
         return value == "True"
     try:
         return tomllib.loads(f"value = {value}")["value"]
-    except (ValueError, RecursionError):  # a syntax error, a number of thousands of digits, too many brackets
+    except (ValueError, RecursionError):  # also for a number of thousands of digits, or too many brackets
         return str(value)

@@ -1,4 +1,4 @@
-"""Checks of paths that a configuration or a command line names. They make nothing."""
+"""Checks paths that a configuration or a command line names, without creating anything."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from titanlite.config.component import ConfigError
 
 
 def check_name(path: str, key: str) -> None:
-    """Raises ConfigError for a path that no file system has or that a TOML file cannot record."""
+    """Raise ConfigError for a path that no file system allows or that a TOML file cannot record."""
     try:
         path.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{path!r} is not UTF-8, so no TOML file can record it", key) from None
     if "\0" in path:
-        raise ConfigError(f"{path!r} has a NUL in it, which no path may have", key)
+        raise ConfigError(f"{path!r} contains a NUL character", key)
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Raises ConfigError, for the key or option `key`, unless the folder can be made and written."""
+    """Raise ConfigError unless the folder can be made and written. `key`: the key or option that names it."""
     path = folder.absolute()
     try:
         existing = next(p for p in (path, *path.parents) if p.exists() or p.is_symlink())
-    except OSError as e:  # a name that is too long, say
+    except OSError as e:  # for example a name that is too long
         raise ConfigError(f"{folder} cannot be made: {e.strerror}", key) from None
     if not existing.exists():
         raise ConfigError(f"{folder} cannot be made: {existing} is a link that leads nowhere", key)
@@ -32,7 +32,7 @@ def check_writable(folder: Path, key: str) -> None:
 
 
 def check_new(path: Path, key: str) -> None:
-    """Raises ConfigError unless nothing exists at `path` and it can be made."""
+    """Raise ConfigError if `path` exists or cannot be made."""
     if path.exists() or path.is_symlink():
         raise ConfigError(f"{path} exists; choose another, or delete it", key)
     check_writable(path.parent, key)

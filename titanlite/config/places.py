@@ -1,4 +1,4 @@
-"""Where things stand in a TOML file: the line of a key, for messages, and what a syntax error means."""
+"""Finds the line of a key in a TOML file, for error messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titanlite.config.component import ConfigError
 
 
 def keys_of(text: str) -> Iterator[tuple[str, int]]:
-    """Every table and key of a TOML text, as its dotted name and its line."""
+    """Yield the dotted name and the line number of every table and key in a TOML text."""
     table, arrays = "", dict[str, int]()
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*(\[\[?)\s*([\w.\-\"]+)\s*\]\]?", line):
@@ -25,31 +25,31 @@ def keys_of(text: str) -> Iterator[tuple[str, int]]:
 
 
 class Locator:
-    """Turns a dotted key into `file.toml:12`, or into the command-line argument that set it."""
+    """Finds the place of a dotted key: `file.toml:12`, or the command-line argument that set it."""
 
     def __init__(self, path: str, text: str):
         self.path, self.overridden = path, set[str]()
         self._lines = dict(keys_of(text))
 
     def overrides(self, key: str) -> bool:
-        """Whether the command line sets a dotted key, or one inside it."""
+        """Return whether the command line sets a dotted key, or a key inside it."""
         return any(f"{o}.".startswith(f"{key}.") for o in self.overridden)
 
     def located(self, error: ConfigError) -> ConfigError:
-        """The same error, with the place of its key in front."""
+        """Return the error with the place of its key in front."""
         if error.key is None:
             return error
         key, place = error.key, self._place(error.key)[0]
         return ConfigError(f"{place}{key}: {error}" if key else f"{place}{error}", key)
 
     def all_located(self, errors: Sequence[ConfigError]) -> ConfigError:
-        """Several errors as one, with a line for each, in the order of their places."""
+        """Return one error with a line for each error, in the order of their places."""
         ordered = sorted(errors, key=lambda error: self._place(error.key or "")[1])
         lines = dict.fromkeys(str(self.located(error)) for error in ordered)
         return ConfigError("\n".join(lines), errors[0].key, errors)
 
     def _place(self, key: str) -> tuple[str, float]:
-        """Where a key stands, and its rank in a report: the lines of the file, the command line, the rest."""
+        """Return the place of a key, and its position in a report: lines of the file come first."""
         if any(f"{key}.".startswith(f"{o}.") for o in self.overridden):
             return "command line, --", math.inf
         while key:
@@ -62,12 +62,13 @@ class Locator:
 
 
 def syntax_error(path: object, complaint: str) -> ConfigError:
-    """The error for a file that is not TOML, from its parser's complaint: the line, and what to write."""
+    """Return the error for a file that is not TOML, with the line and a hint. `complaint`: the parser's
+    message."""
     at = re.search(r" \(at line (\d+), column (\d+)\)", complaint)
     if not at:
         return ConfigError(f"{path}: not valid TOML: {complaint}")
     hint = ""
     if "Invalid value" in complaint:
-        hint = "; strings take straight quotes, true is in small letters, 0.5 has its 0, and None is left out"
+        hint = "; strings need straight quotes, write true, 0.5 (not True, .5), and leave out None"
     reason = f"{complaint.replace(at[0], '')} (column {at[2]}){hint}"
     return ConfigError(f"{path}:{at[1]}: not valid TOML: {reason}")

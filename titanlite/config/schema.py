@@ -1,8 +1,8 @@
-"""What a configuration may say, as plain data: the type, the default and the docstring of every key.
+"""The schema of a configuration as plain data: the type, the default and the docstring of every key.
 
-`describe` makes it from the classes. schema.json, beside this file, holds what it makes of titanlite's own,
-so that keys are explained and mistakes are found before torch is imported; a test keeps that file current.
-`convert` checks a tree against either, and is the only place that does.
+`describe` makes a schema from classes. schema.json, beside this file, holds the schema of titanlite's own
+classes, so that keys can be explained and checked before torch is imported; a test keeps that file current.
+`convert` checks a configuration against a schema.
 """
 
 from __future__ import annotations
@@ -26,33 +26,32 @@ from titanlite.config.component import Component, ConfigError, suggest
 from titanlite.config.overrides import Bare, Word, listed, plain
 
 FILE = Path(__file__).with_name("schema.json")
-IMPORTS = ("job", "imports")  # where a configuration names modules that add choices; `prepare` has no [job]
+IMPORTS = ("job", "imports")  # section and key that name modules to import; top-level key for `prepare`
 SCALARS = {int: "int", float: "float", str: "str", bool: "bool", Any: "any"}
-# Keys that were renamed: old dotted key -> new dotted key. The keys inside lists have no number:
-# data.sources.path.
+# Renamed keys: old dotted key -> new dotted key. Keys inside lists have no number: data.sources.path.
 RENAMED = {"data.holdout_rows": "data.holdout_sequences", "part": "worker"}
 EXPECTED = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
 
 
 class Node(TypedDict, total=False):
-    """What one value may be. `type` is one of int, float, str, bool, any, literal, list, tuple, dict, table
-    (of fixed keys) and choice (a table one of whose keys picks one of several)."""
+    """The schema of a value. `type` is int, float, str, bool, any, literal, list, tuple, dict, table (fixed
+    keys) or choice (one of several tables, selected by a key)."""
 
     type: str
     doc: str
     required: bool
-    default: str  # as TOML; of a choice: the name that a table without one has
-    optional: bool  # may be unset, which TOML cannot say
-    values: list[Any]  # of a literal
-    items: Node  # of a list, tuple or dict
-    keys: dict[str, Node]  # of a table
-    kind: str  # of a choice: what is chosen, for messages
-    key: str  # of a choice: the key that picks it, if not `name`
-    choices: dict[str, Node]
+    default: str  # as TOML; for a choice: the name of the default choice
+    optional: bool  # may be None, which TOML cannot express
+    values: list[Any]  # for a literal
+    items: Node  # for a list, tuple or dict
+    keys: dict[str, Node]  # for a table
+    kind: str  # for a choice: the name of the kind in messages
+    key: str  # for a choice: the key that selects it, if not `name`
+    choices: dict[str, Node]  # for a choice
 
 
 def table(name: str) -> Node:
-    """titanlite's own table: `job`, or `prepare`."""
+    """Return titanlite's schema `job` or `prepare`."""
     return _tables()[name]
 
 
@@ -65,16 +64,16 @@ def _tables() -> dict[str, Node]:
 
 
 def describe(cls: type, docs: bool = False) -> Node:
-    """The table of a dataclass, with the choices registered now; `docs`: with the docstrings, for which
-    sources are read."""
-    hints, found = type_hints(cls), field_docs(cls) if docs else {}
+    """Return the schema of a dataclass, with the choices registered now. `docs`: include docstrings, which
+    are read from the source files."""
+    hints, texts = type_hints(cls), field_docs(cls) if docs else {}
     keys: dict[str, Node] = {}
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
         node = _node(hints[field.name], docs)
         if docs and node["type"] not in ("table", "choice"):
-            node["doc"] = found.get(field.name, "")
+            node["doc"] = texts.get(field.name, "")
         if field.default is field.default_factory is dataclasses.MISSING:
             node["required"] = True
         elif (default := _default(field)) is not None and node["type"] != "table":
@@ -85,7 +84,7 @@ def describe(cls: type, docs: bool = False) -> Node:
 
 @cache
 def type_hints(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields. Cached: reading them took 3 of the 4 ms of loading a TOML file."""
+    """Return the types of a dataclass's fields. Cached: this took 3 of the 4 ms of loading a TOML file."""
     return typing.get_type_hints(cls)
 
 
@@ -108,7 +107,7 @@ def _node(hint: Any, docs: bool) -> Node:
 
 
 def _default(field: dataclasses.Field) -> str | None:
-    """The default as TOML, or as the name of a choice; None for one that is unset."""
+    """Return the default as TOML, or as the name of a choice; None if the default is None."""
     factory = field.default_factory
     value = field.default if factory is dataclasses.MISSING else factory()
     if value is None:
@@ -121,7 +120,7 @@ def _default(field: dataclasses.Field) -> str | None:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, bases included."""
+    """Return the docstring under each field of a dataclass and its bases."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -140,16 +139,16 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def convert(node: Node, tree: Any, choices_follow: bool = False) -> tuple[Any, list[ConfigError]]:
-    """A tree with its values as the table's types, and every mistake in it.
+    """Return a tree with its values converted to the schema's types, and all errors in it.
 
-    `choices_follow`: modules yet to be imported may add choices; an unknown one is left for later.
+    `choices_follow`: modules that are imported later may add choices, so unknown choices are no errors.
     """
     conversion = _Conversion(node, choices_follow)
     return conversion.value(node, tree, ""), conversion.errors
 
 
 def names_imports(tree: dict[str, Any]) -> bool:
-    """Whether a tree names modules that may add choices."""
+    """Return whether a tree names modules to import, which may add choices."""
     section, key = IMPORTS
     inside = tree.get(section)
     return bool(tree.get(key) or (isinstance(inside, dict) and inside.get(key)))
@@ -161,7 +160,7 @@ class _Conversion:
         self._root, self._choices_follow = root, choices_follow
 
     def value(self, node: Node, value: Any, key: str) -> Any:
-        """The value that a node takes; after a mistake, anything."""
+        """Return the converted value; after an error any value."""
         kind = node["type"]
         if kind in ("table", "choice"):
             return self._table(node, plain(value) if isinstance(value, Word) else value, key)
@@ -237,7 +236,7 @@ class _Conversion:
 
 
 def _paths(node: Node, leaf: str, path: str = "") -> Iterator[str]:
-    """The dotted keys that end in `leaf`, but those in lists."""
+    """Yield the dotted keys that end in `leaf`, except those in lists."""
     for table in (node, *node.get("choices", {}).values()):
         for key, inner in table.get("keys", {}).items():
             where = f"{path}.{key}" if path else key
@@ -247,7 +246,7 @@ def _paths(node: Node, leaf: str, path: str = "") -> Iterator[str]:
 
 
 def _example(node: Node, text: str | None = None) -> str:
-    """How a list with the elements of `text`, or any, is written; of a literal, its values."""
+    """Return an example for a message: a list of the elements of `text`, or the values of a literal."""
     if node["type"] == "literal":
         return f"one of {', '.join(map(str, node['values']))}"
     words = [word.strip() for word in (text or "x").strip("[]").split(",")]

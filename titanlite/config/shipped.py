@@ -1,5 +1,5 @@
-"""Files that come with titanlite: train_configs/ and the small tokenizer in assets/. An installed package
-holds copies of these folders; in a checkout they lie beside the package.
+"""Finds files that come with titanlite: train_configs/ and the small tokenizer in assets/. An installed
+package holds copies of these folders; in a checkout they are beside the package.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def shipped(path: str) -> Path:
-    """Where a file or folder of titanlite's own is, given as in the checkout: "train_configs"."""
+    """Return the path of a file or folder that comes with titanlite, such as "train_configs"."""
     inside = PACKAGE / path
     return inside if inside.exists() else PACKAGE.parent / path
 
 
 def find_file(path: str) -> Path:
-    """The file at `path`, relative to the current directory; else, if there is none, titanlite's own file of
-    that path, such as assets/tokenizer/stdlib.tiktoken."""
+    """Return the file at `path`, relative to the current directory; if it does not exist, the file of that
+    path that comes with titanlite, such as assets/tokenizer/stdlib.tiktoken."""
     here = Path(path)
     if here.is_absolute() or here.exists() or ".." in here.parts:
         return here
@@ -28,8 +28,8 @@ def find_file(path: str) -> Path:
 
 
 def find_config(path: str | Path) -> Path:
-    """The TOML file at `path`, or the one of that name in train_configs/. Raises ConfigError for a plain name
-    that is neither, and for a file that is missing where that name would do."""
+    """Return the TOML file at `path`, or the file of that name in train_configs/. Raises ConfigError if there
+    is neither."""
     here = Path(path)
     if here.is_file():
         return here
@@ -37,8 +37,8 @@ def find_config(path: str | Path) -> Path:
     if here.suffix or len(here.parts) != 1:
         if here.stem in names and not here.exists():
             raise ConfigError(
-                f"{here}: no such file; a configuration of this name comes with titanlite: write "
-                f"{here.stem}, without folder and .toml"
+                f"{here}: no such file; for the configuration that comes with titanlite write {here.stem}, "
+                "without folder and .toml"
             )
         return here
     if here.name in names:

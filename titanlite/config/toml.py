@@ -1,7 +1,7 @@
-"""One TOML file and dotted overrides in, a tree of frozen dataclasses out -- strictly -- and back to TOML.
+"""Converts a TOML file and dotted overrides to a tree of frozen dataclasses, and back to TOML.
 
 Syntax errors, unknown keys, wrong types and unknown choices are errors that name file and line (or the
-command line), the key, the nearest valid one and the valid set; all that are found are reported together.
+command line), the key, the nearest valid key and all valid keys. All errors are reported together.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Locator]:
-    """The raw tree of a TOML file, or of a shipped one by its name (None: an empty tree), with `overrides`
-    applied, and its Locator."""
+    """Return the tree of a TOML file, with `overrides` applied, and its Locator. `path`: a file, the name of
+    a shipped configuration, or None for an empty tree."""
     text = ""
     if path is not None:
         path = find_config(path)
@@ -53,15 +53,15 @@ def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[s
 
 
 def check(table: Node, tree: dict[str, Any], locator: Locator) -> None:
-    """Raise ConfigError for all that a table of keys finds wrong in a tree, before any class is imported.
-    Choices that the tree's imports may add are left for `build`."""
+    """Raise ConfigError for all errors of a tree against a schema, before any class is imported. Choices that
+    the tree's imports may add are checked by `build`."""
     _, errors = convert(table, tree, choices_follow=names_imports(tree))
     if errors:
         raise locator.all_located(errors)
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The raw tree of TOML text, such as dump() makes. Raises ValueError for anything else."""
+    """Return the tree of a TOML text. Raises ValueError for a text that is not TOML."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -69,7 +69,8 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def build(schema: type[T], tree: dict[str, Any], locator: Locator) -> T:
-    """`tree` as a `schema`; every complaint is prefixed with file and line, or with the override at fault."""
+    """Return `tree` as an object of the class `schema`. Raises ConfigError; every error is prefixed with file
+    and line, or with the override at fault."""
     converted, errors = convert(describe(schema), tree)
     made = None if errors else _make(schema, converted, "", errors)
     if errors:
@@ -78,7 +79,7 @@ def build(schema: type[T], tree: dict[str, Any], locator: Locator) -> T:
 
 
 def _make(hint: Any, value: Any, key: str, errors: list[ConfigError]) -> Any:
-    """A converted value as the class that its key takes; what the classes' own rules refuse is added to
+    """Return a converted value as an object of the class `hint`. ConfigErrors that classes raise are added to
     `errors`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):  # Optional[X] only
@@ -98,17 +99,18 @@ def _make(hint: Any, value: Any, key: str, errors: list[ConfigError]) -> Any:
         return None
     try:
         return typing.cast(type, hint)(**made)
-    except ConfigError as e:  # a section's own __post_init__ names its key relative to itself
+    except ConfigError as e:  # a __post_init__ names its key relative to its section
         errors.append(ConfigError(str(e), f"{key}.{e.key}" if key and e.key else e.key or key))
 
 
 def dump(config: Any) -> str:
-    """The resolved configuration as TOML that reads back to an equal one. None is left out."""
+    """Return a configuration as TOML that reads back to an equal configuration. None values are left out."""
     return tomli_w.dumps(as_tree(config))
 
 
 def as_tree(value: Any) -> Any:
-    """Dataclasses to plain tables, the key that picks a choice first, tuples to lists, None dropped."""
+    """Convert dataclasses to plain tables, with the key that selects a choice first, and tuples to lists.
+    None values are left out."""
     if dataclasses.is_dataclass(value):
         tree: dict[str, Any] = {value.key: value.name} if isinstance(value, Component) else {}
         fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))

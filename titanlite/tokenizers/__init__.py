@@ -1,1 +1,1 @@
-"""Tokenizers: the contract, and tiktoken's, Hugging Face's and raw bytes."""
+"""Tokenizers: the interface, and implementations for tiktoken, Hugging Face and raw bytes."""

@@ -1,7 +1,7 @@
-"""Tokenizer: text to token ids and back, with a fingerprint that data and checkpoints are compared by.
+"""Tokenizer: converts text to token ids and back. Its fingerprint is recorded in datasets and checkpoints.
 
 A special token's name inside a document is encoded as ordinary characters, unless `special_tokens_in_text` is
-set. `encode_documents` frames each document by BOS and EOS, or by BOS alone if they are the same token."""
+set. `encode_documents` frames each document by BOS and EOS, or by BOS alone if BOS and EOS are equal."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 class Tokenizer:
     """Base of tokenizers, which TokenizerConfig.build returns. A subclass implements `encode` and `decode`
-    and sets the attributes below; it must be picklable, because `titanlite prepare` sends it to its
+    and sets the attributes below. It must be picklable, because `titanlite prepare` sends it to its
     processes.
 
-    `vocab_size`: ids are 0 to vocab_size - 1. `fingerprint`: a short text; tokenizers with
-    equal fingerprints must give every text the same ids. `bos`, `eos`: ids that frame a document. `config`:
-    the component it was built from, which datasets record."""
+    `vocab_size`: ids are 0 to vocab_size - 1. `fingerprint`: a short text; tokenizers with equal fingerprints
+    must give every text the same ids. `bos`, `eos`: ids that frame a document. `config`: the component that
+    built the tokenizer, which datasets record."""
 
     vocab_size: int
     fingerprint: str
@@ -35,13 +35,12 @@ class Tokenizer:
 
     @property
     def stop_ids(self) -> set[int]:
-        """The ids that end generated text: `eos`, and those that the model's own files name."""
+        """The ids that end generated text: `eos`, and the EOS ids in the model's generation_config.json."""
         ids = self.generation_config()["eos_token_id"]
         return {self.eos, *(ids if isinstance(ids, list) else [ids])}
 
     def model_ids(self) -> dict[str, Any]:
-        """Return the special ids for Hugging Face's config.json; None for a BOS that the tokenizer does not
-        have."""
+        """Return the special ids for Hugging Face's config.json. BOS is None if the tokenizer has no BOS."""
         return {"bos_token_id": self.bos, "eos_token_id": self.eos}
 
     def generation_config(self) -> dict[str, Any]:
@@ -57,15 +56,15 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, uint32 [tokens], framed by BOS and EOS; by BOS alone if they are the
-        same."""
+        """Return the ids of each text, uint32 [tokens], framed by BOS and EOS, or by BOS alone if BOS and EOS
+        are equal."""
         end = [] if self.bos == self.eos else [self.eos]
         encoded = self._encode_batch(texts)
         return [np.concatenate([[self.bos], ids, end], dtype=np.uint32, casting="unsafe") for ids in encoded]
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """Return the files, by name, that `AutoTokenizer.from_pretrained` reads this tokenizer from. Raises
-        ConfigError if the tokenizer has no such form."""
+        """Return the files, by name, from which `AutoTokenizer.from_pretrained` reads this tokenizer. Raises
+        ConfigError if transformers does not support it."""
         raise ConfigError(
             f"{type(self.config).__name__} cannot be written in a form that transformers reads",
             "tokenizer.name",
@@ -88,7 +87,7 @@ class TokenizerConfig(Component, kind="tokenizer"):
 
 
 def read_bytes(path: str, key: str) -> bytes:
-    """Read a file. Raises ConfigError that says where it was looked for."""
+    """Read a file. Raises ConfigError for the key `key`, with the folder of a relative path."""
     try:
         return read_regular(find_file(path))
     except (OSError, ValueError) as e:

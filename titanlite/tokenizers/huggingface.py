@@ -1,8 +1,8 @@
 """Hugging Face's tokenizer.json with byte-level BPE (Llama 3, Qwen, GPT-2, ...), run by the library
 `tokenizers`.
 
-Other algorithms (SentencePiece's, WordPiece) may drop or change text and are refused. The file's
-post-processor is not used: `encode_documents` frames documents as with every tokenizer."""
+Other algorithms (SentencePiece, WordPiece) may drop or change text and are errors. The file's post-processor
+is not used for training: `encode_documents` frames documents as for every tokenizer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class HuggingFace(TokenizerConfig, name="huggingface"):
     path: str
     """tokenizer.json, or the directory that holds it."""
     bos: str = ""
-    """Token at the start of a document; empty: bos_token of tokenizer_config.json beside the file, else
-    EOS."""
+    """Token at the start of a document; empty: bos_token in the tokenizer_config.json beside the file, or EOS
+    if there is none."""
     eos: str = ""
-    """Token at the end of a document; empty: eos_token of tokenizer_config.json beside the file."""
+    """Token at the end of a document; empty: eos_token in the tokenizer_config.json beside the file."""
     special_tokens_in_text: bool = False
     """Encode the names of special tokens in a document as these tokens; otherwise they are plain text."""
 
@@ -84,9 +84,9 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._generation
 
     def _ids_of(self, name: str, otherwise: dict[str, Any]) -> dict[str, Any]:
-        """Return the special ids in a JSON file beside tokenizer.json; for keys that it lacks those in
-        `otherwise`. The EOS ids include `eos`, and a BOS that the tokenizer names takes precedence. Ids
-        outside the vocabulary are left out."""
+        """Return the special ids in a JSON file beside tokenizer.json; missing keys are taken from
+        `otherwise`. The EOS ids always include `eos`. A BOS that the tokenizer itself names takes precedence.
+        Ids outside the vocabulary are left out."""
         special = dict(otherwise)
         for key in SPECIAL_IDS:
             value = self._object(name).get(key)
@@ -131,21 +131,19 @@ class HuggingFaceTokenizer(Tokenizer):
         return value.get("content", "") if isinstance(value, dict) else value or ""
 
     def encode(self, text: str) -> list[int]:
-        # Without offsets, which cost a third of the time. A batch of one, because other processes use the
-        # cores.
+        # The fast method leaves out offsets, a third of the time. A batch of one text uses one core, because
+        # other processes use the other cores.
         return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_framed(self, text: str) -> list[int]:
-        """Return the ids that transformers gives: with the special tokens that the file puts around a
-        text."""
+        """Return the ids that transformers returns, with the special tokens of the file's post-processor."""
         return self._library.encode(text, add_special_tokens=True).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids), skip_special_tokens=False)
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """Return tokenizer.json unchanged, and the files beside it with the tokens that frame documents
-        here."""
+        """Return tokenizer.json unchanged, and the files beside it with titanlite's BOS and EOS."""
         files = {"tokenizer.json": self._content}
         for name in ("chat_template.jinja", "chat_template.json"):
             if file := self._beside(name):
@@ -162,8 +160,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _beside(self, name: str) -> Path | None:
         """Return a file beside tokenizer.json that an export copies, or None if it is missing. Raises
-        ConfigError for a link out of the folder, except to the blobs of Hugging Face's cache: a link may
-        point anywhere."""
+        ConfigError for a link out of the folder, which might copy a secret, except to the blobs of Hugging
+        Face's cache."""
         file, folder = self._folder / name, self._folder.resolve()
         if not os.path.lexists(file):
             return None
@@ -172,7 +170,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if target.parent not in (folder, blobs):
             raise ConfigError(
                 f"{file} is a link to {target}, outside its folder, which an export would copy: replace the "
-                "link by the file, or delete it",
+                "link by a file, or delete it",
                 "tokenizer.path",
             )
         return file
@@ -200,7 +198,7 @@ def _check_byte_level(tree: Any) -> None:
         "ByteLevel" not in kinds
         or not set(pre_tokenizers.ByteLevel.alphabet()) <= tree["model"]["vocab"].keys()
     ):
-        raise ValueError("its BPE is over characters, not over bytes, and would lose unknown text")
+        raise ValueError("its BPE works on characters, not on bytes, and would lose unknown characters")
     if any(step.get("add_prefix_space") for step in split.get("pretokenizers", [split])):
         raise ValueError("it adds a blank before every text (add_prefix_space)")
     change = tree.get("normalizer") or {"type": "NFC"}

@@ -16,8 +16,8 @@ from titanlite.config.component import ConfigError
 from titanlite.tokenizers.base import BOS, EOS, Tokenizer, TokenizerConfig, read_bytes
 from titanlite.tokenizers.tokenizer_json import LONGEST_RUN, byte_level_files
 
-# Llama 3's split: contractions, words with one leading sign, numbers of up to three digits, punctuation, runs
-# of blanks.
+# Llama 3's pattern: contractions, words with one leading sign, numbers of up to three digits, punctuation,
+# runs of blanks.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,8 +35,8 @@ class Tiktoken(TokenizerConfig, name="tiktoken"):
     pattern: str = LLAMA3_PATTERN
     """Regular expression that splits text before merging; the default is Llama 3's."""
     num_special_tokens: int = 2
-    """Number of ids after the ranks: `<|begin_of_text|>`, `<|end_of_text|>`, then reserved tokens. Llama 3
-    has 256."""
+    """Number of special tokens, whose ids follow the ranks: `<|begin_of_text|>`, `<|end_of_text|>`, then
+    reserved tokens. Llama 3 has 256."""
     special_tokens_in_text: bool = False
     """Encode the names of special tokens in a document as these tokens; otherwise they are plain text."""
 
@@ -68,10 +68,10 @@ class _TiktokenTokenizer(Tokenizer):
         self.config = config
         self._ranks, self._special = ranks, special
         self._allowed: Any = "all" if config.special_tokens_in_text else set()
-        parts = [content, config.pattern.encode(), str(config.num_special_tokens).encode()]
+        inputs = [content, config.pattern.encode(), str(config.num_special_tokens).encode()]
         if config.special_tokens_in_text:
-            parts.append(b"special_tokens_in_text")
-        self.fingerprint = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+            inputs.append(b"special_tokens_in_text")
+        self.fingerprint = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
         return self._encode_batch([text])[0].tolist()
@@ -91,8 +91,8 @@ class _TiktokenTokenizer(Tokenizer):
 
 
 def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
-    """Return the rank of each token. (tiktoken's own loader caches files by path, and would not see an edited
-    file.)"""
+    """Return the rank of each token. tiktoken's loader is not used because it caches files by path and would
+    not notice an edited file."""
     lines = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
     ranks = dict[bytes, int]()
     for number, line in lines:
@@ -105,10 +105,10 @@ def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
                 f"{path} is not a tiktoken file: line {number} is not a base64 token and its rank: {shown!r}",
                 "tokenizer.path",
             ) from None
-    whole = len(ranks) == len(lines) and sorted(ranks.values()) == list(range(len(lines)))
-    if not whole or not all(bytes([b]) in ranks for b in range(256)):
+    is_complete = len(ranks) == len(lines) and sorted(ranks.values()) == list(range(len(lines)))
+    if not is_complete or not all(bytes([b]) in ranks for b in range(256)):
         raise ConfigError(
-            f"{path} is not a complete tiktoken file: ranks must be 0, 1, 2, ..., and all 256 bytes tokens",
+            f"{path} is not a complete tiktoken file: ranks must be 0, 1, 2, ... and include all 256 bytes",
             "tokenizer.path",
         )
     return ranks

@@ -1,7 +1,7 @@
-"""Byte-level BPE as Hugging Face's tokenizer.json, which gives the same ids in transformers.
+"""Writes byte-level BPE as Hugging Face's tokenizer.json, which gives the same ids in transformers.
 
 tiktoken merges any two neighbours whose concatenation is a token, the lowest rank first; `tokenizers` needs
-an ordered list of the pairs that may be merged. So the file lists all pairs that make each token, in the
+an ordered list of the pairs that may be merged. So the file lists all pairs that form each token, in the
 order of the ranks. Bytes are written as GPT-2's printable characters. Runs of over LONGEST_RUN characters are
 split first, as in `Tiktoken`."""
 
@@ -12,11 +12,8 @@ from typing import Any
 
 from titanlite.config.json_file import as_json
 
-LONGEST_RUN = 25_000  # characters; Llama 3's reference code splits runs of blanks or non-blanks there, too
-BLANK, NO_BLANK = (
-    r"[\s\x1c-\x1f]",
-    r"[^\s\x1c-\x1f]",
-)  # Python's \s, as the library's regular expressions spell it
+LONGEST_RUN = 25_000  # characters; the limit of runs of blanks or non-blanks in Llama 3's reference code
+BLANK, NO_BLANK = r"[\s\x1c-\x1f]", r"[^\s\x1c-\x1f]"  # Python's \s and \S in the library's syntax
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "model_input_names": ["input_ids", "attention_mask"],
@@ -69,7 +66,7 @@ def byte_level_files(
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # a whole word that is a token is that token, as in tiktoken
+            "ignore_merges": True,  # a word that is a token is not split further, as in tiktoken
             "vocab": {spelled[token]: rank for token, rank in ranks.items()},
             "merges": [[spelled[left], spelled[right]] for left, right in _merges(ranks)],
         },
@@ -79,13 +76,13 @@ def byte_level_files(
 
 
 def _long_runs() -> str:
-    """Return a regular expression that matches LONGEST_RUN characters of a longer run. A match starts where
-    the run starts or where the previous match ended (\\G), so that no text is scanned twice."""
+    """Return a regular expression that matches LONGEST_RUN characters of a longer run. A match starts at the
+    start of the run or at the end of the previous match (\\G), so that no text is scanned twice."""
     return "|".join(rf"(?:(?<!{kind})|\G){kind}{{{LONGEST_RUN}}}(?={kind})" for kind in (NO_BLANK, BLANK))
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable characters for bytes: character to byte."""
+    """Return GPT-2's mapping of printable characters to bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -99,7 +96,7 @@ def _spell(token: bytes) -> str:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return all pairs of tokens that make a token, ordered by its rank, then by the ranks of the pair."""
+    """Return all pairs of tokens that form a token, ordered by its rank, then by the ranks of the pair."""
     merges = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         pairs = [(token[:i], token[i:]) for i in range(1, len(token))]

@@ -87,7 +87,7 @@ CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {
         for kind in ("a named pipe", "a directory", "a link to itself", "/dev/zero")
     },
     "manifest nested deep": (manifest_is(DEEP), "its manifest cannot be trusted: it is nested too deep"),
-    "manifest a list": (manifest_is("[]"), "its manifest cannot be trusted: it is no JSON object"),
+    "manifest a list": (manifest_is("[]"), "its manifest cannot be trusted: it is not a JSON object"),
     "manifest without ranks": (manifest_with(ranks=None), "ranks is missing"),
     "manifest without saved_at": (manifest_with(saved_at=None), "saved_at is missing"),
     "ranks a text": (manifest_with(ranks="x"), "ranks is 'x', not an integer"),
@@ -100,7 +100,7 @@ CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "something nested in the manifest": (manifest_with(more=nested(900)), "nested too deep"),
     "train.json empty": (train_is(""), "its train.json cannot be trusted"),
-    "train.json a list": (train_is("[]"), "its train.json cannot be trusted: it is no JSON object"),
+    "train.json a list": (train_is("[]"), "its train.json cannot be trusted: it is not a JSON object"),
     "train.json nested deep": (train_is(DEEP), "its train.json cannot be trusted: it is nested too deep"),
     "train.json without identity": (train_with(identity=None), "identity is missing"),
     "an identity nested": (train_with(identity=nested(900)), "nested too deep"),

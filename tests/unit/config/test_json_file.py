@@ -10,7 +10,7 @@ from titanlite.config.json_file import expect
 @pytest.mark.parametrize(
     ("tree", "complaint"),
     [
-        ([], r"\[\] is no object"),
+        ([], r"\[\] is not an object"),
         ({}, "step is missing"),
         ({"step": "3"}, "step is '3', not an integer"),
         ({"step": 3.0}, "step is 3.0, not an integer"),

@@ -9,7 +9,7 @@ import pytest
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 
-VALUE = "Invalid value (column 5); strings take straight quotes, true is in small letters"
+VALUE = "Invalid value (column 5); strings need straight quotes, write true, 0.5"
 
 
 @pytest.mark.parametrize(

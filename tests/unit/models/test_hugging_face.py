@@ -239,5 +239,5 @@ def test_a_directory_without_a_config_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         read_family(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="is no JSON object"):
+    with pytest.raises(ConfigError, match="is not a JSON object"):
         read_family(tmp_path)

@@ -159,10 +159,10 @@ def test_a_configuration_that_is_no_object_is_told(tmp_path: Path) -> None:
     source = tmp_path / "source"
     opened(Tiktoken(path=STDLIB, num_special_tokens=4).build(), source)
     (source / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json .* is no JSON object"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json .* is not a JSON object"):
         HuggingFace(path=str(source)).build()
     tokenizer = HuggingFace(path=str(source), bos=BOS, eos=EOS).build()
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json .* is no JSON object"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json .* is not a JSON object"):
         tokenizer.hugging_face_files()
 
 

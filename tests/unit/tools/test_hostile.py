@@ -204,7 +204,7 @@ def shard(**values: Any) -> Callable[[dict[str, Any]], Any]:
         (shard(tokens="x"), "tokens is 'x', not an integer"),
         (shard(tokens=-10), "has a count below 0"),
         (lambda tree: tree.update(shards="x"), "shards is 'x', not a list"),
-        (lambda tree: tree.update(shards=[3]), "3 is no object"),
+        (lambda tree: tree.update(shards=[3]), "3 is not an object"),
         (lambda tree: tree.update(prepared=3), "`prepared` is not an object"),
         (lambda tree: tree.update(dtype=[1]), "dtype is"),
         (lambda tree: tree.pop("tokenizer"), "tokenizer is missing"),
