@@ -1,5 +1,4 @@
-"""Batch: the sequences of one micro-batch, as tensors. It is the contract between the loader and the
-model."""
+"""Batch: the sequences of one micro-batch as tensors, the contract between the loader and the model."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ class Batch:
     `positions`: int64 [sequences, seq_len], restarting from 0 at each of the `num_documents` documents and at
     the start of each sequence; None unless documents are masked from each other. `num_targets`: number of
     targets that count, known on the host before the forward. `sha`: sum of the sequences' 64-bit hashes mod
-    2^64. Its sum over the micro-batches and ranks of a step identifies the global batch on any layout."""
+    2^64. The sum of `sha` over the micro-batches and ranks of a step identifies the global batch on any
+    layout."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -35,8 +35,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on `device`; the copy is asynchronous from pinned memory."""
-        # An asynchronous copy from pageable memory that is freed at once may read anything (MPS: pytorch
-        # 189690).
+        # An asynchronous copy reads freed memory if its source is pageable and freed at once (on MPS: pytorch
+        # issue 189690).
         return self._map(lambda t: t.to(device, non_blocking=t.is_pinned()))
 
     def pin_memory(self) -> Batch:
@@ -78,7 +78,7 @@ def make_batch(
     num_sequences = len(sequences) if num_sequences is None else num_sequences
     inputs = np.zeros((num_sequences, seq_len), dtype=np.int64)
     targets = np.full((num_sequences, seq_len), IGNORE, dtype=np.int64)
-    latest_start = np.zeros((num_sequences, seq_len), dtype=np.int64)  # of a document, once accumulated
+    latest_start = np.zeros((num_sequences, seq_len), dtype=np.int64)  # start of each token's document
     num_documents, num_ignored = num_sequences, (num_sequences - len(sequences)) * seq_len
     for i, sequence in enumerate(sequences):
         inputs[i], targets[i] = sequence.tokens[:-1], sequence.tokens[1:]

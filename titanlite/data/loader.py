@@ -1,5 +1,5 @@
-"""From `[data]` to batches: opens the sources, holds out validation sequences, gives each rank its
-micro-batches.
+"""The section `[data]` and the loader: opens the sources, holds out validation sequences, and returns each
+rank's micro-batches.
 
 The only state is the number of sequences consumed. torchdata's StatefulDataLoader runs the workers over a
 map-style dataset addressed by global sequence number. Ranks, workers and micro-batches may therefore change
@@ -44,7 +44,7 @@ class Data:
     """Sources to validate on, one `[[data.validation_sources]]` table each. Their weights are ignored."""
     holdout_sequences: int = 0
     """Number of sequences of `data.sources` to hold out for validation, split over the sources by weight.
-    They are never trained on. Takes the place of validation_sources."""
+    They are never trained on. Cannot be combined with validation_sources."""
     packing: Literal["chunk", "best_fit"] = "chunk"
     """How documents become sequences: `chunk` splits the concatenated documents every seq_len tokens;
     `best_fit` puts whole documents together and splits only documents longer than a sequence."""
@@ -61,7 +61,7 @@ class Data:
         if not self.sources:
             raise ConfigError("no source to train on: give at least one [[data.sources]]", "sources")
         if self.holdout_sequences and self.validation_sources:
-            raise ConfigError("validation_sources are given, too; choose one of the two", "holdout_sequences")
+            raise ConfigError("cannot be combined with validation_sources", "holdout_sequences")
         for key in ("holdout_sequences", "num_workers"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"{getattr(self, key)} is below 0", key)
@@ -75,12 +75,12 @@ class Data:
             path = next(source.shards.path for source in packed if source.uid in both)
             raise ConfigError(f"{path} is also a training source", "data.validation_sources")
         identity = self.identity(tokenizer, seq_len=seq_len, seed=seed)
-        by_uid = sorted(zip(packed, self.sources), key=lambda pair: pair[0].uid)  # not by place in the file
+        by_uid = sorted(zip(packed, self.sources), key=lambda pair: pair[0].uid)  # whatever the order in TOML
         return SequenceDataset(by_uid, validation, self.holdout_sequences, seed, identity)
 
     def identity(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> dict[str, Any]:
-        """Return SequenceDataset.identity as far as it is known before the sources are opened: `sources`
-        lists their labels instead of their contents."""
+        """Return SequenceDataset.identity as known before the sources are opened: `sources` lists the
+        sources' labels instead of fingerprints of their contents."""
         return {
             "seed": seed,
             "seq_len": seq_len,
@@ -92,8 +92,8 @@ class Data:
         }
 
     def check(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> SequenceDataset | None:
-        """Raise the ConfigErrors of `build` that can be found without tokenising, packing or hashing. Returns
-        the result of `build`, or None if `build` would have to do one of these."""
+        """Raise the ConfigErrors of `build` that are detectable without tokenising, packing or hashing.
+        Returns the result of `build`, or None if `build` would have to tokenise, pack or hash."""
         is_ready = _for_each(lambda source: source.check(tokenizer), self.sources, "data.sources")
         is_ready += _for_each(
             lambda source: source.check(tokenizer), self.validation_sources, "data.validation_sources"
@@ -106,14 +106,12 @@ class Data:
         self, sources: Sequence[Source], tokenizer: Tokenizer, seq_len: int, key: str
     ) -> list[PackedSequences]:
         shards = _for_each(lambda source: source.build(tokenizer, Path(self.cache_dir)), sources, key)
-        for s in shards if self.verify == "full" else []:
-            s.verify()
-        if len({s.fingerprint for s in shards}) < len(shards):
-            raise ConfigError(
-                "two sources hold the same tokens; keep one, with the sum of their weights", key
-            )
+        for dataset in shards if self.verify == "full" else []:
+            dataset.verify()
+        if len({dataset.fingerprint for dataset in shards}) < len(shards):
+            raise ConfigError("two sources have the same tokens; merge them and add their weights", key)
         pack = PACKINGS[self.packing]
-        return [pack(s, seq_len, Path(self.cache_dir), self.mask_documents) for s in shards]
+        return [pack(dataset, seq_len, Path(self.cache_dir), self.mask_documents) for dataset in shards]
 
 
 def _for_each(call: Callable[[Source], T], sources: Sequence[Source], key: str) -> list[T]:
@@ -131,9 +129,9 @@ def _for_each(call: Callable[[Source], T], sources: Sequence[Source], key: str) 
 class SequenceDataset(Dataset):
     """All sequences of a run by global number: `training`, whose numbers are unlimited, and `held_out`.
 
-    Which sequences are held out depends only on the sources' content, so runs with other seeds validate on
-    the same sequences. `identity`: everything that determines training sequence g. A run with another
-    identity may not resume."""
+    The held-out sequences depend only on the sources' contents, so runs with other seeds validate on the same
+    sequences. `identity`: everything that determines training sequence g. A run cannot resume with another
+    identity."""
 
     def __init__(
         self,
@@ -144,27 +142,26 @@ class SequenceDataset(Dataset):
         identity: dict[str, Any],
     ):
         self._packed, self._sources = [p for p, _ in sources], [s for _, s in sources]
-        shares = quotas([s.weight for s in self._sources], BLOCK)
+        weights = [source.weight for source in self._sources]
+        shares = quotas(weights, BLOCK)
         if 0 in shares:
-            k, total = shares.index(0), sum(s.weight for s in self._sources)
+            k = shares.index(0)
             raise ConfigError(
-                f"{self._packed[k].shards.path}: its weight {self._sources[k].weight:g} is too small a share "
-                f"of {total:g}; the smallest share is 1/{BLOCK}. Raise the weight, or leave the source out",
+                f"{self._packed[k].shards.path}: the weight {weights[k]:g} is too small a share of "
+                f"{sum(weights):g}; the smallest share is 1/{BLOCK}. Raise the weight or remove the source",
                 "data.sources",
             )
         held = quotas(shares, holdout)  # from the shares, so that equal identities hold out equal sequences
-        for source, h in zip(self._packed, held):
-            if h >= len(source):
+        for packed, num_held in zip(self._packed, held):
+            if num_held >= len(packed):
                 raise ConfigError(
-                    f"cannot hold out {h} sequences of {source.shards.path}, which has {len(source)}",
+                    f"cannot hold out {num_held} sequences of {packed.shards.path}, which has {len(packed)}",
                     "data.holdout_sequences",
                 )
-        self._held, self._validation = (
-            np.cumsum([0, *held]),
-            sorted(validation, key=lambda source: source.uid),
-        )
+        self._held = np.cumsum([0, *held])
+        self._validation = sorted(validation, key=lambda packed: packed.uid)
         self._validation_ends = np.cumsum([0, *map(len, self._validation)])
-        self.sizes = [len(source) - h for source, h in zip(self._packed, held)]
+        self.sizes = [len(packed) - num_held for packed, num_held in zip(self._packed, held)]
         uids = [source.uid for source in self._packed]
         self._mixture = Mixture(self.sizes, uids, shares, seed)
         self._blocks: dict[int, np.ndarray] = {}
@@ -172,7 +169,7 @@ class SequenceDataset(Dataset):
 
     @property
     def names(self) -> dict[str, str]:
-        """The sources' names for messages, by the fingerprints in `identity`."""
+        """The sources' labels, for messages, by their fingerprints in `identity`."""
         return {packed.uid: source.label for packed, source in zip(self._packed, self._sources)}
 
     @property
@@ -186,51 +183,49 @@ class SequenceDataset(Dataset):
         return int(self._validation_ends[-1] if self._validation else self._held[-1])
 
     def describe(self, num_sequences: int) -> list[str]:
-        """Describe, one line per source, what a run of `num_sequences` sequences reads. Raises ConfigError if
-        it reads more epochs of a source than the source's max_epochs."""
+        """Describe the share and the epochs of each source in a run of `num_sequences` sequences, one line
+        per source. Raises ConfigError if the run reads a source for more than its max_epochs."""
         lines = []
         for packed, source, size, taken in zip(
             self._packed, self._sources, self.sizes, self._mixture.taken(num_sequences)
         ):
             epochs, share = taken / size, taken / max(num_sequences, 1)
             padding = f", {packed.padding_share:.2%} padding" if packed.padding_share else ""
-            lines.append(
-                f"{packed.shards.path}: {share:.1%} of the sequences, {epochs:.2f} epochs of {size:,}"
-                f"{padding}"
-            )
+            reads = f"{share:.1%} of the sequences, {epochs:.2f} epochs of {size:,}{padding}"
+            lines.append(f"{packed.shards.path}: {reads}")
             if source.max_epochs and epochs > source.max_epochs:
                 enough = int(num_sequences * source.max_epochs / epochs)
                 raise ConfigError(
                     f"{packed.shards.path}: the run would read {epochs:.2f} epochs, more than max_epochs = "
-                    f"{source.max_epochs:g}. Train on at most {enough:,} of the {num_sequences:,} sequences "
-                    "(fewer training.steps), or give the source less weight",
+                    f"{source.max_epochs:g}. Lower training.steps to train on at most {enough:,} of the "
+                    f"{num_sequences:,} sequences, or lower the source's weight",
                     "data.sources",
                 )
         return lines
 
     def training(self, numbers: np.ndarray) -> list[TokenSequence]:
         """Return training sequences by global number (int64 [n])."""
-        places = [self._block(int(b))[:, p] for b, p in zip(*np.divmod(numbers, BLOCK))]
-        return [self._read(self._packed[k], r, "", g) for g, (k, r) in zip(numbers, places)]
+        origins = [self.origin(int(number)) for number in numbers]
+        return [self._read(*origin, "", number) for number, origin in zip(numbers, origins)]
 
     def held_out(self, numbers: np.ndarray) -> list[TokenSequence]:
         """Return held-out sequences by number in [0, num_held_out) (int64 [n])."""
-        if not self._validation:
+        if self._validation:
+            key = key_of("validation", *(packed.uid for packed in self._validation))
+            shuffled = permute(np.asarray(numbers), self.num_held_out, key)
+            sources = np.searchsorted(self._validation_ends, shuffled, side="right") - 1
+            sequences, all_packed = shuffled - self._validation_ends[sources], self._validation
+        else:
             sources = np.searchsorted(self._held, numbers, side="right") - 1
-            sequences = self._shuffled(sources, numbers - self._held[sources])
-            packed = [self._packed[k] for k in sources.tolist()]
-            return [self._read(p, r, "held-out ", v) for p, r, v in zip(packed, sequences.tolist(), numbers)]
-        key = key_of("validation", *(source.uid for source in self._validation))
-        places = permute(np.asarray(numbers), self.num_held_out, key)
-        sources = np.searchsorted(self._validation_ends, places, side="right") - 1
+            sequences, all_packed = self._shuffled(sources, numbers - self._held[sources]), self._packed
         return [
-            self._read(self._validation[k], p - self._validation_ends[k], "held-out ", v)
-            for k, p, v in zip(sources.tolist(), places.tolist(), numbers)
+            self._read(all_packed[k], sequence, "held-out ", number)
+            for k, sequence, number in zip(sources.tolist(), sequences.tolist(), numbers)
         ]
 
-    def _read(self, packed: PackedSequences, local: int, kind: str, number: int) -> TokenSequence:
+    def _read(self, packed: PackedSequences, sequence: int, kind: str, number: int) -> TokenSequence:
         try:
-            return packed[local]
+            return packed[sequence]
         except ConfigError as e:
             raise ConfigError(f"{kind}sequence {number}: {e}") from None
 
@@ -240,9 +235,9 @@ class SequenceDataset(Dataset):
         return self._packed[k], sequence
 
     def _block(self, b: int) -> np.ndarray:
-        """Return the source, and the number in that source, of each training sequence of a mixing block:
-        int64 [2, BLOCK]. Permuting a thousand numbers costs little more than permuting one, so the last
-        blocks are cached."""
+        """Return the source of each training sequence in a mixing block, and its number in that source: int64
+        [2, BLOCK]. Permuting a thousand numbers costs little more than permuting a single number, so whole
+        blocks are computed, and the last few are cached."""
         if b not in self._blocks:
             sources, sequences = self._mixture.locate(np.arange(b * BLOCK, (b + 1) * BLOCK))
             self._blocks[b] = np.stack(
@@ -253,14 +248,12 @@ class SequenceDataset(Dataset):
         return self._blocks[b]
 
     def _shuffled(self, sources: np.ndarray, sequences: np.ndarray) -> np.ndarray:
-        # One shuffle of each source's sequences, keyed by content: the first are held out, the rest trained
-        # on.
+        # A shuffle of each source's sequences, keyed by content: the first sequences are held out, all others
+        # are trained on.
         shuffled = np.empty_like(sequences)
         for k in np.unique(sources):
-            here = sources == k
-            shuffled[here] = permute(
-                sequences[here], len(self._packed[k]), key_of("holdout", self._packed[k].uid)
-            )
+            packed, mask = self._packed[k], sources == k
+            shuffled[mask] = permute(sequences[mask], len(packed), key_of("holdout", packed.uid))
         return shuffled
 
     def batch(
@@ -278,17 +271,17 @@ class SequenceDataset(Dataset):
     def __getitems__(self, numbers: list[int]) -> Batch | ConfigError:
         try:
             return self.batch(numbers, self.training(np.asarray(numbers)))
-        except ConfigError as e:  # raised by SequenceLoader: torch would add the worker's traceback
+        except ConfigError as e:  # torch would add the worker's traceback, so SequenceLoader raises it
             return e
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The global sequence numbers of each micro-batch of one rank, without end, from `first_sequence`.
+    """An endless iterator over the micro-batches of one rank, as lists of global sequence numbers.
 
-    Each step takes the next `global_batch_size` sequences. Within a step, micro-batch a of rank r starts at
-    sequence (a * num_ranks + r) * micro_batch_size, so every split over ranks and micro-batches covers the
-    same sequences."""
+    Each step takes the next `global_batch_size` sequences, beginning at `first_sequence`. Within a step,
+    micro-batch a of rank r starts at sequence (a * num_ranks + r) * micro_batch_size, so every split over
+    ranks and micro-batches covers the same sequences."""
 
     first_sequence: int
     global_batch_size: int
@@ -304,12 +297,12 @@ class MicroBatches:
 
 
 class SequenceLoader:
-    """This rank's micro-batches, without end, and the position in the data order that a checkpoint keeps.
+    """An endless iterator over this rank's micro-batches. Its state is the position in the data order.
 
-    torchdata's StatefulDataLoader runs the workers, prefetches and pins memory. Its own state is never used:
-    it counts the batches of one rank, fits one number of workers and includes batches that are only
-    prefetched. The state here is `{"sequences": n}`: sequences [0, n) of the data order have been returned,
-    over all ranks."""
+    torchdata's StatefulDataLoader runs the workers, prefetches and pins memory. Its own state is never used,
+    because it counts batches of one rank, is bound to the number of workers and includes prefetched batches.
+    The state here is `{"sequences": n}`: all ranks together have returned sequences [0, n) of the data order.
+    """
 
     def __init__(self, sequences: SequenceDataset, order: MicroBatches, num_workers: int, pin_memory: bool):
         self._sequences, self._order = sequences, order
@@ -320,13 +313,12 @@ class SequenceLoader:
         """Called twice per second while no batch arrives: see Background."""
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of sequences in all micro-batches returned so far. Every rank computes the same
-        number, because the ranks return their micro-batches in lockstep. It is exact within a step, too: a
-        run may resume there with other ranks, workers and batch sizes."""
+        """Return the number of sequences that all ranks have returned. Every rank computes the same number,
+        because all ranks return equally many micro-batches. The number is exact even within a step, so a run
+        may resume with other numbers of ranks and workers and other batch sizes."""
         order = self._order
-        return {
-            "sequences": order.first_sequence + self._num_returned * order.micro_batch_size * order.num_ranks
-        }
+        num_returned = self._num_returned * order.micro_batch_size * order.num_ranks
+        return {"sequences": order.first_sequence + num_returned}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue with sequence `state["sequences"]`, at the same cost for any number. Running workers end;
@@ -336,7 +328,7 @@ class SequenceLoader:
         self._num_returned = 0
 
     def __iter__(self) -> SequenceLoader:
-        """Start the workers unless they run. A second iterator continues where the first one is."""
+        """Start the workers unless they run. A second iterator continues at the position of the first."""
         if self._batches is None:
             self._batches = self._start()
         return self
@@ -365,7 +357,7 @@ class SequenceLoader:
 
         def start() -> Iterator[Batch]:
             if device is not None:
-                torch.cuda.set_device(device)  # per thread; torch pins memory for the current device
+                torch.cuda.set_device(device)  # the setting is per thread, and pinning memory uses it
             return iter(loader)
 
         return Background(start, self.while_waiting)
@@ -387,8 +379,8 @@ class SequenceLoader:
 
 
 def _set_up_worker(worker: int) -> None:
-    """In a worker: ignore signals that stop the trainer, which needs its workers until the step is finished,
-    and turn the garbage collection on again, which the trainer schedules for itself."""
+    """In a worker process: ignore the signals that stop the trainer, which needs the workers until the step
+    is finished, and enable garbage collection, which the trainer disables."""
     gc.enable()
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -2,9 +2,9 @@
 
 `permute` is a keyed bijection on [0, n): a balanced Feistel network with cycle walking (Black & Rogaway
 2002), which costs O(1) per index and no memory. For small n, where a Feistel network is measurably biased, it
-sorts random keys instead. `Mixture` maps the number of a training sequence to a source and a sequence in it;
-every block of BLOCK training sequences holds each source's exact quota. No numpy random stream is used,
-because their values may change between versions (NEP 19); golden values are pinned in the tests."""
+sorts random keys instead. `Mixture` maps the number of a training sequence to a source and a sequence in that
+source; every block of BLOCK training sequences holds each source's exact quota. numpy's random generators are
+not used, because their values may change between versions (NEP 19). Tests pin golden values."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TABLE = 4096  # largest n whose permutation is a table
 _U64 = np.uint64
 
 
-def key_of(*parts: object) -> int:
-    """Return a 64-bit key for a named purpose: `key_of("epoch", seed, uid, epoch)`."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little")
+def key_of(*purpose: object) -> int:
+    """Return a 64-bit key for a named purpose, such as `key_of("epoch", seed, uid, epoch)`."""
+    return int.from_bytes(hashlib.sha256(repr(purpose).encode()).digest()[:8], "little")
 
 
 def hash64(x: np.ndarray, key: int) -> np.ndarray:
@@ -36,16 +36,16 @@ def hash64(x: np.ndarray, key: int) -> np.ndarray:
 
 
 def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Map `index` (int64, in [0, n)) by the permutation of [0, n) that `key` identifies."""
+    """Map `index` (int64, in [0, n)) by the permutation of [0, n) that `key` selects."""
     if n <= TABLE:
         return _table(n, key)[index]
     half = _U64(((n - 1).bit_length() + 1) // 2)
     mask = (_U64(1) << half) - _U64(1)
     out = np.array(index, dtype=np.uint64)
     outside = np.ones(out.shape, dtype=bool)
-    while (
-        outside.any()
-    ):  # the network permutes a power of 4: walk until inside [0, n), under 4 tries on average
+    # The network permutes [0, 4^k) with 4^k >= n. Apply it until the result is in [0, n): fewer than 4 times
+    # on average.
+    while outside.any():
         x = out[outside]
         left, right = x >> half, x & mask
         for round_key in _round_keys(key):
@@ -78,9 +78,9 @@ def quotas(weights: Sequence[float], total: int) -> list[int]:
 class Mixture:
     """Maps the number of a training sequence to a source and a sequence in that source.
 
-    `sizes`: number of sequences in each source. In every epoch of a source each of its sequences comes once,
-    in a new order. The orders are keyed by `uids` (content fingerprints), so a source keeps its order when
-    other sources are added or the list is rearranged."""
+    `sizes`: number of sequences in each source. Every epoch of a source contains each of its sequences once,
+    in a new order. The orders are keyed by `uids` (content fingerprints), so a source keeps its order if
+    sources are added or rearranged."""
 
     def __init__(self, sizes: Sequence[int], uids: Sequence[str], weights: Sequence[float], seed: int):
         self.sizes, self.uids, self.seed = list(sizes), list(uids), seed

@@ -1,11 +1,11 @@
-"""Packing: how a source's tokens become sequences of seq_len + 1 tokens, by sequence number.
+"""Packing: maps a sequence number of a source to a sequence of seq_len + 1 tokens.
 
 `chunk`: sequence i is tokens [i * seq_len, i * seq_len + seq_len] of the concatenated documents. Neighbouring
-sequences share one token: the last target of one is the first input of the next, so every token is a target
-exactly once per epoch.
+sequences share a token: the last target of a sequence is the first input of the next sequence, so every token
+is a target exactly once per epoch.
 
-`best_fit`: several whole documents share a sequence, and documents longer than a sequence are split. The
-index of which document goes where is in packing_index.py.
+`best_fit`: several whole documents share a sequence, and documents longer than a sequence are split.
+packing_index.py assigns documents to sequences.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from titanlite.data.shards import TokenShards
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One training example. `tokens`: int64 [seq_len + 1]. `document_starts`: int64, ascending: the positions
-    at which a document starts (0 only if one starts there), or None if boundaries are not needed.
-    `num_padding`: padding tokens at the end."""
+    """A training sequence. `tokens`: int64 [seq_len + 1]. `document_starts`: the positions at which documents
+    start, int64, ascending (0 only if a document starts there); None if boundaries are not needed.
+    `num_padding`: number of padding tokens at the end."""
 
     tokens: np.ndarray
     document_starts: np.ndarray | None = None
@@ -32,7 +32,7 @@ class TokenSequence:
 
 
 class PackedSequences:
-    """The sequences of one source: `len(packed)` of them, `packed[i]` a TokenSequence.
+    """The sequences of one source, as a list of `len(packed)` TokenSequences.
 
     `with_document_starts`: whether the sequences of `chunk` packing have `document_starts`, which costs a
     search. Raises ConfigError for a source that is shorter than one sequence.
@@ -54,18 +54,18 @@ class PackedSequences:
         raise NotImplementedError
 
     def spans(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the documents, or parts of split documents, in a sequence, as ranges of the source's tokens:
-        starts and lengths, int64 [spans] each."""
+        """Return the ranges of the source's tokens in a sequence, each within one document: starts and
+        lengths, int64 [spans] each."""
         raise NotImplementedError
 
     @property
     def uid(self) -> str:
-        """A fingerprint of the sequences' content. Shuffles are keyed by it."""
+        """A fingerprint of the sequences' content, the key of shuffles."""
         return self.shards.fingerprint
 
     @property
     def padding_share(self) -> float:
-        """The share of padding in all tokens of all sequences."""
+        """The share of padding tokens among all tokens."""
         return 0.0
 
 
@@ -87,7 +87,7 @@ class ChunkedSequences(PackedSequences):
 
 
 class BestFitSequences(PackedSequences):
-    """Packing by `best_fit`: whole documents, and spans of documents that are longer than a sequence."""
+    """Packing by `best_fit`: whole documents, and chunks of documents longer than a sequence."""
 
     def __init__(self, shards: TokenShards, seq_len: int, cache_dir: Path, with_document_starts: bool):
         super().__init__(shards, seq_len, cache_dir, with_document_starts)

@@ -1,10 +1,10 @@
-"""The index of best-fit packing: which documents, or spans of long documents, share a sequence.
+"""The index of best-fit packing, which assigns documents, or chunks of long documents, to sequences.
 
-Windows of WINDOW documents are packed one by one by best-fit decreasing (as in Ding et al. 2024, arXiv
-2404.10830): longest document first, each into the fullest sequence that still has room. Documents longer than
-a sequence are first split at multiples of its length. Every token is in exactly one sequence. The index is a
-set of arrays on disk, made once and memory-mapped, so finding a sequence costs O(1). It depends on nothing
-but the dataset and the length of a sequence."""
+Each window of WINDOW documents is packed by best-fit decreasing (as in Ding et al. 2024, arXiv 2404.10830):
+longest document first, each into the fullest sequence that still has room. Documents longer than a sequence
+are first split at multiples of the sequence length. Every token is in exactly one sequence. The index
+consists of arrays on disk, made once and memory-mapped, so reading an entry costs O(1). It depends only on
+the dataset and the sequence length."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,17 @@ from titanlite.files import hash_file, new_folder
 from titanlite.log import logger
 from titanlite.progress import Progress
 
-VERSION = 2  # raise it when the same dataset gives another index, or the files have another format
-WINDOW = 1 << 16  # documents: enough to fill sequences, few enough for one core in a fraction of a second
-FILES = {"starts": "<u8", "lengths": "<u4", "rows": "<u8"}  # of spans; and each sequence's first span
+VERSION = 2  # increase it if the index of the same dataset or the file format changes
+WINDOW = 1 << 16  # documents: enough to fill sequences, packed by one core in a fraction of a second
+# The starts and lengths of all spans, and the index of each sequence's first span.
+FILES = {"starts": "<u8", "lengths": "<u4", "rows": "<u8"}
 
 
 class PackingIndex:
     """A packing index on disk.
 
-    Opening one hashes every file; raises OSError or ValueError if a file is not what was written.
-    `fingerprint` follows from the files' content. Picklable: a loader worker maps the files anew.
+    Opening hashes every file; raises OSError or ValueError if a file has changed. `fingerprint` is a hash of
+    the files' contents. Picklable: each loader worker maps the files itself.
     """
 
     def __init__(self, path: Path):
@@ -71,8 +73,8 @@ class PackingIndex:
 
 
 def open_packing_index(shards: TokenShards, capacity: int, cache_dir: Path) -> PackingIndex:
-    """Open the index for sequences of `capacity` tokens. It is made on first use, on all cores, and made
-    again, with the same bytes, if it is damaged."""
+    """Open the index for sequences of `capacity` tokens. A missing or damaged index is made, on all cores; it
+    always has the same bytes."""
     key = hashlib.sha256(f"{VERSION} {shards.fingerprint} {capacity}".encode()).hexdigest()[:16]
     path = cache_dir / f"best_fit-{key}"
     if os.path.lexists(path):
@@ -86,8 +88,9 @@ def open_packing_index(shards: TokenShards, capacity: int, cache_dir: Path) -> P
 
 
 def _remove(path: Path) -> None:
-    """Remove whatever has the index's name. Other processes see it vanish at once. What a kill leaves is
-    deleted by new_folder."""
+    """Remove the file or folder at `path`. A folder is renamed before its files are deleted, so that other
+    processes never open a half-deleted index. If the process is killed in between, new_folder deletes the
+    rest."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
@@ -126,40 +129,35 @@ def _write_index(shards: TokenShards, capacity: int, path: Path) -> None:
 def _packed_windows(
     shards: TokenShards, capacity: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield what pack_window returns for each window of the dataset, in order."""
+    """Yield the result of pack_window for each window of the dataset, in order."""
     windows = list(_windows(shards))
     with (
-        worker_pool(min(num_cores(), -(-len(windows) // 8)), _nothing, None) as pool,
+        worker_pool(min(num_cores(), -(-len(windows) // 8)), _no_setup, None) as pool,
         Progress(total=shards.num_documents, desc="packing", unit="doc", unit_scale=True, delay=1) as bar,
     ):
         for begin in range(0, len(windows), 64):  # results may be large, so few are pending at a time
-            batch = windows[begin : begin + 64]
-            for window, packed in zip(batch, pool.map(pack_window, *_arguments(shards, batch, capacity))):
-                yield packed
-                bar.update(window[2] - window[1])
+            offsets = [
+                shards.token_offsets(shard)[first : end + 1]
+                for shard, first, end in windows[begin : begin + 64]
+            ]
+            yield from pool.map(partial(pack_window, capacity=capacity), offsets)
+            bar.update(sum(len(documents) - 1 for documents in offsets))
 
 
-def _nothing(state: None) -> None:
+def _no_setup(state: None) -> None:
     pass
 
 
 def _windows(shards: TokenShards) -> Iterator[tuple[int, int, int]]:
-    """Yield (shard, first document, end) of each window. No window spans shards."""
+    """Yield each window of documents as (shard, first document, end). A window is within one shard."""
     for shard, count in enumerate(shards.documents_by_shard):
         for begin in range(0, count, WINDOW):
             yield shard, begin, min(begin + WINDOW, count)
 
 
-def _arguments(
-    shards: TokenShards, windows: list[tuple[int, int, int]], capacity: int
-) -> tuple[list[np.ndarray], list[int]]:
-    offsets = [shards.token_offsets(shard)[begin : end + 1] for shard, begin, end in windows]
-    return offsets, [capacity] * len(windows)
-
-
 def pack_window(offsets: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pack documents [offsets[i], offsets[i + 1]) by best-fit decreasing. Returns the starts and the lengths
-    of the spans, ordered by sequence, and the number of spans in each sequence."""
+    """Pack documents by best-fit decreasing; document i is tokens [offsets[i], offsets[i + 1]). Returns the
+    starts and lengths of the spans, ordered by sequence, and the number of spans in each sequence."""
     begins, sizes = offsets[:-1].astype(np.int64), np.diff(offsets.astype(np.int64))
     num_spans: np.ndarray = -(-sizes // capacity)  # 0 for an empty document
     number = np.arange(num_spans.sum()) - np.repeat(np.cumsum(num_spans) - num_spans, num_spans)
@@ -168,14 +166,14 @@ def pack_window(offsets: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndar
     sequence = np.empty(len(length), dtype=np.int64)
     order = np.argsort(-length, kind="stable")
     sequence[order] = _best_fit(length[order].tolist(), capacity)
-    by_sequence = np.argsort(sequence, kind="stable")  # within a sequence in the documents' order
+    by_sequence = np.argsort(sequence, kind="stable")  # stable: in document order within a sequence
     return start[by_sequence], length[by_sequence], np.bincount(sequence)
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Return the sequence that each length is put into. Lengths are in descending order."""
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences by the room that is left
-    rooms = 0  # bit r is set where with_room[r] is not empty: one shift finds the least room that suffices
+    """Return the number of the sequence for each length. Lengths must be in descending order."""
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences by remaining room
+    rooms = 0  # bit r is set if with_room[r] is not empty: one shift finds the least sufficient room
     placed, count = [], 0
     for length in lengths:
         enough = rooms >> length

@@ -1,11 +1,10 @@
-"""Token shards: the one dataset format that training reads.
+"""Token shards: the only dataset format that training reads.
 
-A dataset is a directory of `dataset.json` and, per shard, `NNNNN.bin` (token ids, little-endian uint16, or
-uint32 for vocabularies over 65,536) and `NNNNN.idx` (uint64 offsets of the shard's documents, then its number
-of tokens). dataset.json records counts, the tokenizer's fingerprint and each file's SHA-256. The directory is
-written under another name and renamed when it is complete. No document spans two shards. Readers see the
-concatenation of all shards.
-"""
+A dataset is a directory with `dataset.json` and, per shard, `NNNNN.bin` (token ids: little-endian uint16, or
+uint32 for vocabularies over 65,536) and `NNNNN.idx` (uint64: the offset of each document in the shard, then
+the shard's number of tokens). dataset.json records counts, the tokenizer's fingerprint and each file's
+SHA-256. The directory is written under a temporary name and renamed when it is complete. No document spans
+two shards. Token positions count over the concatenation of all shards."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from titanlite.files import check_regular, hash_file, named, sync, write_atomica
 from titanlite.tokenizers.base import Tokenizer
 
 FORMAT = 1
-MAX_MAPS = 256  # files mapped at a time: each holds a file descriptor, of which a process has 1024
+MAX_MAPS = 256  # files mapped at a time: each uses a file descriptor, and a process may have only 1024
 DATASET_KEYS: dict[str, type] = {
     "format": int, "dtype": str, "tokenizer": str, "vocab_size": int, "tokens": int, "documents": int,
     "shards": list,
@@ -36,13 +35,13 @@ SHARD_KEYS: dict[str, type] = {
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the type in which ids below `vocab_size` are stored."""
+    """Return the storage type of ids below `vocab_size`."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def write_shard(folder: Path, name: str, documents: Iterable[np.ndarray], dtype: np.dtype) -> dict[str, Any]:
-    """Write and sync `name`.bin and `name`.idx. `documents`: token ids, any integer type [tokens] each.
-    Returns the shard's entry for dataset.json."""
+    """Write and sync `name`.bin and `name`.idx. `documents`: an array of token ids per document, of any
+    integer type. Returns the shard's entry for dataset.json."""
     digest, offsets = hashlib.sha256(), [0]
     with named(folder / f"{name}.bin"), open(folder / f"{name}.bin", "wb") as f:
         for tokens in documents:
@@ -67,8 +66,8 @@ def write_shard(folder: Path, name: str, documents: Iterable[np.ndarray], dtype:
 def write_description(
     folder: Path, tokenizer: Tokenizer, shards: Sequence[dict[str, Any]], prepared: dict[str, Any]
 ) -> None:
-    """Write dataset.json. `shards`: what `write_shard` returned; `prepared`: a record of the input, for
-    people."""
+    """Write dataset.json. `shards`: the results of `write_shard`. `prepared`: a human-readable record of the
+    input."""
     description = {
         "format": FORMAT,
         "dtype": token_dtype(tokenizer.vocab_size).name,
@@ -87,8 +86,8 @@ def write_description(
 class TokenShards:
     """A dataset on disk as one array of `num_tokens` token ids. Files are memory-mapped on first use.
 
-    Opening one checks dataset.json and every file's size; raises ConfigError that names the file. `verify()`
-    compares hashes. Picklable: a loader worker maps the files anew.
+    Opening checks dataset.json and every file's size; raises ConfigError, which names the file. `verify()`
+    compares hashes. Picklable: each loader worker maps the files itself.
     """
 
     def __init__(self, path: str | Path):
@@ -108,8 +107,8 @@ class TokenShards:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return tokens [start, start + count) of the concatenated shards: int64 [count]. Raises ConfigError
-        for an id outside the vocabulary, because an embedding on a GPU would abort the process without saying
-        which file holds it."""
+        for an id outside the vocabulary, because an embedding on a GPU would abort the process without naming
+        the file."""
         out, done = np.empty(count, dtype=np.int64), 0
         shard = bisect_right(self._starts, start) - 1
         while done < count:
@@ -133,7 +132,7 @@ class TokenShards:
         while shard < len(self._shards) and self._starts[shard] < start + count:
             offsets = self._map(shard, "idx")[:-1]
             begin, end = int(start) - self._starts[shard], int(start) + count - self._starts[shard]
-            # in the offsets' own type: any other type makes searchsorted copy and convert all offsets
+            # The bounds have the offsets' dtype: otherwise searchsorted converts a copy of all offsets.
             low, high = np.searchsorted(offsets, np.array([max(begin, 0), end], dtype=offsets.dtype))
             inside = offsets[low:high]
             by_shard.append(inside.astype(np.int64) - begin)
@@ -142,7 +141,7 @@ class TokenShards:
         return starts[np.diff(starts, prepend=-1) > 0]  # an empty document starts where the next one does
 
     def locate(self, token: int) -> tuple[int, int]:
-        """Return the number of the document that holds a token, and the token's position in the document."""
+        """Return the number of the document that contains a token, and the token's position in it."""
         shard = bisect_right(self._starts, token) - 1
         offsets = self._map(shard, "idx")
         place = token - self._starts[shard]
@@ -170,7 +169,7 @@ class TokenShards:
         raise IndexError(number)
 
     def verify(self) -> None:
-        """Compare the SHA-256 of every file with dataset.json. Raises ConfigError that names the first file
+        """Compare the SHA-256 of every file with dataset.json. Raises ConfigError, which names the first file
         that differs."""
         for shard in self._shards:
             for kind in ("bin", "idx"):

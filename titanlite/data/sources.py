@@ -1,11 +1,11 @@
-"""Source: the contract of what `[[data.sources]]` selects, and the source `tokens`.
+"""Source: the contract of data sources, which `[[data.sources]]` selects, and the source `tokens`.
 
 A source returns TokenShards, a dataset on disk. Everything after that is the same for all sources: packing
-numbers the sequences of the shards, and the data order is a function of these numbers. So a source must have
-an end and a fixed content, whose hash (TokenShards.fingerprint) is part of the run's identity. A stream
-without an end or without a fixed order is not a source; write the part of it that a run needs with
-prepare/write_shards.py, or make it a DocumentSource (prepare/sources.py), which tokenises documents from any
-iterable once and caches the shards."""
+numbers the sequences of the shards, and the data order is a function of these numbers. So a source must be
+finite and have a fixed content, whose hash (TokenShards.fingerprint) belongs to the run's identity. An
+endless stream, or a stream without a fixed order, cannot be a source. Write as many of its documents as a run
+needs with prepare/write_shards.py, or subclass DocumentSource (prepare/sources.py), which tokenises documents
+from any iterable once and caches the shards."""
 
 from __future__ import annotations
 
@@ -21,35 +21,34 @@ from titanlite.tokenizers.base import Tokenizer
 class Source(Component):
     """Base of sources: `[[data.sources]] name = "..."` selects a subclass by its name.
 
-    A subclass implements `build`. To train on documents from Python code subclass DocumentSource instead,
-    which implements `build` by two simpler methods. Keys of ConfigErrors are relative to the source, such as
-    `path`."""
+    A subclass implements `build`. To train on documents from Python code, subclass DocumentSource instead,
+    which needs two simpler methods. Keys of ConfigErrors are relative to the source, such as `path`."""
 
     weight: float = 1.0
-    """Share of this source in the training tokens, relative to the weights of the other sources."""
+    """Share of this source in the training sequences, relative to the weights of all sources."""
     max_epochs: float = 0.0
-    """Largest number of epochs of this source in a run; 0: no limit."""
+    """Maximum number of epochs of this source in a run; 0: no limit."""
 
     def __post_init__(self) -> None:
         if not 0 < self.weight <= 1e9:
             raise ConfigError(
-                f"{self.weight} is not a number above 0, up to 1e9; to leave a source out, delete it",
+                f"{self.weight} is not above 0 and at most 1e9; to exclude a source, delete its table",
                 "weight",
             )
         if not 0 <= self.max_epochs < float("inf"):
             raise ConfigError(f"{self.max_epochs} is below 0 or not finite", "max_epochs")
 
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
-        """Return the source's token shards, encoded with `tokenizer`; they may be kept in `cache_dir`.
+        """Return the source's token shards, encoded with `tokenizer`. A source may cache them in `cache_dir`.
 
-        Called on one rank first and then on the others, which should find what the first call made. The same
-        content must give the same shards. Raises ConfigError for missing, unreadable or empty input.
+        Rank 0 calls this method first; all other ranks call it afterwards and should use the cached shards.
+        The same content must give the same shards. Raises ConfigError for missing, unreadable or empty input.
         """
         raise NotImplementedError
 
     def check(self, tokenizer: Tokenizer) -> bool:
-        """Raise ConfigError for input that is missing or wrong, as far as that is seen without reading all of
-        it. Returns True if `build` would only open files and tokenise nothing."""
+        """Raise ConfigError for missing or wrong input, without reading all of the input. Returns True if
+        `build` would only open files and tokenise nothing."""
         return False
 
 
@@ -67,14 +66,13 @@ class Tokens(Source, name="tokens"):
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
         shards = TokenShards(self.path)
         if shards.tokenizer != tokenizer.fingerprint:
-            made_with, ours = (
-                shards.prepared.get("tokenizer"),
-                tokenizer.config.label if tokenizer.config else "",
-            )
-            theirs = label(str(made_with["name"]), str(made_with.get("path", ""))) if made_with else ""
+            recorded = shards.prepared.get("tokenizer")
+            made_with = label(str(recorded["name"]), str(recorded.get("path", ""))) if recorded else ""
+            job_tokenizer = tokenizer.config.label if tokenizer.config else ""
             raise ConfigError(
-                f"{self.path} was made with tokenizer {theirs} ({shards.tokenizer}), this job's is {ours} "
-                f"({tokenizer.fingerprint}): use the same [tokenizer], or prepare the data again"
+                f"{self.path} was made with tokenizer {made_with} ({shards.tokenizer}), but this job's "
+                f"tokenizer is {job_tokenizer} ({tokenizer.fingerprint}): use the same [tokenizer], or "
+                "prepare the data again"
             )
         if shards.vocab_size != tokenizer.vocab_size:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A pool of worker processes for preparation and packing. The workers end with their parent."""
+"""A pool of worker processes for preparation and packing. The workers exit when their parent exits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def num_cores() -> int:
 
 @contextmanager
 def worker_pool(processes: int, begin: Callable[[Any], None], state: Any) -> Iterator[Executor]:
-    """Yield a pool of `processes` workers that call `begin(state)` first; a single worker is a thread.
+    """Yield a pool of `processes` workers, which first call `begin(state)`. A single worker is a thread.
 
-    An error in the body kills the workers. Futures of a worker that was killed raise BrokenProcessPool.
+    An error in the body kills the workers. Futures of a killed worker raise BrokenProcessPool.
     """
     before = set(active_children())
     pool: Executor
     if processes <= 1:
         pool = ThreadPoolExecutor(1, initializer=begin, initargs=(state,))
-    else:  # spawned: this process may hold threads, CUDA, process groups
+    else:  # spawned, not forked: this process may have threads, CUDA or process groups
         pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (begin, state))
     try:
         yield pool
@@ -41,13 +41,13 @@ def worker_pool(processes: int, begin: Callable[[Any], None], state: Any) -> Ite
 
 
 def _begin(begin: Callable[[Any], None], state: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     begin(state)
 
 
-def _end_with_parent() -> None:
-    # A worker holds both ends of its queue, so it would wait forever for a parent that was killed.
+def _exit_with_parent() -> None:
+    # A worker has both ends of its queue open, so it would wait forever for a parent that was killed.
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

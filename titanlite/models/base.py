@@ -175,7 +175,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily(Component, kind="model"):
-    """Kind: `[model] name = ...`."""
+    """Base of model families: `[model] name = "..."` selects a subclass by its name."""
 
     flavor: str
     """Name of the model's size: one of the family's flavors."""

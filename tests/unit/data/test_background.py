@@ -34,10 +34,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Looks often. What a loader leaves to the end of the process is done after the test, without a wait of
     10 s for each thread that is stuck."""
     ends: list[Callable[[], None]] = []
-    monkeypatch.setattr(background, "LOOK_S", 0.02)
+    monkeypatch.setattr(background, "POLL_S", 0.02)
     monkeypatch.setattr(background, "atexit", SimpleNamespace(register=ends.append, unregister=ends.remove))
     yield
-    monkeypatch.setattr(background, "END_S", 0.1)
+    monkeypatch.setattr(background, "EXIT_TIMEOUT_S", 0.1)
     for end in ends:
         end()
 
@@ -123,10 +123,10 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_message() -> None:
     next(stream)
     (worker,) = set(workers()) - others
     # all are made that may be: those read ahead, and four that wait behind a pipe of 64 KiB
-    until(lambda: dataset.made.value == background.AHEAD + 4 and state(worker.pid) == {"S"})
+    until(lambda: dataset.made.value == background.PREFETCH + 4 and state(worker.pid) == {"S"})
     os.kill(worker.pid, signal.SIGSTOP)
     until(lambda: state(worker.pid) == {"T"})
-    for _ in range(background.AHEAD - 1):
+    for _ in range(background.PREFETCH - 1):
         next(stream)
     with pytest.raises(GivenUp):
         next(stream)
@@ -144,10 +144,10 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_message() -> None:
     stream = made(dataset, 1, give_up)
     next(stream)
     (worker,) = set(workers()) - others
-    until(lambda: dataset.made.value == background.AHEAD + 4 and state(worker.pid) == {"S"})
+    until(lambda: dataset.made.value == background.PREFETCH + 4 and state(worker.pid) == {"S"})
     worker.kill()
     worker.join(LIMIT_S)
-    for _ in range(background.AHEAD - 1):
+    for _ in range(background.PREFETCH - 1):
         next(stream)
     with pytest.raises(LoaderError, match=r"^loader worker 0 \(pid \d+\) was ended by SIGKILL"):
         next(stream)
@@ -195,7 +195,7 @@ def test_a_closed_loader_leaves_nothing_for_the_end_of_the_process(monkeypatch: 
     left: list[Any] = []
     stub = SimpleNamespace(register=left.append, unregister=left.remove)
     monkeypatch.setattr(background, "atexit", stub)
-    monkeypatch.setattr(background, "END_S", LIMIT_S)
+    monkeypatch.setattr(background, "EXIT_TIMEOUT_S", LIMIT_S)
     stream = made(Numbers(), 1)
     next(stream)
     assert len(left) == 1

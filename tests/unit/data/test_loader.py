@@ -322,7 +322,7 @@ def test_validation_sources_must_not_be_trained_on(folder: Path) -> None:
     with pytest.raises(ConfigError, match="is also a training source") as e:
         make_sequences(folder, {"a": 1, "b": 1}, validation_sources=[source], holdout_sequences=0)
     assert e.value.key == "data.validation_sources"
-    with pytest.raises(ConfigError, match="choose one") as e:
+    with pytest.raises(ConfigError, match="cannot be combined") as e:
         make_data(folder, {"a": 1}, validation_sources=[source], holdout_sequences=3)
     assert e.value.key == "holdout_sequences"
 
