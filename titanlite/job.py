@@ -124,6 +124,7 @@ class Job:
         self.validation.check(bool(self.data.holdout_sequences or self.data.validation_sources))
         self.model.check_length(training.seq_len)
         self.lr_scheduler.check(training.steps)
+        self.lr_scheduler.check_factors(training.steps)
 
     def check_folders(self) -> None:
         """Raises ConfigError unless the folders that a run writes to exist or can be made. Makes nothing."""

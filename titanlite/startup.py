@@ -153,7 +153,7 @@ def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
 
 def learning_rate(job: Job, step: int) -> float:
     """The learning rate at a step, without the multipliers of parameter groups."""
-    return job.optimizer.lr * job.lr_scheduler.factor(step, job.training.steps)
+    return job.optimizer.lr * job.lr_scheduler.checked_factor(step, job.training.steps)
 
 
 def resolved(job: Job, net: Decoder, num_ids: int | None) -> list[str]:

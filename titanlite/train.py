@@ -151,7 +151,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         except (Stopped, LoaderError) as e:
             return run.end_without_data(e, first_step, requests)
         state.step += 1
-        set_lr(optimizer, job.lr_scheduler.factor(state.step, last_step))
+        set_lr(optimizer, job.lr_scheduler.checked_factor(state.step, last_step))
         tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
         vote = rt.vote(requests.stop, requests.take_save(), checkpoints.failed)
         loss = model.forward_backward(micro_batches, tokens)

@@ -431,15 +431,34 @@ def test_imports_do_not_run_unless_they_are_allowed(path, plugin, tmp_path, comp
     assert (tmp_path / "ran").exists()
 
 
-def test_modules_in_the_current_directory_are_found(path, tmp_path, monkeypatch):
-    """`python -m titanlite.cli` has it on sys.path, the console script has not."""
-    (tmp_path / "lies_here.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    (tmp_path / "numpy.py").write_text("raise RuntimeError('not the installed one')\n")
+def test_the_current_directory_comes_first(path, tmp_path, monkeypatch, complaint):
+    """As with `python -m titanlite.cli`. A file that cannot be imported under its name is an error."""
+    for name in ("lies_here", "sched", "numpy"):  # a module of Python's library, and one that is loaded
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / name)!r}, 'w')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
-    load_job(path, ["--job.imports=['lies_here', 'numpy']"], allow_imports=True)
-    assert (tmp_path / "ran").exists()
-    del sys.modules["lies_here"]
+    for name in ("lies_here", "sched"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        load_job(path, [f"--job.imports=['{name}']"], allow_imports=True)
+        assert (tmp_path / name).exists()
+        del sys.modules[name]
+    message = complaint("--job.imports=['numpy']", allow_imports=True)
+    assert message.startswith("command line, --job.imports: cannot import 'numpy': ")
+    assert message.endswith("numpy/__init__.py has the same name; rename numpy.py")
+
+
+@pytest.mark.parametrize("module", ["./elsewhere", "elsewhere/sgd", "elsewhere.sgd.py"])
+def test_a_file_in_place_of_a_module_is_told(plugin, complaint, module):
+    message = complaint(f"--job.imports=['{module}']", allow_imports=True)
+    assert message.endswith("; name a module: write package.module, without a folder and without .py")
+
+
+def test_a_mistake_that_python_finds_is_told_with_the_line_of_the_module(plugin, tmp_path, complaint):
+    text = PLUGIN.replace("frozen=True, ", "")
+    (tmp_path / "elsewhere" / "sgd.py").write_text(text)
+    line = text.splitlines().index("@dataclass(kw_only=True)") + 1
+    message = complaint(f"--job.imports=['{plugin}']", allow_imports=True)
+    assert f"'{plugin}': elsewhere/sgd.py:{line}: TypeError: cannot inherit non-frozen" in message
 
 
 def test_an_import_does_not_replace_a_component_of_titanlites_unseen(path, plugin, tmp_path):

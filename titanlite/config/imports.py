@@ -1,12 +1,13 @@
-"""Imports the Python modules that a configuration names. They register components from outside the
-package."""
+"""Python modules that a configuration names, which register components from outside the package."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+import sysconfig
 import traceback
+from types import ModuleType
 from typing import Any
 
 from titanlite.config.component import ConfigError
@@ -14,15 +15,14 @@ from titanlite.config.overrides import listed, plain
 from titanlite.config.places import Locator
 from titanlite.config.shipped import PACKAGE
 
-ALLOW_IMPORTS = "--allow-imports"  # option of verbs that do not run a file's imports by default
+ALLOW_IMPORTS = "--allow-imports"  # the option of verbs that do not run a file's imports by themselves
 
 
 def import_components(modules: Any, key: str, locator: Locator, allowed: bool) -> None:
     """Import the modules that a configuration lists under `key`, before the configuration is read.
 
-    Modules may be in the current directory, as for `python -m`. Raises ConfigError if a module cannot be
-    imported, or if there are modules and they are not `allowed`.
-    """
+    The current directory comes first on sys.path, as with `python -m`. Raises ConfigError if a module cannot
+    be imported, or if there are modules and they are not `allowed`."""
     modules = listed(plain(modules))
     if not modules or not isinstance(modules, list):
         return
@@ -32,34 +32,45 @@ def import_components(modules: Any, key: str, locator: Locator, allowed: bool) -
             ConfigError(f"this would run the code of {names}; if you trust it, add {ALLOW_IMPORTS}", key)
         )
     here = os.getcwd()
-    if not {"", here} & set(sys.path):
-        sys.path.append(here)  # last, so that no file here shadows an installed package
-    for module in modules:
+    if sys.path[0] not in ("", here):
+        sys.path.insert(0, here)
+    for module in map(str, modules):
         try:
-            importlib.import_module(str(module))
+            _check_file(importlib.import_module(module), here)
         except Exception as e:
-            place = _place_of(e)
-            is_complete = not place or isinstance(e, SyntaxError)
+            is_complete = isinstance(e, SyntaxError) or not _place_of(e)
             more = "" if is_complete else f'; for the traceback: python -c "import {module}"'
             if isinstance(e, ModuleNotFoundError):
                 more = f" (looked in {here}, PYTHONPATH and the installed packages)"
-            text = f"cannot import {module!r}: {place}{_summary(e)}{more}"
+            if module.endswith(".py") or os.sep in module:
+                more = "; name a module: write package.module, without a folder and without .py"
+            text = f"cannot import {module!r}: {error_with_place(e)}{more}"
             raise locator.located(ConfigError(text, key)) from None
 
 
+def _check_file(module: ModuleType, here: str) -> None:
+    """Raise ImportError if another module of the same name was imported before the one in `here`."""
+    file = os.path.join(here, *module.__name__.split(".")) + ".py"
+    if os.path.exists(file) and not (module.__file__ and os.path.samefile(file, module.__file__)):
+        raise ImportError(f"{module.__file__ or 'a built-in module'} has the same name; rename {file}")
+
+
+def error_with_place(error: Exception) -> str:
+    """Return an error in one line: file and line outside of titanlite, type and message."""
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    if not isinstance(error, (ImportError, ConfigError)):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return _place_of(error) + text
+
+
 def _place_of(error: Exception) -> str:
-    """Return the file and line at which the import of a module failed, outside of titanlite and importlib; ""
-    if the module did not begin to run."""
+    """Return file and line of the innermost frame in neither titanlite, Python's library nor an installed
+    package, else in none of titanlite and importlib; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: "
+    places = [f"{frame.filename}:{frame.lineno}: " for frame in traceback.extract_tb(error.__traceback__)]
     others = (f"{PACKAGE}{os.sep}", importlib.import_module.__code__.co_filename, "<frozen importlib")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
-
-
-def _summary(error: Exception) -> str:
-    """Return the error on one line, with its type, except for types whose text is clear."""
-    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-    if isinstance(error, (ImportError, ConfigError)):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    places = [place for place in places if not place.startswith(others)]
+    libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+    own = [place for place in places if not place.startswith(libraries)]
+    return next(iter([*own[-1:], *places[-1:]]), "")
