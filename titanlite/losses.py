@@ -8,6 +8,7 @@ Shape suffixes: B batch, T tokens, D model dim, V vocabulary, N = B * T, C token
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -57,9 +58,10 @@ WHOLE_VOCABULARY = VocabularyShard(is_whole=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(Component):
+class Loss(Component, makes=(Callable,)):  # type: ignore[arg-type]
     """Base of losses: `[loss] name = "..."` selects a subclass by its name."""
 
+    @abstractmethod
     def build(
         self, backend: str | None = None, vocabulary: VocabularyShard = WHOLE_VOCABULARY
     ) -> LossFunction:
@@ -70,7 +72,6 @@ class Loss(Component):
         `backend`: the torch.compile backend that compiles the loss; None: run eagerly. `vocabulary`: this
         rank's shard of the vocabulary.
         """
-        raise NotImplementedError
 
     @property
     def objective(self) -> dict[str, Any]:

@@ -672,6 +672,11 @@ def test_several_mistakes_are_told_together(run, config):
     assert third.startswith("titanlite: command line, --optimizer.beta3: unknown key 'beta3'")
 
 
+def test_an_import_that_fails_is_told_before_a_key_that_it_may_have_added(run):
+    message = complaint_of(run("train", "debug", '--job.imports=["no_such_module"]', "--optimizer.beta=1"))
+    assert message.startswith("command line, --job.imports: cannot import 'no_such_module': No module named")
+
+
 def test_a_choice_that_an_import_adds_is_judged_after_it(run, config, tmp_path, monkeypatch):
     (tmp_path / "adds_nothing.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)

@@ -13,9 +13,12 @@ import pytest
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.data.sources import Source
 from titanlite.job import Job, load_job
+from titanlite.metrics.sinks.base import Sink
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer
+from titanlite.tokenizers.bytes import Bytes
 
 BASE = """\
 [model]
@@ -515,6 +518,85 @@ def test_a_component_that_takes_a_name_is_told_with_its_own_place(path, plugin, 
     assert any(
         f": elsewhere/sgd.py:{number}: TypeError: 'adamw' already names" in message for number in lines
     )
+
+
+COMPONENTS = """
+from dataclasses import dataclass
+
+from titanlite.config.component import ConfigError
+from titanlite.metrics.sinks.base import Sink
+from titanlite.optim.base import Optimizer
+from titanlite.prepare.sources import DocumentSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoBuild(Optimizer, name="no_build"):
+    def __post_init__(self):
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildsNothing(NoBuild, name="builds_nothing"):
+    def build(self, model, mesh):
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Empty(DocumentSource, name="empty"):
+    def documents(self):
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoDocuments(Empty, name="no_documents"):
+    def fingerprint(self):
+        return ""
+
+
+class Dictionary(Sink, name="dictionary"):
+    def build(self, run):
+        return {}
+"""
+
+
+@pytest.fixture
+def components(plugin, tmp_path, monkeypatch) -> str:
+    """An override that imports components with mistakes."""
+    for kind in (Sink, Source):
+        monkeypatch.setattr(kind, "choices", dict(kind.choices))
+    (tmp_path / "elsewhere" / "sgd.py").write_text(COMPONENTS)
+    return f"--job.imports=['{plugin}']"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("--optimizer.name=no_build", "optimizer: elsewhere.sgd.NoBuild lacks build"),
+        ("--data.sources.0.name=empty", "data.sources.0: elsewhere.sgd.Empty lacks fingerprint"),
+        (
+            "--optimizer={ name = 'builds_nothing', lr = -1.0 }",
+            "command line, --optimizer.lr: -1.0 is not above 0 and finite",
+        ),
+    ],
+)
+def test_a_component_that_lacks_a_method_or_a_check_is_refused(components, complaint, override, said):
+    """The base class's keys are checked, although NoBuild.__post_init__ does not call super()."""
+    assert complaint(components, override, allow_imports=True).endswith(said)
+
+
+def test_a_build_that_returns_another_type_is_told(components, path, tmp_path):
+    overrides = ["--optimizer.name=builds_nothing", "--data.sources.0.name=no_documents"]
+    sinks = "--metrics.sinks=[{ name = 'dictionary' }]"
+    job = load_job(path, [components, sinks, *overrides], allow_imports=True)
+    said = "elsewhere.sgd.BuildsNothing.build returned None; expected Optimizer"
+    with pytest.raises(ConfigError, match=said):
+        job.optimizer.build(None, None)
+    said = "elsewhere.sgd.Dictionary.build returned an object of type dict; expected Writer"
+    with pytest.raises(ConfigError, match=said):
+        job.metrics.sinks[0].build(None)
+    said = "elsewhere.sgd.NoDocuments.documents returned None; expected an iterable"
+    with pytest.raises(ConfigError, match=said):
+        job.data.sources[0].build(Bytes().build(), tmp_path)
 
 
 def test_imports_of_the_wrong_type_are_refused(complaint):

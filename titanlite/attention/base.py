@@ -62,6 +62,7 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
         """The backend for the run: normally `self`; `auto` returns the backend that it chooses. Called once,
         before the first micro-batch. Raises ConfigError if the backend does not support `needs`."""
         for needed, method, feature in (
+            (not needs.masks, "for_sequences", "whole sequences"),
             (needs.masks_documents, "for_documents", "document masks"),
             (needs.context_parallel, "for_context_parallel", "context parallel"),
         ):

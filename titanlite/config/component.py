@@ -7,8 +7,10 @@ and its `build()` makes the object. Declaring the class registers it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import ABC
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from functools import wraps
 from typing import Any, ClassVar
 
 
@@ -39,30 +41,42 @@ def suggest(word: str, known: Iterable[object], elsewhere: Sequence[str] = ()) -
     return f"{meant} (known: {', '.join(names)})"
 
 
-class Component:
+class Component(ABC):
     """Base of every kind. A subclass of Component is a kind; a subclass of a kind with `name` is a choice; a
     subclass of a kind without `name` is a base class for choices.
 
     `kind`: the name of the kind in messages, by default its class's name in lower case. `key`: the TOML key
-    that selects the choice."""
+    that selects the choice. `makes`: the types that `build` may return."""
 
+    makes: ClassVar[tuple[type, ...]]
     choices: ClassVar[dict[str, type[Component]]]
     kind: ClassVar[str]
     key: ClassVar[str] = "name"
     name: ClassVar[str]
 
     def __init_subclass__(
-        cls, *, name: str | None = None, kind: str | None = None, key: str = "name", **kwargs: Any
+        cls,
+        *,
+        name: str | None = None,
+        kind: str | None = None,
+        key: str = "name",
+        makes: tuple[type, ...] = (object,),
     ):
-        super().__init_subclass__(**kwargs)
+        super().__init_subclass__()
+        if build := cls.__dict__.get("build"):
+            setattr(cls, "build", _checked(build))  # noqa: B010 -- kinds have different arguments of build()
         if name is None and Component not in cls.__bases__:
             return
         if name is None:
-            cls.choices, cls.kind, cls.key = {}, kind or cls.__name__.lower(), key
+            cls.choices, cls.kind, cls.key, cls.makes = {}, kind or cls.__name__.lower(), key, makes
         elif name in cls.choices and not _same_class(cls, cls.choices[name]):
             raise TypeError(f"{name!r} already names {cls.choices[name]}")
         else:
             cls.choices[name], cls.name = cls, name
+
+    def __post_init__(self) -> None:  # noqa: B027 -- a kind need not override it
+        """Raise ConfigError for wrong values. For a job, the check of a kind runs even if a choice's own does
+        not call it."""
 
     @property
     def label(self) -> str:
@@ -79,6 +93,26 @@ def label(name: str, path: str | Sequence[str]) -> str:
     """Return a component's name and paths for messages: `text data/a.jsonl, data/b.jsonl`."""
     paths = [path] if isinstance(path, str) else [*path[:3], *["..."] * (len(path) > 3)]
     return f"{name} {', '.join(paths)}".strip()
+
+
+def _checked(build: Callable[..., Any]) -> Callable[..., Any]:
+    """A component's `build` that raises ConfigError if it returns something of the wrong type."""
+
+    @wraps(build)
+    def checked(self: Component, *args: Any, **kwargs: Any) -> Any:
+        made = build(self, *args, **kwargs)
+        if isinstance(made, self.makes):
+            return made
+        expected = " or ".join(cls.__name__ for cls in self.makes)
+        returned = "None" if made is None else f"an object of type {type(made).__name__}"
+        raise ConfigError(f"{full_name(type(self))}.build returned {returned}; expected {expected}")
+
+    return checked
+
+
+def full_name(cls: type) -> str:
+    """`package.module.Class`, for messages."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _same_class(a: type, b: type) -> bool:

@@ -69,7 +69,7 @@ def _place_of(error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: "
     places = [f"{frame.filename}:{frame.lineno}: " for frame in traceback.extract_tb(error.__traceback__)]
-    others = (f"{PACKAGE}{os.sep}", importlib.import_module.__code__.co_filename, "<frozen importlib")
+    others = (f"{PACKAGE}{os.sep}", importlib.import_module.__code__.co_filename, "<frozen ")
     places = [place for place in places if not place.startswith(others)]
     libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
     own = [place for place in places if not place.startswith(libraries)]

@@ -107,7 +107,8 @@ def _type_name(node: Node) -> str:
         name = " | ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in node["values"])
     elif kind in ("list", "tuple", "dict"):
         item = _type_name(node["items"])
-        name = {"list": f"list[{item}]", "tuple": f"tuple[{item}, ...]", "dict": f"dict[str, {item}]"}[kind]
+        items = ", ".join([item] * node["length"]) if "length" in node else f"{item}, ..."
+        name = {"list": f"list[{item}]", "tuple": f"tuple[{items}]", "dict": f"dict[str, {item}]"}[kind]
     else:
         name = "Any" if kind == "any" else kind
     return f"{name} | None" if node.get("optional") else name

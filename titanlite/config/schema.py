@@ -22,11 +22,15 @@ from typing import Any, Literal, TypedDict, Union
 
 import tomli_w
 
-from titanlite.config.component import Component, ConfigError, suggest
+from titanlite.config.component import Component, ConfigError, full_name, suggest
 from titanlite.config.overrides import Bare, Word, listed, plain
 
 FILE = Path(__file__).with_name("schema.json")
 IMPORTS = ("job", "imports")  # section and key that name modules to import; top-level key for `prepare`
+FIELD_TYPES = (
+    "bool, int, float, str, Any, Literal, dataclasses, list[X], dict[str, X], tuple[X, ...], tuple[X, X], "
+    "X | None"
+)
 SCALARS = {int: "int", float: "float", str: "str", bool: "bool", Any: "any"}
 # Renamed keys: old dotted key -> new dotted key. Keys inside lists have no number: data.sources.path.
 RENAMED = {"data.holdout_rows": "data.holdout_sequences", "part": "worker"}
@@ -44,6 +48,7 @@ class Node(TypedDict, total=False):
     optional: bool  # may be None, which TOML cannot express
     values: list[Any]  # for a literal
     items: Node  # for a list, tuple or dict
+    length: int  # for a tuple of fixed length
     keys: dict[str, Node]  # for a table
     kind: str  # for a choice: the name of the kind in messages
     key: str  # for a choice: the key that selects it, if not `name`
@@ -71,7 +76,10 @@ def describe(cls: type, docs: bool = False) -> Node:
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
-        node = _node(hints[field.name], docs)
+        try:
+            node = _node(hints[field.name], docs)
+        except TypeError as e:
+            raise ConfigError(f"{full_name(cls)}.{field.name}: {e}") from None
         if docs and node["type"] not in ("table", "choice"):
             node["doc"] = texts.get(field.name, "")
         if field.default is field.default_factory is dataclasses.MISSING:
@@ -90,8 +98,8 @@ def type_hints(cls: type) -> dict[str, Any]:
 
 def _node(hint: Any, docs: bool) -> Node:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):  # Optional[X] only
-        (inner,) = [a for a in args if a is not type(None)]
+    if origin in (Union, types.UnionType) and len(set(args) - {type(None)}) == 1:
+        (inner,) = set(args) - {type(None)}
         return {**_node(inner, docs), "optional": True}
     if isinstance(hint, type) and issubclass(hint, Component) and hint.is_kind():
         choices = {name: describe(choice, docs) for name, choice in sorted(hint.choices.items())}
@@ -101,8 +109,13 @@ def _node(hint: Any, docs: bool) -> Node:
         return describe(typing.cast(type, hint), docs)
     if origin is Literal:
         return {"type": "literal", "values": list(args)}
-    if origin in (list, tuple, dict):
-        return {"type": origin.__name__, "items": _node(args[1] if origin is dict else args[0], docs)}
+    items = set(args[1:] if origin is dict else args) - {...}
+    if origin in (list, tuple, dict) and len(items) == 1:
+        node = {"type": origin.__name__, "items": _node(items.pop(), docs)}
+        return {**node, "length": len(args)} if origin is tuple and ... not in args else node
+    if hint not in SCALARS:
+        name = hint.__name__ if isinstance(hint, type) else hint
+        raise TypeError(f"fields of type {name} are not supported (supported: {FIELD_TYPES})")
     return {"type": SCALARS[hint]}
 
 
@@ -141,7 +154,7 @@ def field_docs(cls: type) -> dict[str, str]:
 def convert(node: Node, tree: Any, choices_follow: bool = False) -> tuple[Any, list[ConfigError]]:
     """Return a tree with its values converted to the schema's types, and all errors in it.
 
-    `choices_follow`: modules that are imported later may add choices, so unknown choices are no errors.
+    `choices_follow`: modules that are imported later may add choices, so tables of choices are not checked.
     """
     conversion = _Conversion(node, choices_follow)
     return conversion.value(node, tree, ""), conversion.errors
@@ -190,6 +203,8 @@ class _Conversion:
 
     def _list(self, node: Node, value: Any, word: bool, key: str) -> Any:
         if isinstance(value, list):
+            if len(value) != node.get("length", len(value)):
+                self._complain(f"expected {node['length']} values, got {len(value)}", key)
             return [self.value(node["items"], v, f"{key}.{i}") for i, v in enumerate(value)]
         if node["items"]["type"] in ("table", "choice"):
             how = f"[[{key}]] in a file, --{key}.0.KEY=... on the command line"
@@ -204,16 +219,16 @@ class _Conversion:
             return self._complain(f"expected a table, got {tree!r}{how}", key)
         table, made = node, dict[str, Any]()
         if node["type"] == "choice":
+            if self._choices_follow:
+                return tree
             picked_by = node.get("key", "name")
             name = tree.get(picked_by, node.get("default"))
             name = str(name) if isinstance(name, Word) else name
             if name is None:
                 return self._complain(f"missing `{picked_by}` (known: {', '.join(node['choices'])})", key)
             if not isinstance(name, str) or name not in node["choices"]:
-                if not self._choices_follow:
-                    known = suggest(str(name), node["choices"])
-                    self._complain(f"unknown {node['kind']} {name!r}{known}", f"{key}.{picked_by}")
-                return tree
+                known = suggest(str(name), node["choices"])
+                return self._complain(f"unknown {node['kind']} {name!r}{known}", f"{key}.{picked_by}")
             table, made = node["choices"][name], {picked_by: name}
             tree = {k: v for k, v in tree.items() if k != picked_by}
         keys = table["keys"]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union
 
 import tomli_w
 
-from titanlite.config.component import Component, ConfigError
+from titanlite.config.component import Component, ConfigError, full_name
 from titanlite.config.overrides import put, split_overrides
 from titanlite.config.places import Locator, syntax_error
 from titanlite.config.schema import Node, convert, describe, names_imports, type_hints
@@ -87,10 +87,13 @@ def _make(hint: Any, value: Any, key: str, errors: list[ConfigError]) -> Any:
         return _make(hint, value, key, errors)
     if origin in (list, tuple):
         return origin(_make(args[0], v, f"{key}.{i}", errors) for i, v in enumerate(value))
+    kind = hint
     if isinstance(hint, type) and issubclass(hint, Component):
-        key_of_choice = hint.key
-        hint = hint.choices[value[key_of_choice]]
-        value = {k: v for k, v in value.items() if k != key_of_choice}
+        hint = hint.choices[value[kind.key]]
+        value = {k: v for k, v in value.items() if k != kind.key}
+        if missing := sorted(hint.__abstractmethods__):
+            errors.append(ConfigError(f"{full_name(hint)} lacks {', '.join(missing)}", key))
+            return None
     if not dataclasses.is_dataclass(hint):
         return value
     hints, before = type_hints(typing.cast(type, hint)), len(errors)
@@ -98,7 +101,10 @@ def _make(hint: Any, value: Any, key: str, errors: list[ConfigError]) -> Any:
     if len(errors) > before:
         return None
     try:
-        return typing.cast(type, hint)(**made)
+        section = typing.cast(type, hint)(**made)
+        if isinstance(section, Component):
+            kind.__post_init__(section)  # a choice's own __post_init__ need not call it
+        return section
     except ConfigError as e:  # a __post_init__ names its key relative to its section
         errors.append(ConfigError(str(e), f"{key}.{e.key}" if key and e.key else e.key or key))
 

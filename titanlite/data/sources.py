@@ -9,6 +9,7 @@ from any iterable once and caches the shards."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from titanlite.tokenizers.base import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source(Component):
+class Source(Component, makes=(TokenShards,)):
     """Base of sources: `[[data.sources]] name = "..."` selects a subclass by its name.
 
     A subclass implements `build`. To train on documents from Python code, subclass DocumentSource instead,
@@ -38,13 +39,13 @@ class Source(Component):
         if not 0 <= self.max_epochs < float("inf"):
             raise ConfigError(f"{self.max_epochs} is below 0 or not finite", "max_epochs")
 
+    @abstractmethod
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
         """Return the source's token shards, encoded with `tokenizer`. A source may cache them in `cache_dir`.
 
         Rank 0 calls this method first; all other ranks call it afterwards and should use the cached shards.
         The same content must give the same shards. Raises ConfigError for missing, unreadable or empty input.
         """
-        raise NotImplementedError
 
     def check(self, tokenizer: Tokenizer) -> bool:
         """Raise ConfigError for missing or wrong input, without reading all of the input. Returns True if

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -174,7 +175,7 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFamily(Component, kind="model"):
+class ModelFamily(Component, kind="model", makes=(Decoder,)):
     """Base of model families: `[model] name = "..."` selects a subclass by its name."""
 
     flavor: str
@@ -253,9 +254,9 @@ class ModelFamily(Component, kind="model"):
                 "parallelism.pipeline_parallel_degree",
             )
 
+    @abstractmethod
     def build(self) -> Decoder:
         """The model, on the current default device (meta in a training run)."""
-        raise NotImplementedError
 
     def hf_config(self) -> dict[str, Any]:
         """The content of the `config.json` of the same model in Hugging Face's implementation. Raises

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ class _Settings(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer(Component):
+class Optimizer(Component, makes=(torch.optim.Optimizer,)):
     """Base of optimizers: `[optimizer] name = "..."` selects a subclass by its name. `build` may return any
     torch.optim.Optimizer.
 
@@ -79,13 +80,13 @@ class Optimizer(Component):
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"{self.weight_decay} is not finite and at least 0", "weight_decay")
 
+    @abstractmethod
     def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
         """The optimizer of this rank's parameters, normally made from `self.groups(model)`.
 
         `model`: this rank's parameters, under the names that they have in the whole model. With pipeline
         parallel these are the parameters of the rank's stages. `mesh`: for optimizers that communicate.
         """
-        raise NotImplementedError
 
     def groups(self, model: Decoder) -> list[dict[str, Any]]:
         """Parameter groups for the constructor of a torch.optim.Optimizer: `params`, `lr` (the peak) and

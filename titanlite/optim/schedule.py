@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 from titanlite.config.component import Component, ConfigError
@@ -14,13 +15,13 @@ class LRScheduler(Component, kind="learning-rate schedule"):
     """Base of schedules: `[lr_scheduler] name = "..."` selects a subclass by its name. The learning rate of a
     parameter group is its peak learning rate times `factor`."""
 
+    @abstractmethod
     def factor(self, step: int, training_steps: int) -> float:
         """Factor of the peak learning rate at `step` = 1, 2, ..., in a run of `training_steps` steps.
 
         Must depend only on the arguments and the schedule's keys. Steps may come in any order, and may be
         steps that are not trained.
         """
-        raise NotImplementedError
 
     def checked_factor(self, step: int, training_steps: int) -> float:
         """`factor` as a Python number. Raises ConfigError if it fails, is negative or is not finite."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,18 +32,18 @@ class LshSignature:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filter(Component):
+class Filter(Component, makes=(Callable, LshSignature)):  # type: ignore[arg-type]
     """Base of filters: `[[filters]] name = "..."` selects a subclass by its name.
 
     A filter is a frozen dataclass whose fields are its keys. `imports` in the preparation's TOML file
     registers filters from other modules; tests/examples/length_filter.py is an example."""
 
+    @abstractmethod
     def build(self) -> FilterFunction | LshSignature:
         """Return the function that judges one document, or the signature that finds duplicates.
 
         Called in every process. The result must depend on the text alone, so that the dataset does not depend
         on the number of processes. Raises ConfigError if a library is missing."""
-        raise NotImplementedError
 
 
 def _check_shares(section: Filter, *keys: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, full_name
 from titanlite.data.shards import TokenShards
 from titanlite.data.sources import Source
 from titanlite.prepare.corpus import Limits, content_sha256, find_files, format_of
@@ -18,36 +19,50 @@ from titanlite.prepare.write_shards import Document, write_shards
 from titanlite.tokenizers.base import Tokenizer
 
 
-class DocumentSource(Source):
-    """Base of sources that make token shards from documents: a generator, a database, a Hugging Face dataset.
+class CachedSource(Source):
+    """Base of sources that are tokenised on first use. The first run with a fingerprint and a tokenizer
+    tokenises the documents into a directory of data.cache_dir; later runs open that directory. With several
+    ranks, one rank tokenises while the other ranks wait."""
 
-    A subclass with a `name` implements two methods. `documents` yields the documents, and `fingerprint`
-    identifies them. The first run with a fingerprint and a tokenizer tokenises the documents into a directory
-    of data.cache_dir; later runs open that directory. With several ranks, one rank tokenises while the other
-    ranks wait. tests/examples/iterable_source.py is an example."""
-
+    @abstractmethod
     def fingerprint(self) -> str:
         """Return a text that changes whenever the documents change, such as a file's SHA-256 or a dataset's
         revision, with every key of this source that selects documents. If the text does not change with the
         documents, runs train on stale tokens."""
-        raise NotImplementedError
 
-    def documents(self) -> Iterable[Document]:
-        """Return the documents, in a form that `write_shards` accepts. The iterable must end, and have the
-        same documents in the same order each time. Raises ConfigError for missing or unreadable input."""
-        raise NotImplementedError
+    @abstractmethod
+    def write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
+        """Tokenise the documents into the directory `path`. Raises ConfigError for missing or unreadable
+        input."""
 
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
         key = f"{self.fingerprint()} {tokenizer.fingerprint}"
         path = cache_dir / f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-        return TokenShards(path) if path.exists() else self._write(path, tokenizer)
+        return TokenShards(path) if path.exists() else self.write(path, tokenizer)
 
-    def _write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
-        return write_shards(self.documents(), path, tokenizer)
+
+class DocumentSource(CachedSource):
+    """Base of sources that make token shards from documents: a generator, a database, a Hugging Face dataset.
+
+    A subclass with a `name` implements two methods. `documents` yields the documents, and `fingerprint`
+    identifies them. tests/examples/iterable_source.py is an example."""
+
+    @abstractmethod
+    def documents(self) -> Iterable[Document]:
+        """Return the documents, in a form that `write_shards` accepts. The iterable must end, and have the
+        same documents in the same order each time. Raises ConfigError for missing or unreadable input."""
+
+    def write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
+        documents = self.documents()
+        if not isinstance(documents, Iterable):
+            raise ConfigError(
+                f"{full_name(type(self))}.documents returned {documents!r}; expected an iterable"
+            )
+        return write_shards(documents, path, tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text(Limits, DocumentSource, name="text"):
+class Text(Limits, CachedSource, name="text"):
     """Text files, tokenised on first use. .jsonl, .ndjson and .json files have one document per line,
     .parquet files one per row; any other file is one document. For more than a few gigabytes run `titanlite
     prepare` first."""
@@ -59,7 +74,7 @@ class Text(Limits, DocumentSource, name="text"):
     """The field of a JSON line, or the column of a .parquet file, that holds the text."""
 
     def __post_init__(self) -> None:
-        DocumentSource.__post_init__(self)
+        CachedSource.__post_init__(self)
         Limits.__post_init__(self)
 
     def check(self, tokenizer: Tokenizer) -> bool:
@@ -69,7 +84,7 @@ class Text(Limits, DocumentSource, name="text"):
     def fingerprint(self) -> str:
         return _fingerprint(find_files(self.path, "path"), self.name, self.field)
 
-    def _write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
+    def write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
         options = PrepareOptions(
             field=self.field,
             max_document_mib=self.max_document_mib,
@@ -79,14 +94,14 @@ class Text(Limits, DocumentSource, name="text"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PythonStdlib(DocumentSource, name="python_stdlib"):
+class PythonStdlib(CachedSource, name="python_stdlib"):
     """The .py files of the running interpreter's standard library without its tests: real text on every
     machine that runs titanlite, about 3 million tokens. The text depends on the Python version."""
 
     def fingerprint(self) -> str:
         return _fingerprint(stdlib_files(), self.name, "")
 
-    def _write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
+    def write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
         return _prepare(stdlib_files(), path, tokenizer, PrepareOptions(field=""))
 
 

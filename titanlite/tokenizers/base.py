@@ -5,13 +5,14 @@ set. `encode_documents` frames each document by BOS and EOS, or by BOS alone if 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from titanlite.config.component import Component, ConfigError
+from titanlite.config.component import Component, ConfigError, full_name
 from titanlite.config.shipped import find_file
 from titanlite.files import if_on_hub, read_regular
 
@@ -49,11 +50,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without BOS and EOS."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{full_name(type(self))} lacks encode")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids. Bytes that are not UTF-8 become U+FFFD."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{full_name(type(self))} lacks decode")
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, uint32 [tokens], framed by BOS and EOS, or by BOS alone if BOS and EOS
@@ -74,16 +75,16 @@ class Tokenizer:
         return [np.asarray(self.encode(text), dtype=np.uint32) for text in texts]
 
 
-class TokenizerConfig(Component, kind="tokenizer"):
+class TokenizerConfig(Component, kind="tokenizer", makes=(Tokenizer,)):
     """Base of tokenizer components: `[tokenizer] name = "..."` selects a subclass by its name.
 
     `[job] imports` (for `titanlite prepare`: `imports`) registers tokenizers from other modules;
     tests/examples/character_tokenizer.py is an example.
     """
 
+    @abstractmethod
     def build(self) -> Tokenizer:
         """Load the tokenizer. Raises ConfigError for a missing or invalid file."""
-        raise NotImplementedError
 
 
 def read_bytes(path: str, key: str) -> bytes:

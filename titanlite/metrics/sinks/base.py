@@ -6,6 +6,7 @@ or mark its records of later steps, so that no step is shown twice.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,13 +56,13 @@ class Writer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sink(Component):
+class Sink(Component, makes=(Writer,)):
     """Kind: `[[metrics.sinks]] name = ...`."""
 
+    @abstractmethod
     def build(self, run: RunInfo) -> Writer:
         """Open the sink for a run. Raises ConfigError for a setting that cannot work, which ends the run
         before its first step. After any other exception the run goes on without this sink."""
-        raise NotImplementedError
 
 
 class Sinks:
