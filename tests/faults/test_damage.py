@@ -453,5 +453,5 @@ def test_damaged_files_for_people_do_not_stop_a_run(tmp_path: Path, corpus: Path
     assert [values["step"] for values in metrics_of(job)] == list(range(1, 9))
     assert (folder / "samples.txt").read_text().count("--- step ") == 4
     assert sum(1 for _ in (folder / "tb").iterdir()) == 1
-    moved = {"metrics.damaged-0.jsonl", "samples.damaged-0.txt", "tb.damaged-0"}
+    moved = {"metrics.superseded.jsonl", "tb.damaged-0"}
     assert moved <= {path.name for path in folder.iterdir()}

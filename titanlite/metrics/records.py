@@ -1,14 +1,13 @@
 """Files of records that a run appends to, for people and their tools. Nothing that happens to these files
 ends a run.
 
-A damaged file, or something else than a file at its path, is moved aside at the start. Records that cannot be
+Something else than a file at the path is moved aside at the start. Records that cannot be
 written because the disk is full are kept in memory, and written when there is room.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,7 +19,6 @@ from titanlite.files import FileFault, open_own, write_atomically
 from titanlite.log import logger
 
 MAX_WAITING = 10_000  # records kept in memory: some MiB
-MAX_STEP_DIGITS = 18
 
 
 class Records:
@@ -78,19 +76,14 @@ class Records:
 
 
 def cut(
-    path: Path,
-    split: Callable[[bytes], Sequence[bytes]],
-    step_of: Callable[[bytes], int],
-    begins: bytes,
-    from_step: int,
+    path: Path, split: Callable[[bytes], Sequence[bytes]], step_of: Callable[[bytes], int], from_step: int
 ) -> None:
-    """Leave only the records up to `from_step` in the file. Records of later steps, and a last record that a
-    kill has cut short, move to `<name>.superseded.<ending>`. A damaged file is moved aside, and its readable
-    records are written to a new one.
+    """Leave only the records up to `from_step` in the file. All other records move to
+    `<name>.superseded.<ending>`: those of later steps, a last record that a kill has cut short, and damaged
+    records, with a warning.
 
     `split`: splits a file's content into records. `step_of`: the step of a record; raises ValueError for a
-    damaged record. `begins`: the bytes before the step in each record, by which a record that a kill has cut
-    short is told from a damaged one.
+    damaged record.
     """
     if not os.path.lexists(path):
         return
@@ -101,39 +94,22 @@ def cut(
     except (OSError, FileFault) as e:
         move_aside(path, _reason(e))
         return
-    kept, later, num_damaged = list[bytes](), list[bytes](), 0
-    records = split(content)
-    for i, record in enumerate(records, 1):
-        ended = record.endswith(b"\n")
+    kept, removed, num_damaged = list[bytes](), list[bytes](), 0
+    for record in split(content):
+        line_ended = record.endswith(b"\n")
+        record = record if line_ended else record + b"\n"
         try:
-            step = step_of(record)
-            if not 0 <= step < 10**MAX_STEP_DIGITS:
-                raise ValueError("no run takes such a step")
-            is_later = step > from_step
+            is_kept = 0 <= step_of(record) <= from_step
         except ValueError:
-            if ended or i < len(records) or not _is_torn(record, begins):
-                num_damaged += 1
-                continue
-            is_later = True  # cut short by a kill: its step will be written again
-        (later if is_later else kept).append(record if ended else record + b"\n")
-    if later:
-        _append(path.with_suffix(f".superseded{path.suffix}"), b"".join(later))
-    whole = b"".join(kept)
-    if num_damaged or not (content + b"\n").startswith(whole):
-        damage = f"{num_damaged} of its {len(records)} records are damaged"
-        move_aside(path, damage if num_damaged else "its steps are not in order")
-        write_atomically(path, whole)
-    elif len(whole) < len(content):
-        os.truncate(path, len(whole))
-    elif len(whole) > len(content):
-        _append(path, b"\n")
-
-
-def _is_torn(record: bytes, begins: bytes) -> bool:
-    """Whether a kill during the write of a record may have left this."""
-    digits = re.match(rb"\d*", record[len(begins) :])
-    is_step = digits is not None and len(digits[0]) <= MAX_STEP_DIGITS
-    return begins.startswith(record[: len(begins)]) and is_step and b"\0" not in record
+            is_kept, num_damaged = False, num_damaged + line_ended  # a kill leaves a last line without an end
+        (kept if is_kept else removed).append(record)
+    superseded = path.with_suffix(f".superseded{path.suffix}")
+    if removed:
+        _append(superseded, b"".join(removed))
+    if (remaining := b"".join(kept)) != content:
+        write_atomically(path, remaining)
+    if num_damaged:
+        logger.warning(f"{path}: {num_damaged} damaged records were moved to {superseded.name}")
 
 
 def _append(path: Path, data: bytes) -> None:
@@ -163,7 +139,7 @@ def move_aside(path: Path, reason: str) -> None:
     names = (path.with_name(f"{path.stem}.damaged-{i}{path.suffix}") for i in count())
     aside = next(name for name in names if not os.path.lexists(name))
     os.rename(path, aside)
-    logger.warning(f"{path}: {reason}; moved to {aside.name}, and the run goes on with a new one")
+    logger.warning(f"{path}: {reason}; moved to {aside.name}, and the run continues with a new one")
 
 
 def _reason(error: OSError | FileFault) -> str:

@@ -19,7 +19,7 @@ class JsonLines(Writer):
     """One JSON object per logged step, written at once. NaN and infinity are strings."""
 
     def __init__(self, path: Path, from_step: int):
-        self._records = Records(path, partial(cut, path, _lines, _step_of_line, b'{"step": ', from_step))
+        self._records = Records(path, partial(cut, path, _lines, _step_of_line, from_step))
 
     def write(self, step: int, values: Values) -> None:
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in values.items()}

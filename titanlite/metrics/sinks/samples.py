@@ -16,7 +16,7 @@ class Samples(Writer):
     """Each generated text under a line with its step."""
 
     def __init__(self, path: Path, from_step: int):
-        self._records = Records(path, partial(cut, path, _samples, _step_of_sample, b"--- step ", from_step))
+        self._records = Records(path, partial(cut, path, _samples, _step_of_sample, from_step))
 
     def sample(self, step: int, text: str) -> None:
         self._records.append(f"--- step {step}\n{text}\n".encode(errors="replace"))
