@@ -1,8 +1,8 @@
-"""Damaged checkpoints: whatever happens to any file of one, it is found before a step is trained on it, the
-checkpoint is set aside, and the run that goes on from the one before equals the run that was never damaged.
+"""Damaged checkpoints: any damage to any file is found before the run trains on the checkpoint. The
+checkpoint is quarantined, and the run that resumes from the checkpoint before it equals the run that was
+never damaged.
 
-The controls load the same damage with plain torch DCP, in silence.
-"""
+The controls load the same damage with plain torch DCP, which raises no error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NAMES = [".metadata", "__0_0.distcp", "__0_3.distcp", "job.toml", "manifest.json
 
 
 def save_two(folder: Path, ranks: int = 1, file_bytes: int = FILE_BYTES) -> None:
-    """The steps 1 and 2 of a one-layer run; on every rank."""
+    """Save steps 1 and 2 of a one-layer run. Called on every rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "FILE_BYTES", file_bytes)
         run, parts = open_run(folder), sharded_parts(ranks, WIDTH)
@@ -49,7 +49,7 @@ def save_two(folder: Path, ranks: int = 1, file_bytes: int = FILE_BYTES) -> None
 
 
 def start(folder: Path, ranks: int = 1, **config: Any) -> Parts:
-    """A start of the program: what it goes on from."""
+    """A start of the program. Returns the step that it resumes from."""
     run, parts = open_run(folder, **config), sharded_parts(ranks, WIDTH, seed=7)
     try:
         run.load(parts.net, parts.optimizer, parts.state)
@@ -60,13 +60,14 @@ def start(folder: Path, ranks: int = 1, **config: Any) -> Parts:
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hashing clears a buffer of 8 MiB for each of the thousands of small files here."""
+    """Hash with small buffers: clearing 8 MiB for each of the thousands of small files here would take
+    long."""
     monkeypatch.setattr(titanlite.files, "READ_BYTES", 1 << 14)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one rank; not to be changed."""
+    """The run folder of one rank. Tests must not change it."""
     folder = tmp_path_factory.mktemp("saved")
     save_two(folder)
     assert {*NAMES} <= {p.name for p in (folder / "checkpoint/step-2").iterdir()}
@@ -75,13 +76,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the run folder."""
     return shutil.copytree(saved, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
 def values(saved: Path) -> dict[int, list[torch.Tensor]]:
-    """What the steps 1 and 2 hold."""
+    """The values in the checkpoints of steps 1 and 2."""
     parts, found = Parts(width=WIDTH), {}
     for step in (1, 2):
         parts.step()
@@ -95,7 +96,7 @@ def equal(parts: Parts, expected: list[torch.Tensor]) -> bool:
 
 
 def reason_of(step: Path) -> str | None:
-    """What is wrong with a checkpoint, as `titanlite checkpoint verify` sees it."""
+    """The reason why a checkpoint is damaged, as `titanlite checkpoint verify` finds it."""
     try:
         whole = commit.fault(step, int(step.name[5:]))
         return whole or first_fault(step, commit.digests(commit.read_manifest(step)))
@@ -105,7 +106,7 @@ def reason_of(step: Path) -> str | None:
 
 @contextmanager
 def holding(file: Path, data: bytes) -> Iterator[None]:
-    """`file` with other contents for a while."""
+    """Give `file` other contents during the body."""
     good = file.read_bytes()
     file.write_bytes(data)
     yield
@@ -113,7 +114,7 @@ def holding(file: Path, data: bytes) -> Iterator[None]:
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
-    """With one bit turned."""
+    """The data with one bit flipped."""
     place, bit = rng.randrange(len(data)), rng.randrange(8)
     return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
 
@@ -147,7 +148,7 @@ def test_a_start_passes_over_flipped_bits(
 
 
 def load_plainly(step: Path) -> dict[str, torch.Tensor]:
-    """The weights, as torch DCP reads them."""
+    """The weights as torch DCP reads them."""
     tensors = {name: torch.zeros_like(t) for name, t in model_tensors(Parts(width=WIDTH).net).items()}
     load({"model": tensors}, storage_reader=FileSystemReader(step), no_dist=True)
     return tensors
@@ -220,7 +221,7 @@ def test_a_missing_file_is_found(run: Path, values: dict[int, list[torch.Tensor]
 
 
 def test_metadata_of_another_layout_is_found(run: Path, tmp_path: Path) -> None:
-    """As if it had been left from before; that of the step before is the same, by design."""
+    """As if the file were left from an earlier save. The file of the step before is the same, by design."""
     step = run / "checkpoint/step-2"
     assert (step / ".metadata").read_bytes() == (step.with_name("step-1") / ".metadata").read_bytes()
     save_two(tmp_path / "other", file_bytes=1 << 30)
@@ -233,7 +234,7 @@ def test_metadata_of_another_layout_is_found(run: Path, tmp_path: Path) -> None:
 
 
 def flip_a_weight(step: Path, weight: torch.Tensor) -> None:
-    """In its sign."""
+    """Flip the sign of a weight."""
     number = weight.flatten()[100:110].numpy().tobytes()
     (file,) = [p for p in step.glob("*.distcp") if number in p.read_bytes()]
     data = bytearray(file.read_bytes())
@@ -270,14 +271,14 @@ def test_what_verify_finds(run: Path, values: dict[int, list[torch.Tensor]], ver
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of two ranks; not to be changed."""
+    """The run folder of two ranks. Tests must not change it."""
     folder = tmp_path_factory.mktemp("two")
     ranks.run(2, save_two, folder, 2)
     return folder
 
 
 def outcome_on_rank(folder: Path, config: dict[str, Any]) -> tuple[int, str] | tuple[str, str]:
-    """The step that a rank goes on from and its weights; or its error."""
+    """The step that a rank resumes from and its weights, or its error."""
     try:
         parts = start(folder, 2, **config)
     except CheckpointError as e:
@@ -288,7 +289,7 @@ def outcome_on_rank(folder: Path, config: dict[str, Any]) -> tuple[int, str] | t
 
 @pytest.fixture(scope="module")
 def good(two: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]:
-    """What two ranks go on from."""
+    """The step and the weights that two ranks resume from."""
     run = shutil.copytree(two, tmp_path_factory.mktemp("good") / "run")
     return ranks.run(2, outcome_on_rank, run, {})[0]
 
@@ -324,7 +325,7 @@ def test_all_ranks_pass_over_what_one_of_them_found(
 def test_two_ranks_share_what_one_wrote(
     saved: Path, tmp_path: Path, run_on: Callable[..., list[Any]]
 ) -> None:
-    """The files are dealt out anew; every one of them is hashed by some rank."""
+    """The files are distributed anew, and each is hashed by one rank."""
     files = sorted(p.name for p in (saved / "checkpoint/step-2").glob("*.distcp"))
     assert len(files) > 3
     for number, name in enumerate(files):
@@ -342,7 +343,7 @@ def swap_rank_files(checkpoint: Path) -> None:
 
 
 def take_from_another_step(checkpoint: Path) -> None:
-    """All of rank 1: the mix of two states that overwriting in place can leave."""
+    """Replace all files of rank 1: the mix of two states that overwriting in place can leave."""
     for file in (checkpoint / "step-1").glob("__1_*.distcp"):
         shutil.copy(file, checkpoint / "step-2")
 
@@ -367,7 +368,7 @@ def test_shards_of_the_same_size_in_the_wrong_place(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[int, Job]:
-    """Uninterrupted runs of 8 and of 12 steps, saved every 4."""
+    """Uninterrupted runs of 8 and of 12 steps, saved every 4 steps."""
     jobs = {}
     for steps in (8, 12):
         jobs[steps] = make_job(tmp_path_factory.mktemp("whole"), corpus, f"--training.steps={steps}")
@@ -376,7 +377,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[int, J
 
 
 def state(job: Job, step: int) -> dict[str, Any]:
-    """The digests of all that a checkpoint holds of the run."""
+    """The digests of the state in a checkpoint."""
     files = commit.digests(commit.read_manifest(job.folder / f"checkpoint/step-{step}"))
     return {name: digest for name, digest in files.items() if name != "job.toml"}
 

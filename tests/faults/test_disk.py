@@ -1,5 +1,5 @@
 """Disks that are full, broken, slow or read-only: a save fails or a start is refused, with a reason and an
-exit code; no checkpoint is lost, and the run goes on when it can."""
+exit code. No checkpoint is lost, and the run continues when the disk allows it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODES = pytest.mark.parametrize("mode", ["async", "disabled"])
 
 
 class Disk:
-    """A file system of its own."""
+    """A small file system."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -57,7 +57,7 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """Of 8 MiB."""
+    """A file system of 8 MiB."""
     path = tmp_path / "disk"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)]
@@ -70,8 +70,8 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 class Many(Parts):
-    """A run of 240 tensors of one number each. Their files are a hundred times as large as they are, so that
-    the disk is found to be full by writing to it and not before."""
+    """A run of 240 tensors with one number each. Their files are a hundred times larger than the tensors, so
+    the disk is found to be full while files are written and not before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ class Many(Parts):
 
 
 def save(run: Checkpointer, parts: Parts) -> None:
-    """One more step, saved and waited for."""
+    """Take a step, save it, and wait for the save."""
     parts.step()
     run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     run.wait_for_save()
 
 
 def assert_whole(folder: Path, *steps: int) -> None:
-    """These are there and whole, and nothing else is."""
+    """These checkpoints exist and are complete, and nothing else exists."""
     assert names(folder) == sorted(f"step-{step}" for step in steps)
     for step, path in commit.committed(folder / "checkpoint"):
         assert commit.fault(path, step) is None
@@ -264,7 +264,7 @@ def test_a_run_on_a_full_disk_ends_and_goes_on_later(
 def test_a_last_save_that_fails_is_no_success(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, mode: str, how: str
 ) -> None:
-    """Exit code 0 says that the last step is saved, 75 that a restart loses nothing."""
+    """Exit code 0 promises that the last step is saved, 75 that a restart loses nothing."""
     job = make_job(tmp_path, corpus, "--training.steps=2", f"--checkpoint.async_mode={mode}")
     if how == "stop":
         job.folder.mkdir()
@@ -287,7 +287,7 @@ def test_a_start_on_a_full_disk(disk: Disk) -> None:
 
 
 def break_at(place: str, patch: pytest.MonkeyPatch, times: int) -> None:
-    """The next `times` calls fail there: on a full disk, or EIO from a broken one."""
+    """Make the next `times` calls fail: on a full disk, or with EIO from a broken disk."""
     left, guard = [times], threading.Lock()
 
     def fail_if(here: bool, code: int = 28) -> None:
@@ -356,13 +356,13 @@ write = HashingFile.write
 
 
 def slow(self: HashingFile, data: bytes | memoryview) -> int:
-    """A few hundred of these are a checkpoint."""
+    """Write slowly. A checkpoint takes a few hundred of these calls."""
     time.sleep(0.001)
     return write(self, data)
 
 
 def save_on_rank(folder: Path, broken: int) -> list[str]:
-    """Five saves; on one rank the shard of the second one fails, and all writing is slow."""
+    """Save five times. On one rank, the shard of the second save fails, and all writing is slow."""
     rank = torch.distributed.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         run, parts = open_run(folder, on_save_error="stop"), Parts(width=16)
@@ -397,8 +397,8 @@ def test_an_error_of_one_rank_is_that_of_all(
 
 @MODES
 def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """By the next save, and by each one that is not asynchronous. The disk takes nothing before the first one
-    that is has returned."""
+    """The next save waits, and so does each synchronous save. The disk writes nothing before the first save
+    call has returned."""
     ready, there = threading.Event(), []
     ready.set()
 
@@ -445,7 +445,7 @@ def test_a_read_only_disk_is_refused_at_the_start(disk: Disk, corpus: Path) -> N
 
 
 def test_a_read_only_checkpoint_folder(disk: Disk, tmp_path: Path) -> None:
-    """As a link to another disk may be; at the start, and while the run goes on."""
+    """The checkpoint folder may be a link to another disk. Checked at the start and during the run."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoint").symlink_to(disk.path)
     parts, run = save_steps(tmp_path / "run", 1)
@@ -463,7 +463,7 @@ def test_a_read_only_checkpoint_folder(disk: Disk, tmp_path: Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    """The one line of an error, without the log and the progress before it."""
+    """The single line of an error, without the log and the progress before it."""
     capsys.readouterr()
     assert cli.run([str(word) for word in argv]) == 2
     err = capsys.readouterr().err
@@ -525,7 +525,7 @@ def test_prepare_onto_a_full_disk(
 
 
 def test_few_inodes_are_one_line(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of which a run needs some for its folder, metrics and checkpoints."""
+    """A run needs some inodes for its folder, metrics and checkpoints."""
     path = tmp_path / "small"
     path.mkdir()
     try:

@@ -1,11 +1,10 @@
-"""kill -9 at every phase of a save, of retention, of a rewind and of a resume: the run goes on from the
-newest committed checkpoint and ends in the bits of the run that nobody killed.
+"""kill -9 at every phase of a save, of retention, of going back to an earlier step and of a resume: the run
+resumes from the newest committed checkpoint and ends with the same bits as the run that nobody killed.
 
-test_power_loss.py replays the file operations of one rank and proves more of the disk. Here real processes
-die, and the default tier has one kill of each kind: in the phases of a save on two ranks, in a resume, a
-rewind, a quarantine, an export. The full tier has every point on one rank and the matrix: every point
-x {rank 0, rank 1} killed x {sync, async}, on two ranks.
-"""
+test_power_loss.py replays the file operations of one rank and proves more about the disk. Here real processes
+are killed. The default tier has one kill of each kind: in the phases of a save on two ranks, in a resume, in
+going back, in a quarantine and in an export. The full tier has every point on one rank, and on two ranks
+every point x {rank 0, rank 1} killed x {sync, async}."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ import pytest
 
 from tests.support.faults import Fault, Outcome, Trainer, find_target
 from tests.support.jobs import write_toml
-from tests.support.kill_points import ERRORS, MANIFEST, META, RESUME, REWIND, SAVE, SET_ASIDE, SHARD, TRAIN
+from tests.support.kill_points import ERRORS, MANIFEST, META, QUARANTINE, RESUME, REWIND, SAVE, SHARD, TRAIN
 from tests.support.runs import KEYS
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.digest import digest_file, first_fault
@@ -55,7 +54,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """The checkpoint folder."""
         return self.folder / "checkpoint"
 
     def start(self, *faults: Fault, **options: Any) -> Outcome:
@@ -68,7 +67,7 @@ class Run:
         return self.trainer.run(toml, [*where, *length, *self.overrides], self.size, faults, **options)
 
     def committed(self) -> list[int]:
-        """Steps of the committed checkpoints, each of which must be whole to the last byte."""
+        """Steps of the committed checkpoints, each of which must be complete and undamaged."""
         there = commit.committed(self.checkpoints)
         for step, path in there:
             assert commit.fault(path, step) is None
@@ -76,8 +75,8 @@ class Run:
         return [step for step, _ in there]
 
     def state(self, step: int = STEPS) -> dict[str, Any]:
-        """The small state, and digests of the files that hold weights and moments: the same state has the
-        same bytes."""
+        """The state outside of tensors, and digests of the files with weights and optimizer state. Equal
+        states have equal bytes."""
         path = self.checkpoints / f"step-{step}"
         small = json.loads((path / TRAIN).read_text())
         files = commit.digests(commit.read_manifest(path))
@@ -85,13 +84,13 @@ class Run:
         return state | {name: digest for name, digest in files.items() if name.endswith((SHARD, META))}
 
     def history(self) -> dict[int, list[Any]]:
-        """What must be equal at every step."""
+        """The values that must be equal at every step."""
         rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        assert len({row["step"] for row in rows}) == len(rows), "a step is there twice"
+        assert len({row["step"] for row in rows}) == len(rows), "a step was logged twice"
         return {row["step"]: [row[key] for key in KEYS] for row in rows}
 
     def left(self) -> set[str]:
-        """What is there besides committed checkpoints and a run's own files."""
+        """Names of all files and folders except committed checkpoints and the files that a run always has."""
         names = {p.name for p in self.checkpoints.iterdir()} - {f"step-{s}" for s in range(STEPS + 1)}
         return names | ({p.name for p in self.folder.iterdir()} - FILES - {"metrics.superseded.jsonl"})
 
@@ -99,7 +98,7 @@ class Run:
 Start = Callable[..., Run]
 Whole = Callable[[int], Run]
 Kill = tuple[str, int, int]  # a point, a rank, the step that is being saved
-Case = tuple[int, str, list[Kill]]  # ranks, mode, one after another
+Case = tuple[int, str, list[Kill]]  # number of ranks, mode, kills in this order
 
 
 @pytest.fixture(scope="module")
@@ -124,18 +123,18 @@ def whole(trainer: Trainer, corpus: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def run(trainer: Trainer, corpus: Path, tmp_path: Path) -> Start:
-    """`run(size, *overrides)`: a run in a folder of the test."""
+    """`run(size, *overrides)`: a run in the test's folder."""
     return lambda size, *overrides: Run(trainer, tmp_path / "jobs" / "run", corpus, size, overrides)
 
 
 def assert_same(ours: Run, whole: Run) -> None:
-    """The run ended as the whole one did, to the bit; no step is missing."""
+    """The run ended with the bits of the uninterrupted run, and no step is missing."""
     assert ours.history() == whole.history()
     assert ours.state() == whole.state()
 
 
 def kill(run: Run, fault: Fault, **options: Any) -> Outcome:
-    """Run into a fault, which must happen and end the process it is for."""
+    """Run until a fault, which must happen and end the chosen process."""
     outcome = run.start(fault, **options)
     victim = fault.rank if fault.victim == -1 else fault.victim
     assert outcome.fired == [(fault.rank, fault.target)], f"not reached: {outcome.exits} {outcome.logs}"
@@ -144,7 +143,7 @@ def kill(run: Run, fault: Fault, **options: Any) -> Outcome:
 
 
 def finish(run: Run, whole: Run, newest: int, left: Sequence[str] = ()) -> None:
-    """Restart what was killed: it goes on from `newest`, and ends as the whole run did."""
+    """Restart a killed run: it resumes from `newest` and ends as the uninterrupted run did."""
     outcome = run.start()
     assert outcome.exits == [0] * run.size, outcome.logs
     assert outcome.resumed == ([newest] if newest else [])
@@ -156,7 +155,7 @@ def finish(run: Run, whole: Run, newest: int, left: Sequence[str] = ()) -> None:
 # ---- saves
 
 
-# Retention finds something to delete when the run went on from step 4.
+# Retention has a checkpoint to delete if the run resumed from step 4.
 SAVES: list[Case] = [
     (2, "async", [("P2 copied", 1, 2), ("P3 half a write", 1, 6), ("P8 half deleted", 1, 6)]),
     (2, "disabled", [("P4 digests gathered", 1, 4), ("P6 before the rename", 0, 6)]),
@@ -164,7 +163,8 @@ SAVES: list[Case] = [
 
 
 def more_saves() -> Iterator[Case]:
-    """All points on one rank, three to a run; retention alone, since it needs three checkpoints."""
+    """All points on one rank, three per run. Retention is tested alone, because it needs three
+    checkpoints."""
     names = [name for name in SAVE if SAVE[name].step == 4]
     for i in range(0, len(names), 3):
         three = names[i : i + 3]
@@ -172,16 +172,16 @@ def more_saves() -> Iterator[Case]:
         yield 1, mode, [(name, 0, step) for name, step in zip(three, (2, 4, 6))]
     for i, name in enumerate(name for name in SAVE if SAVE[name].step == 6):
         yield 1, MODES[i % 2], [(name, 0, 6)]
-    # The other phases on two ranks.
+    # The phases that the default tier does not have, on two ranks.
     yield 2, "disabled", [("P0 agreed", 1, 2), ("P1 begun", 1, 4), ("P6 before the rename", 1, 6)]
     yield 2, "async", [("P3 half a write", 1, 6), ("P5 half of the manifest", 0, 6), ("P7 agreed", 1, 8)]
-    # The same save more than once, and the last one.
+    # Several kills of the same save, and kills of the last save.
     yield 1, "async", [("P3 half a write", 0, 4), ("P5 manifest", 0, 4), ("P3 half a write", 0, 4)]
     yield 1, "disabled", [("P6 before the rename", 0, 8), ("P6 renamed", 0, 8)]
 
 
 def all_saves() -> Iterator[Case]:
-    """Every point x the rank that is killed x the mode, on two ranks."""
+    """Every point x the killed rank x the mode, on two ranks."""
     for name in SAVE:
         for mode in MODES if not name.startswith("P2") else ("async",):
             for victim in (0, 1):
@@ -189,12 +189,12 @@ def all_saves() -> Iterator[Case]:
 
 
 def with_tiers(default: Iterable[Any], full: Iterable[Any]) -> list[Any]:
-    """Parameters of which `full` are in the full tier."""
+    """Parameters in the default tier, and parameters that only the full tier has."""
     return [*default, *(pytest.param(case, marks=pytest.mark.full) for case in full)]
 
 
 def label(case: Case) -> str:
-    """For pytest."""
+    """A test id for pytest."""
     size, mode, kills = case
     return f"{size} {mode} " + ", ".join(f"{name} of {step} at {rank}" for name, rank, step in kills)
 
@@ -213,7 +213,7 @@ def test_a_kill_while_saving(run: Start, whole: Whole, case: Case) -> None:
         if point.late and victim:
             allowed.add(step)
         if name == "P0 agreed" and mode == "async":
-            allowed.add(step - 2 * INTERVAL)  # the save before may be in flight until this one begins
+            allowed.add(step - 2 * INTERVAL)  # the previous save may be in flight until this one begins
         assert newest in allowed
         assert outcome.reached - newest <= (INTERVAL if mode == "disabled" else 2 * INTERVAL)
     finish(ours, whole(size), newest)
@@ -257,7 +257,7 @@ def exports(run: Run) -> dict[str, Any]:
 def test_exports_that_a_kill_interrupted_are_made_up_for(
     run: Start, trainer: Trainer, corpus: Path, tmp_path: Path, faults: list[Fault]
 ) -> None:
-    """Retention keeps two checkpoints, and those that are due."""
+    """Retention keeps two checkpoints, and the checkpoints that still need an export."""
     whole = Run(trainer, tmp_path / "whole" / "run", corpus, 1, EXPORT)
     assert whole.start().exits == [0]
     assert {p.name for p in (whole.folder / "hf").iterdir()} == {f"step-{s}" for s in (2, 4, 6, 8)}
@@ -271,7 +271,11 @@ def test_exports_that_a_kill_interrupted_are_made_up_for(
     said = f"exporting checkpoints that have no export yet: step {', '.join(map(str, missing))}\n"
     assert outcome.logs[0].count("exporting checkpoints") == outcome.logs[0].count(said) == 1
     assert exports(ours) == exports(whole)
-    assert set(ours.committed()) == {*outcome.resumed, 6, 8}  # what was kept for its export is deleted
+    assert set(ours.committed()) == {
+        *outcome.resumed,
+        6,
+        8,
+    }  # a checkpoint that was kept for its export is deleted
 
 
 # ---- errors instead of kills
@@ -284,7 +288,7 @@ FAILS: list[Case] = [
 
 
 def more_errors() -> Iterator[Case]:
-    """Two to a run; the save between them must succeed."""
+    """Two errors per run. The save between them must succeed."""
     names = [name for name in ERRORS if name not in ("P1 disk full?", "P2 no memory")]
     yield 1, "async", [("P1 disk full?", 0, 2), ("P2 no memory", 0, 6)]
     for i in range(0, len(names), 2):
@@ -294,7 +298,7 @@ def more_errors() -> Iterator[Case]:
 
 
 def all_errors() -> Iterator[Case]:
-    """Every point x the rank that fails x the mode, on two ranks."""
+    """Every point x the failing rank x the mode, on two ranks."""
     for name in ERRORS:
         for mode in MODES if name != "P2 no memory" else ("async",):
             for rank in range(1 + ERRORS[name].shared):
@@ -326,7 +330,7 @@ def test_an_error_in_retention_fails_no_save(run: Start, whole: Whole) -> None:
     assert (outcome.exits, len(outcome.fired)) == ([0], 1)
     assert "old checkpoints could not be deleted" in outcome.logs[0]
     assert "in a row" not in outcome.logs[0]
-    assert ours.committed() == [6, 8]  # the next save deleted what this one could not
+    assert ours.committed() == [6, 8]  # the next save deleted the checkpoint that this one could not delete
     assert ours.left() == set()
     assert_same(ours, whole(1))
 
@@ -335,7 +339,7 @@ def test_an_error_in_retention_fails_no_save(run: Start, whole: Whole) -> None:
 
 
 def interrupt(run: Run, whole: Run) -> Run:
-    """Make `run` one that was killed in its save of step 8 while an old checkpoint was being deleted."""
+    """Make `run` look as if it was killed in its save of step 8 while an old checkpoint was being deleted."""
     shutil.copytree(whole.folder, run.folder)
     (run.checkpoints / "step-8").rename(run.checkpoints / ".partial-step-8")
     (run.checkpoints / ".partial-step-8" / MANIFEST).unlink()
@@ -347,7 +351,7 @@ RESUMES = [(1, [("half cleaned", 0), ("half read", 0)])]
 
 
 def more_resumes() -> Iterator[tuple[int, list[tuple[str, int]]]]:
-    """(ranks, [(point, rank)]), some to a run: after each kill the next start has the same to do."""
+    """(ranks, [(point, rank)]), several kills per run: after each kill, the next start has the same work."""
     names = list(RESUME)
     for i in range(0, len(names), 6):
         yield 1, [(name, 0) for name in names[i : i + 6]]
@@ -358,7 +362,7 @@ def more_resumes() -> Iterator[tuple[int, list[tuple[str, int]]]]:
 
 
 def all_resumes() -> Iterator[tuple[int, list[tuple[str, int]]]]:
-    """Every point x the rank that is killed, on two ranks."""
+    """Every point x the killed rank, on two ranks."""
     for name in RESUME:
         for victim in (0, 1):
             yield 2, [(name, victim)]
@@ -381,7 +385,9 @@ def test_a_kill_while_rewinding(run: Start, whole: Whole, name: str) -> None:
     kill(ours, REWIND[name])
     there = ours.committed()
     assert there == [2, 4, 6, 8][: len(there)]  # no gap
-    moves = (there != [2, 4, 6, 8]) + (there != [2]) + (name == "before the first")  # that one left it empty
+    moves = (
+        (there != [2, 4, 6, 8]) + (there != [2]) + (name == "before the first")
+    )  # which left an empty folder
     finish(ours, whole(1), 2, left=[f"archived-{i}" for i in range(moves)])
     moved = sorted(p.name for p in ours.checkpoints.glob("archived-*/*"))
     assert moved == ["step-4", "step-6", "step-8"]
@@ -400,24 +406,26 @@ def test_a_kill_on_the_branch_after_a_rewind(run: Start, whole: Whole, name: str
     ("name", "file"),
     [
         ("one", TRAIN),
-        *(pytest.param(name, f"__0_1{SHARD}", marks=pytest.mark.full) for name in SET_ASIDE),
+        *(pytest.param(name, f"__0_1{SHARD}", marks=pytest.mark.full) for name in QUARANTINE),
     ],
-)  # shards are found to be damaged while they are loaded, the other files before
-def test_a_kill_while_bad_checkpoints_are_set_aside(run: Start, whole: Whole, name: str, file: str) -> None:
+)  # damaged shards are found while they are loaded, damaged small files before
+def test_a_kill_while_damaged_checkpoints_are_quarantined(
+    run: Start, whole: Whole, name: str, file: str
+) -> None:
     ours = interrupt(run(1, ALL), whole(1))
     for step in (4, 6):
         path = ours.checkpoints / f"step-{step}" / file
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-    kill(ours, SET_ASIDE[name])
+    kill(ours, QUARANTINE[name])
     finish(ours, whole(1), 2, left=["quarantined-step-4-0", "quarantined-step-6-0"])
 
 
 # ---- controls: what the tests above say when something is wrong
 
 
-@pytest.mark.parametrize("action", with_tiers(["lose_moments"], ["shift_row"]))
+@pytest.mark.parametrize("action", with_tiers(["lose_moments"], ["shift_sequence"]))
 def test_control_a_lost_state_is_noticed(run: Start, whole: Whole, action: str) -> None:
     ours = interrupt(run(1, ALL), whole(1))
     outcome = ours.start(replace(RESUME["restored"], action=action))
@@ -466,11 +474,11 @@ def test_control_a_save_without_a_copy_is_noticed(run: Start, whole: Whole) -> N
 
 @pytest.mark.parametrize(
     "points",
-    [SAVE, ERRORS, RESUME, REWIND, SET_ASIDE],
+    [SAVE, ERRORS, RESUME, REWIND, QUARANTINE],
     ids=["save", "errors", "resume", "rewind", "quarantine"],
 )
 def test_every_point_is_a_function(points: dict[str, Fault]) -> None:
-    """In the default tier, so that a renamed function is noticed before the full tier runs."""
+    """Part of the default tier, so that a renamed function is noticed before the full tier runs."""
     for name, point in points.items():
         owner, function = find_target(point.target)
         assert callable(getattr(owner, function)), name

@@ -1,10 +1,9 @@
-"""Power loss at any moment of a run's work on its checkpoints, by replay: the file operations are recorded,
-and states in which they may have left the disk are made.
+"""Power loss at any moment of a run's work on its checkpoints: the file operations are recorded, and the
+states in which a power loss may leave the disk are made from the recording.
 
-Every state that is made gets the cheap check: what is committed is whole to the last byte, so that nothing is
-ever quarantined for a power loss, and what was waited for is there. From one state of each set of names the
-program is started as well, and the run goes on.
-"""
+Each such state gets a cheap check: committed checkpoints are complete to the last byte, so that a power loss
+never leads to a quarantine, and saves that were waited for exist. In addition, the program is started from
+one state of each set of names, and the run continues."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from titanlite.files import sync
 from titanlite.log import logger
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="holds files by O_PATH")
-LAST = 4  # the step after which the recorded runs end
+LAST = 4  # last step of the recorded runs
 UNREAD = ("LOCK",)  # files whose content no program reads
 OWN = {"LOCK", "last_commit.json", "checkpoint"}
 Values = dict[int, list[torch.Tensor]]  # weights and moments by step
@@ -41,14 +40,14 @@ Values = dict[int, list[torch.Tensor]]  # weights and moments by step
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of starts say the same, and need not wait for the disk."""
+    """No log and no wait for the disk, because these tests start the program hundreds of times."""
     monkeypatch.setattr(logger, "disabled", True)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture(scope="module")
 def values() -> Values:
-    """Of a run that nothing happened to."""
+    """The values of a run without a power loss."""
     parts, after = Parts(), dict[int, list[torch.Tensor]]()
     for step in range(1, LAST + 3):
         parts.step()
@@ -57,7 +56,8 @@ def values() -> Values:
 
 
 def train(run_folder: Path, to_step: int, note: Callable[[Any], None], **config: Any) -> None:
-    """A start that goes on to `to_step` and saves every step; `note` each one that was waited for."""
+    """Start the program, train to `to_step` and save every step. `note` is called for each save that was
+    waited for."""
     run, parts = open_run(run_folder, **config), Parts()
     run.load(parts.net, parts.optimizer, parts.state)
     while parts.state.step < to_step:
@@ -69,8 +69,8 @@ def train(run_folder: Path, to_step: int, note: Callable[[Any], None], **config:
 
 
 def committed(folder: Path, damaged: tuple[int, ...] = ()) -> list[int]:
-    """The steps of the committed checkpoints in a folder, each of which must be whole to the last byte, but
-    for the `damaged` ones."""
+    """Steps of the committed checkpoints in a folder. Each must be complete and undamaged, except the
+    `damaged` ones."""
     there = [(step, path) for step, path in commit.committed(folder) if step not in damaged]
     for step, path in there:
         assert (fault := commit.fault(path, step)) is None, f"step-{step}: {fault}"
@@ -80,19 +80,19 @@ def committed(folder: Path, damaged: tuple[int, ...] = ()) -> list[int]:
 
 
 def recorded_step(run: Path) -> int | None:
-    """That of last_commit.json, which must be readable."""
+    """The step in last_commit.json, which must be readable."""
     last = CommitRecord(run, Checkpoint()).read()
     return last.step if last else None
 
 
 def leftovers(run: Path) -> set[str]:
-    """What is there besides committed checkpoints and a run's own files."""
+    """Names of all files and folders except committed checkpoints and the files that a run always has."""
     names = {p.name for p in (run / "checkpoint").iterdir()} | {p.name for p in run.iterdir()}
     return {name for name in names - OWN if not name.startswith("step-")}
 
 
 def resumes(run: Path, newest: int, values: Values, **config: Any) -> None:
-    """A start loads the state of step `newest` bit for bit, and goes on to the next."""
+    """A start loads the state of step `newest` bit for bit, and takes the next step."""
     opened, parts = open_run(run, **config), Parts()
     opened.load(parts.net, parts.optimizer, parts.state)
     assert parts.state.step == newest
@@ -109,7 +109,7 @@ def resumes(run: Path, newest: int, values: Values, **config: Any) -> None:
 
 
 def record_saves(root: Path, last: int = LAST, **config: Any) -> Recording:
-    """A new run, of which the newest two checkpoints are kept."""
+    """Record a new run that keeps its newest two checkpoints."""
     root.mkdir()
     with recorded(root) as recording:
         train(root / "run", last, recording.mark, keep_latest_k=2, **config)
@@ -118,7 +118,8 @@ def record_saves(root: Path, last: int = LAST, **config: Any) -> Recording:
 
 
 def saved(place: Path, step: int) -> list[int]:
-    """What is committed; `step` was waited for, and last_commit.json is of one that is there."""
+    """The committed steps. `step`, which was waited for, must be among them, and so must the step in
+    last_commit.json."""
     there = committed(place / "run/checkpoint")
     assert max(there, default=0) >= step, f"step {step} was saved, {there} are there"
     assert recorded_step(place / "run") in (None, *there)
@@ -169,7 +170,8 @@ def branch_of(run: Path, step: int) -> int | None:
 
 
 def test_a_rewind(tmp_path: Path, values: Values) -> None:
-    """Nothing is lost of what is moved aside, a pin with it, and the branch goes on from its newest step."""
+    """No checkpoint that is archived is lost, nor its keep file, and the branch resumes from its newest
+    step."""
     root = tmp_path / "root"
     save_steps(root / "run", LAST)[1].close()
     (root / "run/checkpoint/step-4.keep").touch()
@@ -201,8 +203,8 @@ def test_a_rewind(tmp_path: Path, values: Values) -> None:
 # ---- a start: cleaning up, quarantine, a restart
 
 
-def test_a_start_that_cleans_up_and_sets_bad_checkpoints_aside(tmp_path: Path, values: Values) -> None:
-    """The bad ones are never lost, and no good one is ever taken for bad."""
+def test_a_start_that_cleans_up_and_quarantines_damaged_checkpoints(tmp_path: Path, values: Values) -> None:
+    """Damaged checkpoints are never lost, and no undamaged one is quarantined."""
     root, there = tmp_path / "root", tmp_path / "root/run/checkpoint"
     save_steps(root / "run", LAST)[1].close()
     for name in (".partial-step-5-0a", ".trash-step-0-0b"):
@@ -242,7 +244,8 @@ def test_a_start_that_cleans_up_and_sets_bad_checkpoints_aside(tmp_path: Path, v
 
 
 def test_a_restart(tmp_path: Path, values: Values) -> None:
-    """A new run over the remains of another: they are archived, none is lost, and it happens once."""
+    """A new run in the folder of an earlier run: the earlier checkpoints are archived once, and none is
+    lost."""
     root = tmp_path / "root"
     save_steps(root / "run", 2)[1].close()
     with recorded(root) as recording:
@@ -325,7 +328,7 @@ def test_control_a_deletion_that_is_not_hidden_first_is_found(
 def test_control_a_deletion_before_the_commit_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the only checkpoint, to make room."""
+    """The only checkpoint is deleted to make room."""
     begin = commit.begin
 
     def forgetful(folder: Path, step: int) -> Path:
@@ -341,8 +344,8 @@ def test_control_a_deletion_before_the_commit_is_found(
 
 
 def save_on_rank(folder: Path, lazy: int) -> list[tuple[int, str, int, int]]:
-    """Save one step, sharded over two ranks. Returns (time in ns, what, inode, size) of the syncs and renames
-    of this rank. Rank `lazy` syncs nothing."""
+    """Save one step, sharded over two ranks. Returns (time in ns, operation, inode, size) of this rank's
+    syncs and renames. Rank `lazy` syncs nothing."""
     noted: list[tuple[int, str, int, int]] = []
     rank, fsync, rename = dist.get_rank(), os.fsync, os.rename
 
@@ -369,7 +372,7 @@ def save_on_rank(folder: Path, lazy: int) -> list[tuple[int, str, int, int]]:
 
 
 def unsynced_at_the_rename(folder: Path, lazy: int, run_on: Callable[..., Any]) -> list[str]:
-    """Files of the checkpoint that no rank had synced, with all their bytes, when it was committed."""
+    """Files of the checkpoint of which no rank had synced all bytes when the checkpoint was committed."""
     noted = [entry for rank in run_on(2, save_on_rank, folder, lazy) for entry in rank]
     final = folder / "checkpoint/step-1"
     (renamed,) = [ns for ns, what, inode, _ in noted if (what, inode) == ("rename", final.stat().st_ino)]

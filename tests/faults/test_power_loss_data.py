@@ -1,5 +1,5 @@
-"""Power loss while a dataset, a packing plan or an export is made, by replay: it is absent or whole, and made
-again it is the same."""
+"""Power loss while a dataset, a packing plan or an export is made, by replay: the result is absent or
+complete, and making it again gives the same bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SAMPLE = pytest.mark.parametrize("most", [60, pytest.param(2000, marks=pytest.ma
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some units in some shards, made by a thread; no log, no wait for the disk."""
+    """Few units and shards, made by a thread, without logs and without waiting for the disk."""
     monkeypatch.setattr(pipeline, "num_cores", lambda: 1)
     monkeypatch.setattr(corpora, "SPLIT_BYTES", 1200)
     monkeypatch.setattr(stages, "SHARD_BYTES", 2500)
@@ -51,7 +51,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lines with duplicates and documents that are too short."""
+    """Lines with duplicates and with documents that are too short."""
     rng, folder = random.Random(0), tmp_path_factory.mktemp("raw")
     texts = [" ".join(rng.choices(["one", "two", "three", "four"], k=rng.randint(1, 30))) for _ in range(40)]
     texts += texts[:5]
@@ -65,7 +65,7 @@ def make(raw: Path, output: Path, recipe: PrepareOptions = RECIPE) -> None:
 
 @pytest.fixture
 def reference(raw: Path, tmp_path: Path) -> Callable[[PrepareOptions], dict[str, Any]]:
-    """The dataset that nothing happened to."""
+    """The dataset of an uninterrupted preparation."""
 
     def get(recipe: PrepareOptions) -> dict[str, Any]:
         output = tmp_path / f"reference{recipe.seed}"
@@ -81,8 +81,8 @@ def reference(raw: Path, tmp_path: Path) -> Callable[[PrepareOptions], dict[str,
 def check_dataset(
     recording: Recording, folder: Path, output: str, again: Callable[[Path], None], most: int, whole: Any
 ) -> None:
-    """The dataset at `output` is absent or whole, there once it is marked as made, and made `again` the
-    same; nothing is left over."""
+    """The dataset at `output` is absent or complete, and complete once it is marked as made. Made `again`, it
+    is the same, and nothing is left over."""
 
     def look(place: Path, mark: str) -> bool:
         there = (place / output).exists()
@@ -174,7 +174,8 @@ def test_control_a_marker_before_its_files_is_found(raw: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["new", "in the place of a damaged one"])
 def test_a_packing_index(tmp_path: Path, damaged: bool) -> None:
-    """What a kill leaves of one is deleted after a day: another process may be writing it."""
+    """Files that a killed process left are deleted after a day, because another process may be writing
+    them."""
     shards = write_dataset(tmp_path / "data", [[5] * n for n in (3, 40, 7, 70, 20, 1)])
     root = tmp_path / "root"
     root.mkdir()
@@ -212,7 +213,7 @@ def same(ours: Path, theirs: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a corpus and of a run of four steps with an export of each, which nothing happened to."""
+    """The folder of a corpus and of an uninterrupted run of four steps, each with an export."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "corpus").mkdir()
     write_corpus(folder / "corpus")
@@ -229,7 +230,7 @@ def job_in(folder: Path, trained: Path) -> Any:
 
 
 def test_the_export_verb(trained: Path, tmp_path: Path) -> None:
-    """The directory is absent or whole, and there once the verb has said so."""
+    """The directory is absent or complete, and complete once the command has reported it."""
     root, whole = tmp_path / "root", trained / "run/hf/step-4"
     root.mkdir()
 
@@ -257,8 +258,8 @@ def test_the_export_verb(trained: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_with_exports(trained: Path, tmp_path: Path) -> None:
-    """A checkpoint is kept until its export is on the disk; a run's small files are absent or whole; the next
-    start makes up for what is missing. metrics.jsonl is not synced: whatever it has lost stops nothing."""
+    """A checkpoint is kept until its export is on the disk. A run's small files are absent or complete. The
+    next start makes missing exports. metrics.jsonl is not synced; no loss of its lines stops a run."""
     root = tmp_path / "root"
     root.mkdir()
     with recorded(root) as recording:

@@ -1,5 +1,5 @@
-"""What support/file_operations.py records and what support/power_loss.py makes of it: the tests of the other
-tests' tools."""
+"""Tests of the tools of other tests: the recording of support/file_operations.py, and the states that
+support/power_loss.py makes from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="holds files by 
 
 
 def record(root: Path, act: Callable[[], object]) -> Recording:
-    """What `act` does; replaying it gives what it has left."""
+    """The recording of `act`. Replaying it gives the files that `act` has left."""
     with recorded(root) as recording:
         act()
     assert replayed(recording) == tree_of(root)
@@ -30,7 +30,7 @@ def record(root: Path, act: Callable[[], object]) -> Recording:
 
 
 def states(recording: Recording, **options: int) -> list[Tree]:
-    """Of all crashes, each once."""
+    """All crash states, each once."""
     return [crash.tree for crash in crashes(recording, **options)]
 
 
@@ -64,7 +64,7 @@ def test_every_operation_is_recorded_in_order(tmp_path: Path) -> None:
 
 
 def test_what_libraries_and_threads_write_is_recorded(tmp_path: Path) -> None:
-    """safetensors writes in Rust, torch in C++: no call of Python's tells of their writes."""
+    """safetensors writes in Rust and torch in C++, without any Python call."""
 
     def act() -> None:
         save_file({"a": torch.ones(4)}, tmp_path / "a.safetensors")
@@ -116,7 +116,8 @@ def test_nothing_is_recorded_afterwards(tmp_path: Path) -> None:
 
 
 def test_an_unsynced_file_may_have_any_content_and_an_unsynced_name_may_be_missing(tmp_path: Path) -> None:
-    """A name that is there says nothing of the content, and an fsync of the file nothing of the name."""
+    """That a name exists says nothing about the content, and an fsync of the file says nothing about the
+    name."""
     (tmp_path / "file").write_bytes(b"old")
     found = states(record(tmp_path, lambda: (tmp_path / "file").write_bytes(b"longer")))
     contents = [b"old", b"", b"lon", bytes(6), b"longer"]
@@ -191,7 +192,8 @@ def test_a_rename_between_folders_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [6, 12])
 def test_many_unsynced_names_are_sampled(tmp_path: Path, count: int) -> None:
-    """All subsets of 6; of 12 the prefixes, each alone there, each alone missing, and some at random."""
+    """For 6 names all subsets are made; for 12 the prefixes, each name alone present, each name alone
+    missing, and random subsets."""
     recording = record(tmp_path, lambda: [(tmp_path / f"{i:02}").touch() for i in range(count)])
     found = {frozenset(tree) for tree in states(recording, samples=5)}
     names = [f"{i:02}" for i in range(count)]

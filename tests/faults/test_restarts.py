@@ -1,10 +1,9 @@
-"""Launchers, ranks and nodes that are told to stop or die, through ./run_train.sh and torchrun's own agents:
-what is restarted, what is not, what is left behind, and that a run which was restarted equals one that was
-not.
+"""Launchers, ranks and nodes that are told to stop or die, through ./run_train.sh and torchrun's agents:
+which processes are restarted, which files are left behind, and that a restarted run equals an uninterrupted
+one.
 
-A run is a dozen seconds, most of it the import of torch in the launcher and in each rank. torchrun's
-patience is cut by PET_RDZV_CONF, which is where it reads its options from.
-"""
+A run takes a dozen seconds, most of them for the import of torch in the launcher and in each rank. torchrun's
+timeouts are shortened by PET_RDZV_CONF, from which it reads its options."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ STEPS = 8
 
 @pytest.fixture
 def start(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Node]]:
-    """`start(*arguments, **environment)`: a Node that ends with the test."""
+    """`start(*arguments, **environment)`: a Node that is closed at the end of the test."""
     nodes: list[Node] = []
 
     def one(*arguments: str, **environment: str) -> Node:
@@ -54,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
 
 
 def test_sigterm_to_the_launcher_waits_for_the_save_and_nothing_is_restarted(start: Any) -> None:
-    """The commit takes three seconds; torchrun would kill after one (PET_SHUTDOWN_TIMEOUT)."""
+    """The commit takes three seconds; torchrun would kill the ranks after one (PET_SHUTDOWN_TIMEOUT)."""
     node = start(NGPU="2", MAX_RESTARTS="2", STEP_S="0.3", COMMIT_S="3", PET_SHUTDOWN_TIMEOUT="1")
     node.until(lambda: node.step >= 1)
     began = time.monotonic()
@@ -107,7 +106,7 @@ def test_sigterm_while_waiting_for_nodes_after_a_crash_is_75(start: Any) -> None
 
 
 def test_a_killed_rank_is_restarted_and_the_run_equals_one_that_was_not(start: Any, whole: Job) -> None:
-    """No port is open to the network, from before the ranks meet to the end, and one rank alone reports."""
+    """No port is open to the network at any time, and only one rank reports."""
     sync = "--checkpoint.async_mode=disabled"  # else it depends on the disk whether step 4 is there by step 7
     node = start("--data.num_workers=1", sync, NGPU="2", MAX_RESTARTS="1", KILL="1 0 7")
     assert node.end() == 0, node.log
@@ -167,8 +166,8 @@ def free_port() -> int:
 
 
 def two_nodes(start: Any, nnodes: str) -> tuple[Node, Callable[[], Node]]:
-    """The first node, whose agent has the store, after the second one was killed behind a commit; and what
-    starts the second one again. Nodes that come within 20 s of each other begin together."""
+    """The first node, whose agent has the store, after the second node was killed behind a commit; and a
+    function that starts the second node again. Nodes that come within 20 s of each other begin together."""
     common = {
         "NNODES": nnodes, "RDZV_ENDPOINT": f"localhost:{free_port()}", "MAX_RESTARTS": "3", "STEP_S": "0.4",
     }  # fmt: skip

@@ -1,9 +1,8 @@
-"""A run that is told to stop, wherever it is: all ranks stop at the same step, save it, and exit with 75, and
-the run that goes on equals the one that was never stopped, to the bit.
+"""A run that is told to stop at any place: all ranks stop after the same step, save it, and exit with 75, and
+the resumed run equals the uninterrupted run to the bit.
 
-On two ranks. What happens in a rank happens before a certain call of a certain function, not after a certain
-time.
-"""
+The tests run on two ranks. An event in a rank happens before a certain call of a certain function, not after
+a certain time."""
 
 from __future__ import annotations
 
@@ -58,7 +57,8 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Event:
-    """What happens in `rank` before the `call`-th call of `place`: a signal to itself, a file, or an act."""
+    """An event in `rank` before the `call`-th call of `place`: a signal to itself, a file, or a function
+    call."""
 
     place: str
     call: int
@@ -70,7 +70,7 @@ class Event:
 
 
 def _group() -> None:
-    """As a terminal or a batch system does, which know no ranks."""
+    """Signal the whole process group, as a terminal or a batch system does, which do not know ranks."""
     workers = multiprocessing.active_children()
     assert [os.getpgid(worker.pid or 0) for worker in workers] == [os.getpgrp()] * 2
     os.killpg(0, signal.SIGTERM)
@@ -87,7 +87,7 @@ def _status(pid: int | None, key: str) -> str:
 
 
 def _until_it_waits(pid: int) -> None:
-    """Until the main thread of a process has slept without a break for 0.1 s."""
+    """Wait until the main thread of a process has slept without a break for 0.1 s."""
     seen, until = "", time.monotonic() + 300
     while seen != (seen := _status(pid, "voluntary_ctxt_switches")) or _status(pid, "State")[0] != "S":
         assert time.monotonic() < until, f"process {pid} does not wait"
@@ -95,13 +95,13 @@ def _until_it_waits(pid: int) -> None:
 
 
 def _parent() -> None:
-    """From a loader worker, to the rank that waits for it."""
+    """Signal the rank that waits for this loader worker."""
     _until_it_waits(os.getppid())
     os.kill(os.getppid(), signal.SIGTERM)
 
 
 def _peer() -> None:
-    """From rank 0, to the one that waits for it in a collective."""
+    """Signal, from rank 0, the rank that waits for it in a collective."""
     _until_it_waits(pid := int(Path("pid-1").read_text()))
     os.kill(pid, signal.SIGTERM)
 
@@ -113,7 +113,7 @@ def _twice() -> None:
 
 def _in_flight() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    _until_it_waits(os.getpid())  # the main thread, for this one, which has written nothing yet
+    _until_it_waits(os.getpid())  # the status of the main thread, which has written nothing yet
 
 
 def _disk_full() -> None:
@@ -121,7 +121,7 @@ def _disk_full() -> None:
 
 
 def _lose_update() -> None:
-    """Step 6 is counted, and its update is not made."""
+    """Count step 6 without applying its update."""
     adamw: Any = AdamW
     build = adamw.build
 
@@ -134,8 +134,8 @@ def _lose_update() -> None:
     adamw.build = lazy
 
 
-def _lose_rows() -> None:
-    """The resumed run begins at the row before the last step's."""
+def _lose_sequence() -> None:
+    """Let the resumed run begin one sequence too early."""
     state: Any = TrainState
     restore = state.restore
     state.restore = lambda self, values: restore(self, {**values, "sequences": values["sequences"] - 8})
@@ -150,7 +150,7 @@ ACTS: dict[str, Callable[[], None]] = {
     "in flight": _in_flight,
     "disk full": _disk_full,
     "lose update": _lose_update,
-    "lose rows": _lose_rows,
+    "lose a sequence": _lose_sequence,
 }
 
 
@@ -168,13 +168,13 @@ def _before(event: Event) -> None:
 
 
 def _train(folder: Path, arguments: list[str], events: list[Event]) -> None:
-    os.setpgid(0, 0)  # a group of this rank and its loader workers
+    os.setpgid(0, 0)  # a process group of this rank and its loader workers
     rank = dist.get_rank()
     write_output_to(folder / f"log-{rank}")
     os.chdir(folder)
     Path(f"pid-{rank}").write_text(str(os.getpid()))
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOG_RANK": "0,1"}
-    signals.LOOK_S = 0.0  # a second is all of the run
+    signals.LOOK_S = 0.0  # the run takes only a second
     for event in events:
         if event.rank == rank:
             _before(event)
@@ -185,7 +185,7 @@ def _train(folder: Path, arguments: list[str], events: list[Event]) -> None:
 
 
 class Runs:
-    """Runs of the tiny job in a folder, each on from the one before."""
+    """Runs of the tiny job in one folder. Each resumes from the run before it."""
 
     def __init__(self, folder: Path, corpus: Path, *overrides: str):
         overrides = ("--training.local_batch_size=2", *overrides)  # two micro-batches per step and rank
@@ -206,16 +206,16 @@ class Runs:
 
     @property
     def log(self) -> str:
-        """What the ranks said, one after the other."""
+        """The logs of all ranks."""
         return "".join((self.folder / f"log-{rank}").read_text() for rank in range(RANKS))
 
     @property
     def saved(self) -> list[int]:
-        """The steps that are saved."""
+        """The saved steps."""
         return [step for step, _ in committed(self.job.folder / "checkpoint")]
 
     def stopped(self) -> int:
-        """The step that all ranks say to have stopped after, and that is saved."""
+        """The step after which all ranks report to have stopped, and which is saved."""
         said = [int(step) for step in re.findall(r"stopped after step (\d+), which is saved", self.log)]
         assert said == [said[0]] * RANKS, self.log
         assert self.saved[-1] == metrics_of(self.job)[-1]["step"] == said[0]
@@ -224,7 +224,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
-    """The run that was not stopped."""
+    """The uninterrupted run."""
     runs = Runs(tmp_path_factory.mktemp("whole"), corpus)
     assert runs() == [0, 0], runs.log
     assert len(state_of(runs.job, STEPS)) == RANKS
@@ -236,7 +236,7 @@ WORKERS = "--data.num_workers=2"
 VALIDATION = ("--validation.enable=true", "--validation.freq=5")
 SAMPLES = ("--generation.freq=5", '--generation.prompts=["ab"]', "--generation.max_new_tokens=4")
 STOPS = {
-    # the vote of a step is held once its data is there: what comes later ends the step after it
+    # the vote of a step begins when its batch has arrived; a later event ends the step after it
     "loading, with workers": (Event("loading", 11), 6, (WORKERS,)),
     "waiting for a worker": (Event("reading sequences", 11, "parent"), 6, ("--data.num_workers=1",)),
     "waiting for a rank": (Event("accumulating", 10, "peer", rank=0), 6, ()),
@@ -285,7 +285,7 @@ def test_a_save_in_flight_becomes_whole_and_so_does_the_step_that_was_reached(
 
 
 def test_a_whole_process_group_is_told(whole: Job, tmp_path: Path, corpus: Path) -> None:
-    """Loader workers too, which have to outlive it: the step may still need them."""
+    """Loader workers get the signal, too, and have to survive it: the step may still need them."""
     runs = Runs(tmp_path, corpus, WORKERS)
     group = [Event("loading", 11, "group", rank) for rank in range(RANKS)]
     assert runs(*group) == [75, 75], runs.log
@@ -310,7 +310,7 @@ def test_too_late_to_stop_is_done(whole: Job, tmp_path: Path, corpus: Path) -> N
 
 @pytest.mark.full
 def test_a_stop_in_every_run(whole: Job, tmp_path: Path, corpus: Path) -> None:
-    """Each of them is told in its first step, and takes it."""
+    """Each run gets the signal in its first step, and takes that step."""
     runs = Runs(tmp_path, corpus, WORKERS)
     for step in (1, 2):
         assert runs(Event("loading", 1)) == [75, 75], runs.log
@@ -346,7 +346,7 @@ EARLY = {
 
 @pytest.mark.parametrize("name", [full(name) if name == "opening the data" else name for name in EARLY])
 def test_before_the_first_step_the_rank_that_is_told_ends(whole: Job, tmp_path: Path, name: str) -> None:
-    """The others end with it, and later: the launcher reports the code of the first."""
+    """The other ranks end later: the launcher reports the exit code of the rank that ends first."""
     runs, event = Runs(tmp_path, write_corpus(tmp_path)), EARLY[name]
     codes = runs(event)
     assert codes[event.rank] == 75, runs.log
@@ -369,7 +369,7 @@ def test_while_a_checkpoint_is_read(whole: Job, tmp_path: Path, corpus: Path) ->
 # ---- controls
 
 
-@pytest.mark.parametrize("loss", [full("lose update"), "lose rows"])
+@pytest.mark.parametrize("loss", [full("lose update"), "lose a sequence"])
 def test_control_a_resume_that_loses_one_step_is_noticed(
     whole: Job, tmp_path: Path, corpus: Path, loss: str
 ) -> None:
@@ -378,7 +378,7 @@ def test_control_a_resume_that_loses_one_step_is_noticed(
     assert runs(Event("loading", 11), *(lost if loss == "lose update" else [])) == [75, 75], runs.log
     assert runs.stopped() == 6
     assert history(runs.job) == history(whole)[:6]
-    assert runs(*(lost if loss == "lose rows" else [])) == [0, 0], runs.log
+    assert runs(*(lost if loss == "lose a sequence" else [])) == [0, 0], runs.log
     assert [row["step"] for row in metrics_of(runs.job)] == list(range(1, STEPS + 1))
     assert all(a != b for a, b in zip(history(runs.job)[6:], history(whole)[6:]))
     assert state_of(runs.job, STEPS) != state_of(whole, STEPS)

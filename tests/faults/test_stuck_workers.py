@@ -1,7 +1,7 @@
-"""A loader worker that is stopped, as one is whose file system hangs: one rank that is told to stop saves
-its last finished step; of several ranks the stuck one says which worker it waits for and the run ends in
-time. The run that goes on equals one without a fault, to the bit; a worker that is only slow changes nothing.
-"""
+"""A loader worker that is stopped, like a worker whose file system hangs. A run on one rank that is told to
+stop saves its last finished step. With several ranks, the stuck rank reports which worker it waits for, and
+the run ends in time. The resumed run equals an uninterrupted one to the bit. A worker that is only slow
+changes nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 
 
 class Runs:
-    """Runs of the tiny job in a folder, each on from the one before."""
+    """Runs of the tiny job in one folder. Each resumes from the run before it."""
 
     def __init__(self, trainer: Trainer, folder: Path, corpus: Path, size: int):
         self.job: Job = make_job(folder, corpus, *OPTIONS, world_size=size)
@@ -58,13 +58,13 @@ class Runs:
         return [step for step, _ in committed(self.job.folder / "checkpoint")]
 
     def result(self) -> Any:
-        """Every step's numbers, and the bytes of the last state."""
+        """The numbers of every step, and the bytes of the last state."""
         return history(self.job), state_of(self.job, STEPS)
 
 
 @pytest.fixture(scope="module")
 def whole(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[int, Any]:
-    """Results without a fault, by ranks."""
+    """Results of uninterrupted runs, by number of ranks."""
     results = {}
     for size in (1, 2):
         runs = Runs(trainer, tmp_path_factory.mktemp(f"whole{size}"), corpus, size)
@@ -76,7 +76,7 @@ def whole(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory, corpus: Pa
 def test_one_rank_that_is_told_to_stop_saves_its_last_finished_step(
     trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any]
 ) -> None:
-    """Two of four micro-batches of step 6 have joined; they are given out again."""
+    """Two of four micro-batches of step 6 have arrived; the resumed run gets them again."""
     runs = Runs(trainer, tmp_path, corpus, 1)
     stuck = Fault(READ, call=5 * 4 + 3, during="start", action="stop")
     told = Fault(WAIT, during="start", action="terminate")

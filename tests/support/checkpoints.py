@@ -1,4 +1,4 @@
-"""A run of one layer and what is done to its checkpoints."""
+"""A one-layer run, and damage to its checkpoints."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def names(folder: Path) -> list[str]:
 
 
 def go(folder: Path, to_step: int, **config: Any) -> int | None:
-    """A start of the program: resume, take steps up to `to_step`, save each. Returns the step it resumed
+    """A start of the program: resume, and save every step up to `to_step`. Returns the step that it resumed
     from."""
     run, parts = open_run(folder, **config), Parts()
     try:
@@ -94,7 +94,7 @@ def archived(folder: Path) -> list[list[int]]:
 
 
 def shards(path: Path) -> dict[str, str]:
-    """The SHA-256 of the weights and moments of a checkpoint."""
+    """The SHA-256 of the shards of a checkpoint."""
     files = commit.digests(commit.read_manifest(path))
     return {name: digest.sha256 for name, digest in files.items() if name.endswith(".distcp")}
 
@@ -115,7 +115,7 @@ def shorten_a_shard(step: Path) -> None:
 
 
 def kill_before_moving(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Raise KeyboardInterrupt where a folder of this name is to be moved."""
+    """Raise KeyboardInterrupt before a folder of this name is renamed."""
     rename = os.rename
 
     def killed(a: Any, b: Any) -> None:

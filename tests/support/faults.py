@@ -1,7 +1,6 @@
-"""Ranks that train the tiny job and fail at a named call: kill -9, an error, a state that is lost.
+"""Ranks that train the tiny job and fail at a named call: with kill -9, an error, or lost state.
 
-Nothing in titanlite knows of this: a rank wraps the named functions before it trains.
-"""
+titanlite has no code for this: a rank wraps the named functions before it trains."""
 
 from __future__ import annotations
 
@@ -22,57 +21,57 @@ from typing import Any, Literal
 
 from tests.support.ranks import Ranks, leave, write_output_to
 
-TIMEOUT_S = 300  # of a wait within a run of seconds
+TIMEOUT_S = 300  # for one wait in a run that takes seconds
 FILE_BYTES = 1 << 17  # instead of 2 GiB, so that a rank writes several files at a time
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, once: at the `call`-th call of `target` whose arguments contain `match`."""
+    """A fault that happens once, at the `call`-th call of `target` whose arguments contain `match`."""
 
     target: str
     """`module:attribute`; the module below titanlite.checkpoint, or by its full name."""
     when: Literal["before", "half", "after", "instead"] = "before"
-    """`half`: half of what the call writes or deletes is done."""
+    """`half`: when half of the call's data is written or half of its files are deleted."""
     call: int = 1
-    """0: every one."""
+    """0: every call."""
     match: str = ""
     during: Literal["write", "save", "start"] = "write"
     """Calls are counted while `step` is written by the writer's thread, or is saved by the loop, or from the
     start of the process."""
     step: int = 4
     rank: int = 0
-    """Where; -1: on every rank."""
+    """The rank with the fault; -1: every rank."""
     action: str = "kill"
     """A name in ACTIONS."""
     victim: int = -1
-    """Whom `kill` kills; -1: the rank that is there."""
+    """The rank that `kill` kills; -1: the rank with the fault."""
 
 
 @dataclass
 class Outcome:
-    """How a run ended."""
+    """The end of a run."""
 
     exits: list[int]
-    """By rank: an exit code, or a signal's number below zero."""
+    """Exit codes by rank; a signal is its negative number."""
     fired: list[tuple[int, str]] = field(default_factory=list)
     """(rank, target) of the faults that happened."""
     logs: list[str] = field(default_factory=list)
-    """By rank."""
+    """Logs by rank."""
 
     @property
     def resumed(self) -> list[int]:
-        """The steps that rank 0 says to have resumed from."""
+        """The steps that rank 0 reports to have resumed from."""
         return [int(step) for step in re.findall(r"resumed from .*/step-(\d+)\n", self.logs[0])]
 
     @property
     def reached(self) -> int:
-        """The last step that was logged."""
+        """The last logged step."""
         return max((int(step) for step in re.findall(r" step +(\d+)/", self.logs[0])), default=0)
 
 
 class Trainer:
-    """Runs jobs on ranks, one at a time."""
+    """Runs jobs on ranks, one job at a time."""
 
     def __init__(self, scratch: Path):
         self._scratch = scratch
@@ -86,8 +85,8 @@ class Trainer:
         faults: Sequence[Fault] = (),
         signal_peers: bool = True,
     ) -> Outcome:
-        """Run a job on `size` ranks to its end. `signal_peers`: once a rank dies, the others get SIGTERM, as
-        from torchrun; else they have to end by themselves."""
+        """Run a job on `size` ranks to its end. `signal_peers`: when a rank dies, the other ranks get
+        SIGTERM, as from torchrun; otherwise they have to end by themselves."""
         self._runs += 1
         scratch = self._scratch / str(self._runs)
         scratch.mkdir(parents=True)
@@ -105,7 +104,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _train(toml: Path, overrides: list[str], faults: list[Fault], scratch: Path) -> None:
-    """In a rank: plant the faults, train, and end with the exit code that the program would have."""
+    """Plant the faults in this rank, train, and end with the exit code that the program would have."""
     import torch.distributed as dist
 
     from titanlite.checkpoint import writer
@@ -141,7 +140,7 @@ class _Planted:
         self.stopped_at: float | None = None  # of a loader worker, by time.monotonic()
 
     def plant(self) -> None:
-        """Wrap the target, and around it what arms the fault."""
+        """Wrap the target, and the function that arms the fault."""
         _wrap(self._owner, self._name, self._call)
         where = {"write": "saver:Saver._save", "save": "checkpointer:Checkpointer.save"}
         if self.fault.during in where:
@@ -194,14 +193,14 @@ def _wrap(owner: Any, name: str, by: Callable[..., Any]) -> None:
 
 
 def _text(args: tuple[Any, ...]) -> str:
-    """Arguments to match; a HashingFile by its name."""
+    """The arguments as text, to match. A HashingFile is represented by its name."""
     return " ".join(str(getattr(getattr(arg, "_file", None), "name", arg)) for arg in args)
 
 
 def _halves(
     target: str, original: Callable[..., Any], act: Callable[[], Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Half of a call, what goes wrong, and the rest if that came back."""
+    """Do half of a call, then the fault, and the rest of the call if the fault returned."""
     name = re.split("[.:]", target)[-1]
     if name == "write":  # of a HashingFile
         file, view = args[0], memoryview(args[1]).cast("B")
@@ -219,7 +218,7 @@ def _halves(
     return original(*args, **kwargs)
 
 
-# ---- what goes wrong: called with the fault and the arguments of the call
+# ---- actions of faults: called with the fault and the arguments of the call
 
 
 def _kill(planted: _Planted, args: tuple[Any, ...]) -> None:
@@ -227,7 +226,7 @@ def _kill(planted: _Planted, args: tuple[Any, ...]) -> None:
     itself = victim in (-1, planted.rank)
     os.kill(os.getpid() if itself else int((planted.scratch / f"pid-{victim}").read_text()), signal.SIGKILL)
     if itself:
-        time.sleep(TIMEOUT_S)  # this thread may be told last
+        time.sleep(TIMEOUT_S)  # the kernel may end this thread last
 
 
 def _error(planted: _Planted, args: tuple[Any, ...]) -> None:
@@ -245,7 +244,7 @@ def _lose_moments(planted: _Planted, args: tuple[Any, ...]) -> None:
         moments["exp_avg"].zero_()
 
 
-def _shift_row(planted: _Planted, args: tuple[Any, ...]) -> None:
+def _shift_sequence(planted: _Planted, args: tuple[Any, ...]) -> None:
     args[3].sequences += 1
 
 
@@ -255,19 +254,20 @@ def _stop(planted: _Planted, args: tuple[Any, ...]) -> None:
 
 
 def _let_the_run_wait(planted: _Planted, args: tuple[Any, ...]) -> None:
-    """In a loader worker: until the rank has looked for the batch in vain, which is a fault of its own."""
+    """Wait, in a loader worker, until the rank has asked for the batch without success, which a second fault
+    notes."""
     fired, until = planted.scratch / f"fired-{planted.rank}", time.monotonic() + TIMEOUT_S
     while "DataWait" not in fired.read_text() and time.monotonic() < until:
         time.sleep(0.05)
 
 
 def _wait_for_an_hour(planted: _Planted, args: tuple[Any, ...]) -> None:
-    """Instead of DataWait: once the worker has been stopped for 2 s, add an hour to the rank's wait."""
+    """Replace DataWait: once the worker has been stopped for 2 s, add an hour to the rank's wait."""
     wait, waited_s, worker = args
     pid = re.findall(r"pid (\d+)", worker)[0]
     if ") T " in Path(f"/proc/{pid}/stat").read_text():
         planted.stopped_at = planted.stopped_at or time.monotonic()
-        if time.monotonic() - planted.stopped_at > 2:  # what it sent before has come
+        if time.monotonic() - planted.stopped_at > 2:  # its earlier batches have arrived
             waited_s += 3600
     planted.original(wait, waited_s, worker)
 
@@ -276,15 +276,14 @@ _scribbled = threading.Event()
 
 
 def _scribble(planted: _Planted, args: tuple[Any, ...]) -> None:
-    """After Checkpointer.save: change all that it was given, and change it back when all is written."""
+    """Run after Checkpointer.save: overwrite all state, and restore it when the checkpoint is written."""
     import torch
-    from torch.distributed.tensor import DTensor
 
-    from titanlite.checkpoint.state import tensors_of
+    from titanlite.checkpoint.state import flattened, local_shard, tensors_of
 
     checkpointer, net, optimizer, state = args[:4]
-    tensors = [t for of in tensors_of(net, optimizer).values() for t in of.values()]
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors] + [state.tokens]
+    tensors = list(flattened(tensors_of(net, optimizer)).values())
+    local = [*map(local_shard, tensors), state.tokens]
     kept, small = [t.clone() for t in local], (state.step, state.sequences)
     with torch.no_grad():
         for t in local:
@@ -302,7 +301,7 @@ ACTIONS: dict[str, Callable[[_Planted, tuple[Any, ...]], Any]] = {
     "error": _error,
     "no_memory": _no_memory,
     "lose_moments": _lose_moments,
-    "shift_row": _shift_row,
+    "shift_sequence": _shift_sequence,
     "scribble": _scribble,
     "wait_for_scribble": lambda planted, args: _scribbled.wait(TIMEOUT_S),
     "nothing": lambda planted, args: None,

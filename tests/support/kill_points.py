@@ -1,8 +1,7 @@
-"""Where a save, a resume, a rewind and the setting aside of a bad checkpoint are killed, by name.
+"""The points at which a save, a resume, going back to an earlier step and a quarantine are killed, by name.
 
 P0 to P8 are the phases of a save: agreed, begun, staged, shards, their metadata, the small files, the rename,
-the agreement that it is done, retention.
-"""
+the agreement that the save is complete, retention."""
 
 from __future__ import annotations
 
@@ -17,15 +16,16 @@ FINAL, TRASH, PARTIAL, PROBE = "checkpoint/step-", ".trash-", ".partial-", ".pro
 
 @dataclass(frozen=True)
 class Point(Fault):
-    """A named call. `shared`: every rank comes by, not only rank 0. `commits`: the save is committed by then.
-    `late`: rank 0 can commit it without the others."""
+    """A named call. `shared`: every rank makes the call, not only rank 0. `commits`: the save is committed by
+    then. `late`: rank 0 can commit the save after the other rank is killed here."""
 
     shared: bool = False
     commits: bool = False
     late: bool = False
 
     def at(self, rank: int, **changes: Any) -> Point:
-        """The same for another rank: when it comes by itself, or else when rank 0 does."""
+        """The same point for another rank. If only rank 0 makes the call, the other rank is killed at rank
+        0's call."""
         changes["rank" if self.shared else "victim"] = rank
         return replace(self, **changes)
 
@@ -34,7 +34,7 @@ SAVE = {
     "P0 agreed": Point("checkpointer:Checkpointer.save", during="save", shared=True),
     "P1 before begin": Point("commit:begin"),
     "P1 begun": Point("commit:begin", "after"),
-    "P1 told": Point("ranks:Ranks.agree", "after", shared=True),
+    "P1 agreed": Point("ranks:Ranks.agree", "after", shared=True),
     "P2 before the copy": Point("staging:HostBuffers.copy", during="save", shared=True),
     "P2 in the copy": Point("staging:HostBuffers._on_host", "after", 9, during="save", shared=True),
     "P2 copied": Point("staging:HostBuffers.copy", "after", during="save", shared=True),
@@ -72,7 +72,7 @@ SAVE = {
     "P8 half deleted": Point("shutil:rmtree", "half", 1, TRASH, commits=True, step=6),
     "P8 retained": Point("commit:retain", "after", commits=True, step=6),
 }
-# The writer's own errors: not a lost peer's, and not between two statements, where nothing raises.
+# Points at which the writer itself can raise an error.
 ERRORS = {
     "P1 disk full?": Point("os:statvfs", action="error"),
     "P2 no memory": Point("staging:HostBuffers.allocate", during="save", action="no_memory", shared=True),
@@ -88,7 +88,7 @@ RESUME = {
     "lock taken": Point("lock:FolderLock.__init__", "after"),
     "half of the small files": Point("digest:digest_file", "before", 2),
     "chosen": Point("resume:newest", "after"),
-    "all see it": Point("resume:check_shared", "after", shared=True),
+    "seen by all ranks": Point("resume:check_shared", "after", shared=True),
     "before cleaning": Point("commit:clean"),
     "half cleaned": Point("shutil:rmtree", "half", 1, PARTIAL),
     "partly cleaned": Point("shutil:rmtree", "after", 1, PARTIAL),
@@ -96,7 +96,7 @@ RESUME = {
     "probe": Point("resume:_make_probe", "after"),
     "probe written": Point("resume:write_file", "after", shared=True),
     "probe half removed": Point("shutil:rmtree", "half", 1, PROBE),
-    "before the lock is signed": Point("lock:FolderLock.write_owner"),
+    "before the owner is written": Point("lock:FolderLock.write_owner"),
     "before the commit is recorded": Point("os:replace", "before", 1, "last_commit"),
     "the commit is recorded": Point("os:replace", "after", 1, "last_commit"),
     "before loading": Point("checkpointer:load_tensors", shared=True),
@@ -109,7 +109,7 @@ RESUME = {
     "half of job.toml": Point(WRITE_NEW, "half", 1, "job.toml"),
     "half of env.json": Point(WRITE_NEW, "half", 1, "env.json"),
     "half of run_identity.json": Point(WRITE_NEW, "half", 1, "run_identity.json"),
-    "run_identity.json aside": Point("os:replace", "before", 1, "run_identity.json"),
+    "run_identity.json not renamed": Point("os:replace", "before", 1, "run_identity.json"),
     "before metrics are cut": Point("os:truncate", "before", 1, "metrics"),
     "metrics cut": Point("os:truncate", "after", 1, "metrics"),
     "first step": Point("titanlite.train:grad_norm", shared=True),
@@ -122,11 +122,11 @@ REWIND = {
     "all moved": Point("os:rename", "after", 3, "archived-"),
     "moved": Point("commit:archive_after", "after"),
 }
-SET_ASIDE = {
+QUARANTINE = {
     "before": Point("commit:quarantine"),
     "one": Point("os:rename", "after", 1, "quarantined-"),
     "before the second": Point("commit:quarantine", "before", 2),
     "both": Point("os:rename", "after", 2, "quarantined-"),
 }
-for points in (RESUME, REWIND, SET_ASIDE):
+for points in (RESUME, REWIND, QUARANTINE):
     points.update({name: replace(point, during="start") for name, point in points.items()})

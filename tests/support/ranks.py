@@ -1,10 +1,10 @@
-"""Ranks for tests: processes forked from a server that has imported titanlite. Several have one gloo
-process group, a single one has none.
+"""Ranks for tests: processes forked from a server that has imported titanlite. Several ranks have a gloo
+process group; a single rank has none.
 
-A rank costs hundredths of a second instead of the seconds of its imports, and each call has new ones: nothing
-is left of what ran before, and no idle rank's threads poll. The server is Python's multiprocessing.forkserver
-with our preloading. It holds no thread and no process group, which would not survive the fork. Linux only.
-"""
+A rank starts in hundredths of a second instead of the seconds of its imports, and each call has new ranks: no
+state is left from earlier tests, and no idle rank's threads poll. The server is Python's
+multiprocessing.forkserver with our preloading. It has no thread and no process group, which would not survive
+the fork. Linux only."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ GRACE_S = 120.0  # between SIGTERM and SIGKILL; torchrun has 30, too few on a bu
 class Ranks:
     """One process per rank, which runs `function(*args)` and ends.
 
-    The function must be importable by its name. Wait for it with `results` or `exits`: every rank has ended
-    when one of them returns or raises.
-    """
+    The function must be importable by its name. Wait with `results` or `exits`: when one of them returns or
+    raises, every rank has ended."""
 
     def __init__(self, world_size: int, function: Callable[..., Any], *args: Any):
         name = getattr(function, "__qualname__", "")
@@ -53,8 +52,8 @@ class Ranks:
             self.processes.append(process)
 
     def results(self, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """What the function returned, by rank. Raises AssertionError with the traceback of the first rank
-        that fails, and ends the others, which may be stuck in a collective."""
+        """The return values by rank. If a rank fails, ends the other ranks, which may be stuck in a
+        collective, and raises AssertionError with the traceback of the first failed rank."""
         found: dict[int, Any] = {}
         until = time.monotonic() + timeout_s
         with self._ending():
@@ -80,11 +79,10 @@ class Ranks:
         return [found[rank] for rank in range(len(found))]
 
     def exits(self, timeout_s: float = TIMEOUT_S, signal_peers: bool = False) -> list[int]:
-        """The exit codes by rank, a signal's number below zero, of a function that ends its process.
+        """The exit codes by rank, or negative signals, of a function that ends its process.
 
-        Once a rank fails, the others have GRACE_S to end; with `signal_peers` they get SIGTERM first, as from
-        torchrun. Raises AssertionError if a rank does not end.
-        """
+        Once a rank fails, the other ranks have GRACE_S to end; with `signal_peers` they get SIGTERM first, as
+        from torchrun. Raises AssertionError if a rank does not end."""
         until = time.monotonic() + timeout_s
         told = False
         with self._ending():
@@ -112,7 +110,7 @@ class Ranks:
         return [connection for connection in self._connections if not connection.closed]
 
     def _assert_silent(self, rank: int) -> None:
-        """A function that should end its process has returned or raised instead, or the process is gone."""
+        """Raise AssertionError if the function, which should end its process, has returned or raised."""
         try:
             _, value = pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -123,7 +121,7 @@ class Ranks:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """No rank lives on after the body, whatever happens in it."""
+        """End all ranks after the body, also if it raises."""
         try:
             yield
         finally:
@@ -136,14 +134,14 @@ class Ranks:
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(*args)` returns on each rank of a new process group."""
+    """The values that `function(*args)` returns on each rank of a new process group."""
     return Ranks(world_size, function, *args).results()
 
 
 @cache
 def _server() -> Any:
-    """The context of multiprocessing whose processes are forked. Its server starts with the first process and
-    ends with this one."""
+    """The multiprocessing context whose processes are forked. Its server starts with the first process and
+    ends with this process."""
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
@@ -167,7 +165,7 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """In the forked process. `group`: the rank, the number of ranks, where they meet."""
+    """Run in the forked process. `group`: the rank, the number of ranks, and the address where they meet."""
     import torch
     import torch.distributed as dist
 
@@ -191,14 +189,14 @@ def _rank(
 
 
 def write_output_to(path: Path) -> None:
-    """In a rank: append to a file whatever this process and its children print."""
+    """Append the output of this rank and of its children to a file."""
     file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
 
 
 def leave(code: int) -> NoReturn:
-    """In a rank: end the process at once, because gloo's threads can abort an interpreter that finalises."""
+    """End the rank's process at once, because gloo's threads can abort an interpreter that finalises."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Training the tiny job, on ranks and in hops, and what must be equal of two runs."""
+"""Runs of the tiny job, on ranks or in several starts, and comparisons of two runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = (
 
 
 def history(job: Job) -> list[list[object]]:
-    """What must be equal at every step."""
+    """The values that must be equal at every step."""
     return [[row[key] for key in KEYS] for row in metrics_of(job)]
 
 
@@ -37,7 +37,7 @@ def weights_sha(job: Job, step: int) -> str:
 
 
 def run_in_hops(folder: Path, corpus: Path, hops: list[int], *overrides: str, name: str = "hops") -> Job:
-    """Train to each step of `hops` in turn, each time from a fresh start of the program's state."""
+    """Train to each step of `hops` in turn, each time with a new start of the program's state."""
     for steps in hops:
         job = make_job(folder, corpus, f"--training.steps={steps}", *overrides, name=name)
         train(job)
@@ -48,13 +48,13 @@ UNTIED = "--model.overrides.tie_word_embeddings=false"
 
 
 def train_on_rank(folder: Path, corpus: Path, overrides: list[str], name: str, world_size: int) -> None:
-    """One rank's part of a run."""
+    """Train on one rank of a run."""
     train(make_job(folder, corpus, *overrides, name=name, world_size=world_size))
 
 
 TENSOR = "--parallelism.tensor_parallel_degree=2"
 CONTEXT = "--parallelism.context_parallel_degree=2"
-FOUR_MICRO_BATCHES = "--training.local_batch_size=2"  # of a global batch of 8, which four ranks can share
+FOUR_MICRO_BATCHES = "--training.local_batch_size=2"  # with a global batch of 8, which four ranks can share
 PIPELINE = "--parallelism.pipeline_parallel_degree=2"
 
 
@@ -74,7 +74,7 @@ def state_of(job: Job, step: int) -> dict[str, str]:
 
 
 def assert_same(job: Job, whole: Job) -> None:
-    """Two runs on one layout are equal to the bit: what every step logged, and the last state."""
+    """Two runs on one layout are equal to the bit: the log of every step, and the last state."""
     steps = history(whole)
     assert history(job) == steps
     last = len(steps)

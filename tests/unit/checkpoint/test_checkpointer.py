@@ -1,5 +1,5 @@
-"""Checkpoints are whole or absent, the newest good one is resumed from, and nothing that does not fit is
-loaded."""
+"""Checkpoints are complete or absent, a run resumes from the newest good one, and a checkpoint that does not
+fit is not loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_round_trip(tmp_path: Path, mode: str) -> None:
     }
 
 
-def test_training_may_go_on_at_once_after_an_asynchronous_save(tmp_path: Path) -> None:
+def test_training_continues_at_once_after_an_asynchronous_save(tmp_path: Path) -> None:
     run, parts = open_run(tmp_path), Parts()
     parts.step()
     saved = parts.values()
@@ -107,7 +107,7 @@ def damage_manifest(step: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_missing, damage_short, damage_manifest])
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(tmp_path: Path, damage) -> None:
+def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_used(tmp_path: Path, damage) -> None:
     save_steps(tmp_path, 2)
     damage(tmp_path / "checkpoint/step-2")
     run, parts = open_run(tmp_path), Parts()
@@ -124,11 +124,11 @@ def test_only_damaged_ones_end_the_run_instead_of_starting_afresh(tmp_path: Path
     with pytest.raises(CheckpointError, match="no usable checkpoint") as error:
         open_run(tmp_path)
     assert error.value.exit_code == 3
-    with pytest.raises(CheckpointError, match="no usable checkpoint"):  # and again the next time
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):  # the next start, too
         open_run(tmp_path)
 
 
-def test_another_recipe_is_refused_by_name_unless_allowed(tmp_path: Path) -> None:
+def test_another_run_identity_is_refused_by_name_unless_allowed(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     changed = {**IDENTITY, "model": {"dim": 5}}
     with pytest.raises(
@@ -140,7 +140,7 @@ def test_another_recipe_is_refused_by_name_unless_allowed(tmp_path: Path) -> Non
 
 
 def test_a_new_run_knows_what_it_allows_to_change(tmp_path: Path) -> None:
-    """Not one that resumes: it may name a key that only the checkpoint had."""
+    """A resumed run may also name a key that only its checkpoint has."""
     known = r"the run identity has no key '{}'.* \(known: data\.seed, data\.sources, model\.dim\)$"
     for name in ("foo", "model.dims", "dim", "model.", "names"):
         for restart in (False, True):
@@ -184,7 +184,7 @@ def test_a_failed_save_is_an_error_soon_after(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(commit, "commit", full)
     run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     until = time.monotonic() + 300
-    while not run.failed:  # what the loop asks after each step
+    while not run.failed:  # as the loop does after each step
         assert time.monotonic() < until
         time.sleep(0.01)
     with pytest.raises(CheckpointError, match="No space left"):
@@ -201,7 +201,7 @@ def test_a_save_in_flight_becomes_whole_after_an_error_elsewhere(tmp_path: Path)
 
 
 def look_often(monkeypatch: pytest.MonkeyPatch, size: Callable[[Path], int]) -> None:
-    """Make the waits short, and have a save in flight grow as `size` says."""
+    """Make the waits short, and let `size` give the size of the save in flight."""
     monkeypatch.setattr(saver, "POLL_S", 0.001)
     monkeypatch.setattr(saver, "STALL_S", 0.005)
     monkeypatch.setattr(commit, "partial_size", size)
@@ -210,18 +210,18 @@ def look_often(monkeypatch: pytest.MonkeyPatch, size: Callable[[Path], int]) -> 
 def test_a_slow_save_is_waited_for_after_an_error_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here with nothing written for far longer than several ranks would wait."""
-    set_up_logging(rank=1, verbose=False)  # the rank that fails says so, whichever it is
-    looks, go_on, end = [], threading.Event(), commit.commit
+    """The save writes nothing for much longer than several ranks would wait."""
+    set_up_logging(rank=1, verbose=False)  # every rank that fails logs it
+    looks, may_commit, original = [], threading.Event(), commit.commit
 
     def commit_slowly(*args: Any) -> Path:
-        assert go_on.wait(90)
-        return end(*args)
+        assert may_commit.wait(90)
+        return original(*args)
 
     def size(folder: Path) -> int:
         looks.append(folder)
         if len(looks) == 50:
-            go_on.set()
+            may_commit.set()
         return 3 << 20
 
     look_often(monkeypatch, size)
@@ -230,7 +230,7 @@ def test_a_slow_save_is_waited_for_after_an_error_elsewhere(
     parts.step()
     run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     run.close_after_error(ValueError("the cause\nand more"))
-    go_on.set()
+    may_commit.set()
     assert names(tmp_path) == ["step-1"]
     said = capsys.readouterr().err
     line = "training has ended: ValueError: the cause; waiting for the save in flight (3.0 MiB so far)\n"
@@ -278,7 +278,7 @@ def test_a_refused_run_touches_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == before
 
 
-def test_the_recipe_of_a_run_without_checkpoints_counts_too(tmp_path: Path) -> None:
+def test_the_identity_of_a_run_without_checkpoints_counts_too(tmp_path: Path) -> None:
     (tmp_path / "run_identity.json").write_text(json.dumps(IDENTITY))
     assert open_run(tmp_path).resumed is None
     with pytest.raises(ConfigError, match=r"model\.dim was 4, is 5"):
@@ -320,7 +320,7 @@ def test_keeping_one_is_refused() -> None:
 
 
 def start_on_rank(folder: Path, elsewhere: Path, kind: str) -> tuple[str, str]:
-    """Open the run; on rank 1 its folder is not what it is on rank 0."""
+    """Open the run. On rank 1 the folder is not that of rank 0."""
 
     def into_another(path: Path, data: bytes) -> Any:
         return write_file(elsewhere / path.name, data)
@@ -390,7 +390,7 @@ Hold = Callable[..., tuple[subprocess.Popen[str], int]]
 
 @pytest.fixture
 def hold() -> Iterator[Hold]:
-    """Processes that have a run folder, and their children; ended by their ids."""
+    """Starts processes that hold the lock of a run folder, and ends them and their children."""
     started: list[int] = []
 
     def start(folder: Path, *kind: str) -> tuple[subprocess.Popen[str], int]:
@@ -427,7 +427,7 @@ def test_a_second_run_is_refused_while_the_first_lives(
 
 @pytest.mark.parametrize("kind", ["", "worker"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_second_run_goes_on_when_the_first_is_gone(
+def test_a_second_run_starts_when_the_first_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Hold, kind: str, number: int
 ) -> None:
     monkeypatch.setattr(lock, "WAIT_S", 200.0)

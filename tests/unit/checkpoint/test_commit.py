@@ -1,6 +1,6 @@
-"""The commit protocol: the seal, the order in which things reach the disk, what is never replaced, what is
-kept; and random histories of saves, failures, kills, restarts, rewinds and pins, in which the run is never
-lost."""
+"""The commit protocol: the manifest's hash, the order of writes to the disk, that nothing is replaced, and
+retention; and random histories of saves, failures, kills, restarts, going back and keep files, in which the
+run is never lost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def steps(folder: Path) -> list[int]:
 # ---- the manifest
 
 
-def test_a_manifest_names_every_file_and_is_sealed(tmp_path: Path) -> None:
+def test_a_manifest_names_every_file_and_has_its_own_hash(tmp_path: Path) -> None:
     path = make(tmp_path, 7)
     manifest = commit.read_manifest(path)
     assert (manifest["format"], manifest["step"], manifest["ranks"]) == (commit.FORMAT, 7, 1)
@@ -68,7 +68,7 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path: Path) -> Non
         (path / commit.MANIFEST).write_bytes(bad)
         try:
             assert commit.fault(path, 7, sizes=False), f"byte {place} of {bytes(bad)!r}"
-        except CheckpointError as error:  # in the number of the format itself
+        except CheckpointError as error:  # the flipped bit is in the format's number
             assert "has format" in str(error)  # noqa: PT017 -- either will do
     (path / commit.MANIFEST).write_bytes(good)
     assert commit.fault(path, 7) is None
@@ -80,8 +80,7 @@ def test_a_manifest_edited_by_hand_is_not_believed(tmp_path: Path) -> None:
     without = [{k: v for k, v in manifest.items() if k != key} for key in manifest if key != "format"]
     for edited in (*without, {**manifest, "step": 8}, {**manifest, "files": {}}, {**manifest, "more": 1}):
         (path / commit.MANIFEST).write_text(json.dumps(edited))
-        found = commit.fault(path, 7)
-        assert found == "its manifest cannot be trusted: its own SHA-256 differs", edited
+        assert commit.fault(path, 7) == "its manifest cannot be trusted: its own SHA-256 differs", edited
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"5", b"null", b'"text"', b"{}", b"\xff"])
@@ -131,7 +130,7 @@ def test_a_committed_step_is_never_replaced(tmp_path: Path) -> None:
         make(tmp_path, 7, b"second")
     assert content(path) == before
     run, parts = save_steps(tmp_path / "run", 1)[1], Parts()
-    parts.state.step = 1  # the same step once more, by a loop gone wrong
+    parts.state.step = 1  # the same step again, by a wrong loop
     before = content(tmp_path / "run/checkpoint")
     run.save(parts.net, parts.optimizer, parts.state, EXTRA)
     with pytest.raises(CheckpointError, match="exists already"):
@@ -141,7 +140,7 @@ def test_a_committed_step_is_never_replaced(tmp_path: Path) -> None:
 
 
 def test_a_short_or_a_missing_file_is_not_committed(tmp_path: Path) -> None:
-    """As another node's file may be, whose size only that node knows."""
+    """A file of another node may look like this; only that node knows its size."""
     for damage in (lambda file: file.write_bytes(b"shar"), lambda file: file.unlink()):
         partial = commit.begin(tmp_path, 7)
         files = {"__1_0.distcp": write_file(partial / "__1_0.distcp", b"shard")}
@@ -268,11 +267,11 @@ def test_a_failed_retention_is_no_failed_save(tmp_path: Path, monkeypatch: pytes
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """The process is killed here."""
 
 
 class Inline(ThreadPoolExecutor):
-    """Without threads: this test would wait for them most of its time."""
+    """Runs tasks without threads: this test would spend most of its time waiting for them."""
 
     def submit(self, act: Callable[..., Any], *args: Any) -> Future[Any]:  # type: ignore[override]
         done: Future[Any] = Future()
@@ -284,9 +283,10 @@ class Inline(ThreadPoolExecutor):
 
 
 class History:
-    """A run folder through saves that succeed or fail, kills at any change of the folder, restarts, rewinds
-    and pins. After every change: all that is committed is whole, there is a checkpoint if there ever was one,
-    and what must be kept is there. After every whole action: nothing else is."""
+    """A run folder through saves that succeed or fail, kills at any change of the folder, restarts, going
+    back and keep files. After every change: all committed checkpoints are complete, there is a checkpoint if
+    there ever was one, and the checkpoints that must be kept exist. After every complete action, no other
+    files exist."""
 
     def __init__(self, folder: Path, keep_latest_k: int, every: int):
         self.folder, self.run_folder = folder / "checkpoint", folder
@@ -297,11 +297,11 @@ class History:
         self.fails_at = ""
         self.parts, self.run = Parts(), open_run(folder, **self.config, async_mode="disabled")
         self.origin: int | None = None  # the step resumed from
-        self.on_branch: int | None = None  # the step last gone back to, and that of each checkpoint
+        self.on_branch: int | None = None  # load_step of the last start, and for each checkpoint
         self.branch: dict[int, int | None] = {}
 
     def is_kept(self, step: int) -> bool:
-        """Whatever comes."""
+        """Whether retention keeps this step even if it is old."""
         every = self.config["keep_every_n_steps"]
         return step in self.pinned or step == self.origin or bool(every and step % every == 0)
 
@@ -316,7 +316,7 @@ class History:
         assert {s for s in self.expected if self.is_kept(s)} <= set(whole)
 
     def change(self, act: Callable[..., Any]) -> Callable[..., Any]:
-        """`act`, seen and perhaps never reached."""
+        """`act`, followed by a look at the folder, or replaced by the kill."""
 
         def seen(*args: Any, **kwargs: Any) -> Any:
             self.changes_left -= 1
@@ -331,7 +331,7 @@ class History:
         return seen
 
     def save_shard(self, tensors: Any, storage_writer: Any, **_: Any) -> None:
-        """In the place of DCP."""
+        """Replaces DCP's save."""
         for name in ("__0_0.distcp", ".metadata"):
             with storage_writer.fs.create_stream(storage_writer.path / name, "wb") as stream:
                 stream.write(b"x" * 50)
@@ -360,7 +360,7 @@ class History:
     def restart(self, load_step: int = -1, kill: int = 0) -> None:
         self.run._release()
         before, self.changes_left, self.fails_at = set(self.expected), kill, ""
-        # What was resumed from before is an ordinary one from now on.
+        # Retention no longer keeps the checkpoint that the start before resumed from.
         newest = max(before, default=0)
         if load_step != -1 and not (self.branch.get(newest) == load_step < newest):
             self.expected = {s for s in before if s <= load_step}
@@ -376,7 +376,7 @@ class History:
             self.restart()
             return
         assert set(steps(self.folder)) == self.expected
-        # The pins of what is moved aside go with it.
+        # Keep files are archived with their checkpoints.
         self.pinned = {
             s for s in self.pinned if s in self.expected or (self.folder / f"step-{s}.keep").exists()
         }
@@ -410,7 +410,7 @@ ACTIONS = st.one_of(
     actions=[
         *[("save", 1, "", 0)] * 3,
         ("pin", 1, True),
-        ("rewind", 0, 0),  # moves the pinned one aside
+        ("rewind", 0, 0),  # archives the pinned checkpoint
         *[("save", 1, "", 0)] * 5,
     ],
     keep_latest_k=3,
@@ -455,5 +455,5 @@ def test_random_histories_never_lose_the_run(
             elif there and action == "pin":
                 history.pin(there[values[0] % len(there)], values[1])
             history.look()
-        with suppress(CheckpointError):  # of a last save that failed
+        with suppress(CheckpointError):  # the last save failed
             history.run.close()

@@ -1,5 +1,6 @@
-"""A run never starts again over the remains of another: last_commit.json tells a run whose checkpoints are
-gone from one that has saved none, and checkpoint.restart begins anew on purpose, once, deleting nothing."""
+"""A run never starts again over the checkpoints of an earlier run: last_commit.json distinguishes a run whose
+checkpoints are gone from a run that has saved none. checkpoint.restart starts again on purpose, once, and
+deletes nothing."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def test_another_checkpoint_folder_is_told_where_the_checkpoints_are(tmp_path: P
         r"--checkpoint\.folder=checkpoint to resume from it, start at step 1 "
     )
     assert not (tmp_path / "other").exists()
-    (tmp_path / "checkpoint").rename(tmp_path / "other")  # renamed by a person: that is where they are
+    (tmp_path / "checkpoint").rename(tmp_path / "other")  # the user renamed the folder
     run, parts = Checkpointer(other, tmp_path, IDENTITY, "[job]\n"), Parts()
     run.load(parts.net, parts.optimizer, parts.state)
     assert run.resumed is not None
@@ -95,7 +96,7 @@ def test_another_checkpoint_folder_is_told_where_the_checkpoints_are(tmp_path: P
 def test_a_run_that_saved_nothing_starts_again_and_says_so(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], enable: str
 ) -> None:
-    """The first start ends without a checkpoint, as one that is killed before its first save."""
+    """The first start ends without a checkpoint, like a run that is killed before its first save."""
     job = make_job(tmp_path, corpus, "--training.steps=1", "--checkpoint.enable=false")
     train(job)
     assert "starting again" not in capsys.readouterr().err
@@ -147,11 +148,11 @@ def test_restart_archives_what_was_there_once(tmp_path: Path, capsys: pytest.Cap
     begun = "checkpoint.restart = true: a new run begins at step 1\n"
     assert capsys.readouterr().err.count(begun) == 1
     assert go(tmp_path, 2, restart=True) is None  # it ended before its first save
-    assert go(tmp_path, 3, restart=True) == 2  # as Slurm starts it again: it goes on
+    assert go(tmp_path, 3, restart=True) == 2  # started again, as by Slurm: it resumes
     assert archived(tmp_path) == [[1, 2, 3]]
     assert begun not in capsys.readouterr().err
     assert go(tmp_path, 3) == 3
-    assert go(tmp_path, 1, restart=True) is None  # asked for anew
+    assert go(tmp_path, 1, restart=True) is None  # restart was set again
     assert archived(tmp_path) == [[1, 2, 3], [1, 2, 3]]
 
 
@@ -160,7 +161,7 @@ def test_restart_where_the_checkpoints_are_gone(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "checkpoint")
     assert go(tmp_path, 3, restart=True) is None
     assert go(tmp_path, 3, restart=True) == 3
-    shutil.rmtree(tmp_path / "checkpoint")  # again, and the flag is still there: nobody asked a second time
+    shutil.rmtree(tmp_path / "checkpoint")  # restart is still set from the first time
     with pytest.raises(CheckpointError, match=rf"or delete {tmp_path}/{RECORD} to restart once more$"):
         go(tmp_path, 3, restart=True)
     (tmp_path / RECORD).unlink()
@@ -178,14 +179,14 @@ def test_a_kill_between_two_moves_of_a_restart(tmp_path: Path, monkeypatch: pyte
     shutil.copytree(run, tmp_path / "copy")
     assert go(run, 1, restart=True) is None
     assert archived(run) == [[3, 4], [1, 2]]
-    assert go(tmp_path / "copy", 2) == 2  # who drops restart now goes on from what is there
+    assert go(tmp_path / "copy", 2) == 2  # without restart, it resumes from the remaining checkpoint
 
 
 def test_a_whole_run_restarts(tmp_path: Path, corpus: Path) -> None:
     job = make_job(tmp_path, corpus, "--training.steps=8")
     train(job)
     first = (job.folder / "metrics.jsonl").read_text()
-    for steps in (4, 6):  # the second start goes on, as it is
+    for steps in (4, 6):  # the second start resumes
         job = make_job(
             tmp_path, corpus, f"--training.steps={steps}", "--training.seed=1", "--checkpoint.restart=true"
         )
@@ -215,7 +216,7 @@ def test_a_run_of_an_older_titanlite_without_the_record(tmp_path: Path) -> None:
     go(tmp_path, 2)
     (tmp_path / RECORD).unlink()
     (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
-    assert go(tmp_path, 3) == 2  # its checkpoints are there: it goes on, with a record from now on
+    assert go(tmp_path, 3) == 2  # it resumes from its checkpoints, and has a record from now on
     assert recorded(tmp_path)["step"] == 3
     (tmp_path / RECORD).unlink()
     shutil.rmtree(tmp_path / "checkpoint")
@@ -248,7 +249,7 @@ DAMAGE = pytest.mark.parametrize(
 
 @DAMAGE
 def test_a_damaged_record(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """It matters only where there is no checkpoint."""
+    """The record matters only if there is no checkpoint."""
     go(tmp_path, 2)
     damage(tmp_path / RECORD)
     (tmp_path / "checkpoint").rename(tmp_path / "gone")
@@ -276,7 +277,8 @@ def test_restart_over_a_damaged_record(tmp_path: Path, damage: Callable[[Path], 
 def test_a_record_that_cannot_be_read_now_restarts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system that does not answer is no damage: a run restarted before would lose its progress."""
+    """A file system that does not answer is no damage: a run that was restarted before would lose its
+    progress."""
     go(tmp_path, 2)
 
     def stale(file: Path) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Checkpoints whose small files are damaged or were made by somebody: the run goes on from the one before,
-every verb ends with one line, nothing hangs and nothing steers the terminal."""
+"""Checkpoints whose small files are damaged or forged: the run resumes from the checkpoint before, every
+command ends with one line, nothing hangs, and nothing controls the terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_hang")
 
 
 def reseal(step: Path, change: Callable[[dict[str, Any]], Any] = lambda manifest: None) -> None:
-    """Make the manifest fit the files, and itself, after a change."""
+    """Update the manifest's hashes after a change of the files."""
     manifest = json.loads((step / commit.MANIFEST).read_text())
     del manifest["sha256"]
     for name in manifest["files"]:
@@ -223,5 +223,7 @@ def test_a_recorded_job_goes_on_where_it_lies(
     assert sorted(p.name for p in (tmp_path / "moved/checkpoint").iterdir()) == ["step-1", "step-2"]
     assert not list((tmp_path / "elsewhere").iterdir())
     other = f"--job.dump_folder={tmp_path / 'other'}"
-    assert cli.run(["train", str(recorded), other, "--training.steps=1"]) == 0  # who asks for another gets it
+    assert (
+        cli.run(["train", str(recorded), other, "--training.steps=1"]) == 0
+    )  # unless another folder is chosen
     assert (tmp_path / "other/checkpoint/step-1").exists()

@@ -1,4 +1,4 @@
-"""Files are compared with their digests, and what is wrong with the first wrong one is told."""
+"""Files are compared with their digests, and the first damaged file is described."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The reader: nothing in a checkpoint is executed, a file that is not one is a CheckpointError, and only what
-fits exactly is loaded."""
+"""The reader: nothing in a checkpoint is executed, a file that is no checkpoint is a CheckpointError, and
+only tensors that fit exactly are loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def step(tmp_path: Path) -> Path:
 
 
 def load_into(step: Path, seed: int = 1) -> Parts:
-    """Fresh parts with what the checkpoint holds."""
+    """Load the checkpoint into a new run."""
     parts = Parts(seed=seed)
     make_state(parts.optimizer)
     load_tensors(step, tensors_of(parts.net, parts.optimizer))
@@ -43,7 +43,7 @@ def load_into(step: Path, seed: int = 1) -> Parts:
 
 
 class Calls:
-    """Pickles as a call."""
+    """Is pickled as a function call."""
 
     def __init__(self, function: Callable[..., Any], *args: Any):
         self.call = (function, args)
@@ -57,7 +57,7 @@ def by_reduce(target: Path) -> bytes:
 
 
 def inside_metadata(target: Path) -> bytes:
-    """In a field of an object that is itself allowed."""
+    """The pickle in a field of an object whose class is allowed."""
     return pickle.dumps(Metadata({}, planner_data=Calls(os.system, f"touch {target}")))
 
 
@@ -70,12 +70,12 @@ def by_an_old_protocol(target: Path) -> bytes:
 
 
 def by_inst(target: Path) -> bytes:
-    """The oldest opcode that calls."""
+    """The oldest pickle opcode that calls a function."""
     return b"(S'touch " + str(target).encode() + b"'\nios\nsystem\n."
 
 
 def by_attribute_of_an_allowed_class(target: Path) -> bytes:
-    """Dotted names reach into a class: PosixPath itself is allowed."""
+    """Dotted names reach into a class; PosixPath itself is allowed."""
     name = str(target).encode()
     path = b"\x8c\x07pathlib\x8c\x09PosixPath\x93\x8c" + bytes([len(name)]) + name + b"\x85R"
     return b"\x80\x04\x8c\x07pathlib\x8c\x0fPosixPath.touch\x93" + path + b"\x85R."
@@ -131,7 +131,7 @@ def test_metadata_does_not_reach_other_files(step: Path, name: str) -> None:
 
 
 def test_metadata_does_not_change_classes(step: Path) -> None:
-    """The BUILD instruction sets attributes of whatever is on the stack, allowed classes among them, which
+    """The BUILD instruction can set attributes of any object on the stack, also of allowed classes, which
     every later load uses."""
     good, before = (step / ".metadata").read_bytes(), load_into(step).values()
     module = _StorageInfo.__module__.encode()
@@ -192,8 +192,8 @@ FIELDS += ["fqn", "relative_path", "offset", "length"]
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_damaged_field_of_the_metadata_is_a_checkpoint_error(step: Path, field: str) -> None:
-    """A valid pickle of the right classes, in which one attribute has another name. With verify = "full" the
-    hash finds it first; this is what sizes, off and `generate` see."""
+    """A valid pickle of the right classes in which one attribute has another name. With verify = "full", the
+    hash finds it first; with "sizes" and "off", and in `generate`, this check does."""
     data = (step / ".metadata").read_bytes()
     name = bytes([len(field)]) + field.encode()
     assert data.count(name) >= 1
@@ -236,7 +236,7 @@ def test_a_refused_load_changes_nothing(step: Path) -> None:
 
 
 def test_control_plain_dcp_casts_and_ignores(step: Path) -> None:
-    """What the strictness is for: none of this is an error there."""
+    """The reason for the strict checks: plain DCP raises no error here."""
     weight = torch.zeros(4, 4, dtype=torch.float64)
     load({"model": {"weight": weight}}, storage_reader=FileSystemReader(step), no_dist=True)
     assert torch.equal(weight.float(), load_into(step).net.weight)
@@ -275,7 +275,7 @@ def test_getattr_reaches_nothing_else(tmp_path: Path, owner: object, name: str) 
 
 
 def test_a_path_written_by_python_3_13_is_read() -> None:
-    """Its classes of paths are in another module; other names of that module are refused."""
+    """Python 3.13 has its path classes in another module; other names of that module are refused."""
     assert str(_Unpickler(io.BytesIO(b"cpathlib._local\nPosixPath\n(S'/a'\nS'b'\ntR.")).load()) == "/a/b"
     with pytest.raises(pickle.UnpicklingError, match=r"pathlib\._local\.os"):
         _Unpickler(io.BytesIO(b"cpathlib._local\nos\n.")).load()

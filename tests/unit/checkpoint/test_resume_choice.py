@@ -1,5 +1,5 @@
-"""Which checkpoint a run goes on from: the newest good one, or that of load_step, once; and what becomes of
-the others and of the metrics."""
+"""The choice of the checkpoint that a run resumes from: the newest good one, or once the one of load_step;
+and the archiving of later checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from titanlite.train import train
 
 @pytest.mark.parametrize("text", ['{"step"', "[]", "null", '{"step": 3, "sequences": 24}', "\x00\x00"])
 def test_a_train_json_that_cannot_be_used_is_damage(tmp_path: Path, text: str) -> None:
-    """Of the same size, so that only its hash tells; it is read before any tensor."""
+    """The size is unchanged, so that only the hash differs. The file is read before any tensor."""
     go(tmp_path, 3)
     file = tmp_path / "checkpoint/step-3/train.json"
     file.write_text(text.ljust(file.stat().st_size))
@@ -45,7 +45,9 @@ def test_a_train_json_that_cannot_be_used_is_damage(tmp_path: Path, text: str) -
 
 
 @pytest.mark.parametrize(("before", "after"), [('"seed": 0', '"seed": 1'), ('"dim": 4', '"dim": 5')])
-def test_a_damaged_recipe_is_damage_and_no_other_recipe(tmp_path: Path, before: str, after: str) -> None:
+def test_a_damaged_identity_is_damage_and_not_another_identity(
+    tmp_path: Path, before: str, after: str
+) -> None:
     go(tmp_path, 3)
     file = tmp_path / "checkpoint/step-3/train.json"
     text = file.read_text()
@@ -74,7 +76,7 @@ def test_several_bad_ones_are_passed_over_at_once(tmp_path: Path) -> None:
 
 
 def test_if_none_is_usable_all_stay_as_they_are(tmp_path: Path) -> None:
-    """Some are found to be damaged before any is loaded, the others while they are."""
+    """Some are found to be damaged before any tensor is loaded, some during loading."""
     go(tmp_path, 5)
     folder = tmp_path / "checkpoint"
     flip_a_shard(folder / "step-5")
@@ -106,7 +108,7 @@ def test_if_none_is_usable_all_stay_as_they_are(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, is_damage: bool
 ) -> None:
-    """A sector that is gone is damage; a file system that does not answer may tomorrow."""
+    """A bad sector is damage; a file system that does not answer is not."""
     go(tmp_path, 3)
     read = digest.digest_file
 
@@ -127,10 +129,10 @@ def test_a_file_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("torn", [0, 10])
-def test_a_start_killed_while_it_wrote_the_recipe_is_not_the_end_of_the_run(
+def test_a_start_killed_while_it_wrote_the_identity_is_not_the_end_of_the_run(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, torn: int
 ) -> None:
-    """Each start writes run_identity.json beside the metrics; the checkpoints have their own."""
+    """Each start writes run_identity.json beside the metrics; checkpoints have their own copy."""
     train(make_job(tmp_path, corpus, "--training.steps=2"))
     write_new = files.write_new
 
@@ -157,18 +159,18 @@ def test_load_step_goes_back_and_moves_what_came_after(tmp_path: Path) -> None:
     assert go(tmp_path, 4, load_step=2) == 2
     assert names(tmp_path) == ["archived-0", "step-1", "step-2", "step-3", "step-4"]
     assert archived(tmp_path) == [[3, 4, 5]]
-    for step, found in before.items():
-        assert shards(tmp_path / f"checkpoint/archived-0/step-{step}") == found
-        assert step == 5 or shards(tmp_path / f"checkpoint/step-{step}") == found  # the same run again
+    for step, digests in before.items():
+        assert shards(tmp_path / f"checkpoint/archived-0/step-{step}") == digests
+        assert step == 5 or shards(tmp_path / f"checkpoint/step-{step}") == digests  # the same run again
 
 
-def test_a_restart_with_the_same_load_step_goes_on(tmp_path: Path) -> None:
+def test_a_restart_with_the_same_load_step_resumes(tmp_path: Path) -> None:
     go(tmp_path, 5)
     go(tmp_path, 4, load_step=2)
     assert go(tmp_path, 6, load_step=2) == 4
-    assert go(tmp_path, 7) == 6  # and so does one without it
+    assert go(tmp_path, 7) == 6  # a start without load_step resumes there, too
     assert archived(tmp_path) == [[3, 4, 5]]
-    assert go(tmp_path, 3, load_step=2) == 2  # after which it goes back once more
+    assert go(tmp_path, 3, load_step=2) == 2  # then load_step goes back again
     assert archived(tmp_path) == [[3, 4, 5], [3, 4, 5, 6, 7]]
 
 
@@ -195,7 +197,7 @@ def test_going_back_twice(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint/archived-0/step-5.keep").exists()
     assert go(tmp_path, 7, load_step=5) == 5  # on the branch of 3
     assert archived(tmp_path) == [[4, 5, 6], [6]]
-    assert go(tmp_path, 7, load_step=3) == 3  # another value than the last one: back once more
+    assert go(tmp_path, 7, load_step=3) == 3  # another value than before goes back again
     assert archived(tmp_path) == [[4, 5, 6], [6], [4, 5, 6, 7]]
     assert go(tmp_path, 4, load_step=2) == 2
     assert names(tmp_path)[-4:] == ["step-1", "step-2", "step-3", "step-4"]
@@ -206,9 +208,9 @@ def test_a_bad_checkpoint_on_the_branch(tmp_path: Path, damage: Callable[[Path],
     go(tmp_path, 5)
     go(tmp_path, 4, load_step=2)
     damage(tmp_path / "checkpoint/step-4")
-    assert go(tmp_path, 3, load_step=2) == 3  # the one before on the branch
+    assert go(tmp_path, 3, load_step=2) == 3  # the checkpoint before, on the branch
     damage(tmp_path / "checkpoint/step-3")
-    assert go(tmp_path, 3, load_step=2) == 2  # none is left on it: where it began
+    assert go(tmp_path, 3, load_step=2) == 2  # no checkpoint is left on the branch: where it began
     assert archived(tmp_path) == [[3, 4, 5]]
     assert {"quarantined-step-3-0", "quarantined-step-4-0"} <= set(names(tmp_path))
 
@@ -223,7 +225,7 @@ def test_a_kill_between_two_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shutil.copytree(tmp_path, tmp_path / "copy")
     assert go(tmp_path, 3, load_step=2) == 2
     assert archived(tmp_path) == [[5], [3, 4]]
-    assert go(tmp_path / "copy", 5) == 4  # who drops load_step now goes on from what is there
+    assert go(tmp_path / "copy", 5) == 4  # without load_step, it resumes from the newest
 
 
 @pytest.mark.parametrize(
@@ -306,7 +308,8 @@ def test_a_run_that_went_back_equals_the_original(whole: Job, tmp_path: Path, co
 
 
 def test_control_another_branch_is_another_run(whole: Job, tmp_path: Path, corpus: Path) -> None:
-    """What is the reason to go back: here another rate. The steps before are the original's, no others."""
+    """Going back with another learning rate, the usual reason. The steps before are those of the original
+    run."""
     shutil.copytree(whole.folder, tmp_path / "run")
     job = make_job(tmp_path, corpus, "--training.steps=12", "--checkpoint.load_step=4", "--optimizer.lr=1e-3")
     train(job)

@@ -25,11 +25,12 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import HashingFile
 from titanlite.checkpoint.writer import ShardWriter
 
-SEVERAL = 4096  # bytes a file, so that a few thousand numbers make several files
+SEVERAL = 4096  # bytes per file, so that a few thousand numbers make several files
 
 
 def some_tensors() -> dict[str, dict[str, torch.Tensor]]:
-    """Of several dtypes and sizes; one is empty, one a scalar, two are parts of a larger storage."""
+    """Tensors of several dtypes and sizes: one is empty, one is a scalar, two are views of a larger
+    storage."""
     torch.manual_seed(3)
     wide = torch.randn(64, 64)
     return {
@@ -60,13 +61,13 @@ def test_digests_are_of_the_files_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_bytes: int
 ) -> None:
     monkeypatch.setattr(writer, "FILE_BYTES", file_bytes)
-    found = write(tmp_path / "c", some_tensors()).files
+    files = write(tmp_path / "c", some_tensors()).files
     on_disk = bytes_of(tmp_path / "c")
-    assert {name: (d.size, d.sha256) for name, d in found.items()} == {
+    assert {name: (d.size, d.sha256) for name, d in files.items()} == {
         name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in on_disk.items()
     }
     shards = {writer.FILE_BYTES: 1, SEVERAL: 5, 1: writer.MAX_FILES}[file_bytes]
-    assert found.keys() == {".metadata", *(f"__0_{i}.distcp" for i in range(shards))}
+    assert files.keys() == {".metadata", *(f"__0_{i}.distcp" for i in range(shards))}
 
 
 def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> None:
@@ -77,8 +78,8 @@ def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> No
 
 def test_files_are_filled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "FILE_BYTES", 40_000)
-    found = write(tmp_path / "c", {"model": {f"t{n}": torch.ones(50 * n) for n in range(1, 41)}}).files
-    shards = [digest.size for name, digest in found.items() if name.endswith(".distcp")]
+    files = write(tmp_path / "c", {"model": {f"t{n}": torch.ones(50 * n) for n in range(1, 41)}}).files
+    shards = [digest.size for name, digest in files.items() if name.endswith(".distcp")]
     assert len(shards) == -(-4 * 50 * sum(range(1, 41)) // 40_000) == 5
     assert max(shards) - min(shards) < 4 * 50 * 40  # the largest item
 
@@ -203,8 +204,8 @@ def test_a_file_that_is_there_is_never_written_over(
 
 
 def test_all_bytes_of_a_file_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Python still holds at the fsync is not on disk after a power loss; torch's own writer syncs
-    `.metadata` before it flushes it."""
+    """Bytes in Python's buffer at the fsync are lost in a power loss. torch's own writer syncs `.metadata`
+    before it flushes it."""
     synced: dict[int, int] = {}
     fsync = os.fsync
 
