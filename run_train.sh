@@ -4,13 +4,13 @@
 #   [NGPU=n] [LOG_RANK=0] ./run_train.sh <name in train_configs | path.toml> [--section.key=value ...]
 #   CONFIG_FILE=path.toml ./run_train.sh [--section.key=value ...]
 #
-# On several nodes, run it on each with NNODES, NODE_RANK and RDZV_ENDPOINT=host:port set (host: the first node).
-# MAX_RESTARTS=k restarts all processes up to k times after a crash; NNODES=MIN:MAX goes on with fewer nodes, too.
-# Several nodes open ports that anybody who reaches them controls: use a network that you trust, and the same random
-# RDZV_ID on all nodes. One node opens none to the network.
-# SIGTERM, SIGINT, SIGHUP, SIGUSR1: save, then exit with 75 (run it again to go on). SIGUSR2: save and go on.
-# The exit code is the trainer's own: 0 done, 1 crash, 2 wrong input, 3 no usable checkpoint,
-# 4 training diverged, 75 stopped and saved. Codes 2, 3, 4 and 75 are never restarted.
+# For several nodes, run this script on each node with NNODES, NODE_RANK and RDZV_ENDPOINT=host:port (host: the first
+# node). MAX_RESTARTS=k restarts all processes up to k times after a crash; NNODES=MIN:MAX continues with fewer nodes.
+# Whoever can reach the ports that several nodes open controls the job: use a network that you trust, and the same
+# random RDZV_ID on all nodes. A single node opens no port to the network.
+# SIGTERM, SIGINT, SIGHUP, SIGUSR1: save, then exit with 75 (the same command continues). SIGUSR2: save and continue.
+# Exit codes: 0 done, 1 crash, 2 wrong input, 3 no usable checkpoint, 4 training diverged, 75 stopped and saved.
+# Codes 2, 3, 4 and 75 are never restarted.
 set -eu
 
 if [ -z "${CONFIG_FILE:-}" ]; then
@@ -24,7 +24,7 @@ fi
 
 NGPU=${NGPU:-1}
 cores=$(getconf _NPROCESSORS_ONLN)
-if [ "$NGPU" -gt 1 ] 2>/dev/null; then  # the trainer says what is wrong with one that is no number
+if [ "$NGPU" -gt 1 ] 2>/dev/null; then  # the launcher reports a value that is not a number
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
 fi
 export LOG_RANK=${LOG_RANK:-0}

@@ -1,17 +1,16 @@
-"""What a checkpoint costs: how long a save holds up training, how much slower steps are while it is written,
-and what verifying adds to loading. Run on one GPU with the 1.5e9-parameter Llama (17 GB of state).
+"""The cost of checkpoints: how long a save blocks training, how much slower steps are while it is written,
+and how much time verification adds to loading. For one GPU, with the 1.5e9-parameter Llama (17 GB of state).
 
     python benchmarks/checkpoint.py saves async|disabled    titanlite
     python benchmarks/checkpoint.py peer async|disabled|async_with_pinned_mem    torchtitan 0.2.2
     python benchmarks/checkpoint.py load    verify = "full" against "off", from cache and from disk
     each with --output benchmarks/results/NAME.json
 
-Both trainers are timed from outside, by when their step lines arrive. Whether a trainer writes a step's line
-before its save or after it, and whether it waits at once or at the next step, what a save at step k costs is
-taken over the lines k - 1 to k + 2: their time less three times the median quiet step.
-`peer` needs torchtitan and TORCHTITAN_PEER, a folder with its torchtitan.toml and what that imports:
-the same model, batch and steps on random tokens.
-"""
+Both trainers are timed from outside, by the arrival times of the lines that they log per step. The cost of a
+save at step k is the time between lines k - 1 and k + 2, minus three median steps without a save. This holds
+whether a trainer logs a step before or after its save, and waits for the save immediately or at the next
+step. `peer` needs torchtitan and TORCHTITAN_PEER, a folder with its torchtitan.toml and the modules that the
+file imports: the same model, batch and steps on random tokens."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ from benchmarks.environment import environment  # noqa: E402
 from benchmarks.throughput import SHIPPED_DATA  # noqa: E402
 
 CONFIG = ROOT / "train_configs/llama3_1b.toml"
-WARM = 12  # steps that do not count: compiling, pinning
+WARM = 12  # steps that do not count: compilation, pinning of memory
 
 
 def main() -> None:
-    """Run one case, summarise, write."""
+    """Run one case and write the summary."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -67,7 +66,7 @@ def main() -> None:
 
 
 def titanlite_command(options: argparse.Namespace, overrides: list[str]) -> list[str]:
-    """The real trainer on the shipped data."""
+    """Return the command of the real trainer on the shipped data."""
     return [
         str(ROOT / "run_train.sh"), options.config, *SHIPPED_DATA, f"--job.dump_folder={options.folder}",
         f"--training.steps={options.steps}", "--metrics.log_freq=1", "--checkpoint.enable=true",
@@ -76,7 +75,7 @@ def titanlite_command(options: argparse.Namespace, overrides: list[str]) -> list
 
 
 def save_case(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """Train with saves; what each cost."""
+    """Train with saves. Returns the cost of each save."""
     env = os.environ | {"NGPU": "1", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1"}
     if options.case == "saves":
         command = titanlite_command(options, [f"--checkpoint.async_mode={options.mode}", *overrides])
@@ -95,7 +94,7 @@ def save_case(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     began = time.perf_counter()
     for at, line in lines_of(command, env):
         plain = re.sub(r"\x1b\[[0-9;]*m", "", line)
-        for place in (ROOT, *map(Path, sys.path)):  # the lines go into the results: no paths of this machine
+        for place in (ROOT, *map(Path, sys.path)):  # the results must not contain paths of this machine
             plain = plain.replace(f"{place}/", "") if place != Path() else plain
         if match := re.search(r"\bstep:? +(\d+)\b(?=.*loss)", plain):
             arrived.setdefault(int(match[1]), at - began)
@@ -105,8 +104,8 @@ def save_case(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
 
 
 def lines_of(command: list[str], env: dict[str, str]) -> Iterator[tuple[float, str]]:
-    """(when it arrived, line) of a program's output; a last line tells of a failure: what was done until then
-    counts."""
+    """Yield the lines of a program's output with their arrival times. A failure adds a last line; the earlier
+    lines count."""
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     tail: list[str] = []
@@ -115,11 +114,11 @@ def lines_of(command: list[str], env: dict[str, str]) -> Iterator[tuple[float, s
         yield time.perf_counter(), line
     if process.wait() != 0:
         print("".join(tail), file=sys.stderr)
-        yield time.perf_counter(), f"checkpoint benchmark: it ended with exit code {process.returncode}"
+        yield time.perf_counter(), f"checkpoint benchmark: ended with exit code {process.returncode}"
 
 
 def summary(arrived: dict[int, float], about_saves: list[str], interval: int) -> dict[str, Any]:
-    """Costs of the saves, from when the step lines arrived."""
+    """Return the costs of the saves, computed from the arrival times of the steps' lines."""
     steps = sorted(arrived)
     gaps = {step: arrived[step] - arrived[step - 1] for step in steps if step - 1 in arrived}
     written = [(float(m[1]), float(m[2])) for line in about_saves if (m := _WRITTEN.match(line))]
@@ -151,11 +150,13 @@ def summary(arrived: dict[int, float], about_saves: list[str], interval: int) ->
     }
 
 
-_WRITTEN = re.compile(r"([\d.]+) .*saved .*, ([\d.]+) s\)")  # titanlite's own line: when it ended, how long
+_WRITTEN = re.compile(
+    r"([\d.]+) .*saved .*, ([\d.]+) s\)"
+)  # titanlite's line: arrival time, seconds of the save
 
 
 def load_case(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """Save once, then open and load that checkpoint with and without verification."""
+    """Save once, then load that checkpoint several times with and without verification."""
     options.steps = options.interval = 2
     command = titanlite_command(options, [*overrides, "--lr_scheduler.warmup_steps=1"])
     env = os.environ | {"NGPU": "1", "PYTHON": sys.executable}
@@ -184,7 +185,7 @@ def load_case(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
 
 
 def forget(folder: Path) -> None:
-    """Drop a folder's files from the page cache."""
+    """Drop a folder's files from the operating system's page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)

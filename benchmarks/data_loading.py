@@ -1,12 +1,12 @@
-"""Tokens a second that one process reads from prepared shards, beside plain slices of a memory map.
+"""Tokens per second that one process reads from prepared shards, compared with slices of a memory map.
 
     python benchmarks/data_loading.py [--tokens 200000000] [--output benchmarks/results/data_loading.json]
 
-A dataset of random documents (log-normal lengths, median 600 tokens, uint16) is read as a training process
-reads it: batches of int64 inputs and targets from shuffled sequences, in this process or through worker
-processes. "memmap" is the bare minimum beside it: the same number of tokens from random places of the file,
-sliced, converted and stacked, without an order to follow, hashes, documents or exact resumption. First, or
-with --compare alone, the loader is measured beside torch's DataLoader over the same sequences, in turns."""
+A dataset of random documents (log-normal lengths, median 600 tokens, uint16) is read as by a training
+process: batches of int64 inputs and targets from shuffled sequences, in this process or through worker
+processes. "memmap" is a lower bound for the work: the same number of tokens from random positions of the
+file, sliced, converted and stacked, without a data order, hashes, documents or exact resumption. First, or
+with --compare only, the loader and torch's DataLoader read the same sequences in turns."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=200_000_000)
-    parser.add_argument("--compare", action="store_true", help="only the loader beside torch's DataLoader")
+    parser.add_argument(
+        "--compare", action="store_true", help="only compare the loader with torch's DataLoader"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/data_loading.json")
     options = parser.parse_args()
     tokenizer = Tiktoken(path=str(ROOT / "assets/tokenizer/stdlib.tiktoken")).build()
@@ -75,7 +77,7 @@ def main() -> None:
                     measured.append({"reader": "titanlite", **keys, "num_workers": num_workers, **speed})
                     report(measured[-1])
     result = {
-        "what": "tokens a second that one process reads",
+        "what": "tokens per second that one process reads",
         "tokens": options.tokens,
         "seconds": SECONDS,
         "repeats": REPEATS,
@@ -89,9 +91,9 @@ def main() -> None:
 
 
 def compare(data: Data, tokenizer: Any, seq_len: int, sequences: int) -> list[dict[str, Any]]:
-    """The loader beside torch's DataLoader on the same sequences, in turns, so that both meet the same load
-    of the machine; and the CPU time of the training process and its workers, which hardly depends on that
-    load."""
+    """Measure the loader and torch's DataLoader on the same sequences, in turns, so that the load of the
+    machine affects both equally. Also measure the CPU time of the training process and its workers, which
+    hardly depends on that load."""
     made, order, lines = (
         data.build(tokenizer, seq_len=seq_len, seed=0),
         MicroBatches(0, sequences, sequences, 0, 1),
@@ -103,7 +105,9 @@ def compare(data: Data, tokenizer: Any, seq_len: int, sequences: int) -> list[di
             "titanlite": Reader(SequenceLoader(made, order, num_workers, pin_memory=False)),
         }
         for turn in range(TURNS):
-            for reader in list(readers.values())[:: 1 if turn % 2 else -1]:  # the second finds warm caches
+            for reader in list(readers.values())[
+                :: 1 if turn % 2 else -1
+            ]:  # the second reader of a turn has warm caches
                 reader.turn()
         shape = {"seq_len": seq_len, "micro_batch": sequences, "num_workers": num_workers}
         for name, reader in readers.items():
@@ -124,7 +128,7 @@ def compare(data: Data, tokenizer: Any, seq_len: int, sequences: int) -> list[di
 
 
 class Reader:
-    """Batches, and what they cost."""
+    """Reads batches from a loader and measures wall time and CPU time."""
 
     def __init__(self, loader: Iterable[Any]):
         before = set(multiprocessing.active_children())
@@ -135,7 +139,7 @@ class Reader:
         self._began = sum(cpu_s(pid) for pid in self._workers)
 
     def turn(self) -> None:
-        """Read for a while."""
+        """Read BATCHES batches after a few that are not measured."""
         for _ in range(10):
             next(self._batches)
         began, cpu = time.perf_counter(), time.process_time()
@@ -145,19 +149,19 @@ class Reader:
         self._own += time.process_time() - cpu
 
     def cpu_us(self) -> int:
-        """CPU time of a batch, in this process and in its workers."""
+        """Return the CPU time per batch in microseconds, in this process and its workers."""
         workers = (sum(cpu_s(pid) for pid in self._workers) - self._began) / (BATCHES + 10)
         return round((self._own / BATCHES + workers) / len(self.seconds) * 1e6)
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far."""
+    """Return the CPU seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def data_loader(made: SequenceDataset, order: MicroBatches, num_workers: int) -> DataLoader:
-    """torch's DataLoader with the loader's settings."""
+    """Return torch's DataLoader with the settings of titanlite's loader."""
     return DataLoader(
         made,
         batch_sampler=order,
@@ -168,7 +172,7 @@ def data_loader(made: SequenceDataset, order: MicroBatches, num_workers: int) ->
 
 
 def write_dataset(path: Path, tokenizer: Any, tokens: int) -> None:
-    """Documents of random tokens in shards of 2^26."""
+    """Write documents of random tokens in shards of 2^26 tokens."""
     rng, dtype, entries = np.random.default_rng(0), token_dtype(tokenizer.vocab_size), []
     path.mkdir()
     while tokens > 0:
@@ -182,7 +186,7 @@ def write_dataset(path: Path, tokenizer: Any, tokens: int) -> None:
 
 
 def memmap_reader(path: Path, seq_len: int, sequences: int) -> Callable[[], Any]:
-    """Batches from random places of the first shard."""
+    """Return a function that reads batches from random positions of the first shard."""
     stream, rng = np.memmap(path / "00000.bin", "<u2", mode="r"), np.random.default_rng(0)
 
     def read() -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,7 +198,7 @@ def memmap_reader(path: Path, seq_len: int, sequences: int) -> Callable[[], Any]
 
 
 def rate(read: Callable[[], Any], seq_len: int, sequences: int) -> dict[str, Any]:
-    """Tokens a second: best, median and worst of a few stretches of some seconds."""
+    """Return tokens per second: the best, median and worst of REPEATS measurements of SECONDS each."""
     for _ in range(10):
         read()
     speeds = []

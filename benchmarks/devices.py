@@ -1,4 +1,4 @@
-"""Cases that are measured one at a time on a device, on several devices at once."""
+"""Runs benchmark cases on several devices, one case at a time per device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def on_devices(devices: list[str], work: list[T], act: Callable[[str, T], R]) -> list[R]:
-    """`act(device, item)` for each item, on whichever of the devices is free; results in the order of
+    """Call `act(device, item)` for each item, on a device that is free. Returns the results in the order of
     `work`."""
     free: queue.Queue[str] = queue.Queue()
     for device in devices:

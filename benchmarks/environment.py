@@ -1,4 +1,4 @@
-"""What a measurement was made on: hardware, versions and the time."""
+"""The environment of a measurement: hardware, versions and time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Hardware, the versions of `packages`, and the time."""
+    """Return the hardware, the versions of `packages`, and the time."""
     return {
         "cpu": cpu_name(),
         "num_cpus": len(os.sched_getaffinity(0)),
@@ -24,13 +24,13 @@ def environment(*packages: str) -> dict[str, Any]:
 
 
 def write_result(path: Path, result: dict[str, Any], *packages: str) -> None:
-    """A benchmark's raw output, with what it was measured on."""
+    """Write a benchmark's raw output with its environment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**result, "environment": environment(*packages)}, indent=1) + "\n")
 
 
 def installed(package: str) -> str:
-    """Its version."""
+    """Return the version of an installed package."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -38,7 +38,7 @@ def installed(package: str) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's model, as far as the system tells it."""
+    """Return the processor's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,12 +1,13 @@
-"""The first run, `./run_train.sh debug`, beside a plain loop over transformers' Llama of the same shape.
+"""Speed of the first run, `./run_train.sh debug`, and of a plain loop with transformers' Llama of equal
+shape.
 
     python benchmarks/first_run.py [--turns 12] [--seconds 3] [--output benchmarks/results/FILE]
 
 The plain loop has Hugging Face's model, torch's AdamW and gradient clipping, and the same micro-batch,
-accumulation and tokens. It and titanlite, as shipped and with `--compile.enable`, run in turns (turns.py);
-titanlite also with libgomp's own GOMP_SPINCOUNT, which the plain loop has (threads.py). Then the wall time of
-whole runs of `--steps` steps, imports and compilation into an empty cache included. The machine should be
-idle otherwise.
+accumulation and tokens. It runs in turns (turns.py) with titanlite: with and without `--compile.enable`, with
+titanlite's GOMP_SPINCOUNT and with libgomp's default, which the plain loop has (threads.py). After that the
+wall time of complete runs of `--steps` steps is measured, including imports and compilation into an empty
+cache. The machine should be idle otherwise.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ VARIANTS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 
 def main() -> None:
-    """Run all in turns, then the whole runs; summarise, write."""
+    """Run all programs in turns, then complete runs, and write the summary."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
-    parser.add_argument("--steps", type=int, default=60, help="of a whole run")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds per turn")
+    parser.add_argument("--steps", type=int, default=60, help="steps per complete run")
     parser.add_argument("--output", type=Path)
     parser.add_argument(
         "--plain", type=Path, nargs=2, help="run the plain loop: folder of tokens, file of lines"
@@ -85,7 +86,8 @@ def main() -> None:
 
 
 def debug_run(run: Path, cache: Path, steps: int) -> list[str]:
-    """`./run_train.sh debug` of so many steps, with a line of metrics each, and nothing beside the steps."""
+    """Return the command of `./run_train.sh debug` for `steps` steps, with metrics of each step and without
+    validation, samples or checkpoints."""
     return [
         "env", f"PYTHON={sys.executable}", str(ROOT / "run_train.sh"), "debug",
         f"--training.steps={steps}", "--metrics.log_freq=1", f"--job.dump_folder={run}",
@@ -95,7 +97,7 @@ def debug_run(run: Path, cache: Path, steps: int) -> list[str]:
 
 
 def plain(folder: Path, cache: Path, steps: int) -> Program:
-    """The plain loop as a process."""
+    """Return the plain loop as a program."""
     folder.mkdir(exist_ok=True)
     lines = folder / "plain.lines"
     command = [
@@ -110,7 +112,7 @@ def plain(folder: Path, cache: Path, steps: int) -> Program:
 
 
 def seconds_of(command: list[str], compiled: Path) -> float:
-    """Wall time of a whole run, compiling into an empty cache."""
+    """Return the wall time of a complete run that compiles into an empty cache."""
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{compiled}/whole"}
     began = time.perf_counter()
     subprocess.run(command, check=True, env=env, stderr=subprocess.DEVNULL)
@@ -118,7 +120,7 @@ def seconds_of(command: list[str], compiled: Path) -> float:
 
 
 def plain_loop(tokens_folder: Path, lines: Path, steps: int) -> None:
-    """What one writes by hand: a model, an optimizer, a loop."""
+    """Train with a loop as one writes it by hand: a model, an optimizer, a schedule."""
     import numpy as np
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,12 +1,12 @@
-"""Tokens/s, MFU and peak memory of one model under several layouts of the same GPUs, on the same global
-batch, by running the real trainer with each.
+"""Tokens/s, MFU and peak memory of one model with several parallel layouts of the same GPUs and the same
+global batch, measured with the real trainer.
 
     python benchmarks/layouts.py train_configs/llama3_8b.toml --ngpu 8 --training.seq_len=32768
         --training.global_batch_size=16 --output benchmarks/results/NAME.json
         [--cases shard,tensor2,...] [--section.key=value ...]
 
-The ranks that a layout leaves over are for FSDP. Data and tokenizer are the shipped ones, as in
-throughput.py; the step after the first is where counting begins.
+The degrees that a layout does not set are filled by FSDP. Data and tokenizer are the shipped ones, as in
+throughput.py. The first step is not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES = {
 
 
 def main() -> None:
-    """Run the cases, print and write the table; a layout that fails is a row that says so."""
+    """Run the cases, print and write the table. A failed layout is reported in the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,28 +48,28 @@ def main() -> None:
     parser.add_argument("--cases", default="shard,tensor2,context2,pipeline2")
     parser.add_argument("--output", type=Path, required=True)
     options, overrides = parser.parse_known_args()
-    rows = []
+    layouts = []
     for name in options.cases.split(","):
         try:
             run = measure(
                 options, ["--metrics.log_freq=1", "--lr_scheduler.warmup_steps=1", *overrides, *CASES[name]]
             )
         except Exception as e:
-            rows.append({"layout": name, "error": f"{type(e).__name__}: {e}"})
+            layouts.append({"layout": name, "error": f"{type(e).__name__}: {e}"})
             print(f"{name:22} failed", flush=True)
             continue
-        found = medians([run], "titanlite")
+        result = medians([run], "titanlite")
         print(
-            f"{name:22} {found[TPS]:8,.0f} tokens/s a GPU   MFU {found.get(MFU, float('nan')):.1%}   "
-            f"{found[RESERVED]:5.1f} GiB",
+            f"{name:22} {result[TPS]:8,.0f} tokens/s per GPU   MFU {result.get(MFU, float('nan')):.1%}   "
+            f"{result[RESERVED]:5.1f} GiB",
             flush=True,
         )
-        rows.append({"layout": name, "medians": found, **run})
+        layouts.append({"layout": name, "medians": result, **run})
     output = {
         "config": Path(options.config).name,
         "ngpu": options.ngpu,
         "overrides": overrides,
-        "layouts": rows,
+        "layouts": layouts,
     }
     write_result(options.output, output, "torch")
 

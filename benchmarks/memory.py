@@ -1,11 +1,11 @@
-"""Peak memory of a step when the vocabulary doubles, with the chunked loss and with whole logits, by running
-the real trainer.
+"""Peak memory per step when the vocabulary doubles, with the chunked loss and with all logits in memory,
+measured with the real trainer.
 
     python benchmarks/memory.py train_configs/llama3_1b.toml --output benchmarks/results/NAME.json
         [--devices 0,1] [--section.key=value ...]
 
-A larger vocabulary has larger weights, too: the table has the peak, and the peak without weights and
-optimizer state, which is what a loss is answerable for.
+A larger vocabulary also has larger weights. So the table has the peak, and the peak minus weights and
+optimizer state, which depends on the loss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from titanlite.job import load_job  # noqa: E402
 
 LOSSES = ("chunked_cross_entropy", "cross_entropy")
 PEAK = "memory/peak_allocated_gib"
-STATE_BYTES = 12  # of a parameter: the weight and AdamW's moments, in fp32
+STATE_BYTES = 12  # per parameter: the weight and AdamW's two moments, in fp32
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     )
     parser.add_argument("config")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--devices", default="0", help="devices to measure on, one case at a time on each")
+    parser.add_argument("--devices", default="0", help="devices to use, one case at a time per device")
     parser.add_argument("--output", type=Path, required=True)
     options, overrides = parser.parse_known_args()
     options.ngpu, options.skip = 1, 0
@@ -52,7 +52,7 @@ def main() -> None:
             f"--model.overrides.vocab_size={vocab_size}",
         ]
         run = measure(options, chosen, device)
-        peak = max(row[PEAK] for row in run["reports"])
+        peak = max(report[PEAK] for report in run["reports"])
         beyond = peak - STATE_BYTES * parameters(options.config, chosen) / 2**30
         print(f"{loss:22} {vocab_size:7} ids: {peak:.2f} GiB, {beyond:.2f} beyond the state", flush=True)
         return {"loss": loss, "vocab_size": vocab_size, "peak_gib": peak, "beyond_state_gib": beyond, **run}
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def parameters(config: str, overrides: list[str]) -> int:
-    """Of the model."""
+    """Return the number of the model's parameters."""
     import torch
 
     with torch.device("meta"):

@@ -1,11 +1,11 @@
-"""Megabytes of text a second through `titanlite prepare`, beside the tokenizer library's own batch encoding.
+"""Megabytes of text per second of `titanlite prepare`, compared with the tokenizer library's batch encoding.
 
     python benchmarks/prepare.py [--megabytes 400] [--output benchmarks/results/prepare.json]
 
-The text is the standard library's source, a file a line of one JSON Lines file, over and over (each copy with
-its number in front) until there is enough. "tiktoken" is `encode_ordinary_batch` of documents that lie in
-memory, on a thread a core, and nothing else; "titanlite" is everything from the file to a finished dataset:
-starting processes, reading, parsing, tokenising, shuffling, writing, hashing, syncing.
+The text is the standard library's source in one JSON Lines file, one source file per line, repeated (with a
+number in front of each copy) up to the requested size. "tiktoken" measures only `encode_ordinary_batch` of
+documents in memory, with one thread per core. "titanlite" measures the complete work from the file to the
+dataset: starting processes, reading, parsing, tokenising, shuffling, writing, hashing, syncing.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def main() -> None:
         runs = {"tiktoken encode_ordinary_batch": tiktoken, "titanlite": titanlite()}
         for f in (Length(), ExactDuplicates(), NearDuplicates()) if options.filters else ():
             runs[f"titanlite, filter {f.name}"] = titanlite(f)
-        measured = [{"what": what, **rate(run, size)} for what, run in runs.items()]
+        measured = [{"what": name, **rate(run, size)} for name, run in runs.items()]
     for line in measured:
         line["of_tiktoken"] = round(line["megabytes_per_second"] / measured[0]["megabytes_per_second"], 3)
     result = {
-        "what": "megabytes of UTF-8 text a second",
+        "what": "megabytes of UTF-8 text per second",
         "megabytes": size / 1e6,
         "documents": len(texts),
         "cores": num_cores(),
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def write_corpus(file: Path, size: int) -> list[str]:
-    """The documents, also as lines of `file`."""
+    """Write `size` characters of documents as lines of `file`. Returns the documents."""
     sources, texts, number = [f.read_text(encoding="utf-8") for f in stdlib_files()], list[str](), 0
     sources = [text for text in sources if text]
     while size > 0:
@@ -96,7 +96,7 @@ def write_corpus(file: Path, size: int) -> list[str]:
 
 
 def rate(run: Callable[[int], None], size: int) -> dict[str, Any]:
-    """Median and range over a few runs."""
+    """Return the median and the range over REPEATS runs."""
     speeds = []
     for number in range(REPEATS):
         began = time.perf_counter()

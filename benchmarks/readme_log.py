@@ -1,9 +1,9 @@
-"""The log that the README quotes: `./run_train.sh debug` with an empty cache, as it comes.
+"""Records the log that the README quotes: `./run_train.sh debug` with an empty cache.
 
     python benchmarks/readme_log.py            # about a minute and a half on two cores
 
-Writes benchmarks/results/readme_debug.log and puts its excerpt into README.md. tests/test_readme.py holds the
-README to the log, and tests/test_end_to_end.py the log to the program.
+Writes benchmarks/results/readme_debug.log and puts its excerpt into README.md. tests/test_readme.py compares
+the README with the log, and tests/test_end_to_end.py the log with the program.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from benchmarks.environment import environment  # noqa: E402
 
 LOG, README = ROOT / "benchmarks/results/readme_debug.log", ROOT / "README.md"
 BLOCK = re.compile(r"(?<=```\n)\[rank0\].*?(?=```)", re.DOTALL)
-LEFT_OUT = re.compile(r"step +(?!1/|10/|80/|150/|160/)\d+/")  # of the steps, these lines are not quoted
+LEFT_OUT = re.compile(r"step +(?!1/|10/|80/|150/|160/)\d+/")  # lines of steps that the README leaves out
 
 
 def main() -> None:
-    """Run, write the log, quote it."""
+    """Run, write the log, and update the README."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         command = [str(ROOT / "run_train.sh"), "debug"]
@@ -46,26 +46,26 @@ def main() -> None:
 
 
 def excerpt(log: str) -> str:
-    """The lines that the README quotes; `...` where steps are left out."""
+    """Return the lines that the README quotes; `...` stands for steps that are left out."""
     lines: list[str] = []
     for line in log.splitlines():
         if not lines and not line.startswith("[rank0]"):
-            continue  # progress of the tokenising
+            continue  # progress of tokenising
         lines.append("..." if LEFT_OUT.search(line) else line)
     quoted = [line for line, before in zip(lines, ["", *lines]) if (line, before) != ("...", "...")]
     return "".join(f"{line}\n" for line in quoted)
 
 
 def quoted_lines() -> list[str]:
-    """What the README quotes of the log."""
+    """Return the lines of the log in the README."""
     block = BLOCK.search(README.read_text(encoding="utf-8"))
     assert block is not None, "README.md quotes no log"
     return [line for line in block[0].splitlines() if line != "..."]
 
 
 def shape(line: str) -> str:
-    """A log line without its numbers, and without the share of time spent waiting for data, which is not
-    always there."""
+    """Return a log line without its numbers, and without the share of time spent waiting for data, which not
+    every run logs."""
     line = re.sub(r"  waiting for data [\d.]+%", "", line)
     line = re.sub(r"python_stdlib-[0-9a-f]+", "python_stdlib", line)
     return re.sub(r" +", " ", re.sub(r"\d[\d.,:]*(e[+-]\d+)?", "N", line))

@@ -1,10 +1,11 @@
-"""The picture of the README: the debug run in one piece, and the same run stopped and resumed on other
-numbers of ranks.
+"""Draws the README's picture: the debug run without interruption, and the same run stopped and resumed on
+other numbers of ranks.
 
     python benchmarks/resume_curve.py          # about five minutes on two cores; writes benchmarks/results/
     and assets/
 
-Both runs' metrics.jsonl are kept as they came. The script fails if any step's rows (`data/batch_sha`) differ.
+The metrics.jsonl of both runs are kept unchanged. The script fails if the sequences of any step
+(`data/batch_sha`) differ.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LOSS = "train/loss"
 
 
 def run(folder: Path, ngpu: int, steps: int) -> list[dict]:
-    """Train the debug job in `folder` up to `steps` on `ngpu` ranks; its metrics so far."""
+    """Train the debug job in `folder` up to `steps` on `ngpu` ranks. Returns the metrics of all steps."""
     command = [
         str(ROOT / "run_train.sh"),
         "debug",
@@ -41,7 +42,7 @@ def run(folder: Path, ngpu: int, steps: int) -> list[dict]:
 
 
 def main() -> None:
-    """Run both, compare, write, draw."""
+    """Run both, compare and write the metrics, and draw the picture."""
     with tempfile.TemporaryDirectory() as temporary:
         whole = run(Path(temporary) / "whole", 1, 160)
         hops: list[dict] = []
@@ -49,7 +50,7 @@ def main() -> None:
             hops = run(Path(temporary) / "hops", ngpu, steps)
     assert [row["data/batch_sha"] for row in hops] == [row["data/batch_sha"] for row in whole]
     difference = max(abs(a[LOSS] - b[LOSS]) for a, b in zip(whole, hops))
-    print(f"rows equal at all {len(whole)} steps; losses differ by at most {difference:.2e}")
+    print(f"equal sequences at all {len(whole)} steps; losses differ by at most {difference:.2e}")
     environment = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
     result = {"env": environment, "largest_loss_difference": difference, "whole": whole, "hops": hops}
     (RESULTS / "resume_curve.json").write_text(json.dumps(result) + "\n")
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def draw(whole: list[dict], hops: list[dict], path: Path) -> None:
-    """Both loss curves over the steps, and the validation losses."""
+    """Draw both loss curves over the steps, and the validation losses."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -71,9 +72,10 @@ def draw(whole: list[dict], hops: list[dict], path: Path) -> None:
         (50, 110, 2, "#d62728"),
         (110, 160, 1, "#2ca02c"),
     ):
-        part = [row for row in hops if begin <= row["step"] <= end]
+        segment = [report for report in hops if begin <= report["step"] <= end]
         label = f"{'started' if begin == 1 else 'resumed'} on {ranks} rank{'s' if ranks > 1 else ''}"
-        axes.plot([r["step"] for r in part], [r[LOSS] for r in part], color=color, linewidth=1.2, label=label)
+        points = [r["step"] for r in segment], [r[LOSS] for r in segment]
+        axes.plot(*points, color=color, linewidth=1.2, label=label)
     validated = [row for row in whole if "eval/loss" in row]
     axes.plot(
         [r["step"] for r in validated],
@@ -82,7 +84,7 @@ def draw(whole: list[dict], hops: list[dict], path: Path) -> None:
         markersize=4,
         label="validation",
     )
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title="train_configs/debug.toml on two CPU cores")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title="train_configs/debug.toml on two CPU cores")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -1,11 +1,11 @@
-"""Time from a start at a sequence to its first batch, and the size of the loader's state, at sequences 0 to
-10^12.
+"""Time from opening the data to the first batch, and the size of the loader's state, for starts at sequence 0
+to 10^12.
 
     python benchmarks/resume_position.py [--output benchmarks/results/resume_position.json]
 
-Two sources of made-up text, one of a few sequences (10^12 sequences in are billions of its epochs), one of
-some thousands. Every start opens the sources anew and shares nothing with the one before but the operating
-system's file cache; tokenising the text happens once and is not timed."""
+There are two sources of random text, one of a few sequences (10^12 sequences are billions of its epochs), one
+of some thousands. Every start opens the sources again and shares only the operating system's file cache with
+the previous start. The text is tokenised once, which is not measured."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def make_data(folder: Path) -> Data:
-    """A few sequences and some thousands of sequences, tokenised."""
+    """Return two tokenised sources: a few sequences, and some thousands of sequences."""
     rng, paths = random.Random(0), []
     for size in (10_000, 8_000_000):
         paths.append(folder / f"{size}.txt")
@@ -66,7 +66,7 @@ def make_data(folder: Path) -> Data:
 
 
 def measure(data: Data, number: int, num_workers: int) -> dict[str, Any]:
-    """Median and range over fresh starts at a sequence, after one that is not counted."""
+    """Return the median and the range over REPEATS starts at a sequence, after one that is not counted."""
     times = [start_s(data, number, num_workers) for _ in range(REPEATS + 1)][1:]
     return {
         "sequence": number,
@@ -79,7 +79,7 @@ def measure(data: Data, number: int, num_workers: int) -> dict[str, Any]:
 
 
 def start_s(data: Data, number: int, num_workers: int) -> float:
-    """Seconds of one start."""
+    """Return the seconds of one start."""
     order._table.cache_clear()
     order._round_keys.cache_clear()
     began = time.perf_counter()

@@ -2,12 +2,11 @@
 
     python benchmarks/suite.py [--max-cpu-seconds N] [--output FILE] -- pytest -n 2
 
-CPU time is that of the command and of all processes that it starts, whoever waits for them: this process
-adopts those whose parent has ended. It is the limit, and not wall time, because the machine may be busy.
-Processes are counted by looking at /proc twenty times per second, so the shortest ones are missed. The exit
-code is the command's, or 1 if the limit is passed or if a process outlives the command by ten seconds. The
-output file keeps the results of other commands. Linux only.
-"""
+CPU time includes all processes that the command starts, also those whose parent has ended: this process
+adopts them. The limit is for CPU time, not wall time, because the machine may be busy. Processes are counted
+by reading /proc twenty times per second, so very short ones are missed. The exit code is the command's, or 1
+if the limit is exceeded or if a process outlives the command by ten seconds. The output file keeps the
+results of other commands. Linux only."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|wa
 
 
 def main() -> None:
-    """Run, print a line, write, and exit."""
+    """Run the command, print and write the result, and exit."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         usage="python benchmarks/suite.py [--max-cpu-seconds N] [--output FILE] -- COMMAND",
@@ -52,11 +51,11 @@ def main() -> None:
     if shutil.which(options.command[0]) is None:
         parser.error(f"there is no command {options.command[0]!r}")
     command, known = " ".join(options.command), {}
-    if options.output:  # checked now, lest it cost the run
+    if options.output:  # checked before the run, which may take long
         try:
             known = json.loads(options.output.read_text()) if options.output.exists() else {}
             if not isinstance(known, dict):
-                raise ValueError("it holds no table")
+                raise ValueError("it does not hold a JSON object")
             options.output.parent.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as e:
             parser.error(f"--output={options.output}: {e}")
@@ -69,7 +68,7 @@ def main() -> None:
         "processes": processes,
         "processes_left": left,
         "load_average_before": load,
-        **{what: int(count) for count, what in COUNTS.findall(last)},
+        **{outcome: int(count) for count, outcome in COUNTS.findall(last)},
     }
     print(
         f"{result['wall_s']} s, {result['cpu_s']} CPU seconds, {processes} processes, "
@@ -86,7 +85,8 @@ def main() -> None:
 
 
 def run(command: list[str]) -> tuple[int, float, int, int, str]:
-    """Exit code, CPU seconds, processes seen, processes left behind, and the last line that is not empty."""
+    """Run a command. Returns the exit code, CPU seconds, number of processes, number of processes that
+    outlive the command, and the last line of output that is not empty."""
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         sys.exit("this process cannot adopt orphans, whose CPU time would be missing: prctl failed")
     process = subprocess.Popen(
@@ -102,7 +102,7 @@ def run(command: list[str]) -> tuple[int, float, int, int, str]:
         seen |= _descendants()
         try:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
-        except ChildProcessError:  # none is left
+        except ChildProcessError:  # no child is left
             break
         if pid:
             cpu_s += usage.ru_utime + usage.ru_stime
@@ -119,25 +119,25 @@ def run(command: list[str]) -> tuple[int, float, int, int, str]:
 
 
 def _pass_on(output: IO[str], lines: list[str]) -> None:
-    """Print what the command prints, and keep its last line."""
+    """Print the command's output, and keep its last line."""
     for line in output:
         print(line, end="", flush=True)
         lines[0] = line if line.strip() else lines[0]
 
 
 def _descendants() -> set[tuple[int, str]]:
-    """(pid, start time) of all processes below this one."""
+    """Return (pid, start time) of all descendants of this process."""
     parents: dict[int, tuple[int, str]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
                 parents[int(entry)] = (int(fields[1]), fields[19])
-    found, new = set[int](), {os.getpid()}
+    descendants, new = set[int](), {os.getpid()}
     while new:
         new = {pid for pid, (parent, _) in parents.items() if parent in new}
-        found |= new
-    return {(pid, parents[pid][1]) for pid in found}
+        descendants |= new
+    return {(pid, parents[pid][1]) for pid in descendants}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Tokens/s of the debug model on a CPU, by how OpenMP's threads wait for each other, alone and beside others.
+"""Tokens/s of the debug model on a CPU for several ways in which OpenMP's threads wait for each other, on an
+idle and on a busy machine.
 
     python benchmarks/threads.py [--busy 0 4] [--turns 8] [--seconds 3] [--output FILE]
 
 `./run_train.sh debug` without validation, checkpoints and samples, once per setting, in turns (turns.py).
-"busy" is the number of other processes that compute all the time. A variable that the user sets wins over
-titanlite's default, which is how this script selects a setting. "plain loop" is first_run.py's, with torch's
-defaults.
+"busy" is the number of other processes that compute all the time. A setting is selected by an environment
+variable, which overrides titanlite's default. "plain loop" is the loop of first_run.py with torch's defaults.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SETTINGS = {
 
 
 def main() -> None:
-    """Measure, write, print."""
+    """Measure all settings, print and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds per turn")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     results = []

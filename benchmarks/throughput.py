@@ -1,20 +1,20 @@
-"""Tokens/s, MFU and peak memory of a training configuration, measured by running the real trainer on real
-text; beside torchtitan 0.2.2 if asked for.
+"""Tokens/s, MFU and peak memory of a training configuration, measured with the real trainer on real text;
+optionally compared with torchtitan 0.2.2 or with another checkout of titanlite.
 
     python benchmarks/throughput.py train_configs/llama3_1b.toml --ngpu 1 [--section.key=value ...]
         --output benchmarks/results/NAME.json [--before CHECKOUT]
         [--peer "--training.local_batch_size 16 ..."]
 
 Tokenizer and data are replaced by the shipped ones (the standard library's source), so that nothing has to be
-downloaded; the model, its vocabulary and every kernel stay the configuration's. Medians are over the reports
-after the first `--skip` steps; the raw reports and the environment are part of the output.
+downloaded. The model, its vocabulary and the kernels are those of the configuration. Medians are over the
+reports after the first `--skip` steps. The output includes the raw reports and the environment.
 
 With `--peer` the two trainers run in turns, torchtitan first, `--rounds` times each, and the output has the
-ratios of the medians over all rounds. torchtitan is given the options in the string; it trains on random
-tokens and is described by TORCHTITAN_PEER, a folder with its torchtitan.toml and what that imports. Its MFU
-is computed from its tokens/s with our FLOP formula.
+ratios of the medians over all rounds. torchtitan gets the options in the string and trains on random tokens.
+TORCHTITAN_PEER names a folder with its torchtitan.toml and the modules that the file imports. Its MFU is
+computed from its tokens/s with titanlite's FLOP formula.
 
-With `--before` another checkout of titanlite, an older commit say, runs in turns with this one.
+With `--before` another checkout of titanlite, for example an older commit, runs in turns with this one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ KEYS = (TPS, MFU, RESERVED, "memory/peak_allocated_gib", "time/step_s", "time/da
 
 
 def main() -> None:
-    """Run, summarise, write."""
+    """Run all rounds and write the summary."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +89,7 @@ def main() -> None:
     }
     if options.peer is not None:
         theirs = medians(runs, "torchtitan")
-        if MFU in ours:  # the same model, the same formula
+        if MFU in ours:  # the same model and formula
             theirs[MFU] = ours[MFU] * theirs[TPS] / ours[TPS]
         ratios = {key: ours[key] / theirs[key] for key in (TPS, RESERVED)}
         result |= {"peer_options": options.peer, "peer_medians": theirs, "ratios": ratios}
@@ -106,7 +106,7 @@ def main() -> None:
 def measure(
     options: argparse.Namespace, overrides: list[str], device: str | None = None, root: Path = ROOT
 ) -> dict[str, Any]:
-    """One run of titanlite: its reports. `device`: the only one it sees. `root`: the checkout that runs."""
+    """Run titanlite once. Returns its reports. `device`: the only visible device. `root`: the checkout."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(root / "run_train.sh"), options.config, f"--training.steps={options.steps}"]
         command += [*SHIPPED_DATA, *overrides, f"--job.dump_folder={folder}"]
@@ -114,17 +114,17 @@ def measure(
         env = os.environ | {"NGPU": str(options.ngpu), "PYTHON": sys.executable}
         if device is not None:
             env["CUDA_VISIBLE_DEVICES"] = device
-        subprocess.run(command, env=env, check=True, cwd=root)  # from where Python imports titanlite first
+        subprocess.run(command, env=env, check=True, cwd=root)  # Python imports titanlite from cwd first
         wall_s = time.perf_counter() - began
-        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        reports = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         ran_on = json.loads((Path(folder) / "env.json").read_text())
     del ran_on["command"], ran_on["platform"]  # they name this machine's folders and kernel
-    counted = [row for row in rows if row["step"] > options.skip]
-    return {"trainer": "titanlite", "wall_s": wall_s, "env": ran_on, "counted": counted, "reports": rows}
+    counted = [report for report in reports if report["step"] > options.skip]
+    return {"trainer": "titanlite", "wall_s": wall_s, "env": ran_on, "counted": counted, "reports": reports}
 
 
 def measure_peer(options: argparse.Namespace) -> dict[str, Any]:
-    """One run of torchtitan: its reports, under our names."""
+    """Run torchtitan once. Returns its reports with titanlite's metric names."""
     peer = Path(os.environ["TORCHTITAN_PEER"])
     env = os.environ | {"PYTHONPATH": f"{peer}:{os.environ.get('PYTHONPATH', '')}"}
     with tempfile.TemporaryDirectory() as folder:
@@ -136,37 +136,37 @@ def measure_peer(options: argparse.Namespace) -> dict[str, Any]:
         ]  # fmt: skip
         began = time.perf_counter()
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    rows = peer_reports(done.stdout)
-    if done.returncode != 0 or not rows:
+    reports = peer_reports(done.stdout)
+    if done.returncode != 0 or not reports:
         sys.exit(f"torchtitan ended with {done.returncode}:\n{done.stdout[-6000:]}")
-    counted = [row for row in rows if row["step"] > options.skip]
+    counted = [report for report in reports if report["step"] > options.skip]
     return {
         "trainer": "torchtitan",
         "wall_s": time.perf_counter() - began,
         "counted": counted,
-        "reports": rows,
+        "reports": reports,
     }
 
 
 def peer_reports(log: str) -> list[dict[str, float]]:
-    """torchtitan's step lines; memory is its peak reserved."""
+    """Parse torchtitan's log lines of steps. Its memory is the peak of reserved memory."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
-    found = re.findall(r"step: +(\d+) .*?loss: +([\d.]+).*?memory: +([\d.]+)GiB.*?tps: +([\d,]+)", plain)
+    matches = re.findall(r"step: +(\d+) .*?loss: +([\d.]+).*?memory: +([\d.]+)GiB.*?tps: +([\d,]+)", plain)
     return [
         {"step": int(step), "train/loss": float(loss), RESERVED: float(gib), TPS: float(tps.replace(",", ""))}
-        for step, loss, gib, tps in {match[0]: match for match in found}.values()
+        for step, loss, gib, tps in {match[0]: match for match in matches}.values()
     ]
 
 
 def medians(runs: list[dict[str, Any]], trainer: str) -> dict[str, float]:
-    """Over the counted reports of all runs of a trainer; of memory, the peak."""
-    counted = [row for run in runs if run["trainer"] == trainer for row in run["counted"]]
-    found = {
-        key: (max if key.startswith("memory/") else statistics.median)(row[key] for row in counted)
+    """Return the medians over the counted reports of all runs of a trainer; for memory, the maximum."""
+    counted = [report for run in runs if run["trainer"] == trainer for report in run["counted"]]
+    result = {
+        key: (max if key.startswith("memory/") else statistics.median)(report[key] for report in counted)
         for key in KEYS
-        if all(key in row for row in counted)
+        if all(key in report for report in counted)
     }
-    return {**found, "runs": sum(run["trainer"] == trainer for run in runs)}
+    return {**result, "runs": sum(run["trainer"] == trainer for run in runs)}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Programs that count their steps, run in turns of a few seconds: all but one are stopped (SIGSTOP).
+"""Runs programs that count their steps in turns of a few seconds. All programs but one are stopped (SIGSTOP).
 
-On a virtual machine whose speed drifts by 30% from minute to minute, whole runs one after the other cannot be
-compared; turns this short meet the same machine. Used by first_run.py and threads.py.
+The speed of a virtual machine can change by 30% from minute to minute, so complete runs one after another
+cannot be compared. Short turns share the machine's changes. Used by first_run.py and threads.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-WARM_UP = 6  # steps before the first turn: imports, compilation and first allocations are over
+WARM_UP = 6  # steps before the first turn, for imports, compilation and first allocations
 START_TIMEOUT_S = 300.0
 
 
@@ -27,10 +27,10 @@ class Program:
     lines: Path
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
-    """Added to the environment of this process."""
+    """Variables added to the environment of this process."""
 
     def start(self) -> None:
-        """Run it until it is warm, then stop it."""
+        """Start the program, run WARM_UP steps, then stop it."""
         env = os.environ | self.environment
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
@@ -44,7 +44,7 @@ class Program:
         self._send(signal.SIGSTOP)
 
     def turn(self, seconds: float) -> float:
-        """Let it go on for so many seconds. Returns how long it really ran."""
+        """Let the program run for `seconds`. Returns the measured time."""
         began = time.perf_counter()
         self._send(signal.SIGCONT)
         time.sleep(seconds)
@@ -52,11 +52,11 @@ class Program:
         return time.perf_counter() - began
 
     def steps(self) -> int:
-        """Steps finished so far."""
+        """Return the number of finished steps."""
         return self.lines.read_bytes().count(b"\n") if self.lines.exists() else 0
 
     def kill(self) -> None:
-        """End it, if it was started."""
+        """Kill the program if it was started."""
         if hasattr(self, "_process") and self._process.poll() is None:
             self._send(signal.SIGKILL)
             self._process.wait()
@@ -66,8 +66,8 @@ class Program:
 
 
 def take_turns(programs: list[Program], turns: int, seconds: float) -> dict[str, dict[str, Any]]:
-    """By program: steps per second of its own time, and the steps of each of its turns. Each round of turns
-    begins with another program."""
+    """Return for each program the steps per second of its turns, and the steps of each turn. Each round of
+    turns begins with another program."""
     active = dict.fromkeys((p.name for p in programs), 0.0)
     steps: dict[str, list[int]] = {p.name: [] for p in programs}
     try:

@@ -1,10 +1,10 @@
-"""What each kind of recompute costs in time and saves in memory, by running the real trainer with each.
+"""Step time and peak memory for each mode of activation checkpointing, measured with the real trainer.
 
-    python benchmarks/recompute.py train_configs/llama3_1b.toml --output benchmarks/results/NAME.json
-        [--cases norms,mlp,...] [--devices 0,1] [--section.key=value ...]
+    python benchmarks/activation_checkpointing.py train_configs/llama3_1b.toml
+        --output benchmarks/results/NAME.json [--cases norms,mlp,...] [--devices 0,1] [--section.key=value
+        ...]
 
-Each case is held against a run without recompute on the same device, of which there is one on each of
-`--devices`.
+Each case is compared with a run without activation checkpointing on the same device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--skip", type=int, default=10)
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--devices", default="0", help="devices to measure on, one case at a time on each")
+    parser.add_argument("--devices", default="0", help="devices to use, one case at a time per device")
     parser.add_argument("--output", type=Path, required=True)
     options, overrides = parser.parse_known_args()
     options.ngpu = 1
@@ -59,11 +59,10 @@ def main() -> None:
         if device not in without:
             without[device] = measure(options, overrides, device)
         run = measure(options, [*overrides, *CASES[name]], device)
-        here, base = medians([run], "titanlite"), medians([without[device]], "titanlite")
-        time, memory = (here[key] / base[key] - 1 for key in (TIME, MEMORY))
-        print(
-            f"{name:12} {here[TIME]:.3f} s {time:+6.1%}   {here[MEMORY]:5.1f} GiB {memory:+6.1%}", flush=True
-        )
+        result, base = medians([run], "titanlite"), medians([without[device]], "titanlite")
+        time, memory = (result[key] / base[key] - 1 for key in (TIME, MEMORY))
+        times, peaks = f"{result[TIME]:.3f} s {time:+6.1%}", f"{result[MEMORY]:5.1f} GiB {memory:+6.1%}"
+        print(f"{name:12} {times}   {peaks}", flush=True)
         return {"name": name, "time": time, "memory": memory, "device": device, **run}
 
     cases = on_devices(options.devices.split(","), options.cases.split(","), compare)
