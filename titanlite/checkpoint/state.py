@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.ranks import Ranks
+from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect, load_object
 from titanlite.torch_compat import foreach_norm, plain_tensor
 
@@ -83,9 +84,12 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     tensors = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            assert isinstance(value, torch.Tensor), (
-                f"{key} of the optimizer is not a tensor, so it would not be saved"
-            )
+            if not isinstance(value, torch.Tensor):
+                raise ConfigError(
+                    f"optimizer state {key!r} of {names[parameter]} is of type {type(value).__name__}, which "
+                    "checkpoints do not save; make it a tensor, such as torch.tensor(0.0)",
+                    "optimizer.name",
+                )
             tensors[f"{names[parameter]}.{key}"] = value
     return tensors
 

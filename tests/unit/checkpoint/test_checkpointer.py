@@ -25,7 +25,7 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.section import Checkpoint
-from titanlite.checkpoint.state import model_tensors
+from titanlite.checkpoint.state import model_tensors, tensors_of
 from titanlite.config.component import ConfigError
 from titanlite.log import set_up_logging
 
@@ -453,3 +453,14 @@ def test_the_folder_is_free_after_a_run_however_it_ended(tmp_path: Path, hold: H
         open_run(tmp_path, {"model": {"dim": 5}})
     process, _ = hold(tmp_path)  # another process gets it at once
     assert process.poll() is None
+
+
+def test_optimizer_state_that_is_no_tensor_is_refused() -> None:
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters())
+    optimizer.state[net.weight]["count"] = 0
+    with pytest.raises(ConfigError, match="optimizer state 'count' of weight is of type int, which") as error:
+        tensors_of(net, optimizer)
+    assert error.value.key == "optimizer.name"
+    optimizer.state[net.weight]["count"] = torch.tensor(0)
+    assert list(tensors_of(net, optimizer)["optimizer"]) == ["weight.count"]

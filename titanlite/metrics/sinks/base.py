@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanlite.config.component import Component, ConfigError
+from titanlite.config.imports import error_with_place
 from titanlite.log import logger
 
 Values = Mapping[str, Any]  # metric name: int, float or str
@@ -84,7 +85,9 @@ class Sinks:
                 f"{sink.name} needs a package that is not installed: {e}", "metrics.sinks"
             ) from e
         except Exception as e:
-            logger.error(f"metric sink {sink.name} cannot be opened, the run goes on without it: {e!r}")
+            logger.error(
+                f"metric sink {sink.name} cannot be opened, training continues: {error_with_place(e)}"
+            )
 
     def write(self, step: int, values: Values) -> None:
         """Send the metrics of one logged step to all sinks."""
@@ -110,5 +113,5 @@ class Sinks:
                 call(writer)
             except Exception as e:
                 if not self._failures[name]:
-                    logger.error(f"metric sink {name} failed, the run goes on: {e!r}")
+                    logger.error(f"metric sink {name} failed, training continues: {error_with_place(e)}")
                 self._failures[name] += 1
