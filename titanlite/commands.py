@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import importlib.metadata
 import importlib.util
 import platform
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any
 from titanlite import __version__
 from titanlite.config import reference, schema, toml
 from titanlite.config.component import ConfigError, suggest
-from titanlite.config.imports import ALLOW_IMPORTS
+from titanlite.config.imports import ALLOW_IMPORTS, import_components
 from titanlite.config.overrides import Bare, split_arguments, split_overrides, split_words
 
 DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights; as in interop/export.py
@@ -35,7 +37,8 @@ Precedence: command line, then file, then defaults; of several values for one ke
 TRAIN = """usage: titanlite train CONFIG.toml [--section.key=value ...]
 
 Train from a TOML file, in this process; ./run_train.sh and `titanlite launch` start several processes.
-`titanlite train --help` lists every key, `titanlite train --help SECTION` the keys of one section.
+`titanlite train [CONFIG.toml] --help` lists every key, with those of components that the file imports;
+`titanlite train [CONFIG.toml] --help SECTION` lists the keys of one section.
 """
 RENAMED_OPTIONS = {"--row": "--sequence", "--rows": "--num-sequences"}  # old option -> new option
 # Keys that titanlite does not have. Every TOML file of torchtitan has at least one of them.
@@ -44,6 +47,10 @@ TORCHTITAN = {
     "model.hf_assets_path", "model.converters",
     "checkpoint.enable_checkpoint", "experimental", "quantize", "fault_tolerance",
 }  # fmt: skip
+
+
+# Modules and classes of the tables, imported only to explain keys of components from outside the package.
+SCHEMAS = {"job": ("titanlite.job", "Job"), "prepare": ("titanlite.tools.prepare", "Prepare")}
 
 
 @dataclass(frozen=True)
@@ -373,21 +380,37 @@ def version() -> str:
 
 def text(name: str, words: Sequence[str]) -> str | None:
     """Return the output of a command that asks for help or for the reference; None for other commands."""
-    if name in ("config", "prepare") and words[:1] == ["--reference"]:
+    verb = VERBS[name]
+    if name in ("config", "prepare") and "--reference" in words:
         head = reference.JOB_HEAD if name == "config" else reference.PREPARE_HEAD
-        return head + reference.markdown(schema.table(VERBS[name].table))
+        return head + reference.markdown(_keys(verb, [word for word in words if word != "--reference"]))
     if not {"-h", "--help"} & set(words):
         return None
     at = next(i for i, word in enumerate(words) if word in ("-h", "--help"))
     section = next(iter(words[at + 1 :]), "--")
     if name in ("train", "launch", "config", "prepare") and not section.startswith("--"):
-        chosen = reference.section(schema.table(VERBS[name].table), section)
+        chosen = reference.section(_keys(verb, words[:at]), section)
         return reference.help_text(chosen) + "\n"
     if name == "launch" and any(word.endswith(".toml") for word in words):  # run_train.sh CONFIG.toml --help
         name = "train"
     lists = name in ("train", "prepare")
-    keys = reference.help_text(reference.sections(schema.table(VERBS[name].table))) if lists else ""
+    keys = reference.help_text(reference.sections(_keys(verb, words[:at]))) if lists else ""
     return VERBS[name].help(name) + (f"{KEYS}\n{keys}\n" if lists else "")
+
+
+def _keys(verb: Verb, words: Sequence[str]) -> schema.Node:
+    """Return all keys of a verb. If the command names a configuration with imports, they run first, so that
+    the keys of the components that they register are included. Raises ConfigError if they fail."""
+    allowed, words = take_flag(words, ALLOW_IMPORTS)
+    tree, locator = toml.read(None)
+    with suppress(ConfigError):  # help is also for commands with mistakes
+        if words and verb.config_of and (config := verb.config_of(words)):
+            tree, locator = toml.read(*config)
+    if not schema.imports_of(tree)[1]:
+        return schema.table(verb.table)
+    import_components(tree, locator, allowed or ALLOW_IMPORTS not in verb.own)
+    module, cls = SCHEMAS[verb.table]
+    return schema.describe(getattr(importlib.import_module(module), cls), docs=True)
 
 
 def check(name: str, words: Sequence[str]) -> None:

@@ -156,11 +156,10 @@ def load_job(
     import the modules in `[job] imports`; otherwise a job that names modules is refused."""
     tree, locator = toml.read(path, overrides)
     section = tree.get("job", {})
-    imports = section.get("imports", []) if isinstance(section, dict) else []
     folder = run_folder(Path(path), tree) if path is not None else None
     if folder is not None and isinstance(section, dict) and "job.dump_folder" not in locator.overridden:
         tree["job"] = {**section, "dump_folder": str(folder)}
-    import_components(imports, "job.imports", locator, allow_imports)
+    import_components(tree, locator, allow_imports)
     job = toml.build(Job, tree, locator)
     try:
         if world_size is not None:

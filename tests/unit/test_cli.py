@@ -579,6 +579,53 @@ def test_which_verbs_run_the_imports_of_a_file(run, tmp_path, monkeypatch, confi
     del sys.modules["foreign_code"]
 
 
+PLUGIN = '''
+from dataclasses import dataclass
+
+from titanlite.optim.base import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained(Optimizer, name="explained"):
+    """Optimizer of a test."""
+
+    beta: tuple[float, float] = (0.9, 0.99)
+    """Key of a test."""
+
+    def build(self, model, mesh):
+        raise NotImplementedError
+'''
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["train", "job.toml", "--help", "optimizer"],
+            "<tuple[float, float]>\n      Key of a test.",
+        ),
+        (["train", "job.toml", "--help"], '[optimizer]  (name = "explained")  Optimizer of a test.'),
+        (["launch", "--nproc-per-node=2", "job.toml", "--help", "optimizer"], "Key of a test."),
+        (["config", "job.toml", "--allow-imports", "--help", "optimizer"], "Key of a test."),
+        (["config", "job.toml", "--reference", "--allow-imports"], "| Key of a test. |"),
+    ],
+    ids=["section", "help", "launch", "config", "reference"],
+)
+def test_help_explains_the_components_that_a_file_imports(run, tmp_path, monkeypatch, config, argv, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "explains.py").write_text(PLUGIN)
+    config.write_text(Path(DEBUG).read_text().replace("[job]", "[job]\nimports = ['explains']"))
+    monkeypatch.delitem(sys.modules, "explains", raising=False)
+    monkeypatch.setattr(Optimizer, "choices", dict(Optimizer.choices))
+    code, out, err = run(*argv)
+    assert (code, err) == (0, "")
+    assert said in out
+    assert said not in run("config", "--reference")[1], "titanlite's own keys only"
+    if "--allow-imports" in argv:
+        refused = complaint_of(run(*(word for word in argv if word != "--allow-imports")))
+        assert refused.endswith("if you trust it, add --allow-imports")
+
+
 # ---- the real thing, once
 
 

@@ -13,17 +13,19 @@ from typing import Any
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import listed, plain
 from titanlite.config.places import Locator
+from titanlite.config.schema import imports_of
 from titanlite.config.shipped import PACKAGE
 
 ALLOW_IMPORTS = "--allow-imports"  # the option of verbs that do not run a file's imports by themselves
 
 
-def import_components(modules: Any, key: str, locator: Locator, allowed: bool) -> None:
-    """Import the modules that a configuration lists under `key`, before the configuration is read.
+def import_components(tree: dict[str, Any], locator: Locator, allowed: bool) -> None:
+    """Import the modules that a configuration names, before the configuration is read.
 
     The current directory comes first on sys.path, as with `python -m`. Raises ConfigError if a module cannot
     be imported, or if there are modules and they are not `allowed`."""
-    modules = listed(plain(modules))
+    key, value = imports_of(tree)
+    modules = listed(plain(value))
     if not modules or not isinstance(modules, list):
         return
     names = ", ".join(map(str, modules))

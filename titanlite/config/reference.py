@@ -27,7 +27,8 @@ counts. Forms of the command line:
 | `--data.sources.0.key=value` | a key of the first `[[data.sources]]` |
 | `--section='{ key = value }'` | a table, merged into the section |
 
-`titanlite train --help SECTION` prints the keys of one section.
+`titanlite train --help SECTION` prints the keys of one section. `titanlite train CONFIG.toml --help SECTION`
+includes the components that the file imports.
 
 """
 
@@ -124,7 +125,9 @@ def help_text(chosen: Iterable[Section]) -> str:
         lines.append(f"\n{title}{summary}")
         dotted = section.path.replace("[", "").replace("]", ".0") + "." if section.path else ""
         for key in section.keys:
-            lines.append(f"  --{dotted}{key.name}={key.default or '(required)'}   <{key.type}>")
+            lines.append(
+                f"  --{dotted}{key.name}={' '.join(key.default.split()) or '(required)'}   <{key.type}>"
+            )
             lines += textwrap.wrap(key.doc, 100, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines).lstrip()
 

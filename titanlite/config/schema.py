@@ -160,11 +160,11 @@ def convert(node: Node, tree: Any, choices_follow: bool = False) -> tuple[Any, l
     return conversion.value(node, tree, ""), conversion.errors
 
 
-def names_imports(tree: dict[str, Any]) -> bool:
-    """Return whether a tree names modules to import, which may add choices."""
+def imports_of(tree: dict[str, Any]) -> tuple[str, Any]:
+    """Return the key under which a tree names modules to import, and its value."""
     section, key = IMPORTS
-    inside = tree.get(section)
-    return bool(tree.get(key) or (isinstance(inside, dict) and inside.get(key)))
+    table = tree.get(section)
+    return (f"{section}.{key}", table.get(key)) if isinstance(table, dict) else (key, tree.get(key))
 
 
 class _Conversion:

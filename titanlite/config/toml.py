@@ -19,7 +19,7 @@ import tomli_w
 from titanlite.config.component import Component, ConfigError, full_name
 from titanlite.config.overrides import put, split_overrides
 from titanlite.config.places import Locator, syntax_error
-from titanlite.config.schema import Node, convert, describe, names_imports, type_hints
+from titanlite.config.schema import Node, convert, describe, imports_of, type_hints
 from titanlite.config.shipped import find_config
 from titanlite.files import FileFault, read_regular
 
@@ -55,7 +55,7 @@ def read(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[s
 def check(table: Node, tree: dict[str, Any], locator: Locator) -> None:
     """Raise ConfigError for all errors of a tree against a schema, before any class is imported. Choices that
     the tree's imports may add are checked by `build`."""
-    _, errors = convert(table, tree, choices_follow=names_imports(tree))
+    _, errors = convert(table, tree, choices_follow=bool(imports_of(tree)[1]))
     if errors:
         raise locator.all_located(errors)
 

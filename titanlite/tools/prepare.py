@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     tree, locator = toml.read(path, overrides)
     if words:
         tree["input"] = words
-    import_components(tree.get("imports", []), "imports", locator, allowed=True)
+    import_components(tree, locator, allowed=True)
     job = toml.build(Prepare, tree, locator)
     output = Path(job.output)
     try:
