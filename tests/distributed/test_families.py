@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import SequenceParallel
 
-from tests.support.gradients import SHAPE, build, gradients, on_rank, uneven_rows
+from tests.support.gradients import SHAPE, build, gradients, on_rank, uneven_sequences
 from tests.support.jobs import make_job, metrics_of
 from tests.support.layouts import COMPILED
 from tests.support.runs import history, run_in_hops, train_on_rank, weights_sha
@@ -104,7 +104,7 @@ def test_float8(run_on, recipe: str) -> None:
 
 
 def names_on_rank(layout: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    model, batch = build(2, torch.distributed.get_rank(), **layout), uneven_rows()
+    model, batch = build(2, torch.distributed.get_rank(), **layout), uneven_sequences()
     model.forward_backward([batch], torch.tensor(batch.num_targets))
     model.logits(batch.inputs[:1, :7])
     assert all(isinstance(p, DTensor) for p in model.net.parameters())

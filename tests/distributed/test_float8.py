@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from tests.support.gradients import build, uneven_rows
+from tests.support.gradients import build, uneven_sequences
 from tests.support.jobs import make_job
 from tests.support.runs import history, run_in_hops, weights_sha
 from tests.support.tiers import full
@@ -29,7 +29,7 @@ def gradients_on_rank(layout: dict[str, Any], scales: bool) -> dict[str, torch.T
         gathers = [isinstance(shard, WeightWithDynamicFloat8CastTensor) for shard in shards]
         assert set(gathers) == {layout.get("gather", True)}
         assert not scales or all(shard._precomputed_scale is not None for shard in shards)
-    batch = uneven_rows()
+    batch = uneven_sequences()
     model.forward_backward([batch], torch.tensor(batch.num_targets))
     grads = {name: p.grad for name, p in model.net.named_parameters()}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}

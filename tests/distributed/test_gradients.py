@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from tests.support.gradients import SHAPE, build, gradients, on_rank, uneven_rows
+from tests.support.gradients import SHAPE, build, gradients, on_rank, uneven_sequences
 from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch
@@ -123,7 +123,7 @@ def test_the_norm_is_that_of_the_gradients() -> None:
 
 
 def test_a_step_without_counted_targets_is_finite() -> None:
-    model, batch = build(1, 0), uneven_rows()
+    model, batch = build(1, 0), uneven_sequences()
     nothing = Batch(batch.inputs, torch.full_like(batch.targets, IGNORE), 0, 0)
     assert model.forward_backward([nothing], torch.tensor(0)).item() == 0.0
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.net.parameters())
@@ -131,7 +131,7 @@ def test_a_step_without_counted_targets_is_finite() -> None:
 
 def names_on_rank(world_size: int, layout: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     model = build(world_size, torch.distributed.get_rank(), **layout)
-    batch = uneven_rows()
+    batch = uneven_sequences()
     model.forward_backward([batch], torch.tensor(batch.num_targets))  # names must hold after use, too
     model.loss_sum(batch)
     return [(name, tuple(p.shape)) for name, p in model.net.named_parameters()]
@@ -158,7 +158,7 @@ def test_no_transform_renames_a_parameter(run_on, layout) -> None:
 
 def gathered_on_rank(tied: bool) -> tuple[set[str], set[str]]:
     """Parameters that are gathered between forward and backward, and after it."""
-    model, batch = build(2, torch.distributed.get_rank(), tied=tied), uneven_rows()
+    model, batch = build(2, torch.distributed.get_rank(), tied=tied), uneven_sequences()
 
     def gathered() -> set[str]:
         return {name for name, p in model.net.named_parameters() if not isinstance(p, DTensor)}

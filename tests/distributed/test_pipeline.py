@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from tests.support.gradients import build, gradients, on_rank, uneven_rows
+from tests.support.gradients import build, gradients, on_rank, uneven_sequences
 from tests.support.tiers import full
 from titanlite import torch_compat
 from titanlite.checkpoint.commit import CheckpointError
@@ -126,7 +126,7 @@ def test_nothing_is_left_in_bf16_between_backwards_of_weights(run_on, schedule: 
 def with_documents(world_size: int, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Gradients of one step over rows with other documents in each, masked from each other."""
     rank = torch.distributed.get_rank() if world_size > 1 else 0
-    model, batch = build(world_size, rank, **layout), uneven_rows()
+    model, batch = build(world_size, rank, **layout), uneven_sequences()
     rows, length = batch.inputs.shape
     positions = torch.stack([torch.arange(length) % (row + 3) for row in range(rows)])
     batches = [
@@ -148,7 +148,7 @@ def test_a_micro_batch_keeps_its_mask(run_on, schedule: str) -> None:
 def forwards(world_size: int, layout: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss of rows of which no two count alike, of part of them, and the logits of a prompt."""
     rank = torch.distributed.get_rank() if world_size > 1 else 0
-    model, batch = build(world_size, rank, **layout), uneven_rows()
+    model, batch = build(world_size, rank, **layout), uneven_sequences()
     three = replace(batch, inputs=batch.inputs[:3], targets=batch.targets[:3])
     losses = [model.loss_sum(batch), model.loss_sum(three)]
     if world_size > 1:

@@ -1,5 +1,5 @@
-"""A family from outside titanlite with an auxiliary loss, a statistic, a buffer that is state and one that is
-not."""
+"""A family from outside titanlite with an auxiliary loss, a statistic, a buffer that is state and a buffer
+that is recomputed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAVORS = {
 
 
 class Counter(nn.Module):
-    """A buffer that is state, and one that is not."""
+    """A buffer that is state, and a buffer that is recomputed."""
 
     def __init__(self, dim: int):
         super().__init__()

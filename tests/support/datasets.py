@@ -12,7 +12,7 @@ from titanlite.tokenizers.base import Tokenizer
 
 
 class FakeTokenizer(Tokenizer):
-    """Only what a dataset records of its tokenizer."""
+    """The properties of a tokenizer that a dataset records."""
 
     bos, eos = 0, 1
 

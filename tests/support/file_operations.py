@@ -1,6 +1,5 @@
-"""Record what code does to a folder: the changes of names (create, rename, delete) and of files' contents,
-and the fsyncs, in their order. In this process, whoever does it; power_loss.py makes crashes of it.
-"""
+"""Records the changes of a folder in order: changes of names (create, rename, delete), of files' contents,
+and fsyncs. Records every thread of this process; power_loss.py makes crash states from the recording."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ EVENTS = {
     "open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"
 }  # fmt: skip
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-RACY_NS = 50_000_000  # a file changed so recently may change again without another time of change
+RACY_NS = 50_000_000  # a file that changed this recently may change again within the same mtime
 ROOT = 0
 Slot = tuple[int, str]  # a name in a directory; directories, files and links are numbered
 
@@ -30,26 +29,26 @@ class Link(str):
 
 @dataclass(frozen=True)
 class Names:
-    """An atomic change of directory entries: of each, what it named before and names now. `moves`: an object
-    that had a name already gets one."""
+    """An atomic change of directory entries. `slots`: for each name, the object before and now. `moves`: the
+    object had a name before."""
 
     slots: dict[Slot, tuple[int | None, int | None]]
     moves: bool
 
     @property
     def directories(self) -> set[int]:
-        """Those it changes."""
+        """The directories that change."""
         return {directory for directory, _ in self.slots}
 
     @property
     def objects(self) -> set[int]:
-        """What it names or named."""
+        """The objects that have or had one of the names."""
         return {node for pair in self.slots.values() for node in pair if node is not None}
 
 
 @dataclass(frozen=True)
 class Content:
-    """A file was written to; it has `data` now."""
+    """A write to a file, whose content is `data` now."""
 
     node: int
     data: bytes
@@ -64,7 +63,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Mark:
-    """The recorded code has reached a place of which the test wants to know."""
+    """A place in the recorded code that the test wants to know."""
 
     value: Any
 
@@ -74,9 +73,9 @@ Operation = Names | Content | Sync | Mark
 
 @dataclass
 class Recording:
-    """What was in the folder, all of it on the disk, and what was done then, in order. `links`: the objects
-    that are symbolic links. `coarse`: how often several changes of names were seen at once, whose order is
-    a guess."""
+    """The files of the folder at the start, all synced, and the operations since then, in order. `links`: the
+    objects that are symbolic links. `coarse`: how often several changes of names were seen at once, so that
+    their order is a guess."""
 
     names: dict[Slot, int] = field(default_factory=dict)
     contents: dict[int, bytes] = field(default_factory=dict)
@@ -85,7 +84,7 @@ class Recording:
     coarse: int = 0
 
     def mark(self, value: Any) -> None:
-        """Note that the code is here; `crashes` gives the newest mark with each state."""
+        """Record that the code has reached this place. `crashes` gives the newest mark with each state."""
         _recorder().look()
         self.operations.append(Mark(value))
 
@@ -95,14 +94,14 @@ class Recording:
 
 @contextmanager
 def recorded(root: Path) -> Iterator[Recording]:
-    """Record what this process does below `root`, in all its threads. The folder is compared with what it was
-    at every audit event of a change and at every fsync, so what a library writes without Python is seen too.
-    The fsync itself is left out."""
+    """Record the work of this process below `root`, in all its threads. The folder is compared with its
+    earlier state at every audit event of a change and at every fsync, so writes of libraries outside of
+    Python are seen, too. The fsync itself is not carried out."""
     global _active
     assert _active is None, "one recording at a time"
     recorder, fsync, fdatasync = _Recorder(root), os.fsync, os.fdatasync
     if not _hooked:
-        sys.addaudithook(_hook)  # for ever: it does nothing without a recorder
+        sys.addaudithook(_hook)  # an audit hook cannot be removed; it does nothing without a recorder
         _hooked.append(True)
     os.fsync = os.fdatasync = recorder.sync
     _active = recorder
@@ -134,8 +133,8 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 
 class _Recorder:
-    """Compares the folder with itself. Every object that was seen is held open, so that no other one gets its
-    inode number."""
+    """Compares the folder with its earlier state. Every object that was seen is held open, so that no other
+    object gets its inode number."""
 
     def __init__(self, root: Path):
         self.recording = Recording()
@@ -154,8 +153,8 @@ class _Recorder:
         self.recording.operations.clear()
 
     def look(self) -> None:
-        """Note what has changed."""
-        if self._thread == threading.get_ident():  # our own reading
+        """Record the changes since the last look."""
+        if self._thread == threading.get_ident():  # by the recorder itself
             return
         with self._lock:
             self._thread = threading.get_ident()
@@ -165,7 +164,7 @@ class _Recorder:
                 self._thread = 0
 
     def sync(self, file: Any) -> None:
-        """In the place of fsync."""
+        """Replaces fsync."""
         status = os.fstat(file if isinstance(file, int) else file.fileno())
         with self._lock:
             self.look()
@@ -180,7 +179,7 @@ class _Recorder:
     def _compare(self) -> None:
         before, now = self._names, self._scan()
         while set(before.values()) - set(now.values()) and now != (again := self._scan()):
-            now = again  # another thread renamed something meanwhile
+            now = again  # another thread renamed a file in the meantime
         changes = list(_changes(before, now))
         self.recording.coarse += len(changes) > 1
         self.recording.operations += changes
@@ -218,7 +217,7 @@ class _Recorder:
         return node
 
     def _read(self, names: dict[Slot, int]) -> None:
-        """The contents of files that may have changed."""
+        """Read files whose content may have changed."""
         for node in dict.fromkeys(names.values()):
             if node not in self._contents:
                 continue
@@ -236,7 +235,8 @@ class _Recorder:
 
 
 def _changes(before: dict[Slot, int], now: dict[Slot, int]) -> Iterator[Names]:
-    """From one set of names to another: what was made, parents first; the renames; the deletions."""
+    """The changes from one set of names to another: new objects, parents first; then renames; then
+    deletions."""
     changed = [slot for slot in {**before, **now} if before.get(slot) != now.get(slot)]
     gone = {before[slot]: slot for slot in changed if slot in before}
     known, made, moved = set(before.values()), list[Names](), list[Names]()
@@ -249,6 +249,6 @@ def _changes(before: dict[Slot, int], now: dict[Slot, int]) -> Iterator[Names]:
             made.append(Names({slot: pair}, moves=node in known))
     done = {slot for change in made + moved for slot in change.slots}
     removed = [Names({slot: (before[slot], None)}, moves=False) for slot in changed if slot not in done]
-    yield from sorted(made, key=lambda change: min(change.objects))  # numbered as they were found
+    yield from sorted(made, key=lambda change: min(change.objects))  # in the order of their discovery
     yield from moved
     yield from sorted(removed, key=lambda change: -max(change.objects))

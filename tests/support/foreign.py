@@ -1,4 +1,4 @@
-"""Checkpoints in torchtitan's and Meta's layouts, and the logits that they must give."""
+"""Checkpoints in torchtitan's and Meta's layouts, and the logits of their models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titanlite.models.llama3 import Llama3Config
 
 
 def random_tensors(c: Llama3Config, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A model under Meta's names."""
+    """The tensors of a model under Meta's names."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -38,7 +38,8 @@ def random_tensors(c: Llama3Config, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def reference_logits(w: dict[str, torch.Tensor], c: Llama3Config, tokens: torch.Tensor) -> torch.Tensor:
-    """A Llama with Meta's rotary embedding: two neighbours are a complex number, which is turned."""
+    """A Llama with Meta's rotary embedding: two neighbouring values are a complex number, which is
+    rotated."""
     frequencies = c.rope_theta ** -(torch.arange(0, c.head_dim, 2) / c.head_dim)
     if c.rope_factor != 1:
         wavelength = 2 * math.pi / frequencies
@@ -78,7 +79,8 @@ def reference_logits(w: dict[str, torch.Tensor], c: Llama3Config, tokens: torch.
 
 
 def write_torchtitan(folder: Path, w: dict[str, torch.Tensor], nested: bool = False) -> Path:
-    """As torchtitan saves: by DCP, weights at the top (before 0.2 under `model`), the rest beside them."""
+    """Save as torchtitan does: with DCP, weights at the top level (before 0.2 under `model`), other state
+    beside them."""
     step = folder / "checkpoint" / "step-10"
     rest: dict[str, Any] = {
         "optimizer": {"state": {"norm.weight": {"exp_avg": torch.ones(4)}}, "param_groups": [{"lr": 0.1}]},
@@ -96,7 +98,7 @@ DIVIDED = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w
 def write_meta(
     folder: Path, w: dict[str, torch.Tensor], c: Llama3Config, files: int, embedding: int = 0
 ) -> Path:
-    """As Meta publishes: each file has a rank's part under tensor parallelism."""
+    """Save as Meta does: each file has the shard of one tensor-parallel rank."""
     folder.mkdir()
     for i in range(files):
         part = {"rope.freqs": torch.ones(c.head_dim // 2)}

@@ -56,7 +56,7 @@ RUNS = (DEBUG, *TINY)
 
 
 def make(name: str, folder: Path, *overrides: str, run: str = "run") -> Job:
-    """The job of a golden run with overrides. `folder` keeps its text and tokens; the run folder is in it."""
+    """The job of a golden run with overrides. `folder`: place of its text, its tokens and its run folder."""
     if name not in TINY:
         return _debug(folder, [f"--job.dump_folder={folder / run}", *overrides])
     corpus = folder / "corpus"
@@ -65,8 +65,8 @@ def make(name: str, folder: Path, *overrides: str, run: str = "run") -> Job:
 
 
 def _debug(folder: Path, overrides: list[str]) -> Job:
-    """train_configs/debug.toml as it is shipped: model, batch, optimizer, and the schedule of its 160 steps.
-    Only the text is another, since its own is the standard library of the running Python."""
+    """The job of train_configs/debug.toml: model, batch, optimizer, and the schedule of its 160 steps. Only
+    the text is another, because that of the file is the standard library of the running Python."""
     folder.mkdir(parents=True, exist_ok=True)
     text = write_words(folder / "words.txt")
     config = ROOT / "train_configs" / "debug.toml"
@@ -84,8 +84,8 @@ def _debug(folder: Path, overrides: list[str]) -> Job:
 
 
 def write_words(file: Path) -> Path:
-    """Lines of words from the shipped tokenizer's vocabulary, the frequent ones more often, as in real text:
-    about 50,000 tokens."""
+    """Write lines of words from the shipped tokenizer's vocabulary, with frequencies as in real text: about
+    50,000 tokens."""
     vocabulary = [base64.b64decode(line.split()[0]).strip() for line in TOKENIZER.read_bytes().splitlines()]
     words = [piece.decode() for piece in vocabulary if piece.isalpha() and piece.isascii()]
     frequencies = [1 / (10 + i) for i in range(len(words))]
@@ -96,7 +96,7 @@ def write_words(file: Path) -> Path:
 
 
 def losses(job: Job, threads: int = 1) -> list[dict[str, Any]]:
-    """Trains the job. The pinned values of each step."""
+    """Train the job. Returns the pinned values of each step."""
     with num_threads(threads):
         train(job)
     keys = ("step", *NUMBERS, "data/batch_sha")
@@ -105,7 +105,7 @@ def losses(job: Job, threads: int = 1) -> list[dict[str, Any]]:
 
 @contextmanager
 def num_threads(threads: int) -> Iterator[None]:
-    """The number of threads decides in which order sums are taken."""
+    """Set the number of threads during the body; it decides the order of additions in sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -125,14 +125,14 @@ def weights_sha(job: Job) -> str:
 
 
 def differences(
-    found: list[dict[str, Any]], golden: list[dict[str, Any]], tolerance: float = TOLERANCE
+    measured: list[dict[str, Any]], golden: list[dict[str, Any]], tolerance: float = TOLERANCE
 ) -> list[str]:
-    """In words, the values of each step that are not the golden ones. Data hashes are compared exactly,
-    losses and gradient norms to the relative tolerance."""
-    if [line["step"] for line in found] != [line["step"] for line in golden]:
-        return [f"steps {[line['step'] for line in found]} are not {[line['step'] for line in golden]}"]
+    """Descriptions of the values that differ from the golden ones. Data hashes are compared exactly, losses
+    and gradient norms to the relative tolerance."""
+    if [line["step"] for line in measured] != [line["step"] for line in golden]:
+        return [f"steps {[line['step'] for line in measured]} are not {[line['step'] for line in golden]}"]
     told = []
-    for line, wanted in zip(found, golden):
+    for line, wanted in zip(measured, golden):
         step = f"step {wanted['step']}:"
         if line.keys() != wanted.keys():
             told.append(f"{step} {sorted(line)} are not {sorted(wanted)}")
@@ -153,7 +153,7 @@ def stored() -> dict[str, Any]:
 
 
 def measured(folder: Path, threads: int = 1) -> dict[str, Any]:
-    """All golden values, by run, as this program gives them."""
+    """All golden values by run, computed by this version."""
     runs: dict[str, Any] = {}
     for name in RUNS:
         steps = losses(make(name, folder / name), threads)
@@ -172,15 +172,15 @@ def update() -> None:
 
 
 def compare(threads: int) -> int:
-    """Print how far this program, on this machine, is from the golden values; the exit code."""
+    """Print how far this version, on this machine, is from the golden values. Returns the exit code."""
     code = 0
     with tempfile.TemporaryDirectory() as folder:
-        found = measured(Path(folder), threads)
+        runs = measured(Path(folder), threads)
     for name, golden in stored().items():
-        told = differences(found[name]["steps"], golden["steps"])
-        if found[name]["initial_weights"] != golden["initial_weights"]:
-            told.append(f"initial weights {found[name]['initial_weights']} are not the golden ones")
-        pairs = zip(found[name]["steps"], golden["steps"])
+        told = differences(runs[name]["steps"], golden["steps"])
+        if runs[name]["initial_weights"] != golden["initial_weights"]:
+            told.append(f"initial weights {runs[name]['initial_weights']} are not the golden ones")
+        pairs = zip(runs[name]["steps"], golden["steps"])
         errors = [abs(a[key] / b[key] - 1) for a, b in pairs for key in NUMBERS if key in a.keys() & b.keys()]
         print(f"{name}: largest relative difference {max(errors):.1e}; {'; '.join(told) or 'as pinned'}")
         code |= bool(told)

@@ -1,4 +1,4 @@
-"""Runs on one GPU and more, through run_train.sh."""
+"""Runs on one or more GPUs, through run_train.sh."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def trained(
     code: int = 0,
     **environment: str,
 ) -> str:
-    """What the base job writes to stderr, ending with `code`; by `program`, or by run_train.sh. Modules in
-    `folder` can be imported."""
+    """The stderr of the base job, which must end with exit code `code`. Runs `program`, or run_train.sh.
+    Modules in `folder` can be imported."""
     folder.mkdir(parents=True, exist_ok=True)
     where = [f"--job.dump_folder={folder / name}", f"--data.cache_dir={corpus / 'cache'}"]
     command = [
@@ -39,11 +39,11 @@ def trained(
 
 
 def run(folder: Path, corpus: Path, *overrides: str, ngpu: int = 1, name: str = "run") -> list[dict]:
-    """The base job through run_train.sh; its metrics."""
+    """Run the base job through run_train.sh. Returns its metrics."""
     trained(folder, corpus, *overrides, name=name, NGPU=str(ngpu))
     return metrics_of(make_job(folder, corpus, FOUR_MICRO_BATCHES, *overrides, name=name, world_size=ngpu))
 
 
 def column(metrics: list[dict], key: str) -> list[float]:
-    """One metric over the steps."""
+    """The values of one metric, by step."""
     return [row[key] for row in metrics]

@@ -1,4 +1,4 @@
-"""The gradient of one step on any layout, of sequences of which different numbers of tokens count."""
+"""The gradient of one step on any layout, of sequences with different numbers of target tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPE = {
     "hidden_dim": 64,
     "vocab_size": 252,
 }
-ROWS = 8
+NUM_SEQUENCES = 8
 
 
 def build(
@@ -83,21 +83,21 @@ def build(
     return model
 
 
-def uneven_rows() -> Batch:
-    """Eight rows whose targets count anywhere from all to none."""
+def uneven_sequences() -> Batch:
+    """Eight sequences with all to none of their tokens as targets."""
     rng = np.random.default_rng(0)
-    tokens = torch.from_numpy(rng.integers(0, SHAPE["vocab_size"], (ROWS, 17)))
+    tokens = torch.from_numpy(rng.integers(0, SHAPE["vocab_size"], (NUM_SEQUENCES, 17)))
     targets = tokens[:, 1:].clone()
-    for row in range(ROWS):
-        targets[row, : 2 * row + 2] = IGNORE  # the last row counts nothing
+    for i in range(NUM_SEQUENCES):
+        targets[i, : 2 * i + 2] = IGNORE  # the last sequence has no targets
     return Batch(tokens[:, :-1], targets, int((targets != IGNORE).sum()), 0)
 
 
 def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> dict[str, torch.Tensor]:
-    """Full gradients, loss and norm of one step over `uneven_rows`, this rank taking its share."""
-    model, batch = build(world_size, rank, **layout), uneven_rows()
+    """Full gradients, loss and gradient norm of one step over this rank's share of `uneven_sequences`."""
+    model, batch = build(world_size, rank, **layout), uneven_sequences()
     ranks = model.mesh.dp_size
-    size = ROWS // ranks // micro_batches
+    size = NUM_SEQUENCES // ranks // micro_batches
     begins = [(a * ranks + model.mesh.dp_rank) * size for a in range(micro_batches)]
     mine = [Batch(batch.inputs[b : b + size], batch.targets[b : b + size], 0, 0) for b in begins]
     loss = model.forward_backward(mine, torch.tensor(batch.num_targets))

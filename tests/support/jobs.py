@@ -1,4 +1,4 @@
-"""Small jobs for tests: a two-block Llama on raw bytes of a generated corpus, seconds a run."""
+"""Small jobs for tests: a two-block Llama on raw bytes of a generated corpus. A run takes seconds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ path = ["CORPUS/b.txt"]
 
 
 def write_corpus(folder: Path, seed: int = 0) -> Path:
-    """a.jsonl and b.txt of made-up words; small enough that a run of 8 steps passes an epoch of b.txt."""
+    """Write a.jsonl and b.txt with made-up words. b.txt is so small that a run of 8 steps reads it more than
+    once."""
     rng = random.Random(seed)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(50)]
 
@@ -98,7 +99,7 @@ def make_job(folder: Path, corpus: Path, *overrides: str, world_size: int = 1, n
 
 
 def tiny_arguments(folder: Path, corpus: Path, name: str = "run") -> list[str]:
-    """The base job as the command line of `train` has it: its file, its run folder, the cache of its data."""
+    """The base job as arguments of `train`: its file, its run folder and the cache of its data."""
     return [
         str(write_toml(folder, corpus)),
         f"--job.dump_folder={folder / name}",

@@ -1,4 +1,4 @@
-"""What may lie where a file should, and how each is named in a message."""
+"""The types of object that may be in the place of a file, and their names in messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""run_train.sh as a user starts it: one node, or several, with what it logs, saves and leaves behind."""
+"""run_train.sh as a user starts it, on one node or several, with its log, its checkpoints and its leftover
+processes."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ commit.commit = slowly
 
 
 class Node:
-    """./run_train.sh on a tiny job. All its processes carry a mark in their environment."""
+    """./run_train.sh on a tiny job. All its processes have a mark in their environment."""
 
     count = itertools.count()
 
@@ -98,23 +99,23 @@ class Node:
 
     @property
     def starts(self) -> list[str]:
-        """Rank and restart of each process that came as far as to read the job."""
+        """Rank and restart of each process that has read the job."""
         path = self.folder / "starts"
         return sorted(path.read_text().splitlines()) if path.exists() else []
 
     @property
     def step(self) -> int:
-        """The last step that was logged; each is."""
+        """The last logged step; every step is logged."""
         path = self.job.folder / "metrics.jsonl"
         return path.read_text().count("\n") if path.exists() else 0
 
     @property
     def saved(self) -> list[int]:
-        """The steps that are saved."""
+        """The saved steps."""
         return [step for step, _ in committed(self.job.folder / "checkpoint")]
 
     def processes(self) -> list[int]:
-        """Launcher, ranks and loader workers that live."""
+        """Launcher, ranks and loader workers that are alive."""
 
         def ours(pid: str) -> bool:
             try:
@@ -125,14 +126,14 @@ class Node:
         return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and ours(pid)]
 
     def until(self, condition: Callable[[], Any], timeout_s: float = 300) -> None:
-        """Wait for it."""
+        """Wait until the condition holds."""
         end = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < end, self.log
             time.sleep(0.05)
 
     def end(self, timeout_s: float = 300) -> int:
-        """Wait for the end, and note the ports that are open meanwhile; returns the exit code."""
+        """Wait for the end, and collect the ports that are open meanwhile. Returns the exit code."""
 
         def ended() -> bool:
             self.listened |= listening(self.processes())
@@ -142,7 +143,7 @@ class Node:
         return self.launcher.returncode
 
     def close(self) -> None:
-        """End what is left."""
+        """End all processes that are left."""
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -150,7 +151,7 @@ class Node:
 
 
 def launch(*arguments: str, timeout_s: int = 400, **environment: str) -> subprocess.CompletedProcess:
-    """run_train.sh in the repository's root, on the interpreter of the tests, to its end."""
+    """Run run_train.sh to its end, in the repository's root and with the tests' interpreter."""
     return subprocess.run(
         [str(ROOT / "run_train.sh"), *arguments],
         cwd=ROOT,
@@ -163,5 +164,5 @@ def launch(*arguments: str, timeout_s: int = 400, **environment: str) -> subproc
 
 
 def path_with(folder: Path) -> str:
-    """A PYTHONPATH that finds modules in `folder` too."""
+    """A PYTHONPATH that includes `folder`."""
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))

@@ -1,4 +1,4 @@
-"""The axes of a layout and the options that change how a step is computed, to be combined."""
+"""The axes of a layout and the options that change how a step is computed, for combination."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """Something to combine: how many ranks it takes, and how it is asked for."""
+    """An element of a combination: its number of ranks and its options."""
 
     ranks: int
     keys: list[str]
@@ -53,7 +53,7 @@ OPTIONS = {
 
 
 def combined(*names: str) -> Part:
-    """All of these at once."""
+    """All of these together."""
     parts = [{**AXES, **OPTIONS}[name] for name in names]
     ranks = 1
     for part in parts:

@@ -1,4 +1,4 @@
-"""What a run logs."""
+"""The log of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titanlite.log import logger
 
 @contextmanager
 def listening(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """The logger hands nothing on once a run has set it up."""
+    """Let caplog see the log lines of a run, whose logger does not propagate them."""
     logger.addHandler(caplog.handler)
     try:
         yield

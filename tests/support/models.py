@@ -1,5 +1,4 @@
-"""Small random models for tests of what goes to other programs and comes from them, and transformers beside
-them."""
+"""Small random models for tests of import and export, and the same models in transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Parameters(Decoder):
-    """A model of nothing but named parameters, which are outside its blocks."""
+    """A model that consists of named parameters outside of its blocks."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]):
         super().__init__()
@@ -41,19 +40,19 @@ class Parameters(Decoder):
 
 
 def family(name: str = "llama3", **overrides: Any) -> ModelFamily:
-    """The family of a tiny model of 258 ids, which raw bytes have."""
+    """The family of a tiny model with a vocabulary of 258 ids, for raw bytes."""
     of = {"llama3": Llama3, "qwen3": Qwen3}[name]
     return of(flavor="debug", overrides={**SHAPE, **overrides})
 
 
 def keys_of(of: ModelFamily) -> list[str]:
-    """The command line that chooses it."""
+    """The command-line arguments that choose the family."""
     overrides = [f"--model.overrides.{key}={json.dumps(value)}" for key, value in of.overrides.items()]
     return [f"--model.name={of.name}", *overrides]
 
 
 def random_net(of: ModelFamily, seed: int = 0) -> Decoder:
-    """Its model, with weights large enough that a mistake is seen."""
+    """A model of the family, with weights large enough that mistakes show."""
     net = of.build()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -63,7 +62,7 @@ def random_net(of: ModelFamily, seed: int = 0) -> Decoder:
 
 
 def hugging_face(of: ModelFamily, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """transformers' own model with those weights."""
+    """transformers' model with the same weights."""
     import transformers
 
     config = transformers.AutoConfig.for_model(**of.hf_config())

@@ -1,5 +1,5 @@
-"""NaN where it can arise in a step: in a gradient, a weight, the loss of some sequences. For tests in one
-process and on ranks."""
+"""NaN in each place where it can arise in a step: a gradient, a weight, the loss of some sequences. For tests
+in one process and on several ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _first_element(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _first(tensors: Iterator[torch.Tensor]) -> torch.Tensor:
-    """One element that this rank has a copy or a shard of."""
+    """One element of which this rank has a copy or the shard."""
     return next(element for t in tensors if (element := _first_element(t)) is not None)
 
 

@@ -1,5 +1,5 @@
-"""A family from outside titanlite: attention and feed-forward side by side, as in GPT-J, and names of its
-own."""
+"""A family from outside titanlite: attention and feed-forward in parallel, as in GPT-J, with its own
+parameter names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, apply_ro
 
 @dataclass(frozen=True, kw_only=True)
 class Config(DecoderConfig):
-    """What the flavors have besides the fields that all families have."""
+    """The architecture fields of this family besides those of every family."""
 
     rope_theta: float = 10000.0
 
@@ -30,7 +30,7 @@ FLAVORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelResidual(ModelFamily, name="parallel_residual"):
-    """Attention and feed-forward side by side."""
+    """Attention and feed-forward in parallel."""
 
     flavors = FLAVORS
 

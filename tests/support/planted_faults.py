@@ -40,8 +40,8 @@ PASSED, FAILED = 0, 1  # pytest's exit codes; the others say that it could not r
 
 @dataclass(frozen=True)
 class Fault:
-    """A replacement of `old` by `new` in one file of the package. `what`: its kind. `tests`: the files that
-    test the changed code."""
+    """A replacement of `old` by `new` in one file of the package. `what`: the kind of mistake. `tests`: the
+    test files of the changed code."""
 
     name: str
     file: str
@@ -59,7 +59,7 @@ class Fault:
 
 
 class Result(NamedTuple):
-    """What became of a fault. `by`: the first test that failed, or why the tests could not be run."""
+    """The result for a fault. `by`: the first failed test, or the reason why the tests could not run."""
 
     outcome: str
     by: str
@@ -72,19 +72,20 @@ def load_faults() -> list[Fault]:
 
 
 def misfits(faults: Sequence[Fault], root: Path = ROOT) -> list[str]:
-    """In words, which faults do not fit the tree."""
-    found = []
+    """Descriptions of the faults that do not fit the tree."""
+    problems = []
     for fault in faults:
         try:
             compile(fault.planted_in(root), fault.file, "exec")
         except (ValueError, OSError, SyntaxError) as e:
-            found.append(str(e))
-        found += [f"{fault.name}: there is no {test}" for test in fault.tests if not (root / test).exists()]
-    return found
+            problems.append(str(e))
+        missing = [test for test in fault.tests if not (root / test).exists()]
+        problems += [f"{fault.name}: there is no {test}" for test in missing]
+    return problems
 
 
 def copy_tree(target: Path) -> None:
-    """The files that git tracks, as they are now, and new ones that it does not ignore."""
+    """Copy the files that git tracks, as they are now, and new files that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,
@@ -97,7 +98,7 @@ def copy_tree(target: Path) -> None:
 
 @contextmanager
 def planted(fault: Fault, root: Path) -> Iterator[None]:
-    """The fault is in the copy at `root` during the body."""
+    """Plant the fault in the copy at `root` during the body."""
     file = root / fault.file
     before = file.read_text(encoding="utf-8")
     file.write_text(fault.planted_in(root), encoding="utf-8")
@@ -108,7 +109,7 @@ def planted(fault: Fault, root: Path) -> Iterator[None]:
 
 
 def run_tests(root: Path, tests: Sequence[str]) -> Result:
-    """Run the default tier's tests in these files, all if there are none, until the first one fails."""
+    """Run the default tier's tests in these files until the first one fails; without files, run all tests."""
     # no bytecode: that of a fault would pass for its file's if both are written in one second
     environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
@@ -129,7 +130,7 @@ def run_tests(root: Path, tests: Sequence[str]) -> Result:
 
 
 def chosen(faults: Sequence[Fault], only: Sequence[str]) -> list[Fault]:
-    """The faults of which one of `only` is a part of the name or the file; all, if `only` is empty."""
+    """The faults whose name or file contains one of `only`; all faults if `only` is empty."""
     return [f for f in faults if not only or any(part in f.name or part in f.file for part in only)]
 
 
@@ -172,12 +173,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             with planted(fault, root):
                 results[fault.name] = result = run_tests(root, [] if options.all_tests else fault.tests)
             print(f"{result.outcome:9}  {fault.name:55}  {result.by}  ({result.seconds:.0f} s)", flush=True)
-    found = sum(result.outcome == "found" for result in results.values())
-    print(f"{found} of {len(faults)} faults were found")
+    num_found = sum(result.outcome == "found" for result in results.values())
+    print(f"{num_found} of {len(faults)} faults were found")
     if options.json:
         table = [{**asdict(fault), **results[fault.name]._asdict()} for fault in faults]
         options.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    return 0 if found == len(faults) else 1
+    return 0 if num_found == len(faults) else 1
 
 
 if __name__ == "__main__":

@@ -21,23 +21,24 @@ def listening(pids: Iterable[int]) -> set[str]:
                     link = os.readlink(f"/proc/{pid}/fd/{fd}")
                     if link.startswith("socket:["):
                         inodes.add(link[len("socket:[") : -1])
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == LISTEN and fields[9] in inodes:
-                found.add(_readable(fields[1]))
-    return found
+                addresses.add(_readable(fields[1]))
+    return addresses
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether only this machine can connect to the address."""
     host = ipaddress.ip_address(address.rpartition(":")[0])
     return (getattr(host, "ipv4_mapped", None) or host).is_loopback
 
 
 def _readable(text: str) -> str:
-    """From the kernel's form: words of the machine's byte order, in hexadecimal; x86 and ARM."""
+    """An address in the kernel's form, words in the machine's byte order and hexadecimal, as text. For x86
+    and ARM."""
     host, _, port = text.partition(":")
     words = bytes.fromhex(host)
     swapped = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))

@@ -1,15 +1,14 @@
-"""What a disk may hold after a power loss, in the middle of what file_operations.py has recorded.
+"""The states in which a power loss may leave a disk, at any point of a recording by file_operations.py.
 
 The states are those of the model of Pillai et al., "All File Systems Are Not Created Equal" (ALICE, OSDI
 2014), for POSIX on a journalling file system:
 
-- A file's content is on the disk up to its last fsync. What was written since may be there or not: the states
-  have the synced content, every version written since, an empty file, half of the newest version, and zeros
-  of its length.
-- A change of a directory's names is on the disk once that directory is synced (a rename between two: both).
-  Of the changes since, any may be there and others not, in any combination that keeps the order of changes of
-  one name and of one object; nothing is renamed into a directory that is not there, and a directory is
-  removed after what was in it. A rename is atomic. An fsync of a file syncs no name of it: that is POSIX,
+- A file's content is on the disk up to its last fsync. Later writes may be lost: the states have the synced
+  content, every version written since, an empty file, half of the newest version, and zeros of its length.
+- A change of a directory's names is on the disk once that directory is synced; for a rename between two
+  directories, once both are. Later changes may be on the disk in any combination that keeps the order of
+  changes of one name and of one object. A file is never in a directory that does not exist, and a directory
+  is removed after its content. A rename is atomic. An fsync of a file does not sync its name: this is POSIX;
   most file systems do more.
 """
 
@@ -26,7 +25,7 @@ from typing import Any
 
 from tests.support.file_operations import ROOT, Content, Link, Mark, Names, Operation, Recording, Slot, Sync
 
-EXHAUSTIVE = 6  # unsynced changes of names of which every combination is made
+EXHAUSTIVE = 6  # up to this many unsynced changes of names, every combination is made
 Tree = dict[str, bytes | Link | None]  # by path: a file's content, a link's target, or None for a directory
 
 
@@ -35,8 +34,8 @@ Tree = dict[str, bytes | Link | None]  # by path: a file's content, a link's tar
 
 @dataclass
 class _Unsynced:
-    """A change of names that may be on the disk. `waits_for`: directories to be synced. `needs`: changes that
-    are there if it is."""
+    """A change of names that may or may not be on the disk. `waits_for`: directories whose fsync puts it
+    there. `needs`: changes that are on the disk if this one is."""
 
     names: Names
     waits_for: set[int]
@@ -44,17 +43,17 @@ class _Unsynced:
 
 
 class _Disk:
-    """What is certainly there, and what may be."""
+    """The names and contents that are certainly on the disk, and those that may be."""
 
     def __init__(self, recording: Recording):
         self.links = recording.links
         self.names, self.contents = dict(recording.names), dict(recording.contents)  # on the disk
         self.unsynced: list[_Unsynced] = []
-        self.versions: dict[int, list[bytes]] = {}  # of a file since its last sync
+        self.versions: dict[int, list[bytes]] = {}  # contents of a file since its last sync
         self.newest = dict(recording.contents)
 
     def do(self, operation: Operation) -> None:
-        """Go on by one operation."""
+        """Apply one operation."""
         if isinstance(operation, Names):
             needs = [other for other in self.unsynced if _needs(operation, other.names)]
             self.unsynced.append(_Unsynced(operation, operation.directories, needs))
@@ -75,19 +74,19 @@ class _Disk:
             self.unsynced = [change for change in self.unsynced if not _is_in(change, there)]
 
     def names_as_killed(self) -> dict[Slot, int]:
-        """All changes of names are there."""
+        """The names if the process is killed now: all changes of names have happened."""
         names = dict(self.names)
         for change in self.unsynced:
             _apply(change.names, names)
         return names
 
     def as_killed(self) -> Tree:
-        """What there is when only the process ends."""
+        """The files if the process is killed now and the system survives."""
         paths = _paths(self.names_as_killed())
         return {path: self.newest.get(node, self.links.get(node)) for path, node in paths.items()}
 
     def choices(self, rng: random.Random, samples: int) -> Iterator[list[_Unsynced]]:
-        """Unsynced changes of names that may be there together."""
+        """Sets of unsynced changes of names that may be on the disk together."""
         every = self.unsynced
         if len(every) <= EXHAUSTIVE:
             for mask in product((False, True), repeat=len(every)):
@@ -133,18 +132,19 @@ class _Disk:
                 yield tree | {path: contents[node] for path, node in files.items() if node in contents}
 
     def _contents(self, dirty: list[int], rng: random.Random, samples: int) -> Iterator[dict[int, bytes]]:
-        """Of files that are not synced: all of one kind; one of another kind than the others; at random."""
+        """Contents of files that are not synced: all files of one kind; one file of another kind than the
+        rest; random kinds."""
         yield {}
         kinds = {node: _kinds(self.contents.get(node, b""), self.versions[node]) for node in dirty}
         for kind in range(4 if dirty else 0):
-            yield {node: of[kind] for node, of in kinds.items()}
-        for node, of in kinds.items() if len(dirty) > 1 else ():
-            yield from ({node: data} for data in of)
+            yield {node: contents[kind] for node, contents in kinds.items()}
+        for node, contents in kinds.items() if len(dirty) > 1 else ():
+            yield from ({node: data} for data in contents)
             yield {other: self.contents.get(other, b"") for other in dirty if other != node}
         for _ in range(samples if len(dirty) > 1 else 0):
-            yield {node: rng.choice(of) for node, of in kinds.items()}
-        for of in kinds.values() if len(dirty) == 1 else ():
-            yield from ({dirty[0]: data} for data in of[4:])
+            yield {node: rng.choice(contents) for node, contents in kinds.items()}
+        for contents in kinds.values() if len(dirty) == 1 else ():
+            yield from ({dirty[0]: data} for data in contents[4:])
 
 
 def _kinds(synced: bytes, versions: list[bytes]) -> list[bytes]:
@@ -153,11 +153,11 @@ def _kinds(synced: bytes, versions: list[bytes]) -> list[bytes]:
 
 
 def _needs(later: Names, earlier: Names) -> bool:
-    """Whether the earlier change is on the disk if the later one is."""
+    """Whether the earlier change is on the disk if the later change is."""
     if later.slots.keys() & earlier.slots.keys() or later.objects & earlier.objects:
         return True
     if later.moves and len(later.directories) > 1 and later.directories & earlier.objects:
-        return True  # else what had a name would have none
+        return True  # otherwise the object would lose its name
     removed = {old for old, new in later.slots.values() if new is None and old is not None}
     return not later.moves and bool(removed & earlier.directories)
 
@@ -182,7 +182,7 @@ def _apply(change: Names, names: dict[Slot, int]) -> None:
 
 
 def _paths(names: dict[Slot, int]) -> dict[str, int]:
-    """What can be reached from the root."""
+    """Inode numbers by path, of everything below the root."""
     below: dict[int, list[tuple[str, int]]] = {}
     for (directory, name), node in names.items():
         below.setdefault(directory, []).append((name, node))
@@ -201,7 +201,8 @@ def _paths(names: dict[Slot, int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Crash:
-    """A state of the disk. `mark`: the newest one before the crash. `at`: how many operations were before."""
+    """A state of the disk. `mark`: the newest mark before the crash. `at`: the number of operations before
+    the crash."""
 
     tree: Tree
     mark: Any
@@ -209,45 +210,47 @@ class Crash:
 
     @property
     def names(self) -> frozenset[str]:
-        """Its names; of folders with a dot, which are only ever deleted, just whether they are empty."""
+        """The names in this state. Of folders with a leading dot, which are only ever deleted, only whether
+        they are empty."""
         return frozenset(re.sub(r"(^|/)(\.[^/]*)/.*", r"\1\2/...", path) for path in self.tree)
 
     def put(self, folder: Path, there: Tree | None = None) -> Path:
-        """Write it to the new folder `folder`, or to one in which `there` is by now: states differ little."""
+        """Write the state to the new folder `folder`, or change a folder that has the state `there`: states
+        differ little."""
         before = there or {}
         if there is None:
             folder.mkdir()
-        stays = {path for path, what in self.tree.items() if path in before and before[path] == what}
-        for path in sorted(before.keys() - stays, reverse=True):  # what is in a directory before it
+        stays = {path for path, value in self.tree.items() if path in before and before[path] == value}
+        for path in sorted(before.keys() - stays, reverse=True):  # files before their directory
             if before[path] is None:
                 (folder / path).rmdir()
             else:
                 (folder / path).unlink()
         for path in sorted(self.tree.keys() - stays):
-            what = self.tree[path]
-            if isinstance(what, bytes):
-                (folder / path).write_bytes(what)
-            elif what is None:
+            value = self.tree[path]
+            if isinstance(value, bytes):
+                (folder / path).write_bytes(value)
+            elif value is None:
                 (folder / path).mkdir()
             else:
-                os.symlink(what, folder / path)
+                os.symlink(value, folder / path)
         return folder
 
 
 def crashes(
     recording: Recording, *, samples: int = 4, seed: int = 0, settled: Sequence[str] = (), start: Any = None
 ) -> Iterator[Crash]:
-    """The states that a power loss during the recording may leave, each once for a mark: all of them while at
+    """The states that a power loss during the recording may leave, each once per mark: all states while at
     most EXHAUSTIVE changes of names are unsynced, a sample beyond.
 
-    Made are, after every operation: the state that a kill would leave. And before every fsync, before every
-    mark and at the end, where a disk may hold most, because only an fsync takes states away: of the unsynced
-    changes of names all combinations if there are at most EXHAUSTIVE changes; else their prefixes, all but
-    one change and what needs it, only one change and what it needs, and `samples` random combinations. Each
-    of them with the newest content of every file and with the contents that `_Disk._contents` gives.
+    After every operation: the state that a kill would leave. Before every fsync, before every mark and at the
+    end, where the number of possible states is largest because only an fsync removes some: if at most
+    EXHAUSTIVE changes of names are unsynced, all combinations of them; otherwise their prefixes, all but one
+    change and those that need it, only one change and those that it needs, and `samples` random combinations.
+    Each with the newest content of every file and with the contents from `_Disk._contents`.
 
-    `settled`: names of files of which only the newest content is tried. `start`: the mark before the first.
-    """
+    `settled`: names of files of which only the newest content is tried. `start`: the mark before the first
+    one."""
     disk, mark, rng = _Disk(recording), start, random.Random(seed)
     seen: set[Any] = set()
 
@@ -277,10 +280,10 @@ def check_all(
     most: int = 1 << 30,
     all_contents: bool = False,
 ) -> tuple[int, int]:
-    """`look` at every state, given its place in `folder` and its mark; it changes nothing. `start` the
-    program from one state of each set of names and of what `look` returned, or from each state if
-    `all_contents`; from about `most` of them, drawn at random and the same every time. Returns how many there
-    were of both."""
+    """Call `look` on every state, with its place in `folder` and its mark; it changes nothing. Call `start`
+    on one state of each set of names and of the value that `look` returned, or on each state if
+    `all_contents`; with `most`, on about that many, drawn at random with a fixed seed. Returns the numbers of
+    both calls."""
     key_of = (lambda crash: frozenset(crash.tree.items())) if all_contents else (lambda crash: crash.names)
     if most < 1 << 30:
         states = iter(every := list(states))
@@ -291,20 +294,20 @@ def check_all(
     started: set[Any] = set()
     count, starts, there, place = 0, 0, None, folder / "crash"
     for count, crash in enumerate(states, 1):
-        found = look(crash.put(place, there), crash.mark)
+        result = look(crash.put(place, there), crash.mark)
         there = crash.tree
-        if start is not None and (key := (key_of(crash), repr(found))) not in started:
+        if start is not None and (key := (key_of(crash), repr(result))) not in started:
             started.add(key)
             if rng.random() >= share:
                 continue
             starts += 1
-            start(place, found)
+            start(place, result)
             place, there = folder / f"crash{count}", None
     return count, starts
 
 
 def replayed(recording: Recording) -> Tree:
-    """All of the recording, and no crash."""
+    """The files after the whole recording, without a crash."""
     disk = _Disk(recording)
     for operation in recording.operations:
         disk.do(operation)
@@ -312,19 +315,19 @@ def replayed(recording: Recording) -> Tree:
 
 
 def tree_of(folder: Path) -> Tree:
-    """What is in a folder."""
-    found: Tree = {}
+    """The files of a folder."""
+    tree: Tree = {}
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
         if path.is_symlink():
-            found[name] = Link(os.readlink(path))
+            tree[name] = Link(os.readlink(path))
         else:
-            found[name] = None if path.is_dir() else path.read_bytes()
-    return found
+            tree[name] = None if path.is_dir() else path.read_bytes()
+    return tree
 
 
 def described(recording: Recording) -> list[str]:
-    """The operations in words, random parts of names left out; successive writes to a file are one."""
+    """The operations in words, without random parts of names. Successive writes to a file are one line."""
     disk, said = _Disk(recording), list[str]()
     for operation in recording.operations:
         paths = {node: path for path, node in _paths(disk.names_as_killed()).items()} | {ROOT: "."}
@@ -333,7 +336,9 @@ def described(recording: Recording) -> list[str]:
             words = f"mark {operation.value}"
         elif isinstance(operation, Names):
             slots = operation.slots.items()
-            words = ", ".join(f"{'+' if new else '-'} {paths[of]}/{name}" for (of, name), (_, new) in slots)
+            words = ", ".join(
+                f"{'+' if new else '-'} {paths[folder]}/{name}" for (folder, name), (_, new) in slots
+            )
         else:
             words = f"{type(operation).__name__.lower()} {paths.get(operation.node, '(deleted)')}"
         words = re.sub(r"-[0-9a-f]{8}\b", "-*", words)
@@ -343,8 +348,7 @@ def described(recording: Recording) -> list[str]:
 
 
 def without_syncs(recording: Recording, unwanted: Callable[[str], bool]) -> Recording:
-    """The same recording but for the fsyncs of the paths below the root, itself "", that are `unwanted`: a
-    control."""
+    """The recording without the fsyncs of the `unwanted` paths; the root is "". For controls."""
     disk, kept = _Disk(recording), list[Operation]()
     for operation in recording.operations:
         disk.do(operation)

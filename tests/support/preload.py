@@ -1,4 +1,4 @@
-"""What the server that forks ranks imports before the first fork, so that no rank has to."""
+"""The modules that the server of forked ranks imports before the first fork, so that ranks do not have to."""
 
 from __future__ import annotations
 

@@ -54,10 +54,10 @@ class Ranks:
     def results(self, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """The return values by rank. If a rank fails, ends the other ranks, which may be stuck in a
         collective, and raises AssertionError with the traceback of the first failed rank."""
-        found: dict[int, Any] = {}
+        values: dict[int, Any] = {}
         until = time.monotonic() + timeout_s
         with self._ending():
-            while missing := [rank for rank in range(len(self.processes)) if rank not in found]:
+            while missing := [rank for rank in range(len(self.processes)) if rank not in values]:
                 # A rank's loader workers hold its pipe, too: only the process says that it has ended.
                 pipes = {self._connections[rank]: rank for rank in missing}
                 ends = {self.processes[rank].sentinel: rank for rank in missing}
@@ -71,12 +71,12 @@ class Ranks:
                     except (EOFError, ConnectionResetError):
                         raise AssertionError(f"rank {rank} died with exit code {self._code(rank)}") from None
                     assert ok, f"rank {rank}:\n{value}"
-                    found[rank] = value
+                    values[rank] = value
             for connection in self._connections:
                 connection.close()
             for process in self.processes:
                 process.join(GRACE_S)
-        return [found[rank] for rank in range(len(found))]
+        return [values[rank] for rank in range(len(values))]
 
     def exits(self, timeout_s: float = TIMEOUT_S, signal_peers: bool = False) -> list[int]:
         """The exit codes by rank, or negative signals, of a function that ends its process.

@@ -1,7 +1,6 @@
-"""The table of torchtitan's keys in docs/coming-from.md, made of the tables that `titanlite migrate` uses.
+"""The table of torchtitan's keys in docs/coming-from.md, made from the tables that `titanlite migrate` uses.
 
-After a change of those, `python -m tests.support.torchtitan_table` writes it anew.
-"""
+`python -m tests.support.torchtitan_table` writes it into the page."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ KEYS: dict[str, dict[str, object]] = json.loads((ROOT / "tests/golden/torchtitan
 
 
 def row(key: str) -> str:
-    """What titanlite has for a key."""
+    """The table's entry for a key of torchtitan."""
     if key in RENAMED:
         return f"`{RENAMED[key]}`"
     if key in CONVERTED:
