@@ -24,6 +24,7 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"evaluate", "generate"},
     {"job"},
     {"startup"},
+    {"run"},
     {"train", "cli", "tools"},
     {"__main__"},
 ]

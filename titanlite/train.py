@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,23 +20,17 @@ from titanlite.checkpoint.state import TrainState
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
-from titanlite.data.batch import Batch
-from titanlite.data.loader import MicroBatches, SequenceDataset, SequenceLoader
-from titanlite.errors import Diverged, LoaderError
-from titanlite.evaluate import validate
-from titanlite.generate import generate
+from titanlite.data.loader import MicroBatches, SequenceLoader
+from titanlite.errors import LoaderError
 from titanlite.interop.initial import load_initial
 from titanlite.job import Job, load_job
-from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
-from titanlite.metrics.memory import OutOfMemory, building, explain, phase
-from titanlite.metrics.meter import Meter
+from titanlite.metrics.memory import building
 from titanlite.metrics.profiling import Profiler
 from titanlite.optim.base import guarded_step, set_lr
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import clip_divisor, grad_norm
-from titanlite.parallel.compile import Compilations
-from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.run import Run
 from titanlite.runtime.data_wait import DataWait
 from titanlite.runtime.process import world_size
 from titanlite.runtime.runtime import Runtime, runtime
@@ -53,7 +44,6 @@ from titanlite.startup import (
     describe,
     exporter,
     flops_of,
-    learning_rate,
     log_changes,
     open_meter,
     open_tokenizer,
@@ -61,7 +51,6 @@ from titanlite.startup import (
     record,
     resolved,
 )
-from titanlite.tokenizers.base import Tokenizer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -183,167 +172,11 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             checkpoints.wait_for_save()
         if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):
             run.save()  # after the step's metrics are written
+        run.report_saves()
 
-    return finish(run, evaluation, num_steps=state.step - first_step + 1, requests=requests)
-
-
-def finish(run: Run, evaluation: dict[str, Any], num_steps: int, requests: StopRequests) -> int:
-    """Wait for the last save and log the outcome of the run. Returns the exit code. `evaluation`: the metrics
-    of a validation after the last step. `num_steps`: number of steps taken since the start of the program; if
-    it is 0, the run was finished before and is evaluated again."""
-    job = run.job
-    run.checkpoints.close(is_over=run.state.step >= job.training.steps)
-    requests.done()
-    run.read_guard()
-    if run.state.step < job.training.steps:
-        if not job.checkpoint.enable:
-            logger.warning(
-                f"stopped after step {run.state.step}; nothing is saved: checkpoint.enable = false"
-            )
-            return 130
-        logger.info(f"stopped after step {run.state.step}, which is saved; run it again to continue")
-        return Stopped.exit_code
-    if num_steps <= 0:
-        logger.info(f"nothing to train: step {run.state.step} is done; raise --training.steps to continue")
-        evaluation = run.validate() if job.validation.enable else {}
-        run.sample(keep=False)
-    if evaluation:
-        logger.info(
-            f"validation loss {evaluation['eval/loss']:.4f} over {evaluation['eval/tokens']:,} tokens"
-        )
-    logger.info(f"metrics      {job.folder / 'metrics.jsonl'}")
-    if "tensorboard" in run.meter.sinks.writers:
-        logger.info(f"tensorboard  {job.folder / 'tb'}")
-    if job.checkpoint.enable:
-        logger.info(f"checkpoints  {job.folder / job.checkpoint.folder}")
-    return 0
+    return run.finish(evaluation, num_steps=state.step - first_step + 1, requests=requests)
 
 
 def due(freq: int, step: int, last_step: int) -> bool:
     """Whether `step` is the last step or a multiple of `freq`; 0 has no multiples."""
     return step == last_step or (freq > 0 and step % freq == 0)
-
-
-@dataclass
-class Run:
-    """The objects of a run. Leaving its context closes the loader and the sinks; after an error, it waits for
-    a save in flight first."""
-
-    job: Job
-    rt: Runtime
-    tokenizer: Tokenizer
-    sequences: SequenceDataset
-    loader: SequenceLoader
-    model: ShardedModel
-    optimizer: torch.optim.Optimizer
-    state: TrainState
-    checkpoints: Checkpointer
-    meter: Meter
-    guard: StepGuard
-    compilations: Compilations = field(default_factory=Compilations)
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None:
-            self.rt.note_error(error)  # first, because the launcher may end this rank during the wait
-            self.checkpoints.close_after_error(error)
-        self.loader.close()
-        self.meter.sinks.close()
-        if isinstance(error, torch.OutOfMemoryError):
-            raise OutOfMemory(explain(f"in step {self.state.step}, {phase(trace)}")) from error
-
-    def profiler(self) -> Profiler:
-        """The profiler of the steps that [profiling] chooses."""
-        folder, steps = self.job.folder / "profile", self.job.training.steps
-        apart = partial(self.meter.apart, "time/profiling_s")
-        return Profiler(self.job.profiling, folder, self.rt.rank, self.state.step + 1, steps, apart)
-
-    def end_without_data(self, error: Stopped | LoaderError, first_step: int, requests: StopRequests) -> int:
-        """End a run that gets no more batches. A run on one rank saves the last finished step; with several
-        ranks that is not possible, because some ranks may be waiting in a collective. Raises `error`, or
-        returns the exit code if the run was asked to stop after at least one step."""
-        step, num_steps = self.state.step, self.state.step - first_step + 1
-        can_save = self.rt.world_size == 1 and num_steps and self.job.checkpoint.enable
-        if can_save and not self.checkpoints.has(step):
-            self.save()
-        if isinstance(error, LoaderError) or not num_steps:
-            raise error
-        return finish(self, {}, num_steps, requests)
-
-    def first_step_done(self) -> None:
-        """Shorten the timeout of collectives and prepare the first save, now that the step is compiled and
-        its memory allocated."""
-        self.rt.first_step_done()
-        self.checkpoints.warm_up(self.model.net, self.optimizer)
-
-    def read_guard(self, leave: int = 0) -> None:
-        """Report skipped steps to the sinks; the newest `leave` steps are not read yet. Raises Diverged if
-        too many steps in a row were skipped, or the last step of the run was."""
-        for step in self.guard.read(leave):
-            self.meter.sinks.event(step, "skipped")
-        is_over = leave == 0 and self.state.step >= self.job.training.steps
-        if self.guard.diverged or (is_over and self.guard.ended_in_streak(self.state.step)):
-            raise Diverged(f"{self.guard.reason()}; {self.checkpoints.recovery_advice()}")
-
-    def save(self) -> None:
-        """Save a checkpoint of the step that was just taken."""
-        self.meter.sinks.event(self.state.step, "saving")
-        with self.meter.apart("checkpoint/stall_s"):
-            self.checkpoints.save(self.model.net, self.optimizer, self.state, self.small_state())
-
-    def values(
-        self, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[Batch]
-    ) -> dict[str, Any]:
-        """The metrics of a step, without the times that the meter adds. Waits for the device. Collective."""
-        return {
-            "train/loss": loss.item(),
-            "train/grad_norm": norm.item(),
-            "train/skipped_steps": self.guard.skipped_steps(),
-            "train/learning_rate": learning_rate(self.job, self.state.step),
-            "progress/total_tokens": int(self.state.tokens),
-            "data/batch_sha": self.rt.sum_u64(sum(batch.sha for batch in micro_batches)),
-            **self.model_metrics(),
-            **self.compilations.since_last(),
-        }
-
-    def model_metrics(self) -> dict[str, float]:
-        """The model's auxiliary losses and statistics in this step. Waits for the device. Collective."""
-        shares = {f"train/{name}": value for name, value in self.model.auxiliary_losses.items()}
-        for name, value in self.model.net.statistics().items():
-            shares[f"model/{name}"] = value / self.rt.world_size
-        sums = self.rt.sum_scalars(*shares.values()) if shares else ()
-        return {key: value.item() for key, value in zip(shares, sums)}
-
-    def small_state(self) -> dict[str, Any]:
-        """The entries of train.json besides those of TrainState. Waits for the device."""
-        guard = self.guard.state_dict()
-        return {
-            "global_batch_size": self.rt.batch.global_size,
-            "guard": guard,
-            "healthy": guard["streak"] == 0,
-        }
-
-    def validate(self) -> dict[str, Any]:
-        """The validation loss on the held-out sequences. Collective."""
-        num_sequences = self.job.validation.num_sequences(
-            self.sequences.num_held_out, self.rt.batch.global_size
-        )
-        with self.meter.apart("time/validation_s"):
-            return validate(self.model, self.sequences, num_sequences, self.rt)
-
-    def sample(self, keep: bool = True) -> None:
-        """Log a sample for each prompt and, with `keep`, append it to samples.txt. Collective."""
-        generation = self.job.generation
-        with self.meter.apart("time/generation_s"):
-            for i, prompt in enumerate(generation.prompts):
-                seed, device = self.job.training.seed + i, self.rt.device
-                try:
-                    text = generate(self.model.logits, self.tokenizer, prompt, generation, seed, device)
-                except Diverged as e:  # the guard decides whether the run continues
-                    logger.info(f"no sample at step {self.state.step}: {e}")
-                    return
-                logger.info(f"sample at step {self.state.step}:\n{text}")
-                if keep:
-                    self.meter.sinks.sample(self.state.step, text)

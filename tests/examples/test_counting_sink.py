@@ -27,5 +27,5 @@ def test_it_counts(tmp_path: Path, corpus: Path, run_on: Any, world_size: int) -
 
     first, second = counts(5), counts(8)
     assert first.pop("run_id") == second.pop("run_id")
-    assert first == {"steps": 5, "saving": 2, "samples": 2}  # checkpoints of steps 4 and 5
-    assert second == {"resumed": 1, "steps": 3, "saving": 1, "samples": 2}
+    assert first == {"steps": 5, "saved": 2, "samples": 2}  # checkpoints of steps 4 and 5
+    assert second == {"resumed": 1, "steps": 3, "saved": 1, "samples": 2}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -78,6 +79,7 @@ class Checkpointer:
         self._opening = Opening(config, dump_folder, identity)
         self.ranks = Ranks(self.folder)
         self._lock: FolderLock | None = None
+        self._newly_committed = deque[int]()
         self._save_is_late = False  # a periodic save waits for the end of a streak of skipped steps
         self._faults: list[Fault] = []  # on rank 0: damaged checkpoints that are not renamed yet
         self._exports = exports
@@ -200,6 +202,10 @@ class Checkpointer:
         self.wait_for_save()
         return any(step == saved for saved, _ in commit.committed(self.folder))
 
+    def newly_committed(self) -> list[int]:
+        """The steps whose checkpoints were committed since the last call; only rank 0 knows them."""
+        return [self._newly_committed.popleft() for _ in range(len(self._newly_committed))]
+
     def wait_until_staged(self) -> None:
         """Make the device wait until a save in flight has copied the state. Call this before the weights
         change."""
@@ -243,6 +249,7 @@ class Checkpointer:
         """Handle a new checkpoint. Runs on rank 0, on the saving thread. Old checkpoints are deleted after
         the exports, which may have to read them."""
         self._record.committed(step)
+        self._newly_committed.append(step)
         exports = self._exports
         if exports is None:
             self._retain()

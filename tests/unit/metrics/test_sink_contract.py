@@ -112,6 +112,9 @@ def test_naming_a_sink_twice_is_an_error(
     assert f"--{key}: {message}" in str(e.value)
 
 
+SYNCHRONOUS = "--checkpoint.async_mode=disabled"
+
+
 def run_to(folder: Path, corpus: Path, steps: int, *overrides: str) -> Job:
     job = make_job(folder, corpus, KEEP, f"--training.steps={steps}", *overrides)
     assert train(job) == 0
@@ -122,9 +125,9 @@ def test_a_sink_is_told_of_its_run_and_of_what_happens(
     tmp_path: Path, corpus: Path, opened: list[Kept]
 ) -> None:
     sampled = ["--generation.prompts=['a']", "--generation.freq=0", "--generation.max_new_tokens=1"]
-    job = run_to(tmp_path, corpus, 3, "--checkpoint.interval=2", *sampled)
+    job = run_to(tmp_path, corpus, 3, "--checkpoint.interval=2", SYNCHRONOUS, *sampled)
     with bad_steps({4}):
-        again = run_to(tmp_path, corpus, 5)
+        again = run_to(tmp_path, corpus, 5, SYNCHRONOUS)
     first, second = opened
     assert first.run is not None
     assert second.run is not None
@@ -135,11 +138,11 @@ def test_a_sink_is_told_of_its_run_and_of_what_happens(
     json.dumps(second.run.job)
     text = next(call[2] for call in first.calls if call[0] == "sample")
     assert first.calls == [
-        ("write", 1), ("write", 2), ("saving", 2), ("sample", 3, text), ("write", 3), ("saving", 3),
+        ("write", 1), ("write", 2), ("saved", 2), ("sample", 3, text), ("write", 3), ("saved", 3),
         ("close",),
     ]  # fmt: skip
     assert second.calls == [
-        ("resumed", 3), ("write", 4), ("skipped", 4), ("write", 5), ("saving", 5), ("close",),
+        ("resumed", 3), ("write", 4), ("skipped", 4), ("write", 5), ("saved", 5), ("close",),
     ]  # fmt: skip
 
 
@@ -191,7 +194,7 @@ def test_the_other_sinks_get_what_one_refuses() -> None:
     sinks = Sinks({"before": before, "bad": bad, "after": after})
     sinks.write(1, LOSS)
     sinks.sample(1, "once")
-    sinks.event(1, "saving")
+    sinks.event(1, "saved")
     sinks.close()
     assert before.calls == after.calls == bad.calls != []
 

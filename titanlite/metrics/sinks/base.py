@@ -18,7 +18,7 @@ from titanlite.config.imports import error_with_place
 from titanlite.log import logger
 
 Values = Mapping[str, Any]  # metric name: int, float or str
-Event = Literal["resumed", "skipped", "saving"]
+Event = Literal["resumed", "skipped", "saved"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,10 @@ class Writer:
         """Take one generated text."""
 
     def event(self, step: int, event: Event) -> None:
-        """Take an event: `resumed` (the run goes on after `step`), `skipped` (the update of `step` was not
-        applied, because its loss or gradient norm was not finite), `saving` (the checkpoint of `step` is
-        being written)."""
+        """Take an event: `resumed` (the run continues after `step`; a sink should drop its records of later
+        steps), `skipped` (the update of `step` was not applied, because its loss or gradient norm was not
+        finite), `saved` (the checkpoint of `step` is complete; with asynchronous saves this comes some steps
+        later)."""
 
     def close(self) -> None:
         """Flush; the last call."""
