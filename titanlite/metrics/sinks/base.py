@@ -32,7 +32,7 @@ class RunInfo:
     job: dict[str, Any]
     """The resolved configuration, as the tree of its TOML file."""
     resumed_step: int
-    """The step that the run goes on after; 0: a new run."""
+    """The step after which the run continues; 0: a new run."""
     total_steps: int
     """The step at which the run ends: training.steps."""
 
@@ -64,7 +64,7 @@ class Sink(Component, makes=(Writer,)):
     @abstractmethod
     def build(self, run: RunInfo) -> Writer:
         """Open the sink for a run. Raises ConfigError for a setting that cannot work, which ends the run
-        before its first step. After any other exception the run goes on without this sink."""
+        before its first step. After any other exception the run continues without this sink."""
 
 
 class Sinks:
