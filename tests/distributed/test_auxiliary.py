@@ -52,7 +52,7 @@ def test_control_a_mean_in_place_of_a_sum_is_noticed(monkeypatch: pytest.MonkeyP
 
 def errors_of_a_pipeline() -> tuple[str, str]:
     """The error for an auxiliary loss, and the error for a buffer in a module that stages do not share."""
-    layout, rank = {**FAMILY, "pipeline": 2}, torch.distributed.get_rank()
+    layout, rank = {**FAMILY, "pp": 2}, torch.distributed.get_rank()
     with pytest.raises(ConfigError) as loss:
         build(2, rank, **layout)
     init = Net.__init__

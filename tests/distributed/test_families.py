@@ -1,6 +1,6 @@
-"""Families besides Llama on every layout. Qwen3: the norms of queries and keys, whose weights all heads
-share, have the sum of what the heads of all tensor-parallel ranks want. One from outside the package, which
-docs/models.md shows: it trains, resumes and is divided like any other."""
+"""Families other than Llama on every layout. Qwen3: the gradients of the norms of queries and keys, whose
+weights all heads share, are summed over tensor-parallel ranks. The family from outside the package in
+docs/models.md trains, resumes and is sharded like any other."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 from titanlite.models import qwen3
 from titanlite.models.qwen3 import Qwen3
-from titanlite.parallel import tensor_parallel as tensor
+from titanlite.parallel import tensor_parallel
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3: dict[str, Any] = {"family": "qwen3", "shape": {"head_dim": 16}}  # 4 heads of 16 over a dim of 32
 
 
-def assert_same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == whole.keys()
+def assert_same(actual: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == whole.keys()
     assert {"model.layers.0.self_attn.q_norm.weight", "model.layers.1.self_attn.k_norm.weight"} <= set(whole)
     for name, value in whole.items():
-        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-7), name
+        assert torch.allclose(actual[name], value, rtol=1e-4, atol=1e-7), name
 
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (2, {"tensor": 2}), full(2, {"tensor": 2, "tied": False, "compile": "aot_eager"}),
-        full(4, {"tensor": 2, "context": 2}),
-        (2, {"tensor": 2, "recompute": "selective", "what": "norms+attention"}),
-        full(4, {"replicate": 2}), full(2, {"context": 2}), full(4, {"recompute": "full"}),
-        full(2, {"tensor": 2, "recompute": "selective"}),
+        (2, {"tp": 2}), full(2, {"tp": 2, "tied": False, "compile": "aot_eager"}),
+        full(4, {"tp": 2, "cp": 2}),
+        (2, {"tp": 2, "activation_checkpoint": "selective", "ac_option": "norms+attention"}),
+        full(4, {"dp_replicate": 2}), full(2, {"cp": 2}), full(4, {"activation_checkpoint": "full"}),
+        full(2, {"tp": 2, "activation_checkpoint": "selective"}),
     ],
     ids=str,
 )  # fmt: skip
@@ -50,11 +50,11 @@ def test_gradient_is_the_same_on_every_layout(run_on, world_size: int, layout: d
 
 
 @pytest.mark.parametrize(
-    "layout", [full({}), {"tensor": 2}, full({"recompute": "full", "compile": "aot_eager"})], ids=str
+    "layout", [full({}), {"tp": 2}, full({"activation_checkpoint": "full", "compile": "aot_eager"})], ids=str
 )
 def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> None:
     layout = {"tied": False, **QWEN3, **layout}
-    parts = run_on(4, on_rank, 4, 2, {"pipeline": 2, **layout})
+    parts = run_on(4, on_rank, 4, 2, {"pp": 2, **layout})
     whole = gradients(1, 0, 1, tied=False, **QWEN3)
     assert_same({name: value for part in parts for name, value in part.items()}, whole)
 
@@ -63,40 +63,40 @@ def without_a_plan_on_rank() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(qwen3, "TP_PLAN", {})
         with pytest.raises(ConfigError) as e:
-            build(2, torch.distributed.get_rank(), tensor=2, **QWEN3)
+            build(2, torch.distributed.get_rank(), tp=2, **QWEN3)
     return str(e.value)
 
 
-def test_norms_that_are_not_in_the_plan_are_refused(run_on) -> None:
+def test_norms_without_an_entry_in_tp_plan_are_refused(run_on) -> None:
     wanted = "tp_plan: no pattern matches 'model.layers.0.self_attn.q_norm'"
     assert run_on(2, without_a_plan_on_rank) == [wanted, wanted]
 
 
 class OwnHeads(SequenceParallel):
-    """Norms of heads, as if all heads were on each rank."""
+    """The style of norms within attention, without the sum over the ranks' heads."""
 
     def __init__(self, *, sequence_dim: int, **options: Any):
         super().__init__(sequence_dim=sequence_dim, **options)
-        if sequence_dim == tensor.HEADS:
+        if sequence_dim == tensor_parallel.HEADS:
             self.sequence_sharding = (Replicate(),)
 
 
 def own_heads_on_rank() -> dict[str, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor, "SequenceParallel", OwnHeads)
-        return gradients(2, torch.distributed.get_rank(), 1, tensor=2, **QWEN3)
+        patch.setattr(tensor_parallel, "SequenceParallel", OwnHeads)
+        return gradients(2, torch.distributed.get_rank(), 1, tp=2, **QWEN3)
 
 
 def test_control_a_missing_sum_over_heads_is_noticed(run_on) -> None:
     whole, name = gradients(1, 0, 1, **QWEN3), "model.layers.0.self_attn.q_norm.weight"
-    found = run_on(2, own_heads_on_rank)[0]
-    assert torch.allclose(found["loss"], whole["loss"])
-    assert not torch.allclose(found[name], whole[name], rtol=1e-2)
+    actual = run_on(2, own_heads_on_rank)[0]
+    assert torch.allclose(actual["loss"], whole["loss"])
+    assert not torch.allclose(actual[name], whole[name], rtol=1e-2)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", full("rowwise")])
 def test_float8(run_on, recipe: str) -> None:
-    """The norms are no linear layers; sharded and whole are the same."""
+    """The norms are not converted, and gradients are equal with and without FSDP."""
     layout = {"float8": recipe, **QWEN3}
     whole = gradients(1, 0, 2, **layout)
     assert not torch.allclose(whole["loss"], gradients(1, 0, 2, **QWEN3)["loss"], rtol=1e-7)
@@ -112,7 +112,7 @@ def names_on_rank(layout: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(
-    "layout", [{"tensor": 2}, full({"compile": "aot_eager"}), full({"float8": "tensorwise"})], ids=str
+    "layout", [{"tp": 2}, full({"compile": "aot_eager"}), full({"float8": "tensorwise"})], ids=str
 )
 def test_no_transform_renames_a_parameter(run_on, layout: dict[str, Any]) -> None:
     with torch.device("meta"):
@@ -122,7 +122,7 @@ def test_no_transform_renames_a_parameter(run_on, layout: dict[str, Any]) -> Non
     assert all(names == wanted for names in run_on(2, names_on_rank, {**QWEN3, **layout}))
 
 
-# ---- runs, of a family from outside too
+# ---- whole runs
 
 FAMILIES = {
     "qwen3": ["--model.name=qwen3", "--model.overrides.tie_word_embeddings=false"],
@@ -133,15 +133,15 @@ FAMILIES = {
 }
 LAYOUTS = {
     "fsdp": COMPILED,
-    "tensor": ["--parallelism.tensor_parallel_degree=2"],
-    "context": ["--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=full"],
-    "pipeline": ["--parallelism.pipeline_parallel_degree=2"],
+    "tp": ["--parallelism.tensor_parallel_degree=2"],
+    "cp": ["--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=full"],
+    "pp": ["--parallelism.pipeline_parallel_degree=2"],
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> None:
-    """Three steps and five on one rank, against eight."""
+    """A run of three steps that resumes for five more equals a run of eight steps."""
     overrides = FAMILIES[family]
     whole = run_in_hops(tmp_path, corpus, [8], *overrides, name="whole")
     hops = run_in_hops(tmp_path, corpus, [3, 8], *overrides, name="hops")
@@ -154,24 +154,27 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> 
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("parallel_residual", "tensor"),
-        full("parallel_residual", "pipeline"),
+        ("parallel_residual", "tp"),
+        full("parallel_residual", "pp"),
         full("parallel_residual", "fsdp"),
-        full("parallel_residual", "context"),
+        full("parallel_residual", "cp"),
         *(full("qwen3", layout) for layout in LAYOUTS),
     ],
 )
-def test_a_run_goes_on_under_a_layout(run_on, tmp_path: Path, corpus: Path, family: str, layout: str) -> None:
-    """Three steps on one rank and three on two, against six on one."""
+def test_a_run_resumes_on_another_layout(
+    run_on, tmp_path: Path, corpus: Path, family: str, layout: str
+) -> None:
+    """Three steps on one rank and three on two ranks, compared with six steps on one rank."""
     overrides = FAMILIES[family]
     whole = run_in_hops(tmp_path, corpus, [6], *overrides, name="whole")
     run_in_hops(tmp_path, corpus, [3], *overrides, name="run")
     arguments = [*overrides, *LAYOUTS[layout], "--training.steps=6"]
     run_on(2, train_on_rank, tmp_path, corpus, arguments, "run", 2)
-    rows = metrics_of(make_job(tmp_path, corpus, *overrides, name="run"))
-    assert [row["data/batch_sha"] for row in rows] == [row[3] for row in history(whole)]
+    steps = metrics_of(make_job(tmp_path, corpus, *overrides, name="run"))
+    assert [step["data/batch_sha"] for step in steps] == [step[3] for step in history(whole)]
     for key in ("train/loss", "train/grad_norm"):
-        assert [row[key] for row in rows] == pytest.approx([row[key] for row in metrics_of(whole)], abs=2e-5)
+        expected = [step[key] for step in metrics_of(whole)]
+        assert [step[key] for step in steps] == pytest.approx(expected, abs=2e-5)
 
 
 def test_the_documentation_shows_the_family_that_is_tested() -> None:

@@ -1,4 +1,5 @@
-"""Float8 over FSDP2: gathering in 8 bits changes no number, and runs resume to the bit, from and to bf16."""
+"""Float8 with FSDP2: gathering weights in 8 bits changes no number, runs resume bit-identically, and a
+resumed run may switch float8 on or off."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def gradients_on_rank(layout: dict[str, Any], scales: bool) -> dict[str, torch.T
     model = build(2, rank, **layout)
     if scales:
         model.after_step(torch.tensor(True))
-    if "float8" in layout:  # so that the equality below is one of two ways
+    if "float8" in layout:  # otherwise the equality below would compare a computation with itself
         shards = [p._local_tensor for name, p in model.net.named_parameters() if "_proj" in name]
         gathers = [isinstance(shard, WeightWithDynamicFloat8CastTensor) for shard in shards]
         assert set(gathers) == {layout.get("gather", True)}
@@ -41,8 +42,8 @@ def test_gathering_in_8_bits_changes_no_number(run_on) -> None:
     reference = run_on(2, gradients_on_rank, {**layout, "gather": False}, False)[0]
     assert any(not torch.equal(reference[name], plain[name]) for name in plain), "float8 is not in use"
     for scales in (False, True):
-        found = run_on(2, gradients_on_rank, layout, scales)[0]
-        assert all(torch.equal(found[name], reference[name]) for name in reference)
+        actual = run_on(2, gradients_on_rank, layout, scales)[0]
+        assert all(torch.equal(actual[name], reference[name]) for name in reference)
 
 
 def train_on_ranks(folder: str, corpus: str, hops: list[tuple[int, tuple[str, ...]]], name: str) -> None:
@@ -63,11 +64,11 @@ def test_two_hops_equal_one_run(run_on, tmp_path: Path, corpus: Path, mode: str)
 
 @pytest.mark.full
 def test_float8_may_be_switched_on_and_off(run_on, tmp_path: Path, corpus: Path) -> None:
-    """The files are the same: a run without float8 goes on from one with it, and on one process."""
+    """Checkpoints are the same with and without float8: a run resumes with float8, then without it."""
     run_on(2, train_on_ranks, tmp_path, corpus, [(3, ()), (6, FLOAT8)], "run")
     job = run_in_hops(tmp_path, corpus, [8], name="run")
     without = run_in_hops(tmp_path, corpus, [8], name="without")
-    assert [row[3] for row in history(job)] == [row[3] for row in history(without)], "other rows"
+    assert [row[3] for row in history(job)] == [row[3] for row in history(without)], "other sequences"
     losses = [(a[1], b[1]) for a, b in zip(history(job), history(without))]
     assert all(a == pytest.approx(b, abs=1e-5) for a, b in losses[:3])
     assert all(a != b for a, b in losses[3:6]), "float8 is not in use"

@@ -1,5 +1,5 @@
-"""The gradient of a step does not depend on how its rows are split over ranks and micro-batches, whatever
-tokens count; and no transform renames a parameter."""
+"""The gradient of a step does not depend on how its sequences are split over ranks and micro-batches, even if
+the sequences have different numbers of tokens that count. No transform renames a parameter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch
 from titanlite.models import decoder, llama3, qwen3  # noqa: F401 -- two of these register their families
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel import apply
-from titanlite.parallel import tensor_parallel as tensor
+from titanlite.parallel import apply, tensor_parallel
 
 SPLITS = [(1, 4, 1), (4, 1, 1), (2, 2, 1), (4, 2, 2), (4, 1, 4)]  # ranks, micro-batches, replicas
 
@@ -37,17 +36,19 @@ def test_gradient_is_the_same_for_any_split(run_on, split, layout) -> None:
     world_size, micro_batches, replicate = split
     whole = gradients(1, 0, 1, whole_logits=True, **layout)
     if world_size == 1:
-        found = gradients(1, 0, micro_batches, **layout)
+        actual = gradients(1, 0, micro_batches, **layout)
     else:
-        found = run_on(world_size, on_rank, world_size, micro_batches, {"replicate": replicate, **layout})[0]
-    assert found.keys() == whole.keys()
+        actual = run_on(
+            world_size, on_rank, world_size, micro_batches, {"dp_replicate": replicate, **layout}
+        )[0]
+    assert actual.keys() == whole.keys()
     for name, value in whole.items():
-        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-7), name
+        assert torch.allclose(actual[name], value, rtol=1e-4, atol=1e-7), name
 
 
-@pytest.mark.parametrize("layout", [{}, {"tied": False}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"tied": False}, {"activation_checkpoint": "full"}], ids=str)
 def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
-    """The layers' own casts do what FSDP's do; weights and gradients are fp32 in both."""
+    """The casts in the layers and the casts of FSDP give equal results; weights and gradients stay fp32."""
     alone, fp32 = gradients(1, 0, 2, dtype=torch.bfloat16, **layout), gradients(1, 0, 2, **layout)
     sharded = run_on(2, on_rank, 2, 1, {"dtype": torch.bfloat16, **layout})[0]
     for name, value in alone.items():
@@ -57,7 +58,7 @@ def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
         return max(((a[name] - b[name]).norm() / b[name].norm()).item() for name in a)
 
     assert distance(alone, fp32) > 5e-3
-    assert distance(alone, sharded) < 0.5 * distance(alone, fp32), "FSDP rounds an embedding's gradient, only"
+    assert distance(alone, sharded) < 0.5 * distance(alone, fp32), "FSDP only rounds the embedding's gradient"
     kept = {t.dtype for t in build(1, 0, dtype=torch.bfloat16, **layout).net.parameters()}
     assert kept == {torch.float32}
 
@@ -67,40 +68,40 @@ def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
     [
         (2, 1, {}), (2, 1, {"whole_logits": True}),
         (2, 1, {"tied": False, "compile": "aot_eager"}), full(4, 1, {"compile": "inductor"}),
-        full(4, 1, {"recompute": "full"}),
-        (4, 1, {"recompute": "selective", "reduce": "micro_batch"}), (4, 2, {"tied": False}),
-        (2, 1, {"tensor": 1, "context": 2}), full(2, 1, {"tensor": 1, "context": 2, "compile": "aot_eager"}),
-        full(4, 1, {"tensor": 1, "context": 2, "compile": "inductor"}),
-        full(4, 2, {"tensor": 1, "context": 2, "tied": False}),
-        full(4, 1, {"context": 2, "recompute": "full"}),
-        (4, 1, {"tensor": 1, "context": 4}), full(4, 1, {"tensor": 1, "context": 4, "attention": "sdpa"}),
+        full(4, 1, {"activation_checkpoint": "full"}),
+        (4, 1, {"activation_checkpoint": "selective", "reduce": "micro_batch"}), (4, 2, {"tied": False}),
+        (2, 1, {"tp": 1, "cp": 2}), full(2, 1, {"tp": 1, "cp": 2, "compile": "aot_eager"}),
+        full(4, 1, {"tp": 1, "cp": 2, "compile": "inductor"}),
+        full(4, 2, {"tp": 1, "cp": 2, "tied": False}),
+        full(4, 1, {"cp": 2, "activation_checkpoint": "full"}),
+        (4, 1, {"tp": 1, "cp": 4}), full(4, 1, {"tp": 1, "cp": 4, "attention": "sdpa"}),
     ],
     ids=str,
 )  # fmt: skip
-def test_gradient_is_the_same_on_layouts_of_one_row(run_on, world_size, replicate, layout) -> None:
+def test_gradient_is_the_same_with_tensor_and_context_parallel(run_on, world_size, replicate, layout) -> None:
     whole = gradients(1, 0, 1, whole_logits=True, tied=layout.get("tied", True))
-    layout = {"tensor": 2, "replicate": replicate, **layout}
+    layout = {"tp": 2, "dp_replicate": replicate, **layout}
     split = run_on(world_size, on_rank, world_size, 2, layout)[0]
     assert split.keys() == whole.keys()
     for name, value in whole.items():
         assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
 
 
-def broken_on_rank(what: str) -> dict[str, torch.Tensor]:
+def broken_on_rank(missing_sum: str) -> dict[str, torch.Tensor]:
     """The gradients without one of the sums over the tensor-parallel ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        if what == "loss":
-            shard = tensor.vocabulary_shard
+        if missing_sum == "loss":
+            shard = tensor_parallel.vocabulary_shard
             broken = lambda *args: replace(shard(*args), all_reduce_sum=lambda x: x)  # noqa: E731
             patch.setattr(apply, "vocabulary_shard", broken)
         else:
-            patch.setattr(tensor, "Partial", Replicate)
-        return gradients(2, torch.distributed.get_rank(), 1, tensor=2)
+            patch.setattr(tensor_parallel, "Partial", Replicate)
+        return gradients(2, torch.distributed.get_rank(), 1, tp=2)
 
 
-@pytest.mark.parametrize("what", ["loss", "hidden states"])
-def test_control_a_missing_sum_is_noticed(run_on, what: str) -> None:
-    whole, broken = gradients(1, 0, 1), run_on(2, broken_on_rank, what)[0]
+@pytest.mark.parametrize("missing_sum", ["loss", "hidden states"])
+def test_control_a_missing_sum_is_noticed(run_on, missing_sum: str) -> None:
+    whole, broken = gradients(1, 0, 1), run_on(2, broken_on_rank, missing_sum)[0]
     assert not all(torch.allclose(broken[name], whole[name], rtol=1e-4, atol=1e-7) for name in whole)
 
 
@@ -108,15 +109,15 @@ def unmatched_on_rank() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(decoder.TP_PLAN, "model.layers.*.attention", "gather")
         with pytest.raises(ConfigError) as e:
-            build(2, torch.distributed.get_rank(), tensor=2)
+            build(2, torch.distributed.get_rank(), tp=2)
     return str(e.value)
 
 
-def test_a_plan_for_modules_that_are_not_there_is_refused(run_on) -> None:
+def test_a_tp_plan_for_missing_modules_is_refused(run_on) -> None:
     assert "'model.layers.*.attention' matches no module of the model" in run_on(2, unmatched_on_rank)[0]
 
 
-def test_the_norm_is_that_of_the_gradients() -> None:
+def test_the_norm_is_the_norm_of_all_gradients() -> None:
     result = gradients(1, 0, 1)
     squares = sum((g.double() ** 2).sum() for name, g in result.items() if name not in ("loss", "norm"))
     assert result["norm"].item() == pytest.approx(squares.sqrt().item(), rel=1e-6)
@@ -124,15 +125,15 @@ def test_the_norm_is_that_of_the_gradients() -> None:
 
 def test_a_step_without_counted_targets_is_finite() -> None:
     model, batch = build(1, 0), uneven_sequences()
-    nothing = Batch(batch.inputs, torch.full_like(batch.targets, IGNORE), 0, 0)
-    assert model.forward_backward([nothing], torch.tensor(0)).item() == 0.0
+    ignored = Batch(batch.inputs, torch.full_like(batch.targets, IGNORE), 0, 0)
+    assert model.forward_backward([ignored], torch.tensor(0)).item() == 0.0
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.net.parameters())
 
 
 def names_on_rank(world_size: int, layout: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
     model = build(world_size, torch.distributed.get_rank(), **layout)
     batch = uneven_sequences()
-    model.forward_backward([batch], torch.tensor(batch.num_targets))  # names must hold after use, too
+    model.forward_backward([batch], torch.tensor(batch.num_targets))  # use must not change names either
     model.loss_sum(batch)
     return [(name, tuple(p.shape)) for name, p in model.net.named_parameters()]
 
@@ -140,9 +141,9 @@ def names_on_rank(world_size: int, layout: dict[str, Any]) -> list[tuple[str, tu
 @pytest.mark.parametrize(
     "layout",
     [
-        {}, {"tensor": 2}, {"recompute": "full", "compile": "aot_eager"}, full({"replicate": 2}),
-        full({"float8": "tensorwise"}), full({"float8": "rowwise"}), full({"recompute": "full"}),
-        full({"recompute": "selective"}), full({"tied": False}),
+        {}, {"tp": 2}, {"activation_checkpoint": "full", "compile": "aot_eager"}, full({"dp_replicate": 2}),
+        full({"float8": "tensorwise"}), full({"float8": "rowwise"}), full({"activation_checkpoint": "full"}),
+        full({"activation_checkpoint": "selective"}), full({"tied": False}),
     ],
     ids=str,
 )  # fmt: skip
@@ -157,7 +158,7 @@ def test_no_transform_renames_a_parameter(run_on, layout) -> None:
 
 
 def gathered_on_rank(tied: bool) -> tuple[set[str], set[str]]:
-    """Parameters that are gathered between forward and backward, and after it."""
+    """The parameters that are gathered between forward and backward, and after the backward."""
     model, batch = build(2, torch.distributed.get_rank(), tied=tied), uneven_sequences()
 
     def gathered() -> set[str]:
@@ -170,10 +171,10 @@ def gathered_on_rank(tied: bool) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_the_backward_begins_with_stays_gathered(run_on, tied) -> None:
+def test_the_last_block_and_the_head_stay_gathered_after_the_forward(run_on, tied) -> None:
     for between, after in run_on(2, gathered_on_rank, tied):
         last = f"model.layers.{SHAPE['n_layers'] - 1}."
-        ends = {"model.norm.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"}
-        assert {name for name in between if not name.startswith(last)} == ends
+        head = {"model.norm.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"}
+        assert {name for name in between if not name.startswith(last)} == head
         assert any(name.startswith(last) for name in between)
         assert not after

@@ -1,5 +1,5 @@
-"""A step with NaN on one rank is skipped by all ranks, on every layout: the run equals, bit for bit, one
-whose step did nothing, with two resumes in between."""
+"""All ranks skip a step with NaN on one rank, on every layout: the run is bit-identical to a run whose step
+changed nothing, also with two resumes in between."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ BASE = [
     "--model.overrides.tie_word_embeddings=false",
 ]
 LAYOUTS = {
-    "shard 2": combined("dp_shard"),
-    "shard 4": Part(4, ["--training.local_batch_size=1"]),
-    "tensor 2": combined("tp"),
-    "context 2": combined("cp"),
-    "pipeline 2": combined("pp"),
-    "pipeline 2 x tensor 2": combined("pp", "tp"),
-    "replicate 2 x shard 2": combined("dp_replicate", "dp_shard"),
+    "dp_shard 2": combined("dp_shard"),
+    "dp_shard 4": Part(4, ["--training.local_batch_size=1"]),
+    "tp 2": combined("tp"),
+    "cp 2": combined("cp"),
+    "pp 2": combined("pp"),
+    "pp 2 x tp 2": combined("pp", "tp"),
+    "dp_replicate 2 x dp_shard 2": combined("dp_replicate", "dp_shard"),
     "compiled": Part(1, ["--compile.enable"]),
-    "shard 2, compiled": combined("dp_shard", "compile"),
-    "CPU offload, shard 2": combined("dp_shard", "CPU offload"),
+    "dp_shard 2, compiled": combined("dp_shard", "compile"),
+    "CPU offload, dp_shard 2": combined("dp_shard", "CPU offload"),
 }
 
 
 def on_rank(folder: Path, corpus: Path, part: Part, fault: str, stops: tuple[int, ...]) -> None:
-    """A run with bad steps 2, 3 and 5; it is resumed after each step of `stops`."""
+    """Train with bad steps 2, 3 and 5, and resume after each step of `stops`."""
     for last in (*stops, STEPS):
-        torch._dynamo.reset()  # a process trains one model; after several, sizes are symbols to the compiler
+        torch._dynamo.reset()  # after several models in a process, the compiler would use symbolic sizes
         keys = [*BASE, *part.keys, f"--training.steps={last}"]
         with bad_steps({2, 3, 5}, fault):
             try:
                 train(make_job(folder, corpus, *keys, name=fault, world_size=part.ranks))
-            except Diverged:  # its last step was skipped; it is saved all the same
+            except Diverged:  # the last step was skipped, but the run saves a checkpoint
                 assert last == 3
 
 
-ONE_FAULT = {"pipeline 2 x tensor 2", "shard 4", "replicate 2 x shard 2", "CPU offload, shard 2"}
-ONE_FAULT |= {"compiled", "shard 2, compiled"}
-DEFAULT_TIER = {"shard 2", "pipeline 2"}
+ONE_FAULT = {"pp 2 x tp 2", "dp_shard 4", "dp_replicate 2 x dp_shard 2", "CPU offload, dp_shard 2"}
+ONE_FAULT |= {"compiled", "dp_shard 2, compiled"}
+DEFAULT_TIER = {"dp_shard 2", "pp 2"}
 
 
 @pytest.mark.parametrize("name", [name if name in DEFAULT_TIER else full(name) for name in LAYOUTS])
@@ -64,11 +64,11 @@ def test_a_bad_step_on_one_rank_does_nothing_on_any(
     part = LAYOUTS[name]
     faults = FAULTS[:1] if name in ONE_FAULT else FAULTS
     for fault in ("nothing", *faults):
-        stops = (3, 4) if fault == "gradient" and name != "pipeline 2" else ()
+        stops = (3, 4) if fault == "gradient" and name != "pp 2" else ()
         run_on(part.ranks, on_rank, tmp_path, corpus, part, fault, stops)
         step = f"checkpoint/step-{STEPS}"
-        found, wanted = shards(tmp_path / fault / step), shards(tmp_path / "nothing" / step)
+        actual, wanted = shards(tmp_path / fault / step), shards(tmp_path / "nothing" / step)
         assert wanted
-        assert found == wanted, fault
+        assert actual == wanted, fault
     steps = metrics_of(make_job(tmp_path, corpus, name="gradient"))
     assert [line["train/skipped_steps"] for line in steps] == [0, 1, 2, 2, 3, 3]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support.foreign import random_tensors, write_meta, write_torchtitan
 from tests.support.jobs import make_job
 from tests.support.models import family, hugging_face, tensors_in
-from tests.support.runs import CONTEXT, PIPELINE, TENSOR, train_on_rank
+from tests.support.runs import CP, PP, TP, train_on_rank
 from tests.support.tiers import full
 from titanlite import cli
 from titanlite.checkpoint.ranks import Ranks
@@ -28,14 +28,14 @@ UNTIED = "--model.overrides.tie_word_embeddings=false"
 SHARD = "--parallelism.data_parallel_shard_degree=2"
 INTERLEAVED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {  # those whose ranks hold the most different parts
-    "shard 4": (4, ["--training.local_batch_size=1"]),
-    "tensor 2 x shard 2": (4, [TENSOR, SHARD]),
-    "tensor 2, qwen3": (2, [TENSOR, "--model.name=qwen3"]),
-    "context 2": (2, [CONTEXT]),
-    "pipeline 2 x tensor 2": (4, [PIPELINE, TENSOR, UNTIED]),
-    "interleaved": (2, [PIPELINE, INTERLEAVED, UNTIED, "--model.overrides.n_layers=4"]),
+    "dp_shard 4": (4, ["--training.local_batch_size=1"]),
+    "tp 2 x dp_shard 2": (4, [TP, SHARD]),
+    "tp 2, qwen3": (2, [TP, "--model.name=qwen3"]),
+    "cp 2": (2, [CP]),
+    "pp 2 x tp 2": (4, [PP, TP, UNTIED]),
+    "interleaved": (2, [PP, INTERLEAVED, UNTIED, "--model.overrides.n_layers=4"]),
 }
-DEFAULT_TIER = {"tensor 2, qwen3", "interleaved"}
+DEFAULT_TIER = {"tp 2, qwen3", "interleaved"}
 STILL = ["--optimizer.lr=1e-30", "--training.steps=1"]  # a step that moves no weight
 ODD = "--model.overrides.vocab_size=298"  # 40 rows that no source here has; not a multiple of 4
 
@@ -71,9 +71,9 @@ def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_o
 @pytest.mark.parametrize(
     ("source", "layout"),
     [
-        ("torchtitan", "shard 4"),
-        full("meta", "tensor 2 x shard 2"),
-        full("titanlite", "pipeline 2 x tensor 2"),
+        ("torchtitan", "dp_shard 4"),
+        full("meta", "tp 2 x dp_shard 2"),
+        full("titanlite", "pp 2 x tp 2"),
     ],
 )
 def test_foreign_formats_come_into_a_layout(
@@ -106,9 +106,7 @@ def refused_on_rank(folder: Path, corpus: Path, overrides: list[str], world_size
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "layout", [full([]), full([TENSOR]), [PIPELINE]], ids=["fsdp2", "tensor2", "pipeline2"]
-)
+@pytest.mark.parametrize("layout", [full([]), full([TP]), [PP]], ids=["dp_shard 2", "tp 2", "pp 2"])
 def test_all_ranks_refuse_what_does_not_fit(tmp_path: Path, corpus: Path, run_on, layout: list[str]) -> None:
     of = family(tie_word_embeddings=False, n_layers=3)
     hugging_face(of).save_pretrained(tmp_path / "theirs")

@@ -1,10 +1,9 @@
 """A run on any layout trains as one process does: losses, gradient norms, sequences, names and weights.
 
-Gradients of every axis and of the hard pairs are compared in test_gradients.py, test_pipeline.py and
-test_families.py, and a chain of layouts is trained on in test_resume.py. Here are whole runs with options
-that those do not have. The full tier runs every pair of the table in docs/parallelism.md; the command
-`python -m tests.distributed.test_layouts --update` writes the table from what `Job.check` says.
-"""
+test_gradients.py, test_pipeline.py and test_families.py compare gradients on every axis and on the difficult
+pairs of axes; test_resume.py trains on a chain of layouts. The whole runs here have other options. The full
+tier runs every pair of the table in docs/parallelism.md; the command `python -m
+tests.distributed.test_layouts --update` writes the table from what `Job.check` says."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
-from titanlite.parallel import tensor_parallel as tensor
+from titanlite.parallel import tensor_parallel
 from titanlite.train import train
 
 BASE = [
-    "--model.overrides.tie_word_embeddings=false",  # a pipeline has the two ends on two ranks
-    "--model.overrides.head_dim=16",  # float8 wants multiples of 16 on each rank
+    "--model.overrides.tie_word_embeddings=false",  # for pipeline parallel
+    "--model.overrides.head_dim=16",  # float8 needs multiples of 16 on each rank
     "--metrics.log_freq=1",
     FOUR_MICRO_BATCHES,
 ]
@@ -53,11 +52,11 @@ def job_of(folder: Path, corpus: Path, part: Part, name: str, steps: int = STEPS
 
 
 def verdict(folder: Path, corpus: Path, names: tuple[str, ...]) -> str | None:
-    """What job.check has against the combination, as it would be asked for on GPUs."""
+    """The error of job.check for the combination on GPUs, or None."""
     part = combined(*names)
     keys = [key for key in part.keys if key not in FLOAT8[1:]]
     if len(keys) < len(part.keys):
-        keys += ["--compile.enable"]  # which float8 needs, where it is not emulated
+        keys += ["--compile.enable"]  # float8 needs it unless it is emulated
     try:
         job_of(folder, corpus, Part(part.ranks, keys), "checked")
     except ConfigError as e:
@@ -70,21 +69,21 @@ def train_on_rank(folder: Path, corpus: Path, part: Part, name: str, steps: int)
 
 
 def weights(job: Job, step: int) -> dict[str, torch.Tensor]:
-    """Of a checkpoint, read by one process. Names, shapes and dtypes are checked."""
+    """The weights in a checkpoint, read by one process, which checks names, shapes and dtypes."""
     net = job.model.build()
     load_tensors(job.folder / f"checkpoint/step-{step}", {"model": model_tensors(net)})
     return {name: p.detach() for name, p in net.named_parameters()}
 
 
 class Runs:
-    """Runs of combinations on ranks, and of their counterparts in one process, each of which runs once."""
+    """Runs of combinations on several ranks, and reference runs in one process. Each reference runs once."""
 
     def __init__(self, folder: Path, corpus: Path):
         self.folder, self.corpus = folder, corpus
         self._alone: dict[tuple[tuple[str, ...], int], Job] = {}
 
     def alone(self, part: Part, steps: int) -> Job:
-        """One process with what changes the numbers: the rows and the precision."""
+        """The reference run in one process, with the keys of `part` that change the numbers."""
         keys = tuple(k for k in part.keys if k.startswith(("--float8", "--data", "--model")))
         if (keys, steps) not in self._alone:
             job = job_of(self.folder, self.corpus, Part(1, list(keys)), f"alone-{len(self._alone)}", steps)
@@ -95,14 +94,15 @@ class Runs:
     def assert_equal(
         self, name: str, part: Part, steps: int = STEPS, program: Callable[..., None] = train_on_rank
     ) -> None:
-        """Run `part` on its ranks, and compare."""
+        """Train with `part` on its ranks, and compare the run with its reference."""
         ranks.run(part.ranks, program, self.folder, self.corpus, part, name, steps)
         self.compare(name, part, steps)
 
     def compare(self, name: str, part: Part, steps: int) -> None:
-        """A run with its counterpart."""
+        """Compare a run with its reference."""
         job, alone = job_of(self.folder, self.corpus, part, name, steps), self.alone(part, steps)
-        # A rank with part of the tokens scales them by their own largest: as far apart as float8 and fp32.
+        # With context parallel each rank scales its own tokens: the error is as large as that of float8
+        # itself.
         noisy = any(key.endswith("tensorwise") for key in part.keys) and "cp" in name
         loss, norm, weight = (5e-4, 1e-2, 0.1) if noisy else (1e-4, 1e-3, 2e-3)
         for ours, theirs in zip(metrics_of(job), metrics_of(alone), strict=True):
@@ -110,10 +110,10 @@ class Runs:
                 assert ours[key] == theirs[key], key
             assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=loss)
             assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=norm)
-        found, wanted = weights(job, steps), weights(alone, steps)
+        actual, wanted = weights(job, steps), weights(alone, steps)
         for key, value in wanted.items():
-            apart = ((found[key] - value).norm() / value.norm()).item()
-            assert apart < weight, f"{key} is {apart:.1e} apart"
+            error = ((actual[key] - value).norm() / value.norm()).item()
+            assert error < weight, f"the relative error of {key} is {error:.1e}"
 
 
 @pytest.fixture(scope="module")
@@ -160,40 +160,41 @@ def test_a_pair_trains_as_one_process_unless_it_is_refused(runs: Runs, pair: tup
 
 def train_without_a_sum(*args: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor, "Partial", Replicate)  # of the gradients of hidden states
+        patch.setattr(tensor_parallel, "Partial", Replicate)  # the sum of the gradients of hidden states
         train_on_rank(*args)
 
 
 def test_control_a_missing_sum_over_ranks_fails(runs: Runs) -> None:
     with pytest.raises(AssertionError) as e:
         runs.assert_equal("broken", combined("tp"), program=train_without_a_sum)
-    assert "Traceback" not in str(e.value), "it failed before it could be compared"
+    assert "Traceback" not in str(e.value), "the run itself failed"
 
 
 def test_one_process_that_offloads_trains_as_one_that_does_not(runs: Runs) -> None:
-    """FSDP over one rank."""
+    """CPU offload in one process uses FSDP over one rank."""
     part = Part(1, OPTIONS["CPU offload"].keys)
     train_on_rank(runs.folder, runs.corpus, part, "offload", STEPS)
     runs.compare("offload", part, STEPS)
 
 
 def table(cells: dict[tuple[str, str], str | None]) -> str:
-    """The pairs as a table: yes, or the number of what is said against it."""
+    """The pairs as a Markdown table: yes, or the number of the error below the table."""
     reasons = list(dict.fromkeys(reason for reason in cells.values() if reason is not None))
     lines = ["| | " + " | ".join(AXES) + " |", "| --- |" + " --- |" * len(AXES)]
     for row in (*AXES, *OPTIONS):
-        found = [row]
+        cells_of_row = [row]
         for column in AXES:
             pair = (column, row) if (column, row) in cells else (row, column)
             reason = cells.get(pair, "")
-            found.append("yes" if reason is None else f"[{reasons.index(reason) + 1}]" if reason else "")
-        lines.append("| " + " | ".join(found) + " |")
+            cell = "yes" if reason is None else f"[{reasons.index(reason) + 1}]" if reason else ""
+            cells_of_row.append(cell)
+        lines.append("| " + " | ".join(cells_of_row) + " |")
     notes = [f"{i}. {reason}" for i, reason in enumerate(reasons, 1)]
     return "\n".join([*lines, "", *notes, ""])
 
 
 def documented(text: str) -> str:
-    """The file with this table in it."""
+    """The content of the document with this table."""
     before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
     return f"{before}{BEGIN}\n{text}{END}{rest.split(END)[1]}"
 

@@ -1,5 +1,5 @@
-"""A pipeline has the gradients, losses and logits of one process, whatever its schedule and what else the
-mesh divides."""
+"""Pipeline parallel has the gradients, losses and logits of one process, with every schedule and combined
+with other kinds of parallelism."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.data.batch import Batch
-from titanlite.parallel import pipeline_parallel as pipeline
+from titanlite.parallel import pipeline_parallel
 from titanlite.parallel.fsdp import add_up_gradients
 from titanlite.parallel.pipeline_parallel import STAGES_PER_RANK, ZERO_BUBBLE
 
 UNTIED = {"tied": False, "layers": 8}
 
 
-def union(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What each rank knows of the model, together."""
-    return {name: value for part in parts for name, value in part.items()}
+def union(by_rank: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The gradients of all ranks' stages as one dict."""
+    return {name: value for gradients in by_rank for name, value in gradients.items()}
 
 
-def assert_same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == whole.keys()
+def assert_same(actual: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == whole.keys()
     for name, value in whole.items():
-        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-7), name
+        assert torch.allclose(actual[name], value, rtol=1e-4, atol=1e-7), name
 
 
 @pytest.mark.parametrize(
@@ -46,92 +46,101 @@ def assert_same(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) 
     ],
 )
 def test_gradient_is_the_same_in_a_pipeline(run_on, schedule: str, degree: int) -> None:
-    """Of two ranks times two shards, and of four."""
-    parts = run_on(4, on_rank, 4, 4, {"pipeline": degree, "schedule": schedule, **UNTIED})
-    assert not set(parts[0]) >= set(parts[-1]), "each has a part"
-    assert_same(union(parts), gradients(1, 0, 1, **UNTIED))
+    """With pp 2 x dp_shard 2, and with pp 4."""
+    by_rank = run_on(4, on_rank, 4, 4, {"pp": degree, "schedule": schedule, **UNTIED})
+    assert not set(by_rank[0]) >= set(by_rank[-1]), "each rank has only its stages"
+    assert_same(union(by_rank), gradients(1, 0, 1, **UNTIED))
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        full({"replicate": 2}),
-        full({"tensor": 2}),
-        full({"context": 2}),
-        {"tensor": 2, "schedule": "ZBVZeroBubble"},
-        {"context": 2, "schedule": "InterleavedZeroBubble"},
-        {"recompute": "full", "schedule": "Interleaved1F1B"},
+        full({"dp_replicate": 2}),
+        full({"tp": 2}),
+        full({"cp": 2}),
+        {"tp": 2, "schedule": "ZBVZeroBubble"},
+        {"cp": 2, "schedule": "InterleavedZeroBubble"},
+        {"activation_checkpoint": "full", "schedule": "Interleaved1F1B"},
         full({"compile": "aot_eager", "schedule": "Interleaved1F1B"}),
     ],
     ids=str,
 )
-def test_with_what_else_there_is(run_on, layout: dict[str, Any]) -> None:
+def test_gradient_is_the_same_with_other_transforms(run_on, layout: dict[str, Any]) -> None:
     layout = {"layers": 4, "tied": False, **layout}
-    parts = run_on(4, on_rank, 4, 2, {"pipeline": 2, **layout})
-    assert_same(union(parts), gradients(1, 0, 1, tied=False, layers=4))
+    by_rank = run_on(4, on_rank, 4, 2, {"pp": 2, **layout})
+    assert_same(union(by_rank), gradients(1, 0, 1, tied=False, layers=4))
 
 
 @pytest.mark.parametrize("recipe", [full("tensorwise"), "rowwise"])
 def test_float8_in_a_pipeline(run_on, recipe: str) -> None:
     layout = {"layers": 4, "tied": False, "float8": recipe}
-    parts = run_on(2, on_rank, 2, 4, {"pipeline": 2, **layout})
-    assert_same(union(parts), gradients(1, 0, 4, **layout))
+    by_rank = run_on(2, on_rank, 2, 4, {"pp": 2, **layout})
+    assert_same(union(by_rank), gradients(1, 0, 4, **layout))
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", *ZERO_BUBBLE])
 def test_micro_batches_add_up_in_fp32(run_on, schedule: str) -> None:
-    """bf16 in a pipeline is as near to fp32 as bf16 alone."""
+    """With pipeline parallel, bf16 is as close to fp32 as in a single process."""
     exact = gradients(1, 0, 1, **UNTIED)
     alone = gradients(1, 0, 8, dtype=torch.bfloat16, **UNTIED)
     piped = union(
-        run_on(2, on_rank, 2, 8, {"pipeline": 2, "schedule": schedule, "dtype": torch.bfloat16, **UNTIED})
+        run_on(2, on_rank, 2, 8, {"pp": 2, "schedule": schedule, "dtype": torch.bfloat16, **UNTIED})
     )
 
-    def distance(found: dict[str, torch.Tensor]) -> float:
+    def distance(actual: dict[str, torch.Tensor]) -> float:
         names = [name for name in exact if name.startswith(("model", "lm_head"))]
-        return sum(((found[n] - exact[n]).norm() / exact[n].norm()).item() for n in names) / len(names)
+        return sum(((actual[n] - exact[n]).norm() / exact[n].norm()).item() for n in names) / len(names)
 
     assert distance(piped) < 1.1 * distance(alone)
 
 
 def left_in_bf16(world_size: int, layout: dict[str, Any]) -> list[tuple[int, int]]:
-    """Gradients that the next micro-batch would be added to in bf16, before and after each time that they
-    are looked for."""
-    seen = []
+    """The numbers of gradients that are still in bf16 before and after each call of add_up_gradients. The
+    next micro-batch would be added to them in bf16."""
+    counts = []
 
-    def watched(part: Any) -> None:
-        groups = [m._get_fsdp_state() for m in part.modules() if isinstance(m, FSDPModule)]
-        of = [g for s in groups for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g]
-        low = lambda: sum(p.unsharded_param.grad is not None for g in of for p in g.fsdp_params)  # noqa: E731
-        before = low()
-        add_up_gradients(part)
-        seen.append((before, low()))
+    def watched(stage: Any) -> None:
+        states = [m._get_fsdp_state() for m in stage.modules() if isinstance(m, FSDPModule)]
+        groups = [
+            group
+            for state in states
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            if group
+        ]
 
-    pipeline.add_up_gradients = watched
+        def num_bf16() -> int:
+            return sum(p.unsharded_param.grad is not None for group in groups for p in group.fsdp_params)
+
+        before = num_bf16()
+        add_up_gradients(stage)
+        counts.append((before, num_bf16()))
+
+    pipeline_parallel.add_up_gradients = watched
     try:
         on_rank(world_size, 8, layout)
     finally:
-        pipeline.add_up_gradients = add_up_gradients
-    return seen
+        pipeline_parallel.add_up_gradients = add_up_gradients
+    return counts
 
 
 @pytest.mark.parametrize("schedule", ZERO_BUBBLE)
 def test_nothing_is_left_in_bf16_between_backwards_of_weights(run_on, schedule: str) -> None:
-    layout = {"pipeline": 2, "schedule": schedule, "dtype": torch.bfloat16, **UNTIED}
-    seen = [pair for of in run_on(2, left_in_bf16, 2, layout) for pair in of]
-    assert any(before for before, _ in seen)
-    assert not any(after for _, after in seen)
+    layout = {"pp": 2, "schedule": schedule, "dtype": torch.bfloat16, **UNTIED}
+    counts = [pair for pairs in run_on(2, left_in_bf16, 2, layout) for pair in pairs]
+    assert any(before for before, _ in counts)
+    assert not any(after for _, after in counts)
 
 
 def with_documents(world_size: int, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Gradients of one step over rows with other documents in each, masked from each other."""
+    """Gradients of one step over sequences with masked documents. Documents have other lengths in each
+    sequence."""
     rank = torch.distributed.get_rank() if world_size > 1 else 0
     model, batch = build(world_size, rank, **layout), uneven_sequences()
-    rows, length = batch.inputs.shape
-    positions = torch.stack([torch.arange(length) % (row + 3) for row in range(rows)])
+    num_sequences, length = batch.inputs.shape
+    positions = torch.stack([torch.arange(length) % (i + 3) for i in range(num_sequences)])
     batches = [
         Batch(batch.inputs[b], batch.targets[b], 0, 0, positions[b], int((positions[b] == 0).sum()))
-        for b in (slice(a, a + 2) for a in range(0, rows, 2))
+        for b in (slice(a, a + 2) for a in range(0, num_sequences, 2))
     ]
     model.forward_backward(batches, torch.tensor(batch.num_targets))
     whole = lambda g: g.full_tensor() if isinstance(g, DTensor) else g  # noqa: E731
@@ -140,13 +149,15 @@ def with_documents(world_size: int, layout: dict[str, Any]) -> dict[str, torch.T
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_a_micro_batch_keeps_its_mask(run_on, schedule: str) -> None:
-    parts = run_on(2, with_documents, 2, {"pipeline": 2, "schedule": schedule, **UNTIED})
-    assert_same(union(parts), with_documents(1, UNTIED))
-    assert not torch.allclose(union(parts)["lm_head.weight"], gradients(1, 0, 4, **UNTIED)["lm_head.weight"])
+    by_rank = run_on(2, with_documents, 2, {"pp": 2, "schedule": schedule, **UNTIED})
+    assert_same(union(by_rank), with_documents(1, UNTIED))
+    assert not torch.allclose(
+        union(by_rank)["lm_head.weight"], gradients(1, 0, 4, **UNTIED)["lm_head.weight"]
+    )
 
 
 def forwards(world_size: int, layout: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of rows of which no two count alike, of part of them, and the logits of a prompt."""
+    """The loss of all uneven sequences, the loss of three of them, and the logits of a prompt."""
     rank = torch.distributed.get_rank() if world_size > 1 else 0
     model, batch = build(world_size, rank, **layout), uneven_sequences()
     three = replace(batch, inputs=batch.inputs[:3], targets=batch.targets[:3])
@@ -160,13 +171,13 @@ def forwards(world_size: int, layout: dict[str, Any]) -> tuple[torch.Tensor, tor
 @pytest.mark.parametrize("schedule", STAGES_PER_RANK)
 def test_losses_and_logits_are_the_same(run_on, schedule: str) -> None:
     whole = forwards(1, UNTIED)
-    for found in run_on(4, forwards, 4, {"pipeline": 4, "schedule": schedule, **UNTIED}):
-        for ours, theirs in zip(found, whole):
+    for actual in run_on(4, forwards, 4, {"pp": 4, "schedule": schedule, **UNTIED}):
+        for ours, theirs in zip(actual, whole):
             assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def load_into_other_tensors(folder: Any) -> str:
-    """Each rank wants a tensor of its own name, of which the checkpoint has one."""
+    """Load another tensor on each rank. The checkpoint has only the tensor of rank 0."""
     ranks = Ranks(folder)
     name = "there" if ranks.rank == 0 else "not there"
     try:
@@ -176,7 +187,7 @@ def load_into_other_tensors(folder: Any) -> str:
     return ""
 
 
-def test_all_ranks_hear_of_what_one_misses(run_on, tmp_path) -> None:
+def test_a_tensor_that_one_rank_misses_is_an_error_on_all_ranks(run_on, tmp_path) -> None:
     torch.distributed.checkpoint.save(
         {"model": {"there": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True
     )
@@ -186,8 +197,8 @@ def test_all_ranks_hear_of_what_one_misses(run_on, tmp_path) -> None:
 
 
 def warm_up_peers() -> tuple[list[int], list[int]]:
-    """The ranks that the second of four stages of ZBVZeroBubble sends to and receives from before the first
-    step: by torch, and by us."""
+    """The ranks to which the second of four ZBVZeroBubble stages opens connections before the first step:
+    with torch's method, and after skip_p2p_to_own_rank."""
     x = torch.empty(1, 1)
     stage = PipelineStage(torch.nn.Identity(), 1, 4, torch.device("cpu"), input_args=(x,), output_args=(x,))
     stage.stage_index_to_group_rank = {0: 0, 1: 1, 2: 1, 3: 0}

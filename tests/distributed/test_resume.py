@@ -19,10 +19,10 @@ import torch
 
 from tests.support.jobs import make_job, metrics_of, write_corpus
 from tests.support.runs import (
-    CONTEXT,
+    CP,
     FOUR_MICRO_BATCHES,
-    PIPELINE,
-    TENSOR,
+    PP,
+    TP,
     UNTIED,
     assert_same_run,
     history,
@@ -135,7 +135,7 @@ def test_a_chain_of_layouts_equals_one_run(untied: Job, tmp_path: Path, corpus: 
     """Weights, moments and rows cross them; validation and samples run on each."""
     extra = [UNTIED, "--validation.enable=true", "--validation.freq=3", "--generation.freq=3"]
     extra += ['--generation.prompts=["ab", "cde"]', "--generation.max_new_tokens=4"]
-    chain = [(4, [FOUR_MICRO_BATCHES]), (4, [PIPELINE, TENSOR]), (2, [CONTEXT]), (1, [])]
+    chain = [(4, [FOUR_MICRO_BATCHES]), (4, [PP, TP]), (2, [CP]), (1, [])]
     for steps, (world_size, layout) in zip((3, 6, 9, 12), chain):
         overrides = [*extra, *layout, f"--training.steps={steps}"]
         if world_size == 1:
@@ -147,7 +147,7 @@ def test_a_chain_of_layouts_equals_one_run(untied: Job, tmp_path: Path, corpus: 
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(4, [FOUR_MICRO_BATCHES]), (2, [PIPELINE]), full(2, [TENSOR]), full(2, [CONTEXT])],
+    [(4, [FOUR_MICRO_BATCHES]), (2, [PP]), full(2, [TP]), full(2, [CP])],
     ids=str,
 )
 def test_validation_is_the_same_number_on_any_ranks(
@@ -203,7 +203,7 @@ def test_a_global_batch_that_follows_the_ranks_is_refused(tmp_path: Path, corpus
 PACKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
 
 
-@pytest.mark.parametrize("layout", [[CONTEXT], full([TENSOR]), full([])], ids=["context", "tensor", "shard"])
+@pytest.mark.parametrize("layout", [[CP], full([TP]), full([])], ids=["cp", "tp", "dp_shard"])
 def test_packed_and_masked_sequences_resume_and_cross_layouts(
     whole: Job, tmp_path: Path, corpus: Path, run_on, layout: list[str]
 ) -> None:

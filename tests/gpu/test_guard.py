@@ -44,7 +44,7 @@ def shards(folder: Path, corpus: Path, fault: str, ngpu: int, *overrides: str) -
             2, ["--parallelism.context_parallel_degree=2", "--training.deterministic=false"], marks=TWO
         ),
     ],
-    ids=["one", "compiled", "offload", "sharded", "tensor, compiled", "pipeline", "context"],
+    ids=["one", "compiled", "offload", "dp_shard", "tp, compiled", "pp", "cp"],
 )
 def test_a_bad_step_is_one_that_did_nothing(
     tmp_path: Path, corpus: Path, ngpu: int, overrides: list[str]

@@ -1,5 +1,5 @@
-"""Tensor, context and pipeline parallel over NCCL: the losses of one GPU, eager in fp32 and compiled in bf16;
-and weights that stay on the host."""
+"""Tensor, context and pipeline parallel over NCCL have the losses of one GPU, eager in fp32 and compiled in
+bf16. CPU offload has them, too."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from tests.support.jobs import make_job, metrics_of
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-# Heads and rows large enough for the kernels; of fused attention there is none for fp32 with fewer key heads.
-ROWS = ["--training.seq_len=256", "--data.holdout_sequences=0", "--model.overrides.head_dim=16"]
-ROWS += ["--training.global_batch_size=4", "--model.overrides.tie_word_embeddings=false"]
-FP32 = [*ROWS, "--training.mixed_precision_param=float32"]
+# Heads and sequences are large enough for the kernels. In fp32 no fused kernel takes fewer key heads than
+# query heads.
+LARGE = ["--training.seq_len=256", "--data.holdout_sequences=0", "--model.overrides.head_dim=16"]
+LARGE += ["--training.global_batch_size=4", "--model.overrides.tie_word_embeddings=false"]
+FP32 = [*LARGE, "--training.mixed_precision_param=float32"]
 MASKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
 MATH = ["--attention.sdpa_kernel=math"]
-TENSOR = "--parallelism.tensor_parallel_degree=2"
-CONTEXT = "--parallelism.context_parallel_degree=2"
-PIPELINE = "--parallelism.pipeline_parallel_degree=2"
+TP = "--parallelism.tensor_parallel_degree=2"
+CP = "--parallelism.context_parallel_degree=2"
+PP = "--parallelism.pipeline_parallel_degree=2"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule="
 FLOAT8 = ["--float8.enable", "--float8.recipe="]
-LAYOUTS = pytest.mark.parametrize(
-    "layout", [TENSOR, CONTEXT, PIPELINE], ids=["tensor", "context", "pipeline"]
-)
+LAYOUTS = pytest.mark.parametrize("layout", [TP, CP, PP], ids=["tp", "cp", "pp"])
 BLOCKS = ["--model.overrides.n_layers=4"]
 
 
@@ -39,12 +38,12 @@ def assert_same(two: list, one: list, rel: float) -> None:
 @two_gpus
 @LAYOUTS
 @pytest.mark.parametrize("masked", [[], MASKED], ids=["causal", "masked"])
-def test_two_gpus_on_the_same_rows_equal_one(
+def test_two_gpus_on_the_same_sequences_equal_one(
     tmp_path: Path, corpus: Path, layout: str, masked: list[str]
 ) -> None:
     math = [] if masked else MATH
     one = run(tmp_path, corpus, *FP32, *masked, *math, name="one")
-    kernel = [] if layout == CONTEXT else math  # context parallel has kernels of its own
+    kernel = [] if layout == CP else math  # context parallel chooses its own kernels
     two = run(tmp_path, corpus, *FP32, *masked, *kernel, layout, ngpu=2, name="two")
     assert_same(two, one, 1e-4)
 
@@ -53,7 +52,7 @@ def test_two_gpus_on_the_same_rows_equal_one(
 @pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_every_schedule_equals_one_gpu(tmp_path: Path, corpus: Path, schedule: str) -> None:
     one = run(tmp_path, corpus, *FP32, *MATH, *BLOCKS, name="one")
-    two = run(tmp_path, corpus, *FP32, *MATH, *BLOCKS, PIPELINE, SCHEDULE + schedule, ngpu=2, name="two")
+    two = run(tmp_path, corpus, *FP32, *MATH, *BLOCKS, PP, SCHEDULE + schedule, ngpu=2, name="two")
     assert_same(two, one, 1e-4)
 
 
@@ -62,7 +61,7 @@ def test_every_schedule_equals_one_gpu(tmp_path: Path, corpus: Path, schedule: s
 def test_compiled_in_bf16_they_train_alike_and_resume_on_one(
     tmp_path: Path, corpus: Path, layout: str
 ) -> None:
-    fast = [*ROWS, *MASKED, "--compile.enable"]
+    fast = [*LARGE, *MASKED, "--compile.enable"]
     one = run(tmp_path, corpus, *fast, name="one")
     two = run(tmp_path, corpus, *fast, layout, ngpu=2, name="two")
     assert column(two, "train/loss") == pytest.approx(column(one, "train/loss"), rel=5e-3)  # bf16 rounding
@@ -84,15 +83,15 @@ def test_compiled_in_bf16_they_train_alike_and_resume_on_one(
     ids=["full", "memory_budget", "tensorwise", "filtered", "rowwise"],
 )
 def test_tensor_parallel_composes(tmp_path: Path, corpus: Path, extra: list[str]) -> None:
-    fast = [*ROWS, "--compile.enable", *extra]
+    fast = [*LARGE, "--compile.enable", *extra]
     one = run(tmp_path, corpus, *fast, name="one")
-    two = run(tmp_path, corpus, *fast, TENSOR, ngpu=2, name="two")
+    two = run(tmp_path, corpus, *fast, TP, ngpu=2, name="two")
     assert column(two, "train/loss") == pytest.approx(column(one, "train/loss"), rel=5e-3)
     assert column(two, "train/grad_norm") == pytest.approx(column(one, "train/grad_norm"), rel=5e-2)
 
 
 @two_gpus
-@pytest.mark.parametrize("layout", [[], [TENSOR], [PIPELINE]], ids=["shard", "tensor", "pipeline"])
+@pytest.mark.parametrize("layout", [[], [TP], [PP]], ids=["dp_shard", "tp", "pp"])
 def test_offloaded_equals_one_gpu(tmp_path: Path, corpus: Path, layout: list[str]) -> None:
     one = run(tmp_path, corpus, *FP32, *MATH, name="one")
     offload = [*FP32, *MATH, *layout, "--training.enable_cpu_offload"]
@@ -110,14 +109,14 @@ def test_one_gpu_offloads_and_resumes(tmp_path: Path, corpus: Path) -> None:
 
 @two_gpus
 def test_unmasked_sequences_go_chunk_by_chunk_through_cudnn(tmp_path: Path, corpus: Path) -> None:
-    """In bf16, compiled, with recompute of everything but attention, as flex and one GPU compute them."""
-    fast = [*ROWS, "--compile.enable", "--activation_checkpoint.mode=selective"]
+    """In bf16, compiled, with selective activation checkpointing: the losses of flex and of one GPU."""
+    fast = [*LARGE, "--compile.enable", "--activation_checkpoint.mode=selective"]
     fast += ["--model.overrides.head_dim=64", "--training.deterministic=false"]  # for cuDNN
     one = run(tmp_path, corpus, *fast, name="one")
-    log = trained(tmp_path, corpus, *fast, CONTEXT, name="two", NGPU="2")
+    log = trained(tmp_path, corpus, *fast, CP, name="two", NGPU="2")
     assert "attention by head_tail" in log
-    two = metrics_of(make_job(tmp_path, corpus, *fast, CONTEXT, name="two", world_size=2))
-    flex = run(tmp_path, corpus, *fast, CONTEXT, "--attention.backend=flex", ngpu=2, name="flex")
-    for found in (two, flex):
-        assert column(found, "train/loss") == pytest.approx(column(one, "train/loss"), rel=5e-3)
-        assert column(found, "train/grad_norm") == pytest.approx(column(one, "train/grad_norm"), rel=5e-2)
+    two = metrics_of(make_job(tmp_path, corpus, *fast, CP, name="two", world_size=2))
+    flex = run(tmp_path, corpus, *fast, CP, "--attention.backend=flex", ngpu=2, name="flex")
+    for actual in (two, flex):
+        assert column(actual, "train/loss") == pytest.approx(column(one, "train/loss"), rel=5e-3)
+        assert column(actual, "train/grad_norm") == pytest.approx(column(one, "train/grad_norm"), rel=5e-2)

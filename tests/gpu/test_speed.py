@@ -37,11 +37,11 @@ def test_chunked_gradients_in_bf16_are_as_good_as_whole(backend: str | None) -> 
     wanted.backward()
     errors = []
     for loss in (CrossEntropy(), ChunkedCrossEntropy(chunk_tokens=128)):
-        found = [x.bfloat16().cuda().requires_grad_() for x in (hidden, weight)]
-        value = loss.build(backend)(*found, targets.cuda())
+        actual = [x.bfloat16().cuda().requires_grad_() for x in (hidden, weight)]
+        value = loss.build(backend)(*actual, targets.cuda())
         assert value.item() == pytest.approx(wanted.item(), rel=1e-3)
         value.backward()
-        errors.append([((a.grad - b.grad).norm() / b.grad.norm()).item() for a, b in zip(found, exact)])
+        errors.append([((a.grad - b.grad).norm() / b.grad.norm()).item() for a, b in zip(actual, exact)])
     whole, chunked = errors
     assert all(c < 1.1 * w for c, w in zip(chunked, whole)), errors
 

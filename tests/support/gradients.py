@@ -1,4 +1,4 @@
-"""The gradient of one step on any layout, of sequences with different numbers of target tokens."""
+"""The gradient of one step on any layout, for sequences with different numbers of tokens that count."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ NUM_SEQUENCES = 8
 
 
 def build(
-    world_size: int, rank: int, *, replicate: int = 1, tied: bool = True, **options: Any
+    world_size: int, rank: int, *, dp_replicate: int = 1, tied: bool = True, **options: Any
 ) -> ShardedModel:
     """A small model on the given layout."""
-    torch._dynamo.reset()  # a process trains one model; after several, sizes are symbols to the compiler
+    torch._dynamo.reset()  # after several models in a process, the compiler would use symbolic sizes
     shape = {**SHAPE, "tie_word_embeddings": tied, "n_layers": options.get("layers", SHAPE["n_layers"])}
     family = ModelFamily.choices[options.get("family", "llama3")]
     with torch.device("meta"):
         net = family(flavor="debug", overrides=shape | options.get("shape", {})).build()
     reduce = options.get("reduce", "step")
     parallelism = Parallelism(
-        data_parallel_replicate_degree=replicate,
-        tensor_parallel_degree=options.get("tensor", 1),
-        context_parallel_degree=options.get("context", 1),
-        pipeline_parallel_degree=options.get("pipeline", 1),
+        data_parallel_replicate_degree=dp_replicate,
+        tensor_parallel_degree=options.get("tp", 1),
+        context_parallel_degree=options.get("cp", 1),
+        pipeline_parallel_degree=options.get("pp", 1),
         pipeline_parallel_schedule=options.get("schedule", "1F1B"),
         fsdp_reduce=reduce,
     )
@@ -67,7 +67,8 @@ def build(
             enable_fsdp_float8_all_gather=options.get("gather", True),
         ),
         activation_checkpoint=ActivationCheckpoint(
-            mode=options.get("recompute", "none"), selective_ac_option=options.get("what", "op")
+            mode=options.get("activation_checkpoint", "none"),
+            selective_ac_option=options.get("ac_option", "op"),
         ),
         compile=Compile(enable="compile" in options, backend=options.get("compile", "inductor")),
         param_dtype=options.get("dtype", torch.float32),
@@ -78,29 +79,29 @@ def build(
     model = parallelize(net, loss, mesh, settings)
     model.materialize(torch.device("cpu"), seed=0)
     for name, p in model.net.named_parameters():
-        if name.endswith("norm.weight"):  # which start as ones
+        if name.endswith("norm.weight"):  # norms start as ones, which would hide mistakes
             fill_normal(p, name, 1.0, 0.3, seed=0)
     return model
 
 
 def uneven_sequences() -> Batch:
-    """Eight sequences with all to none of their tokens as targets."""
+    """Eight sequences. The number of targets that count falls from 14 in the first to 0 in the last."""
     rng = np.random.default_rng(0)
     tokens = torch.from_numpy(rng.integers(0, SHAPE["vocab_size"], (NUM_SEQUENCES, 17)))
     targets = tokens[:, 1:].clone()
     for i in range(NUM_SEQUENCES):
-        targets[i, : 2 * i + 2] = IGNORE  # the last sequence has no targets
+        targets[i, : 2 * i + 2] = IGNORE
     return Batch(tokens[:, :-1], targets, int((targets != IGNORE).sum()), 0)
 
 
 def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> dict[str, torch.Tensor]:
-    """Full gradients, loss and gradient norm of one step over this rank's share of `uneven_sequences`."""
+    """Full gradients, loss and norm of one step over `uneven_sequences`, split over the ranks."""
     model, batch = build(world_size, rank, **layout), uneven_sequences()
     ranks = model.mesh.dp_size
     size = NUM_SEQUENCES // ranks // micro_batches
-    begins = [(a * ranks + model.mesh.dp_rank) * size for a in range(micro_batches)]
-    mine = [Batch(batch.inputs[b : b + size], batch.targets[b : b + size], 0, 0) for b in begins]
-    loss = model.forward_backward(mine, torch.tensor(batch.num_targets))
+    starts = [(a * ranks + model.mesh.dp_rank) * size for a in range(micro_batches)]
+    local = [Batch(batch.inputs[i : i + size], batch.targets[i : i + size], 0, 0) for i in starts]
+    loss = model.forward_backward(local, torch.tensor(batch.num_targets))
     if world_size > 1:
         torch.distributed.all_reduce(loss)
     result = {"loss": loss, "norm": grad_norm(model.net.parameters(), model.mesh.pp)}

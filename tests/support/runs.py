@@ -52,10 +52,10 @@ def train_on_rank(folder: Path, corpus: Path, overrides: list[str], name: str, w
     train(make_job(folder, corpus, *overrides, name=name, world_size=world_size))
 
 
-TENSOR = "--parallelism.tensor_parallel_degree=2"
-CONTEXT = "--parallelism.context_parallel_degree=2"
+TP = "--parallelism.tensor_parallel_degree=2"
+CP = "--parallelism.context_parallel_degree=2"
 FOUR_MICRO_BATCHES = "--training.local_batch_size=2"  # with a global batch of 8, which four ranks can share
-PIPELINE = "--parallelism.pipeline_parallel_degree=2"
+PP = "--parallelism.pipeline_parallel_degree=2"
 
 
 def assert_same_run(job: Job, whole: Job, steps: int = 12) -> None:

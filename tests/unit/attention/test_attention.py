@@ -61,11 +61,11 @@ def alone(document: np.ndarray) -> Batch:
 def pieces_of(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
     """`values` [B, T, ...] cut where documents begin."""
     assert batch.positions is not None
-    found = []
+    actual = []
     for row, positions in zip(values, batch.positions):
         begins = (positions == 0).nonzero().flatten().tolist()
-        found += [row[a:b] for a, b in zip(begins, [*begins[1:], None])]
-    return found
+        actual += [row[a:b] for a, b in zip(begins, [*begins[1:], None])]
+    return actual
 
 
 def logits(net: Decoder, batch: Batch, masked: bool = True) -> torch.Tensor:
@@ -103,9 +103,9 @@ def gradients(net: Decoder, batches: list[Batch]) -> dict[str, torch.Tensor]:
     tokens = torch.tensor(sum(b.num_targets for b in batches))
     for b in batches:
         (model.net(*model.model_inputs(b)) / tokens).backward()
-    found = {name: p.grad.clone() for name, p in net.named_parameters()}
+    actual = {name: p.grad.clone() for name, p in net.named_parameters()}
     net.zero_grad()
-    return found
+    return actual
 
 
 def test_gradients_of_packed_rows_are_those_of_their_documents(net: Decoder) -> None:

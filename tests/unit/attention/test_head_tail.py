@@ -33,9 +33,9 @@ def test_it_is_that_part_of_the_sequence(first: int, last: int, compiled: bool) 
     wanted = torch.autograd.grad(at(out, first, last), whole, at(grad, first, last))
     part = [x.clone().requires_grad_() for x in (at(q, first, last), k, v)]
     attend = torch.compile(head_tail_attention, fullgraph=True) if compiled else head_tail_attention
-    found = attend(*part, first, last)[0]
-    assert torch.allclose(found, at(out, first, last), rtol=1e-4, atol=1e-4)
-    d_q, d_k, d_v = torch.autograd.grad(found, part, at(grad, first, last))
+    actual = attend(*part, first, last)[0]
+    assert torch.allclose(actual, at(out, first, last), rtol=1e-4, atol=1e-4)
+    d_q, d_k, d_v = torch.autograd.grad(actual, part, at(grad, first, last))
     assert torch.allclose(d_q, at(wanted[0], first, last), rtol=1e-4, atol=1e-4)
     assert torch.allclose(d_k, wanted[1], rtol=1e-4, atol=1e-4)
     assert torch.allclose(d_v, wanted[2], rtol=1e-4, atol=1e-4)
@@ -53,9 +53,9 @@ def test_in_bf16_it_is_as_near_as_the_whole() -> None:
     exact = at(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), 1, 6)
     q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
     whole = at(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), 1, 6)
-    found = head_tail_attention(at(q, 1, 6), k, v, 1, 6)[0]
-    assert found.dtype == torch.bfloat16
-    assert (found - exact).norm() < 1.1 * (whole - exact).norm()
+    actual = head_tail_attention(at(q, 1, 6), k, v, 1, 6)[0]
+    assert actual.dtype == torch.bfloat16
+    assert (actual - exact).norm() < 1.1 * (whole - exact).norm()
 
 
 def test_the_operation_is_well_formed() -> None:

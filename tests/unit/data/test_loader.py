@@ -260,18 +260,18 @@ def test_batch_sha_is_equal_for_any_ranks_and_workers(
     packed: SequenceDataset, dp: int, num_workers: int
 ) -> None:
     expected = [reference_sha(packed, 990 + 24 * step, 990 + 24 * (step + 1)) for step in range(2)]
-    micro_batch, found = 24 // dp, [0, 0]
+    micro_batch, actual = 24 // dp, [0, 0]
     for rank in range(dp):
         order = MicroBatches(990, 24, micro_batch, rank, dp)
         for step, batch in enumerate(take(packed, order, 2, num_workers)):
-            found[step] += batch.sha
-    assert [f % U64 for f in found] == expected
+            actual[step] += batch.sha
+    assert [f % U64 for f in actual] == expected
     assert expected[0] != expected[1]
 
 
 @pytest.mark.parametrize("begin", [0, pytest.param(4, marks=pytest.mark.full)])
 def test_batch_sha_is_equal_over_three_changes_of_topology(packed: SequenceDataset, begin: int) -> None:
-    consumed, found = 500, []
+    consumed, actual = 500, []
     for dp, num_workers, micro_batch in TOPOLOGIES[begin : begin + 4]:
         per_step = 24 // (dp * micro_batch)
         ranks = [
@@ -279,12 +279,12 @@ def test_batch_sha_is_equal_over_three_changes_of_topology(packed: SequenceDatas
             for rank in range(dp)
         ]
         for step in range(2):
-            found.append(sha([b for rank in ranks for b in rank[step * per_step : (step + 1) * per_step]]))
+            actual.append(sha([b for rank in ranks for b in rank[step * per_step : (step + 1) * per_step]]))
         consumed += 2 * 24
     expected = [reference_sha(packed, 500 + 24 * step, 500 + 24 * (step + 1)) for step in range(8)]
-    assert found == expected
+    assert actual == expected
     shifted = [reference_sha(packed, 501 + 24 * step, 501 + 24 * (step + 1)) for step in range(8)]
-    assert not set(found) & set(shifted)  # the negative control: one sequence too far
+    assert not set(actual) & set(shifted)  # the negative control: one sequence too far
 
 
 def test_packed_sequences_pass_through_each_source_once_an_epoch(folder: Path) -> None:
@@ -377,19 +377,19 @@ def test_a_killed_worker_ends_the_run_and_is_named(folder: Path, run_on: Callabl
 
 
 def test_random_number_generators_do_not_enter(folder: Path) -> None:
-    found = []
+    actual = []
     for seed in (0, 1):
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
         sequences = make_sequences(folder)
-        found.append(
+        actual.append(
             (
                 sha(take(sequences, MicroBatches(0, 8, 8, 0, 1), 3)),
                 contents(sequences.held_out(np.arange(30))),
             )
         )
-    assert found[0] == found[1]
+    assert actual[0] == actual[1]
 
 
 @settings(max_examples=25, deadline=None)

@@ -81,13 +81,13 @@ def test_likeliest_tokens_in_bf16(models) -> None:
     first, second = exact.topk(2).values.unbind(-1)
     decided = first - second > 0.1 * exact.std(-1)
     assert decided.float().mean() > 0.7
-    found, wanted = ours.bfloat16()(tokens(8)).argmax(-1), theirs.bfloat16()(tokens(8)).logits.argmax(-1)
+    actual, wanted = ours.bfloat16()(tokens(8)).argmax(-1), theirs.bfloat16()(tokens(8)).logits.argmax(-1)
 
     def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
         return (a == b).float().mean().item()
 
-    assert agreement(found[decided], wanted[decided]) > 0.99
-    assert agreement(found, exact.argmax(-1)) > agreement(wanted, exact.argmax(-1)) - 0.005
+    assert agreement(actual[decided], wanted[decided]) > 0.99
+    assert agreement(actual, exact.argmax(-1)) > agreement(wanted, exact.argmax(-1)) - 0.005
 
 
 @torch.no_grad()
@@ -148,9 +148,9 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_a_config_is_read_as_it_is_written(case: str, tmp_path: Path) -> None:
     family = family_of(case)
-    found = read_family(write(tmp_path, family.hf_config()))
-    assert type(found) is type(family)
-    ours, theirs = found.config, family.config
+    actual = read_family(write(tmp_path, family.hf_config()))
+    assert type(actual) is type(family)
+    ours, theirs = actual.config, family.config
     if theirs.__dict__.get("rope_factor") == 1.0:  # nothing is told of a scaling that is none
         assert ours.rope_factor == 1.0
     else:
@@ -166,8 +166,8 @@ def test_a_config_is_read_as_transformers_writes_it(case: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(("family", "flavor"), [(f, n) for f in (Llama3, Qwen3) for n in f.flavors])
 def test_a_published_shape_is_a_flavor(family: Any, flavor: str, tmp_path: Path) -> None:
-    found = read_family(write(tmp_path, family(flavor=flavor).hf_config()))
-    assert found == family(flavor=flavor)
+    actual = read_family(write(tmp_path, family(flavor=flavor).hf_config()))
+    assert actual == family(flavor=flavor)
 
 
 # Of Llama 3.2 1B and Qwen3 8B, the keys that matter, as releases before transformers 5 wrote them.

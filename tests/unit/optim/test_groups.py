@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.jobs import make_job, metrics_of
-from tests.support.runs import PIPELINE, UNTIED, train_on_rank
+from tests.support.runs import PP, UNTIED, train_on_rank
 from titanlite import cli
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
@@ -154,7 +154,7 @@ def test_a_pipeline_rank_may_have_no_parameter_of_a_group(tmp_path: Path, corpus
     first_block = '--optimizer.param_groups=[{pattern = "model.layers.0.*", lr_multiplier = 0.5}]'
     keys = [UNTIED, first_block, "--training.steps=4"]
     run_on(1, train_on_rank, tmp_path, corpus, keys, "one", 1)
-    run_on(2, train_on_rank, tmp_path, corpus, [*keys, PIPELINE], "two", 2)
+    run_on(2, train_on_rank, tmp_path, corpus, [*keys, PP], "two", 2)
     run_on(1, train_on_rank, tmp_path, corpus, [*keys, "--optimizer.param_groups=[]"], "without", 1)
     one, two, without = (
         [line["train/loss"] for line in metrics_of(make_job(tmp_path, corpus, name=name))]

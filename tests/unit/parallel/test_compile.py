@@ -60,9 +60,9 @@ RECOMPUTE = {
 recompute = pytest.mark.parametrize("recompute", RECOMPUTE.values(), ids=RECOMPUTE.keys())
 
 
-def close(found: tuple[float, list[torch.Tensor]], wanted: tuple[float, list[torch.Tensor]]) -> bool:
-    return found[0] == pytest.approx(wanted[0], rel=1e-6) and all(
-        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found[1], wanted[1])
+def close(actual: tuple[float, list[torch.Tensor]], wanted: tuple[float, list[torch.Tensor]]) -> bool:
+    return actual[0] == pytest.approx(wanted[0], rel=1e-6) and all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(actual[1], wanted[1])
     )
 
 
