@@ -15,7 +15,7 @@ import torch
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
-from titanlite.checkpoint.opening import Opening
+from titanlite.checkpoint.run_folder import RunFolder
 from titanlite.checkpoint.run_identity import differences, spell
 from titanlite.checkpoint.state import TrainState
 from titanlite.config import toml
@@ -93,7 +93,7 @@ def check_interop(job: Job, tokenizer: Tokenizer) -> None:
     """Raises ConfigError unless the initial weights, which only a new run needs, can be read, and unless the
     model and its tokenizer have the Hugging Face form that an export needs."""
     config = job.checkpoint
-    if config.initial_load_path and Opening(config, job.folder, None).is_new_run():
+    if config.initial_load_path and RunFolder(config, job.folder, None).is_new_run():
         check_initial(Path(config.initial_load_path), ModelAndTokenizer(job.model, tokenizer))
     if config.export_hf:
         job.model.hf_config(), tokenizer.hugging_face_files()
@@ -103,7 +103,7 @@ def check_run_folder(job: Job, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if the run folder holds a run that this job cannot continue, as far as this can
     be known before any source is opened."""
     data = job.data.identity(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
-    Opening(job.checkpoint, job.folder, job.identity(data, {})).check_known()
+    RunFolder(job.checkpoint, job.folder, job.identity(data, {})).check_known_identity()
 
 
 def exporter(job: Job, tokenizer: Tokenizer, requests: StopRequests) -> Exporter | None:

@@ -1,7 +1,7 @@
 """Checkpoints of one run: when to save, which checkpoint to resume from, which ones to keep.
 
 Rank 0 decides and all ranks follow. state.py has the contents of a checkpoint, saver.py its writing,
-commit.py the commit protocol, resume.py and opening.py the choice of the checkpoint to resume from."""
+commit.py the commit protocol, resume.py and run_folder.py the choice of the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.commit_record import CommitRecord
 from titanlite.checkpoint.lock import FolderLock
-from titanlite.checkpoint.opening import Opening
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import MisfitError, load_tensors
 from titanlite.checkpoint.resume import Candidate, Fault, newest_healthy
+from titanlite.checkpoint.run_folder import RunFolder
 from titanlite.checkpoint.run_identity import check_optimizer
 from titanlite.checkpoint.saver import Saver, Snapshot
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
@@ -76,7 +76,7 @@ class Checkpointer:
         self.identity, self.job_toml = identity, job_toml
         self._run_folder = dump_folder
         self._record = CommitRecord(dump_folder, config)
-        self._opening = Opening(config, dump_folder, identity)
+        self._run_folder_checks = RunFolder(config, dump_folder, identity)
         self.ranks = Ranks(self.folder)
         self._lock: FolderLock | None = None
         self._newly_committed = deque[int]()
@@ -288,7 +288,7 @@ class Checkpointer:
 
     def _open(self) -> Candidate | None:
         """Choose the checkpoint to resume from, and prepare the folder. Collective."""
-        candidate = self.ranks.agree(lambda: self._opening.candidate(self._faults))
+        candidate = self.ranks.agree(lambda: self._run_folder_checks.choose_checkpoint(self._faults))
         if candidate is not None:
             resume.check_shared(candidate, self.ranks)
         if self.config.enable:
@@ -325,8 +325,8 @@ class Checkpointer:
         """The usable checkpoint before a damaged one. Called on rank 0. Raises CheckpointError if none is
         left."""
         self._faults.append((damaged.path, reason))
-        candidate = self._opening.candidate(self._faults)
-        assert candidate is not None, "candidate() raises if there is none left"
+        candidate = self._run_folder_checks.choose_checkpoint(self._faults)
+        assert candidate is not None, "choose_checkpoint() raises if none is left"
         return candidate
 
     def _take_lock(self) -> None:

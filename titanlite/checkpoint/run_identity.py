@@ -78,7 +78,7 @@ def check_identity(
     return list(changes.values())
 
 
-def before_opening(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+def with_source_labels(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """A recorded run identity in the form that a job's identity has before its sources are opened: the list
     of source labels instead of shares by fingerprint. If the number of sources is the same, the labels are
     taken

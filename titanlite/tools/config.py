@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from titanlite.checkpoint.opening import Opening
+from titanlite.checkpoint.run_folder import RunFolder
 from titanlite.commands import take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
@@ -93,7 +93,7 @@ def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
     else:
         unchecked.append("data that is tokenised or packed when a run first starts")
     identity = None if sequences is None else job.identity(sequences.identity, sequences.names)
-    candidate = Opening(job.checkpoint, job.folder, identity).candidate([])
+    candidate = RunFolder(job.checkpoint, job.folder, identity).choose_checkpoint([])
     check_global_batch(job, batch.global_size, candidate.train if candidate else None)
     return tokenizer.vocab_size, unchecked
 

@@ -9,15 +9,15 @@ from typing import Any
 from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.commit_record import CommitRecord
 from titanlite.checkpoint.resume import Candidate, Fault
-from titanlite.checkpoint.run_identity import before_opening, check_allowed, check_identity, read_identity
+from titanlite.checkpoint.run_identity import check_allowed, check_identity, read_identity, with_source_labels
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
 
 
-class Opening:
-    """The checks of one run folder. They run on one rank and write nothing. `identity`: the run identity of
-    this job; None if it is not known, and then it is not compared with the checkpoint's."""
+class RunFolder:
+    """A run folder before the run starts. The methods run on one rank and write nothing. `identity`: the run
+    identity of this job; None if it is not known, and then it is not compared with the checkpoint's."""
 
     def __init__(self, config: Checkpoint, dump_folder: Path, identity: dict[str, Any] | None):
         self._config, self._run_folder, self._identity = config, dump_folder, identity
@@ -28,10 +28,10 @@ class Opening:
         """Whether the run starts at step 1, because it has no checkpoint or restarts."""
         return self._record.restarts() or not commit.committed(self._folder)
 
-    def check_known(self) -> None:
+    def check_known_identity(self) -> None:
         """Raises ConfigError if the run in the folder has another run identity than this job. Reads only
         small files. Called before the data sources are opened, so it compares only the keys that are known
-        by then; candidate() compares all keys."""
+        by then; choose_checkpoint() compares all keys."""
         config, ours = self._config, self._identity
         if ours is None or config.restart or config.load_step != -1:
             return  # the checkpoint to resume from is not known yet
@@ -39,7 +39,7 @@ class Opening:
         candidate = resume.newest(self._folder, -1, faults, config.verify)
         last = self._record.read() if candidate is None else None
         if faults or (last is not None and last.step is not None):
-            return  # checkpoints are damaged or missing; candidate() decides
+            return  # checkpoints are damaged or missing; choose_checkpoint() decides
         if candidate is not None:
             theirs, num_sequences = candidate.train["identity"], candidate.train["sequences"]
             folder = self._folder
@@ -48,9 +48,9 @@ class Opening:
             folder = self._run_folder
         else:
             return
-        check_identity(before_opening(theirs, ours), ours, config.allow_changed, folder, num_sequences)
+        check_identity(with_source_labels(theirs, ours), ours, config.allow_changed, folder, num_sequences)
 
-    def candidate(self, faults: list[Fault]) -> Candidate | None:
+    def choose_checkpoint(self, faults: list[Fault]) -> Candidate | None:
         """The checkpoint to resume from; None for a new run. Does not use the checkpoints in `faults`, and
         adds further unusable ones. Raises ConfigError if the folder belongs to another run, CheckpointError
         if its run cannot be resumed."""
