@@ -13,6 +13,7 @@ import tiktoken
 
 from tests.support import module_list
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
+from titanlite.config.schema import FIELD_TYPES
 from titanlite.job import load_job
 
 
@@ -30,7 +31,14 @@ def test_every_example_is_on_the_page_on_extending() -> None:
     assert quoted == {path.relative_to(ROOT).as_posix() for path in examples}
     for name in re.findall(r"\| `(titanlite\.[\w.]+)` \|", page):
         module, _, attribute = name.rpartition(".")
-        assert hasattr(__import__(module, fromlist=[attribute]), attribute), name
+        kind = getattr(__import__(module, fromlist=[attribute]), attribute)
+        for method in kind.__abstractmethods__:
+            assert re.search(rf"^\| `(\w+\.)?{method}\([\w, ]*\)` \| required: ", page, re.MULTILINE), method
+
+
+def test_the_page_on_extending_lists_the_types_of_fields() -> None:
+    words = (ROOT / "docs/extending.md").read_text(encoding="utf-8").replace("`", "").split()
+    assert f"Supported field types: {FIELD_TYPES}." in " ".join(words)
 
 
 def test_the_list_of_modules_is_that_of_the_package() -> None:

@@ -1,5 +1,5 @@
 """A tokenizer from outside the package: one id per character of a given alphabet. To use it, put this file
-where Python finds it, for example beside the TOML file, and write
+into the current directory or install it, and write
 
     [job]
     imports = ["character_tokenizer"]

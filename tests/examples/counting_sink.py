@@ -1,12 +1,12 @@
-"""A metric sink from outside the package, which counts what it gets and writes the counts at the end of the
-run. To use it, put this file where Python finds it, for example beside the TOML file, and write
+"""A metric sink from outside the package, which counts samples and events and appends the counts of each
+logged step to a file. To use it, put this file into the current directory or install it, and write
 
     [job]
     imports = ["counting_sink"]
 
     [[metrics.sinks]]
     name = "counting"
-    file = "counts.json"
+    file = "counts.jsonl"
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 from titanlite.metrics.sinks.base import Event, RunInfo, Sink, Values, Writer
 
@@ -22,28 +23,30 @@ from titanlite.metrics.sinks.base import Event, RunInfo, Sink, Values, Writer
 class Counting(Sink, name="counting"):
     """Counts of steps, samples and events."""
 
-    file: str = "counts.json"
+    file: str = "counts.jsonl"
     """File in the run folder that gets the counts."""
 
     def build(self, run: RunInfo) -> Writer:
-        return CountingWriter(self, run)
+        return CountingWriter(run.folder / self.file, run.resumed_step)
 
 
 class CountingWriter(Writer):
-    """Keeps the counts in memory and writes them when the run ends."""
+    """One line per logged step, with the counts since the line before."""
 
-    def __init__(self, config: Counting, run: RunInfo):
-        self.path, self.run_id = run.folder / config.file, run.run_id
-        self.counts = Counter[str]()
+    def __init__(self, path: Path, resumed_step: int):
+        self.path, self.counts = path, Counter[str]()
+        # A resumed run trains the steps after `resumed_step` again: drop what the file has of them.
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= resumed_step]
+        path.write_text("".join(f"{line}\n" for line in kept))
 
     def write(self, step: int, values: Values) -> None:
-        self.counts["steps"] += 1
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, "loss": values["train/loss"], **self.counts}) + "\n")
+        self.counts.clear()
 
     def sample(self, step: int, text: str) -> None:
         self.counts["samples"] += 1
 
     def event(self, step: int, event: Event) -> None:
         self.counts[event] += 1
-
-    def close(self) -> None:
-        self.path.write_text(json.dumps({"run_id": self.run_id, **self.counts}))

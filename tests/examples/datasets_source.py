@@ -1,6 +1,6 @@
 """A data source from outside the package: a dataset of Hugging Face's library `datasets` (pip install
-datasets), from the hub or from files. To use it, put this file where Python finds it, for example beside the
-TOML file, and write
+datasets), from the hub or from files. To use it, put this file into the current directory or install it, and
+write
 
     [job]
     imports = ["datasets_source"]

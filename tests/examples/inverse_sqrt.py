@@ -1,6 +1,5 @@
 """A learning-rate schedule from outside the package: inverse square root (Vaswani et al. 2017, arXiv
-1706.03762), which needs no end. To use it, put this file where Python finds it, for example beside the TOML
-file, and write
+1706.03762), which needs no end. To use it, put this file into the current directory or install it, and write
 
     [job]
     imports = ["inverse_sqrt"]

@@ -1,5 +1,5 @@
 """A data source from outside the package: documents that a Python generator yields. To use it, put this file
-where Python finds it, for example beside the TOML file, and write
+into the current directory or install it, and write
 
     [job]
     imports = ["iterable_source"]
@@ -34,7 +34,6 @@ class Sums(DocumentSource, name="sums"):
     """Largest term."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.count < 1:
             raise ConfigError(f"{self.count} is below 1", "count")
 

@@ -1,6 +1,5 @@
 """A filter from outside the package, for `titanlite prepare`: it removes documents with long lines, such as
-minified code. To use it, put this file where Python finds it, for example beside the TOML file of the
-preparation, and write
+minified code. To use it, put this file into the current directory or install it, and write
 
     imports = ["length_filter"]
 

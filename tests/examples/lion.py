@@ -1,7 +1,7 @@
 """An optimizer from outside the package: Lion (Chen et al. 2023, arXiv 2302.06675).
 
 Any torch.optim.Optimizer will do; `groups` gives it titanlite's parameter groups. To use it, put this file
-where Python finds it, for example beside the TOML file, and write
+into the current directory or install it, and write
 
     [job]
     imports = ["lion"]

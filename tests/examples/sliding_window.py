@@ -1,6 +1,6 @@
 """An attention backend from outside the package: each token sees the last `window` tokens only.
 
-To use it, put this file where Python finds it, for example beside the TOML file, and write
+To use it, put this file into the current directory or install it, and write
 
     [job]
     imports = ["sliding_window"]

@@ -1,7 +1,7 @@
 """A model family from outside the package: Llama with squared ReLU in its feed-forward (So et al. 2021,
 arXiv 2109.08668), which also works with tensor parallel.
 
-To use it, put this file where Python finds it, for example beside the TOML file, and write
+To use it, put this file into the current directory or install it, and write
 
     [job]
     imports = ["squared_relu"]

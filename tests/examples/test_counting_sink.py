@@ -1,4 +1,5 @@
-"""The example of a sink: it counts the steps, samples and events of runs on one rank and on two."""
+"""The example of a sink: it counts the samples and events of runs on one rank and on two, and each step has
+one line after runs that train steps again."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tests.support.runs import train_on_rank
 
 SINK = [
     "--job.imports=['tests.examples.counting_sink']",
-    "--metrics.sinks=[{ name = 'counting', file = 'numbers.json' }]",
+    "--metrics.sinks=[{ name = 'counting', file = 'numbers.jsonl' }]",
     "--generation.prompts=['a', 'b']",
     "--generation.max_new_tokens=1",
 ]
@@ -20,12 +21,16 @@ SINK = [
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_it_counts(tmp_path: Path, corpus: Path, run_on: Any, world_size: int) -> None:
-    def counts(steps: int) -> dict[str, Any]:
-        keys = [*SINK, f"--training.steps={steps}"]
-        run_on(world_size, train_on_rank, tmp_path, corpus, keys, "run", world_size)
-        return json.loads((tmp_path / "run/numbers.json").read_text())
+    def counts(*keys: str) -> list[dict[str, Any]]:
+        run_on(world_size, train_on_rank, tmp_path, corpus, [*SINK, *keys], "run", world_size)
+        lines = [json.loads(line) for line in (tmp_path / "run/numbers.jsonl").read_text().splitlines()]
+        assert [line.pop("step") for line in lines] == list(range(1, len(lines) + 1))
+        assert all(line.pop("loss") > 0 for line in lines)
+        assert all(line.pop("saved", 1) == 1 for line in lines)  # a save may take some steps
+        return lines
 
-    first, second = counts(5), counts(8)
-    assert first.pop("run_id") == second.pop("run_id")
-    assert first == {"steps": 5, "saved": 2, "samples": 2}  # checkpoints of steps 4 and 5
-    assert second == {"resumed": 1, "steps": 3, "saved": 1, "samples": 2}
+    first = [{}, {}, {}, {}, {"samples": 2}]
+    assert counts("--training.steps=5") == first
+    second = [*first, {"resumed": 1}, {}, {"samples": 2}]
+    assert counts("--training.steps=8") == second
+    assert counts("--training.steps=8", "--checkpoint.load_step=5") == second

@@ -1,7 +1,7 @@
 """A loss from outside the package: cross-entropy with a z-loss (PaLM, Chowdhery et al. 2022), which keeps the
 logits' log-sum-exp near zero. It also works with tensor parallel.
 
-To use it, put this file where Python finds it, for example beside the TOML file, and write
+To use it, put this file into the current directory or install it, and write
 
     [job]
     imports = ["z_loss"]

@@ -70,7 +70,7 @@ class Component(ABC):
         if name is None:
             cls.choices, cls.kind, cls.key, cls.makes = {}, kind or cls.__name__.lower(), key, makes
         elif name in cls.choices and not _same_class(cls, cls.choices[name]):
-            raise TypeError(f"{name!r} already names {cls.choices[name]}")
+            raise TypeError(f"{name!r} already names {full_name(cls.choices[name])}; choose another name")
         else:
             cls.choices[name], cls.name = cls, name
 
