@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import titanlite.files
 from tests.support import ranks
-from tests.support.checkpoints import EXTRA, Parts, names, open_run, sharded_parts
+from tests.support.checkpoints import EXTRA, Toy, names, open_run, sharded_toy
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import history
 from titanlite import cli
@@ -41,21 +41,21 @@ def save_two(folder: Path, ranks: int = 1, file_bytes: int = FILE_BYTES) -> None
     """Save steps 1 and 2 of a one-layer run. Called on every rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "FILE_BYTES", file_bytes)
-        run, parts = open_run(folder), sharded_parts(ranks, WIDTH)
+        run, toy = open_run(folder), sharded_toy(ranks, WIDTH)
         for _ in range(2):
-            parts.step()
-            run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+            toy.step()
+            run.save(toy.net, toy.optimizer, toy.state, EXTRA)
         run.close()
 
 
-def start(folder: Path, ranks: int = 1, **config: Any) -> Parts:
+def start(folder: Path, ranks: int = 1, **config: Any) -> Toy:
     """A start of the program. Returns the step that it resumes from."""
-    run, parts = open_run(folder, **config), sharded_parts(ranks, WIDTH, seed=7)
+    run, toy = open_run(folder, **config), sharded_toy(ranks, WIDTH, seed=7)
     try:
-        run.load(parts.net, parts.optimizer, parts.state)
+        run.load(toy.net, toy.optimizer, toy.state)
     finally:
         run.close_after_error()
-    return parts
+    return toy
 
 
 @pytest.fixture(autouse=True)
@@ -83,16 +83,16 @@ def run(saved: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def values(saved: Path) -> dict[int, list[torch.Tensor]]:
     """The values in the checkpoints of steps 1 and 2."""
-    parts, found = Parts(width=WIDTH), {}
+    toy, found = Toy(width=WIDTH), {}
     for step in (1, 2):
-        parts.step()
-        found[step] = parts.values()
+        toy.step()
+        found[step] = toy.values()
     assert all(torch.equal(a, b) for a, b in zip(start(saved).values(), found[2]))
     return found
 
 
-def equal(parts: Parts, expected: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(parts.values(), expected))
+def equal(toy: Toy, expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(toy.values(), expected))
 
 
 def reason_of(step: Path) -> str | None:
@@ -139,9 +139,9 @@ def test_a_start_passes_over_flipped_bits(
     rng, step = random.Random(name), run / "checkpoint/step-2"
     for number in range(8):
         with holding(step / name, flipped((step / name).read_bytes(), rng)):
-            parts = start(run)
-            assert parts.state.as_json() == {"step": 1, "sequences": 8, "tokens": 80}, f"flip {number}"
-            assert equal(parts, values[1])
+            toy = start(run)
+            assert toy.state.as_json() == {"step": 1, "sequences": 8, "tokens": 80}, f"flip {number}"
+            assert equal(toy, values[1])
             assert names(run) == ["quarantined-step-2-0", "step-1"]
             step.with_name("quarantined-step-2-0").rename(step)
     assert equal(start(run), values[2])
@@ -149,7 +149,7 @@ def test_a_start_passes_over_flipped_bits(
 
 def load_plainly(step: Path) -> dict[str, torch.Tensor]:
     """The weights as torch DCP reads them."""
-    tensors = {name: torch.zeros_like(t) for name, t in model_tensors(Parts(width=WIDTH).net).items()}
+    tensors = {name: torch.zeros_like(t) for name, t in model_tensors(Toy(width=WIDTH).net).items()}
     load({"model": tensors}, storage_reader=FileSystemReader(step), no_dist=True)
     return tensors
 
@@ -213,8 +213,8 @@ def test_a_missing_file_is_found(run: Path, values: dict[int, list[torch.Tensor]
     for file in list(step.iterdir()):
         file.rename(run / "elsewhere")
         assert reason_of(step) == f"{file.name} is missing"
-        parts = start(run)
-        assert equal(parts, values[1]), file.name
+        toy = start(run)
+        assert equal(toy, values[1]), file.name
         step.with_name("quarantined-step-2-0").rename(step)
         (run / "elsewhere").rename(file)
     assert equal(start(run), values[2])
@@ -254,12 +254,12 @@ def test_what_verify_finds(run: Path, values: dict[int, list[torch.Tensor]], ver
             assert start(run, verify=verify).state.step == 1
             step.with_name("quarantined-step-2-0").rename(step)
     flip_a_weight(step, values[2][0].detach())
-    parts = start(run, verify=verify)
+    toy = start(run, verify=verify)
     if verify == "full":
-        assert equal(parts, values[1])
+        assert equal(toy, values[1])
     else:  # control: what the hashes are for
-        assert parts.state.step == 2
-        assert int((parts.values()[0] != values[2][0]).sum()) == 1
+        assert toy.state.step == 2
+        assert int((toy.values()[0] != values[2][0]).sum()) == 1
     (run / "checkpoint/step-1/manifest.json").write_text("{}")
     shutil.rmtree(step, ignore_errors=True)
     with pytest.raises(CheckpointError, match="no usable checkpoint"):  # at least the manifest, always
@@ -280,11 +280,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcome_on_rank(folder: Path, config: dict[str, Any]) -> tuple[int, str] | tuple[str, str]:
     """The step that a rank resumes from and its weights, or its error."""
     try:
-        parts = start(folder, 2, **config)
+        toy = start(folder, 2, **config)
     except CheckpointError as e:
         return type(e).__name__, str(e)
-    sums = [p.full_tensor().sum().item() for p in model_tensors(parts.net).values() if isinstance(p, DTensor)]
-    return parts.state.step, str(sums)
+    sums = [p.full_tensor().sum().item() for p in model_tensors(toy.net).values() if isinstance(p, DTensor)]
+    return toy.state.step, str(sums)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.checkpoints import EXTRA, Parts, names, open_run, save_steps
+from tests.support.checkpoints import EXTRA, Toy, names, open_run, save_steps
 from tests.support.jobs import make_job, metrics_of, write_toml
 from tests.support.logs import listening
 from tests.support.runs import history
@@ -43,10 +43,10 @@ class Disk:
         self.path = path
 
     def fill(self, leave: int) -> None:
-        """As somebody else's files do."""
-        of = os.statvfs(self.path)
+        """Fill the disk with a file, except `leave` bytes."""
+        disk = os.statvfs(self.path)
         with open(self.path / "ballast", "ab") as f:
-            f.write(bytes(max(0, of.f_bavail * of.f_frsize - leave)))
+            f.write(bytes(max(0, disk.f_bavail * disk.f_frsize - leave)))
 
     def free(self) -> None:
         (self.path / "ballast").unlink()
@@ -69,7 +69,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     subprocess.run(["umount", "-l", path], check=True)
 
 
-class Many(Parts):
+class Many(Toy):
     """A run of 240 tensors with one number each. Their files are a hundred times larger than the tensors, so
     the disk is found to be full while files are written and not before."""
 
@@ -85,10 +85,10 @@ class Many(Parts):
         self.state.step += 1
 
 
-def save(run: Checkpointer, parts: Parts) -> None:
+def save(run: Checkpointer, toy: Toy) -> None:
     """Take a step, save it, and wait for the save."""
-    parts.step()
-    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+    toy.step()
+    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
     run.wait_for_save()
 
 
@@ -105,37 +105,37 @@ def assert_whole(folder: Path, *steps: int) -> None:
 
 @MODES
 def test_a_full_disk_costs_one_save(disk: Disk, mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    run, parts = open_run(disk.path / "run", async_mode=mode), Many()
-    save(run, parts)
+    run, toy = open_run(disk.path / "run", async_mode=mode), Many()
+    save(run, toy)
     disk.fill(leave=100_000)
     with listening(caplog):
-        save(run, parts)
+        save(run, toy)
     assert "No space left on device (failure 1 of 3 in a row)" in caplog.text
     assert_whole(disk.path / "run", 1)
     disk.free()
-    save(run, parts)
+    save(run, toy)
     run.close()
     assert_whole(disk.path / "run", 1, 3)
     again, other = open_run(disk.path / "run"), Many()
     again.load(other.net, other.optimizer, other.state)
-    assert all(torch.equal(a, b) for a, b in zip(other.values(), parts.values()))
+    assert all(torch.equal(a, b) for a, b in zip(other.values(), toy.values()))
 
 
 @MODES
 def test_the_third_failure_in_a_row_ends_the_run(disk: Disk, mode: str) -> None:
-    run, parts = open_run(disk.path / "run", async_mode=mode), Many()
-    save(run, parts)
+    run, toy = open_run(disk.path / "run", async_mode=mode), Many()
+    save(run, toy)
     for _ in range(2):
         disk.fill(leave=100_000)
-        save(run, parts)
-        save(run, parts)
+        save(run, toy)
+        save(run, toy)
         disk.free()
-        save(run, parts)  # from here on it is counted anew
+        save(run, toy)  # from here on it is counted anew
     disk.fill(leave=100_000)
-    save(run, parts)
-    save(run, parts)
+    save(run, toy)
+    save(run, toy)
     with pytest.raises(CheckpointError, match="No space left on device") as error:
-        save(run, parts)
+        save(run, toy)
     assert error.value.exit_code == 3
     run.close_after_error()
     assert_whole(disk.path / "run", 1, 4, 7)
@@ -143,27 +143,27 @@ def test_the_third_failure_in_a_row_ends_the_run(disk: Disk, mode: str) -> None:
 
 @MODES
 def test_stop_at_the_first_failure_if_told_so(disk: Disk, mode: str) -> None:
-    run, parts = open_run(disk.path / "run", async_mode=mode, on_save_error="stop"), Many()
-    save(run, parts)
+    run, toy = open_run(disk.path / "run", async_mode=mode, on_save_error="stop"), Many()
+    save(run, toy)
     disk.fill(leave=100_000)
     with pytest.raises(CheckpointError, match="No space left on device"):
-        save(run, parts)
+        save(run, toy)
     assert_whole(disk.path / "run", 1)
 
 
 def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, parts = save_steps(tmp_path, 1, on_save_error="stop")[::-1]
-    needed = sum(t.numel() * t.itemsize for t in parts.values())
+    run, toy = save_steps(tmp_path, 1, on_save_error="stop")[::-1]
+    needed = sum(t.numel() * t.itemsize for t in toy.values())
     space = SimpleNamespace(f_bavail=needed // 4, f_frsize=4)
     monkeypatch.setattr(os, "statvfs", lambda path: space)
     monkeypatch.setattr(ShardWriter, "write_data", lambda *args: pytest.fail("it was written"))
     with pytest.raises(CheckpointError, match=r"a checkpoint needs .* has 0\.0 MiB free; nothing is written"):
-        save(run, parts)
+        save(run, toy)
     assert_whole(tmp_path, 1)
     monkeypatch.undo()
     monkeypatch.setattr(os, "statvfs", lambda path: space)
     space.f_bavail += space.f_bavail // 10
-    save(run, parts)
+    save(run, toy)
     assert_whole(tmp_path, 1, 3)
 
 
@@ -333,22 +333,22 @@ PLACES = ["begin", "a shard", ".metadata", "train.json", "manifest", "rename", "
 def test_an_error_at_one_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str, mode: str
 ) -> None:
-    parts, run = save_steps(tmp_path, 2, async_mode=mode)
+    toy, run = save_steps(tmp_path, 2, async_mode=mode)
     break_at(place, monkeypatch, times=1)
     with listening(caplog):
-        save(run, parts)
+        save(run, toy)
     error = "Input/output error" if "EIO" in place else "No space left on device"
     assert f"{error} (failure 1 of 3 in a row)" in caplog.text
     assert_whole(tmp_path, 1, 2)
-    save(run, parts)
+    save(run, toy)
     run.close()
     assert_whole(tmp_path, 1, 2, 4)
     again = open_run(tmp_path, async_mode=mode)
     break_at(place, monkeypatch, times=1 << 30)
     for _ in range(2):
-        save(again, parts)
+        save(again, toy)
     with pytest.raises(CheckpointError, match=error):
-        save(again, parts)
+        save(again, toy)
     assert_whole(tmp_path, 1, 2, 4)
 
 
@@ -365,16 +365,16 @@ def save_on_rank(folder: Path, broken: int) -> list[str]:
     """Save five times. On one rank, the shard of the second save fails, and all writing is slow."""
     rank = torch.distributed.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        run, parts = open_run(folder, on_save_error="stop"), Parts(width=16)
+        run, toy = open_run(folder, on_save_error="stop"), Toy(width=16)
         seen = []
         if rank == broken:
             patch.setattr(HashingFile, "write", slow)
         for step in range(1, 6):
-            parts.step()
+            toy.step()
             with pytest.MonkeyPatch.context() as fault:
                 if rank == broken and step == 2:
                     break_at("EIO at write", fault, times=1)
-                run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+                run.save(toy.net, toy.optimizer, toy.state, EXTRA)
                 try:
                     run.wait_for_save()
                     seen.append("")
@@ -407,12 +407,12 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return slow(self, data)
 
     def train_fast() -> None:
-        run, parts = open_run(tmp_path, async_mode=mode), Parts()
+        run, toy = open_run(tmp_path, async_mode=mode), Toy()
         if mode == "async":
             ready.clear()
         for _ in range(4):
-            parts.step()
-            run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+            toy.step()
+            run.save(toy.net, toy.optimizer, toy.state, EXTRA)
             there.append([step for step, _ in commit.committed(tmp_path / "checkpoint")])
             ready.set()
         run.close()
@@ -448,13 +448,13 @@ def test_a_read_only_checkpoint_folder(disk: Disk, tmp_path: Path) -> None:
     """The checkpoint folder may be a link to another disk. Checked at the start and during the run."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoint").symlink_to(disk.path)
-    parts, run = save_steps(tmp_path / "run", 1)
+    toy, run = save_steps(tmp_path / "run", 1)
     disk.remount("ro")
     with pytest.raises(ConfigError, match=r"checkpoint cannot be written to: .*Read-only file system"):
         open_run(tmp_path / "run")
-    save(run, parts)
+    save(run, toy)
     disk.remount("rw")
-    save(run, parts)
+    save(run, toy)
     run.close()
     assert_whole(tmp_path / "run", 1, 3)
 

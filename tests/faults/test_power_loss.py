@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.checkpoints import EXTRA, Parts, flip_a_shard, open_run, save_steps, sharded_parts
+from tests.support.checkpoints import EXTRA, Toy, flip_a_shard, open_run, save_steps, sharded_toy
 from tests.support.file_operations import Recording, recorded
 from tests.support.power_loss import check_all, crashes, described, without_syncs
 from titanlite.checkpoint import commit
@@ -48,23 +48,23 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def values() -> Values:
     """The values of a run without a power loss."""
-    parts, after = Parts(), dict[int, list[torch.Tensor]]()
+    toy, after = Toy(), dict[int, list[torch.Tensor]]()
     for step in range(1, LAST + 3):
-        parts.step()
-        after[step] = parts.values()
+        toy.step()
+        after[step] = toy.values()
     return after
 
 
 def train(run_folder: Path, to_step: int, note: Callable[[Any], None], **config: Any) -> None:
     """Start the program, train to `to_step` and save every step. `note` is called for each save that was
     waited for."""
-    run, parts = open_run(run_folder, **config), Parts()
-    run.load(parts.net, parts.optimizer, parts.state)
-    while parts.state.step < to_step:
-        parts.step()
-        run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+    run, toy = open_run(run_folder, **config), Toy()
+    run.load(toy.net, toy.optimizer, toy.state)
+    while toy.state.step < to_step:
+        toy.step()
+        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
         run.wait_for_save()
-        note(parts.state.step)
+        note(toy.state.step)
     run.close()
 
 
@@ -93,14 +93,14 @@ def leftovers(run: Path) -> set[str]:
 
 def resumes(run: Path, newest: int, values: Values, **config: Any) -> None:
     """A start loads the state of step `newest` bit for bit, and takes the next step."""
-    opened, parts = open_run(run, **config), Parts()
-    opened.load(parts.net, parts.optimizer, parts.state)
-    assert parts.state.step == newest
+    opened, toy = open_run(run, **config), Toy()
+    opened.load(toy.net, toy.optimizer, toy.state)
+    assert toy.state.step == newest
     if newest:
-        assert all(map(torch.equal, parts.values(), values[newest]))
-    parts.step()
-    assert all(map(torch.equal, parts.values(), values[newest + 1]))
-    opened.save(parts.net, parts.optimizer, parts.state, EXTRA)
+        assert all(map(torch.equal, toy.values(), values[newest]))
+    toy.step()
+    assert all(map(torch.equal, toy.values(), values[newest + 1]))
+    opened.save(toy.net, toy.optimizer, toy.state, EXTRA)
     opened.close()
     assert newest + 1 in committed(run / "checkpoint")
 
@@ -364,9 +364,9 @@ def save_on_rank(folder: Path, lazy: int) -> list[tuple[int, str, int, int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", syncing)
         patch.setattr(os, "rename", renaming)
-        run, parts = open_run(folder), sharded_parts(2, width=64)
-        parts.step()
-        run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+        run, toy = open_run(folder), sharded_toy(2, width=64)
+        toy.step()
+        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
         run.close()
     return noted
 
@@ -387,6 +387,6 @@ def test_every_ranks_files_are_synced_before_one_renames(tmp_path: Path, run_on:
 
 
 def test_control_a_rank_that_does_not_sync_is_found(tmp_path: Path, run_on: Callable[..., Any]) -> None:
-    found = unsynced_at_the_rename(tmp_path, 1, run_on)
-    assert found
-    assert all(name.startswith("__1_") for name in found)
+    unsynced = unsynced_at_the_rename(tmp_path, 1, run_on)
+    assert unsynced
+    assert all(name.startswith("__1_") for name in unsynced)

@@ -93,10 +93,10 @@ def check_dataset(
 
     def start(place: Path, there: bool) -> None:
         again(place)
-        found = tree_of((place / output).parent)
+        tree = tree_of((place / output).parent)
         name = Path(output).name
-        found.pop(f"{name}/whole.json" if there else "", None)  # harmless: nothing reads it there
-        assert found == {name: None, **{f"{name}/{file}": data for file, data in whole.items()}}
+        tree.pop(f"{name}/whole.json" if there else "", None)  # harmless: nothing reads it there
+        assert tree == {name: None, **{f"{name}/{file}": data for file, data in whole.items()}}
 
     count, starts = check_all(crashes(recording, samples=2), folder, look, start, most, all_contents=True)
     assert (count > 200, starts > 10) == (True, True), f"{count} states, {starts} of them started from"

@@ -119,12 +119,12 @@ def test_an_unsynced_file_may_have_any_content_and_an_unsynced_name_may_be_missi
     """That a name exists says nothing about the content, and an fsync of the file says nothing about the
     name."""
     (tmp_path / "file").write_bytes(b"old")
-    found = states(record(tmp_path, lambda: (tmp_path / "file").write_bytes(b"longer")))
+    trees = states(record(tmp_path, lambda: (tmp_path / "file").write_bytes(b"longer")))
     contents = [b"old", b"", b"lon", bytes(6), b"longer"]
-    assert sorted(tree["file"] for tree in found) == sorted(contents)  # type: ignore[type-var]
-    found = states(record(tmp_path, lambda: write_new(tmp_path / "new", b"data")))
-    end = [tree for tree in found if tree.get("new") == b"data"]
-    assert (len(end), {} in [{k: v for k, v in t.items() if k == "new"} for t in found]) == (1, True)
+    assert sorted(tree["file"] for tree in trees) == sorted(contents)  # type: ignore[type-var]
+    trees = states(record(tmp_path, lambda: write_new(tmp_path / "new", b"data")))
+    end = [tree for tree in trees if tree.get("new") == b"data"]
+    assert (len(end), {} in [{k: v for k, v in t.items() if k == "new"} for t in trees]) == (1, True)
 
 
 def test_a_synced_name_and_a_synced_content_are_there_for_good(tmp_path: Path) -> None:
@@ -140,9 +140,9 @@ def test_a_synced_name_and_a_synced_content_are_there_for_good(tmp_path: Path) -
 
 def test_an_atomic_write_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
-    found = states(record(tmp_path, lambda: write_atomically(tmp_path / "file", b"new")))
-    assert {tree["file"] for tree in found} == {b"old", b"new"}
-    assert all(len(tree) == 1 for tree in found if tree["file"] == b"new")
+    trees = states(record(tmp_path, lambda: write_atomically(tmp_path / "file", b"new")))
+    assert {tree["file"] for tree in trees} == {b"old", b"new"}
+    assert all(len(tree) == 1 for tree in trees if tree["file"] == b"new")
     unsynced = without_syncs(
         record(tmp_path, lambda: write_atomically(tmp_path / "file", b"newer")), lambda path: True
     )
@@ -158,20 +158,20 @@ def test_a_renamed_folder_may_lack_what_was_made_in_it(tmp_path: Path) -> None:
             sync(tmp_path / "partial")
         os.rename(tmp_path / "partial", tmp_path / "final")
 
-    found = [tree for tree in states(record(tmp_path, lambda: act(False))) if "final" in tree]
-    assert sorted(len(tree) for tree in found) == [1, 2, 2, 3]
+    trees = [tree for tree in states(record(tmp_path, lambda: act(False))) if "final" in tree]
+    assert sorted(len(tree) for tree in trees) == [1, 2, 2, 3]
     shutil.rmtree(tmp_path / "final")
-    found = [tree for tree in states(record(tmp_path, lambda: act(True))) if "final" in tree]
-    assert [len(tree) for tree in found] == [3]
+    trees = [tree for tree in states(record(tmp_path, lambda: act(True))) if "final" in tree]
+    assert [len(tree) for tree in trees] == [3]
 
 
 def test_deletions_come_in_any_order_but_a_folder_goes_last(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for name in "abc":
         (tmp_path / "folder" / name).touch()
-    found = states(record(tmp_path, lambda: shutil.rmtree(tmp_path / "folder")))
-    assert len(found) == 2**3 + 1
-    assert [tree for tree in found if "folder" not in tree] == [{}]
+    trees = states(record(tmp_path, lambda: shutil.rmtree(tmp_path / "folder")))
+    assert len(trees) == 2**3 + 1
+    assert [tree for tree in trees if "folder" not in tree] == [{}]
 
 
 def test_a_rename_between_folders_loses_nothing(tmp_path: Path) -> None:
@@ -185,9 +185,9 @@ def test_a_rename_between_folders_loses_nothing(tmp_path: Path) -> None:
         sync(tmp_path / "there")
         os.symlink("there", tmp_path / "link")
 
-    found = states(record(tmp_path, act))
-    assert all(("here/file" in tree) != ("there/file" in tree) for tree in found)
-    assert {tree.get("link") for tree in found} == {None, Link("there")}
+    trees = states(record(tmp_path, act))
+    assert all(("here/file" in tree) != ("there/file" in tree) for tree in trees)
+    assert {tree.get("link") for tree in trees} == {None, Link("there")}
 
 
 @pytest.mark.parametrize("count", [6, 12])
@@ -195,13 +195,13 @@ def test_many_unsynced_names_are_sampled(tmp_path: Path, count: int) -> None:
     """For 6 names all subsets are made; for 12 the prefixes, each name alone present, each name alone
     missing, and random subsets."""
     recording = record(tmp_path, lambda: [(tmp_path / f"{i:02}").touch() for i in range(count)])
-    found = {frozenset(tree) for tree in states(recording, samples=5)}
+    trees = {frozenset(tree) for tree in states(recording, samples=5)}
     names = [f"{i:02}" for i in range(count)]
-    assert {frozenset(names[:i]) for i in range(count + 1)} <= found
-    assert {frozenset([name]) for name in names} <= found
-    assert {frozenset(set(names) - {name}) for name in names} <= found
-    assert len(found) == (64 if count == 6 else pytest.approx(3 * count + 2, abs=5))
-    assert found == {frozenset(tree) for tree in states(recording, samples=5)}
+    assert {frozenset(names[:i]) for i in range(count + 1)} <= trees
+    assert {frozenset([name]) for name in names} <= trees
+    assert {frozenset(set(names) - {name}) for name in names} <= trees
+    assert len(trees) == (64 if count == 6 else pytest.approx(3 * count + 2, abs=5))
+    assert trees == {frozenset(tree) for tree in states(recording, samples=5)}
 
 
 def test_a_crash_is_put_on_the_disk_as_it_was(tmp_path: Path) -> None:

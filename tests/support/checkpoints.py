@@ -21,8 +21,8 @@ EXTRA = {"global_batch_size": 8, "guard": {"streak": 0, "skipped_steps": 0}, "he
 IDENTITY = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {"abc": 1000}}}
 
 
-class Parts:
-    """A one-layer run."""
+class Toy:
+    """A model of one layer, its optimizer, and the state of its run."""
 
     def __init__(self, width: int = 4, seed: int = 0):
         torch.manual_seed(seed)
@@ -43,26 +43,26 @@ class Parts:
         return [t.clone() for t in [*self.net.parameters(), *moments]]
 
 
-def sharded_parts(ranks: int, width: int, seed: int = 0) -> Parts:
-    """A one-layer run, sharded over the ranks of this process's group if there are several."""
-    parts = Parts(width, seed)
+def sharded_toy(ranks: int, width: int, seed: int = 0) -> Toy:
+    """A toy, sharded over the ranks of this process's group if there are several."""
+    toy = Toy(width, seed)
     if ranks > 1:
-        fully_shard(parts.net, mesh=init_device_mesh("cpu", (ranks,)))
-        parts.optimizer = torch.optim.AdamW(parts.net.parameters(), lr=0.1)
-    return parts
+        fully_shard(toy.net, mesh=init_device_mesh("cpu", (ranks,)))
+        toy.optimizer = torch.optim.AdamW(toy.net.parameters(), lr=0.1)
+    return toy
 
 
 def open_run(folder: Path, /, identity: dict = IDENTITY, **config: object) -> Checkpointer:
     return Checkpointer(Checkpoint(interval=1, **config), folder, identity, "[job]\n")
 
 
-def save_steps(folder: Path, steps: int, **config: object) -> tuple[Parts, Checkpointer]:
-    run, parts = open_run(folder, **config), Parts()
+def save_steps(folder: Path, steps: int, **config: object) -> tuple[Toy, Checkpointer]:
+    run, toy = open_run(folder, **config), Toy()
     for _ in range(steps):
-        parts.step()
-        run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+        toy.step()
+        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
     run.wait_for_save()
-    return parts, run
+    return toy, run
 
 
 def names(folder: Path) -> list[str]:
@@ -72,14 +72,14 @@ def names(folder: Path) -> list[str]:
 def go(folder: Path, to_step: int, **config: Any) -> int | None:
     """A start of the program: resume, and save every step up to `to_step`. Returns the step that it resumed
     from."""
-    run, parts = open_run(folder, **config), Parts()
+    run, toy = open_run(folder, **config), Toy()
     try:
-        run.load(parts.net, parts.optimizer, parts.state)
-        start = parts.state.step or None
+        run.load(toy.net, toy.optimizer, toy.state)
+        start = toy.state.step or None
         assert start == (run.resumed["step"] if run.resumed else None)
-        while parts.state.step < to_step:
-            parts.step()
-            run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+        while toy.state.step < to_step:
+            toy.step()
+            run.save(toy.net, toy.optimizer, toy.state, EXTRA)
         run.close()
     finally:
         run.close_after_error()

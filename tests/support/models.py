@@ -41,8 +41,8 @@ class Parameters(Decoder):
 
 def family(name: str = "llama3", **overrides: Any) -> ModelFamily:
     """The family of a tiny model with a vocabulary of 258 ids, for raw bytes."""
-    of = {"llama3": Llama3, "qwen3": Qwen3}[name]
-    return of(flavor="debug", overrides={**SHAPE, **overrides})
+    component = {"llama3": Llama3, "qwen3": Qwen3}[name]
+    return component(flavor="debug", overrides={**SHAPE, **overrides})
 
 
 def keys_of(of: ModelFamily) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import EXTRA, IDENTITY, Parts, names, open_run, save_steps
+from tests.support.checkpoints import EXTRA, IDENTITY, Toy, names, open_run, save_steps
 from titanlite.checkpoint import commit, lock, resume, saver
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
@@ -32,11 +32,11 @@ from titanlite.log import set_up_logging
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_round_trip(tmp_path: Path, mode: str) -> None:
-    parts, run = save_steps(tmp_path, 3, async_mode=mode)
+    toy, run = save_steps(tmp_path, 3, async_mode=mode)
     run.close()
-    other = Parts(seed=1)
+    other = Toy(seed=1)
     open_run(tmp_path).load(other.net, other.optimizer, other.state)
-    assert all(torch.equal(a, b) for a, b in zip(other.values(), parts.values()))
+    assert all(torch.equal(a, b) for a, b in zip(other.values(), toy.values()))
     assert other.state.as_json() == {"step": 3, "sequences": 24, "tokens": 240}
     step = tmp_path / "checkpoint/step-3"
     assert (step / "job.toml").read_text() == "[job]\n"
@@ -47,14 +47,14 @@ def test_round_trip(tmp_path: Path, mode: str) -> None:
 
 
 def test_training_continues_at_once_after_an_asynchronous_save(tmp_path: Path) -> None:
-    run, parts = open_run(tmp_path), Parts()
-    parts.step()
-    saved = parts.values()
-    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+    run, toy = open_run(tmp_path), Toy()
+    toy.step()
+    saved = toy.values()
+    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
     for _ in range(3):
-        parts.step()
+        toy.step()
     run.close()
-    other = Parts(seed=1)
+    other = Toy(seed=1)
     open_run(tmp_path).load(other.net, other.optimizer, other.state)
     assert all(torch.equal(a, b) for a, b in zip(other.values(), saved))
     assert other.state.step == 1
@@ -62,7 +62,7 @@ def test_training_continues_at_once_after_an_asynchronous_save(tmp_path: Path) -
 
 def test_a_changed_rate_is_not_overwritten_by_a_resume(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)[1].close()
-    other = Parts()
+    other = Toy()
     for group in other.optimizer.param_groups:
         group["lr"], group["weight_decay"] = 0.5, 0.25
     open_run(tmp_path).load(other.net, other.optimizer, other.state)
@@ -110,11 +110,11 @@ def damage_manifest(step: Path) -> None:
 def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_used(tmp_path: Path, damage) -> None:
     save_steps(tmp_path, 2)
     damage(tmp_path / "checkpoint/step-2")
-    run, parts = open_run(tmp_path), Parts()
+    run, toy = open_run(tmp_path), Toy()
     assert run.resumed is not None
     assert run.resumed["step"] == 1
     assert names(tmp_path) == ["step-1", "step-2"]  # step 1 might be damaged, too
-    run.load(parts.net, parts.optimizer, parts.state)
+    run.load(toy.net, toy.optimizer, toy.state)
     assert names(tmp_path) == ["quarantined-step-2-0", "step-1"]
 
 
@@ -171,18 +171,18 @@ def test_loading_is_strict(tmp_path: Path, tensors: dict, message: str) -> None:
     save_steps(tmp_path, 1)
     with pytest.raises(CheckpointError, match=message):
         load_tensors(tmp_path / "checkpoint/step-1", {"model": tensors})
-    load_tensors(tmp_path / "checkpoint/step-1", {"model": model_tensors(Parts().net)})
+    load_tensors(tmp_path / "checkpoint/step-1", {"model": model_tensors(Toy().net)})
 
 
 def test_a_failed_save_is_an_error_soon_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, parts = open_run(tmp_path), Parts()
-    parts.step()
+    run, toy = open_run(tmp_path), Toy()
+    toy.step()
 
     def full(*args: object) -> Path:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(commit, "commit", full)
-    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
     until = time.monotonic() + 300
     while not run.failed:  # as the loop does after each step
         assert time.monotonic() < until
@@ -193,9 +193,9 @@ def test_a_failed_save_is_an_error_soon_after(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_save_in_flight_becomes_whole_after_an_error_elsewhere(tmp_path: Path) -> None:
-    run, parts = open_run(tmp_path), Parts()
-    parts.step()
-    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+    run, toy = open_run(tmp_path), Toy()
+    toy.step()
+    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
     run.close_after_error()
     assert [step for step, _ in commit.committed(tmp_path / "checkpoint")] == [1]
 
@@ -226,9 +226,9 @@ def test_a_slow_save_is_waited_for_after_an_error_elsewhere(
 
     look_often(monkeypatch, size)
     monkeypatch.setattr(commit, "commit", commit_slowly)
-    run, parts = open_run(tmp_path), Parts()
-    parts.step()
-    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+    run, toy = open_run(tmp_path), Toy()
+    toy.step()
+    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
     run.close_after_error(ValueError("the cause\nand more"))
     may_commit.set()
     assert names(tmp_path) == ["step-1"]

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.support.checkpoints import EXTRA, Parts, names, open_run, save_steps
+from tests.support.checkpoints import EXTRA, Toy, names, open_run, save_steps
 from titanlite import files
 from titanlite.checkpoint import checkpointer, commit, digest, resume, saver
 from titanlite.checkpoint.commit import CheckpointError
@@ -129,10 +129,10 @@ def test_a_committed_step_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists already"):
         make(tmp_path, 7, b"second")
     assert content(path) == before
-    run, parts = save_steps(tmp_path / "run", 1)[1], Parts()
-    parts.state.step = 1  # the same step again, by a wrong loop
+    run, toy = save_steps(tmp_path / "run", 1)[1], Toy()
+    toy.state.step = 1  # the same step again, by a wrong loop
     before = content(tmp_path / "run/checkpoint")
-    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
     with pytest.raises(CheckpointError, match="exists already"):
         run.close()
     assert content(tmp_path / "run/checkpoint") == before
@@ -295,7 +295,7 @@ class History:
         self.pinned: set[int] = set()
         self.changes_left = 0  # until the kill; 0: none
         self.fails_at = ""
-        self.parts, self.run = Parts(), open_run(folder, **self.config, async_mode="disabled")
+        self.toy, self.run = Toy(), open_run(folder, **self.config, async_mode="disabled")
         self.origin: int | None = None  # the step resumed from
         self.on_branch: int | None = None  # load_step of the last start, and for each checkpoint
         self.branch: dict[int, int | None] = {}
@@ -340,12 +340,12 @@ class History:
             raise CheckpointException("write", {0: (failure, StackSummary())})
 
     def save(self, ahead: int, fails_at: str, kill: int) -> None:
-        self.parts.state.step += ahead
-        step = self.parts.state.step
+        self.toy.state.step += ahead
+        step = self.toy.state.step
         self.branch[step] = self.on_branch
         self.fails_at, self.changes_left = fails_at, kill
         try:
-            self.run.save(self.parts.net, self.parts.optimizer, self.parts.state, EXTRA)
+            self.run.save(self.toy.net, self.toy.optimizer, self.toy.state, EXTRA)
         except Killed:
             there = set(steps(self.folder))
             assert self.retained(self.expected | {step}) - {step} <= there <= self.expected | {step}
@@ -368,7 +368,7 @@ class History:
         self.on_branch = load_step if load_step != -1 else None
         try:
             self.run = open_run(self.run_folder, **self.config, async_mode="disabled", load_step=load_step)
-            self.run.load(self.parts.net, self.parts.optimizer, self.parts.state)
+            self.run.load(self.toy.net, self.toy.optimizer, self.toy.state)
         except Killed:
             there = set(steps(self.folder))
             assert self.expected <= there <= before
@@ -381,7 +381,7 @@ class History:
             s for s in self.pinned if s in self.expected or (self.folder / f"step-{s}.keep").exists()
         }
         assert (self.run.resumed or {"step": None})["step"] == self.origin
-        self.parts.state.step = self.origin or 0  # a run without a checkpoint starts afresh
+        self.toy.state.step = self.origin or 0  # a run without a checkpoint starts afresh
         assert not list(self.folder.glob(".*"))
 
     def pin(self, step: int, pinned: bool) -> None:

@@ -18,7 +18,7 @@ import pytest
 from tests.support.checkpoints import (
     EXTRA,
     IDENTITY,
-    Parts,
+    Toy,
     archived,
     flip_a_shard,
     go,
@@ -43,11 +43,11 @@ def recorded(folder: Path) -> dict[str, Any]:
 
 
 def test_each_commit_is_recorded_outside_the_checkpoint_folder(tmp_path: Path) -> None:
-    run, parts = open_run(tmp_path), Parts()
+    run, toy = open_run(tmp_path), Toy()
     assert recorded(tmp_path) == {"step": None, "folder": "checkpoint", "restarted": False}
     for step in (1, 2):
-        parts.step()
-        run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+        toy.step()
+        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
         run.wait_for_save()
         assert recorded(tmp_path) == {"step": step, "folder": "checkpoint", "restarted": False}
     run.close()
@@ -85,8 +85,8 @@ def test_another_checkpoint_folder_is_told_where_the_checkpoints_are(tmp_path: P
     )
     assert not (tmp_path / "other").exists()
     (tmp_path / "checkpoint").rename(tmp_path / "other")  # the user renamed the folder
-    run, parts = Checkpointer(other, tmp_path, IDENTITY, "[job]\n"), Parts()
-    run.load(parts.net, parts.optimizer, parts.state)
+    run, toy = Checkpointer(other, tmp_path, IDENTITY, "[job]\n"), Toy()
+    run.load(toy.net, toy.optimizer, toy.state)
     assert run.resumed is not None
     run.close()
     assert recorded(tmp_path) == {"step": 3, "folder": "other", "restarted": False}
@@ -137,9 +137,9 @@ def test_restart_archives_what_was_there_once(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "checkpoint/step-2.keep").touch()
     (tmp_path / "hf/step-2").mkdir(parents=True)
     other = {**IDENTITY, "model": {"dim": 8}}  # a new run may have another identity
-    run, parts = open_run(tmp_path, other, restart=True), Parts()
-    run.load(parts.net, parts.optimizer, parts.state)
-    assert parts.state.step == 0
+    run, toy = open_run(tmp_path, other, restart=True), Toy()
+    run.load(toy.net, toy.optimizer, toy.state)
+    assert toy.state.step == 0
     run.close()
     assert names(tmp_path) == ["archived-0"]
     kept = sorted(p.name for p in (tmp_path / "checkpoint/archived-0").iterdir())
@@ -307,10 +307,10 @@ def test_a_record_that_cannot_be_written_does_not_fail_the_save(
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    run, parts = open_run(tmp_path), Parts()
-    parts.step()
+    run, toy = open_run(tmp_path), Toy()
+    toy.step()
     monkeypatch.setattr("titanlite.checkpoint.commit_record.write_atomically", full)
-    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
     run.close()
     monkeypatch.undo()
     assert f"{RECORD} could not be written: [Errno 28] No space left on device\n" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import Parts, names, open_run, save_steps
+from tests.support.checkpoints import Toy, names, open_run, save_steps
 from tests.support.jobs import make_job
 from tests.support.kinds import WRONG_KINDS
 from tests.support.logs import listening
@@ -128,7 +128,7 @@ def test_the_checkpoint_before_is_used(
         assert code in (0, 2, 3), (verb, err)
         assert "Traceback" not in err, (verb, err)
     with listening(caplog):
-        run, other = open_run(tmp_path), Parts()
+        run, other = open_run(tmp_path), Toy()
         run.load(other.net, other.optimizer, other.state)
     run.close()
     assert other.state.step == 1
@@ -139,7 +139,7 @@ def test_the_checkpoint_before_is_used(
 def test_control_an_unchanged_checkpoint_is_used(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)[1].close()
     reseal(tmp_path / "checkpoint/step-2")
-    run, other = open_run(tmp_path), Parts()
+    run, other = open_run(tmp_path), Toy()
     run.load(other.net, other.optimizer, other.state)
     run.close()
     assert other.state.step == 2

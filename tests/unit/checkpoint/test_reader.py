@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from tests.support.checkpoints import Parts, save_steps
+from tests.support.checkpoints import Toy, save_steps
 from titanlite.checkpoint.checkpointer import tensors_of
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.reader import ALLOWED, _Unpickler, load_tensors, read_metadata
@@ -31,12 +31,12 @@ def step(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint/step-1"
 
 
-def load_into(step: Path, seed: int = 1) -> Parts:
+def load_into(step: Path, seed: int = 1) -> Toy:
     """Load the checkpoint into a new run."""
-    parts = Parts(seed=seed)
-    make_state(parts.optimizer)
-    load_tensors(step, tensors_of(parts.net, parts.optimizer))
-    return parts
+    toy = Toy(seed=seed)
+    make_state(toy.optimizer)
+    load_tensors(step, tensors_of(toy.net, toy.optimizer))
+    return toy
 
 
 # ---- code in a checkpoint
@@ -216,8 +216,8 @@ def test_a_missing_and_a_short_shard_are_checkpoint_errors(step: Path) -> None:
 
 
 def test_a_whole_part_may_be_left_out_but_not_half_of_one(step: Path) -> None:
-    parts = load_into(step)
-    wanted = tensors_of(parts.net, parts.optimizer)
+    toy = load_into(step)
+    wanted = tensors_of(toy.net, toy.optimizer)
     load_tensors(step, {"model": wanted["model"]})  # as generate does
     half = dict(list(wanted["optimizer"].items())[1:])
     with pytest.raises(CheckpointError, match=r"optimizer\.\w+\.\w+ is unexpected"):
@@ -227,12 +227,12 @@ def test_a_whole_part_may_be_left_out_but_not_half_of_one(step: Path) -> None:
 
 
 def test_a_refused_load_changes_nothing(step: Path) -> None:
-    parts = Parts(seed=5)
-    before = parts.values()
-    wanted = {"model": {**dict(parts.net.named_parameters()), "more": torch.zeros(1)}}
+    toy = Toy(seed=5)
+    before = toy.values()
+    wanted = {"model": {**dict(toy.net.named_parameters()), "more": torch.zeros(1)}}
     with pytest.raises(CheckpointError, match=r"model\.more is missing"):
         load_tensors(step, wanted)
-    assert all(torch.equal(a, b) for a, b in zip(parts.values(), before))
+    assert all(torch.equal(a, b) for a, b in zip(toy.values(), before))
 
 
 def test_control_plain_dcp_casts_and_ignores(step: Path) -> None:
@@ -260,8 +260,8 @@ def read_by_getattr(tmp_path: Path, owner: object, name: str) -> Metadata:
 
 
 def test_a_member_of_an_enum_may_be_written_as_getattr(tmp_path: Path) -> None:
-    found = read_by_getattr(tmp_path, _MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
-    assert found.planner_data is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    metadata = read_by_getattr(tmp_path, _MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
+    assert metadata.planner_data is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
 
 
 @pytest.mark.parametrize(

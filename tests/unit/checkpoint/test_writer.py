@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.checkpoints import EXTRA, Parts, names, open_run, save_steps
+from tests.support.checkpoints import EXTRA, Toy, names, open_run, save_steps
 from titanlite.checkpoint import commit, writer
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import HashingFile
@@ -91,20 +91,23 @@ def test_plain_dcp_reads_what_was_written(
     monkeypatch.setattr(writer, "FILE_BYTES", file_bytes)
     tensors = some_tensors()
     write(tmp_path / "c", tensors)
-    into = {part: {name: torch.zeros_like(t) for name, t in of.items()} for part, of in tensors.items()}
+    into = {
+        section: {name: torch.zeros_like(t) for name, t in by_name.items()}
+        for section, by_name in tensors.items()
+    }
     load(into, storage_reader=FileSystemReader(tmp_path / "c"), no_dist=True)
-    for part, of in tensors.items():
-        assert all(torch.equal(into[part][name], t) for name, t in of.items())
-    assert into["optimizer"]["a.step"] == 7.0  # not compared with zeros by mistake
+    for section, by_name in tensors.items():
+        assert all(torch.equal(into[section][name], t) for name, t in by_name.items())
+    assert into["optimizer"]["a.step"] == 7.0  # so the comparison was not one of zeros
 
 
 def test_every_way_of_saving_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "FILE_BYTES", SEVERAL)
     for mode in ("async", "disabled", "async again"):
-        run, parts = open_run(tmp_path / mode, async_mode=mode.split()[0]), Parts(width=40)
+        run, toy = open_run(tmp_path / mode, async_mode=mode.split()[0]), Toy(width=40)
         for _ in range(2):  # the second save reuses the staging buffers
-            parts.step()
-            run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+            toy.step()
+            run.save(toy.net, toy.optimizer, toy.state, EXTRA)
         run.close()
     for step in ("step-1", "step-2"):
         first, *others = (
@@ -120,13 +123,13 @@ def save_on_rank(folder: Path, mode: str) -> None:
     """Save a sharded model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "FILE_BYTES", SEVERAL)
-        parts = Parts(width=40)
-        fully_shard(parts.net, mesh=init_device_mesh("cpu", (2,)))
-        parts.optimizer = torch.optim.AdamW(parts.net.parameters(), lr=0.1)
+        toy = Toy(width=40)
+        fully_shard(toy.net, mesh=init_device_mesh("cpu", (2,)))
+        toy.optimizer = torch.optim.AdamW(toy.net.parameters(), lr=0.1)
         run = open_run(folder, async_mode=mode)
         for _ in range(2):
-            parts.step()
-            run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+            toy.step()
+            run.save(toy.net, toy.optimizer, toy.state, EXTRA)
         run.close()
 
 
@@ -183,12 +186,12 @@ def test_a_planned_tensor_that_is_not_written_is_noticed(
     monkeypatch.setattr(writer, "_files", lambda items: [of[:-1] for of in files(items)])
     with pytest.raises(CheckpointException, match="1 tensors were not written"):
         write(tmp_path / "c", some_tensors())
-    run, parts = open_run(tmp_path, async_mode="disabled", on_save_error="stop"), Parts()
-    parts.step()
+    run, toy = open_run(tmp_path, async_mode="disabled", on_save_error="stop"), Toy()
+    toy.step()
     with pytest.raises(
         CheckpointError, match=r"step 1 could not be saved.*not written, for example (model|optimizer)\.\w+"
     ):
-        run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+        run.save(toy.net, toy.optimizer, toy.state, EXTRA)
     assert names(tmp_path) == []
 
 
@@ -245,10 +248,10 @@ def test_everything_is_on_disk_before_it_has_its_name(
 
     monkeypatch.setattr(os, "fsync", noting_fsync)
     monkeypatch.setattr(os, "rename", noting_rename)
-    run, parts = open_run(tmp_path, async_mode="disabled"), Parts()
-    parts.step()
+    run, toy = open_run(tmp_path, async_mode="disabled"), Toy()
+    toy.step()
     events.clear()
-    run.save(parts.net, parts.optimizer, parts.state, EXTRA)
+    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
     assert [plain(event) for event in events] == [
         "sync __0_0.distcp",
         "sync .partial-step-1",  # this rank's files; DCP renames .metadata later

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import Parts, open_run, save_steps
+from tests.support.checkpoints import Toy, open_run, save_steps
 from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.checkpoint import commit
@@ -65,9 +65,9 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_list_tells_what_else_is_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "checkpoint"
     flip(folder / "step-3/manifest.json")
-    parts = Parts()
+    toy = Toy()
     start = open_run(run)
-    start.load(parts.net, parts.optimizer, parts.state)
+    start.load(toy.net, toy.optimizer, toy.state)
     start.close()
     flip(folder / "step-2/manifest.json")
     (folder / ".partial-step-9").mkdir()
@@ -78,9 +78,9 @@ def test_list_tells_what_else_is_there(run: Path, capsys: pytest.CaptureFixture[
 
 
 def test_list_tells_of_a_run_that_went_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = Parts()
+    toy = Toy()
     back = open_run(run, load_step=1)
-    back.load(parts.net, parts.optimizer, parts.state)
+    back.load(toy.net, toy.optimizer, toy.state)
     back.close()
     assert output(capsys, "list", run)[3:] == [
         "archived-0: steps 2, 3, archived when the run went back with load_step, or restarted"
