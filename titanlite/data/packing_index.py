@@ -13,6 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,25 +104,20 @@ def _write_index(shards: TokenShards, capacity: int, path: Path) -> None:
     if not shards.num_tokens:
         raise ConfigError(f"{shards.path} holds no tokens")
     digests, counts = {name: hashlib.sha256() for name in FILES}, dict.fromkeys(FILES, 0)
-    with new_folder(path) as folder:
-        with (
-            open(folder / "starts.bin", "wb") as starts,
-            open(folder / "lengths.bin", "wb") as lengths,
-            open(folder / "rows.bin", "wb") as first_spans,
-        ):
-            files = {"starts": starts, "lengths": lengths, "rows": first_spans}
+    with new_folder(path) as folder, ExitStack() as stack:
+        files = {name: stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in FILES}
 
-            def write(name: str, array: np.ndarray) -> None:
-                data = array.astype(FILES[name]).tobytes()
-                files[name].write(data)
-                digests[name].update(data)
-                counts[name] += len(array)
+        def write(name: str, array: np.ndarray) -> None:
+            data = array.astype(FILES[name]).tobytes()
+            files[name].write(data)
+            digests[name].update(data)
+            counts[name] += len(array)
 
-            write("rows", np.zeros(1))
-            for start, length, spans_per_sequence in _packed_windows(shards, capacity):
-                write("rows", counts["starts"] + np.cumsum(spans_per_sequence))
-                write("starts", start)
-                write("lengths", length)
+        write("rows", np.zeros(1))
+        for start, length, spans_per_sequence in _packed_windows(shards, capacity):
+            write("rows", counts["starts"] + np.cumsum(spans_per_sequence))
+            write("starts", start)
+            write("lengths", length)
         hashes = {name: digest.hexdigest() for name, digest in digests.items()}
         (folder / "plan.json").write_bytes(as_json({"counts": counts, "sha256": hashes}))
 

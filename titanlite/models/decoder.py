@@ -113,9 +113,8 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict(
-            {str(i): Block(config, attention(config)) for i in range(config.n_layers)}
-        )
+        blocks = {str(i): Block(config, attention(config)) for i in range(config.n_layers)}
+        self.layers = nn.ModuleDict(blocks)
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None, attention: Attention) -> torch.Tensor:

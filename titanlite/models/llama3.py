@@ -91,10 +91,7 @@ class Llama3(ModelFamily, name="llama3"):
 
     def hf_config(self) -> dict[str, Any]:
         config = self.config
-        scaled = {
-            "rope_type": "llama3",
-            **{hf_key: getattr(config, name) for hf_key, name in ROPE.items()},
-        }
+        scaled = {"rope_type": "llama3"} | {key: getattr(config, name) for key, name in ROPE.items()}
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

@@ -204,10 +204,16 @@ def test_a_closed_loader_leaves_nothing_for_the_end_of_the_process(monkeypatch: 
 
 
 def test_a_slow_worker_that_answers_in_time_changes_nothing() -> None:
-    waiting = Waiting()
-    slow = made(Numbers(lambda first: time.sleep(0.2 * (first == 8))), 2, waiting)
+    waited = multiprocessing.Event()
+
+    def act(first: int) -> None:
+        if first == 8:
+            waited.clear()
+            waited.wait(LIMIT_S)
+
+    slow = made(Numbers(act), 2, lambda waited_s, worker: waited.set())
     assert [next(slow)[0] for _ in range(9)] == [[n, n + 1] for n in range(0, 18, 2)]
-    assert waiting.seen
+    assert waited.is_set()
     assert slow.state_dict() == {"sequences": 18}
 
 
