@@ -81,7 +81,7 @@ def test_is_for_sbatch() -> None:
         [ROOT / "multinode.slurm", "debug"], env=env, capture_output=True, text=True, check=False
     )
     assert run.returncode == 2
-    assert run.stderr == "titanlite: submit me with sbatch, from the folder that has run_train.sh\n"
+    assert run.stderr == "titanlite: submit this script with sbatch from the folder that has run_train.sh\n"
 
 
 def test_outlives_the_signals_that_stop_the_trainer(submit, tmp_path: Path) -> None:
