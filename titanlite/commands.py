@@ -200,9 +200,7 @@ def _generate(options: Options) -> None:
     add("--max-new-tokens", type=int, default=64, help="maximum number of tokens after the prompt (64)")
     add("--temperature", type=float, default=0.7, help="sampling temperature; 0: the likeliest token (0.7)")
     add("--top-k", type=int, default=0, help="sample from the K likeliest tokens only; 0: from all (0)")
-    add(
-        "--top-p", type=float, default=1.0, help="sample from the likeliest tokens of total probability P (1)"
-    )
+    add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of probability P (1)")
     add("--seed", type=int, default=0, help="seed of the sampling; prompt i has seed + i (0)")
     _add_allow_imports(options)
 
@@ -218,9 +216,7 @@ def _export(options: Options) -> None:
 
 def _import(options: Options) -> None:
     add = options.add
-    options.usage = (
-        "titanlite import SRC DIR CONFIG.toml [--dtype T] [--max-shard-size SIZE] [--a.key=value ...]"
-    )
+    options.usage = "titanlite import [options] SRC DIR CONFIG.toml [--section.key=value ...]"
     add("source", type=Path, help="the directory to read")
     add("target", type=Path, help="the directory to make")
     add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
@@ -234,9 +230,7 @@ def _add_allow_imports(options: Options) -> None:
 
 def _add_format(options: Options, default_dtype: str) -> None:
     dtypes = [*DTYPES, "as-is"]
-    options.add(
-        "--dtype", choices=dtypes, default=default_dtype, help=f"dtype of the weights ({default_dtype})"
-    )
+    options.add("--dtype", choices=dtypes, default=default_dtype, help=f"dtype of weights ({default_dtype})")
     options.add("--max-shard-size", type=parse_size, default="5GB", help="maximum size of one file (5GB)")
 
 

@@ -34,8 +34,8 @@ from titanlite.tools import export
 from titanlite.train import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="holds files by O_PATH")
-RECIPE = PrepareOptions(filters=(Length(min_words=3), ExactDuplicates()))
-OTHER = PrepareOptions(filters=(Length(min_words=9), ExactDuplicates()))
+OPTIONS = PrepareOptions(filters=(Length(min_words=3), ExactDuplicates()))
+OTHER_OPTIONS = PrepareOptions(filters=(Length(min_words=9), ExactDuplicates()))
 SAMPLE = pytest.mark.parametrize("most", [60, pytest.param(2000, marks=pytest.mark.full)])
 
 
@@ -59,17 +59,17 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(raw: Path, output: Path, recipe: PrepareOptions = RECIPE) -> None:
-    prepare(find_files([str(raw)], "input"), output, Bytes().build(), recipe)
+def make(raw: Path, output: Path, options: PrepareOptions = OPTIONS) -> None:
+    prepare(find_files([str(raw)], "input"), output, Bytes().build(), options)
 
 
 @pytest.fixture
 def reference(raw: Path, tmp_path: Path) -> Callable[[PrepareOptions], dict[str, Any]]:
     """The dataset of an uninterrupted preparation."""
 
-    def get(recipe: PrepareOptions) -> dict[str, Any]:
-        output = tmp_path / f"reference{recipe.seed}"
-        make(raw, output, recipe)
+    def get(options: PrepareOptions) -> dict[str, Any]:
+        output = tmp_path / f"reference{options.seed}"
+        make(raw, output, options)
         return tree_of(output)
 
     return get
@@ -124,21 +124,23 @@ def stop(*_: Any) -> None:
 
 
 @SAMPLE
-def test_prepare_over_the_work_for_another_recipe(
+def test_prepare_over_the_work_for_other_options(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Its markers must not vouch for the new files, nor the new ones for its files: after a power loss the
-    other recipe is taken up again."""
+    work for the other options is continued."""
     root = tmp_path / "root"
     root.mkdir()
-    make(raw, tmp_path / "whole", OTHER)
-    for recipe, moment in ((OTHER, "assemble"), (RECIPE, "_delete")):
+    make(raw, tmp_path / "whole", OTHER_OPTIONS)
+    for options, moment in ((OTHER_OPTIONS, "assemble"), (OPTIONS, "_delete")):
         with monkeypatch.context() as patch, recorded(root) as recording:
             patch.setattr(stages.JobState, moment, stop)
             with pytest.raises(Stop):
-                make(raw, root / "out", recipe)
+                make(raw, root / "out", options)
     whole = tree_of(tmp_path / "whole")
-    check_dataset(recording, tmp_path, "out", lambda place: make(raw, place / "out", OTHER), most, whole)
+    check_dataset(
+        recording, tmp_path, "out", lambda place: make(raw, place / "out", OTHER_OPTIONS), most, whole
+    )
 
 
 def test_the_cache_of_a_text_source(raw: Path, tmp_path: Path) -> None:

@@ -701,8 +701,8 @@ def test_help_and_mistakes_take_no_torch(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for (argv, code, said), answer in zip(cases, done.stdout.splitlines(), strict=True):
-        found, out, err, packages = json.loads(answer)
-        assert found == code, (argv, err)
+        exit_code, out, err, packages = json.loads(answer)
+        assert exit_code == code, (argv, err)
         assert set(packages) <= SMALL, argv
         assert said in (err if code else out), argv
         assert all(told.startswith("titanlite: ") for told in err.splitlines()) or len(argv) == 1, argv

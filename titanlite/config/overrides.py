@@ -80,9 +80,7 @@ def put(tree: dict[str, Any], key: str, value: Any) -> list[str]:
         node[index] = value
         return [key]
     except IndexError:
-        raise ConfigError(
-            f"command line: --{key}: entries of a list are numbered from 0, without gaps"
-        ) from None
+        raise ConfigError(f"command line: --{key}: list entries are numbered from 0, without gaps") from None
     except (ValueError, TypeError, AttributeError):
         raise ConfigError(f"command line: --{key}: there is no such place in the configuration") from None
 

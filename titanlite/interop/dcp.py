@@ -38,9 +38,7 @@ def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
     if reason := first_fault(path, small_files(path)):
         raise CheckpointError(f"{path} is damaged: {reason}")
     metadata = read_metadata(path)
-    names = {
-        name.removeprefix(MODEL): name for name in metadata.state_dict_metadata if name.startswith(MODEL)
-    }
+    names = {n.removeprefix(MODEL): n for n in metadata.state_dict_metadata if n.startswith(MODEL)}
     try:
         identity = read_train(path)["identity"]
         expect(identity, model=dict)

@@ -117,9 +117,7 @@ def _outputs(
         if name in vocabulary:
             num_ids = model.tokenizer.vocab_size
             if shape[0] < num_ids:
-                raise ConfigError(
-                    f"{weights.path}: {name} has {shape[0]} rows, the tokenizer has {num_ids} ids"
-                )
+                raise ConfigError(f"{weights.path}: {name} has {shape[0]} rows, the tokenizer {num_ids} ids")
             vocab_size = shape[0] if keep_padding else num_ids
             shape = (vocab_size, *shape[1:])
         outputs.append(_Output(name, stored, shape, dtype or stored.dtype))

@@ -126,9 +126,7 @@ def check(weights: Weights, family: ModelFamily) -> None:
     shapes, in a floating-point dtype. Embedding and head may have fewer rows."""
     net = skeleton(weights, family)
     if contradictions(family.config.architecture_fields(), weights.architecture):
-        raise ConfigError(
-            f"{weights.path} is another model than the job's: {_differences(weights, net, family)}"
-        )
+        raise ConfigError(f"{weights.path} is not the job's model: {_differences(weights, net, family)}")
     if differences := mismatches(weights, net):
         raise ConfigError(f"{weights.path} does not fit the job's model: {first_of(differences)}")
 
@@ -191,9 +189,7 @@ def load_weights(weights: Weights, net: torch.nn.Module) -> None:
 
 def contradictions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `theirs` that differ from `ours`. Fields that either lacks are not compared."""
-    return {
-        key: theirs[key] for key, value in ours.items() if key in theirs and not _same(value, theirs[key])
-    }
+    return {k: theirs[k] for k, value in ours.items() if k in theirs and not _same(value, theirs[k])}
 
 
 def _differences(weights: Weights, net: Decoder, family: ModelFamily) -> str:

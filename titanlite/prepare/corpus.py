@@ -61,9 +61,7 @@ class Limits:
     def check_document(self, num_bytes: int) -> None:
         """Raise ValueError for a document of more than max_document_mib."""
         if num_bytes > self.document_bytes:
-            raise ValueError(
-                f"a document of more than {self.max_document_mib} MiB; raise max_document_mib to accept it"
-            )
+            raise ValueError(f"a document of more than {self.max_document_mib} MiB; raise max_document_mib")
 
     def check_ratio(self, file: Path, num_bytes: int, size: int) -> None:
         """Raise ConfigError if a compressed file of `size` bytes has too much content for its size."""
@@ -306,10 +304,8 @@ def _open_parquet(file: Path, field: str) -> Any:
     schema = opened.schema_arrow
     if field not in schema.names:
         raise ConfigError(f"{file}: no column {field!r} (columns: {', '.join(schema.names)})")
-    if schema.names.count(field) > 1:
-        raise ConfigError(
-            f"{file}: {schema.names.count(field)} columns are called {field!r}; rename all but one"
-        )
+    if (count := schema.names.count(field)) > 1:
+        raise ConfigError(f"{file}: {count} columns are called {field!r}; rename all but one")
     kind = schema.field(field).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise ConfigError(f"{file}: column {field!r} holds {kind}, not strings")

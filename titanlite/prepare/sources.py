@@ -112,9 +112,7 @@ def stdlib_files() -> list[Path]:
     paths = (p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
     files = sorted((p for p in paths if _is_utf8(p)), key=lambda p: p.relative_to(root).as_posix())
     if not files:
-        raise ConfigError(
-            f"source python_stdlib: no .py files under {root}; this Python lacks the library's source"
-        )
+        raise ConfigError(f"python_stdlib: no .py files under {root}; this Python lacks the library's source")
     return files
 
 

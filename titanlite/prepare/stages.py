@@ -182,9 +182,7 @@ class JobState:
                 for document, ids in zip(batch, self.tokenizer.encode_documents([d.text for d in batch])):
                     if len(ids) and ids.max() >= vocab_size:
                         place = where(document.file, document.place)
-                        raise ConfigError(
-                            f"{place}: token id {ids.max()} outside the vocabulary of {vocab_size}"
-                        )
+                        raise ConfigError(f"{place}: token id {ids.max()} >= vocab_size {vocab_size}")
                     f.write(ids.astype(dtype).tobytes())
                     lengths.append(len(ids))
                     report.kept(document, len(ids))
@@ -201,9 +199,7 @@ class JobState:
         lengths = [np.load(self.folder / f"{name}.npy") for name in names]
         tokens = [_mapped(self.folder / f"{name}.bin", dtype) for name in names]
         if None in reports or [len(t) for t in tokens] != [n.sum() for n in lengths]:
-            raise RuntimeError(
-                f"{self.folder}: files were replaced while shard {shard} was made; run it again"
-            )
+            raise RuntimeError(f"{self.folder}: files of shard {shard} were replaced; run it again")
         self._unmark(f"shard-{shard:05}")
         stops = [np.cumsum(n) for n in lengths]
         split = np.repeat(np.arange(len(splits)), [len(n) for n in lengths])

@@ -16,9 +16,11 @@ from typing import Any
 
 import tomli_w
 
+from titanlite.checkpoint.run_identity import flatten
 from titanlite.commands import parser
 from titanlite.config import schema, toml
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.overrides import put
 from titanlite.config.paths import check_new
 from titanlite.config.places import Locator
 from titanlite.files import write_atomically
@@ -64,9 +66,10 @@ def main(argv: Sequence[str]) -> int:
 def migrate(source: Path) -> tuple[str, list[str]]:
     """Return the TOML text and its TO DO lines. Raises ConfigError for a file that is already titanlite's,
     and for a model that titanlite does not have."""
-    theirs = dict(flatten(toml.read(source)[0]))
-    if "data.sources" in theirs:  # a required key of titanlite that torchtitan does not have
+    tree, _ = toml.read(source)
+    if "data" in tree:  # a section of titanlite that torchtitan does not have
         raise ConfigError(f"{source} is already a titanlite file: `titanlite config {source}` checks it")
+    theirs = flatten(tree)
     ours, todo = migrate_model(theirs, source)
     comments = []
     # The path of a data set replaces its name, so paths are converted last.
@@ -172,18 +175,5 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted keys as a tree, with the sections in titanlite's order."""
     tree: dict[str, Any] = {section.name: {} for section in dataclasses.fields(Job)}
     for key, value in values.items():
-        *sections, leaf = key.split(".")
-        table = tree
-        for section in sections:
-            table = table.setdefault(section, {})
-        table[leaf] = value
+        put(tree, key, value)
     return {section: keys for section, keys in tree.items() if keys}
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and their values."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -107,9 +107,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError:
-        raise ConfigError(
-            "training needs Hugging Face's tokenizers: pip install 'titanlite[tokenizer]'"
-        ) from None
+        raise ConfigError("training needs tokenizers: pip install 'titanlite[tokenizer]'") from None
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

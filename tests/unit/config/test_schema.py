@@ -135,12 +135,12 @@ def test_what_classes_refuse_is_reported_together_too():
 
 def test_what_imports_may_add_is_left_for_later_and_nothing_else(table):
     wrong = ["--tool.name=hammer", "--tool.length=x", "--spares.0.name=axe", "--bench.heigth=1"]
-    found = complaints(table, *wrong, choices_follow=True)
-    assert [key for key, _ in found] == ["bench.heigth"]
-    found = complaints(table, "--tool.name=saw", "--tool.length=1", "--tool.teeth=2", choices_follow=True)
-    assert not found, "the reason may be an import that fails"
-    found = complaints(table, "--tool.name=saw", "--tool.length=1", "--tool.teeth=2")
-    assert [key for key, _ in found] == ["tool.length"]
+    errors = complaints(table, *wrong, choices_follow=True)
+    assert [key for key, _ in errors] == ["bench.heigth"]
+    errors = complaints(table, "--tool.name=saw", "--tool.length=1", "--tool.teeth=2", choices_follow=True)
+    assert not errors, "the reason may be an import that fails"
+    errors = complaints(table, "--tool.name=saw", "--tool.length=1", "--tool.teeth=2")
+    assert [key for key, _ in errors] == ["tool.length"]
 
 
 def find(node, key):
@@ -196,8 +196,8 @@ def test_a_check_leaves_choices_to_a_tree_that_imports(table, imports, keys):
     ],
 )
 def test_messages_say_what_to_write(table, override, message):
-    ((_, found),) = complaints(table, override)
-    assert found.startswith(message)
+    ((_, errors),) = complaints(table, override)
+    assert errors.startswith(message)
 
 
 def test_hints_for_a_file_are_in_its_syntax(table):

@@ -292,7 +292,7 @@ def test_without_a_file_everything_may_come_from_the_command_line():
         ),
         (
             ["--herd.3.legs=1"],
-            "command line: --herd.3.legs: entries of a list are numbered from 0, without gaps",
+            "command line: --herd.3.legs: list entries are numbered from 0, without gaps",
         ),
         (["--herd.x.legs=1"], "command line: --herd.x.legs: there is no such place in the configuration"),
         (["--herd.-1.legs=1"], "command line: --herd._1.legs: there is no such place in the configuration"),

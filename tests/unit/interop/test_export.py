@@ -100,19 +100,19 @@ def test_what_is_exported_opens_with_nothing_added(run: Job, tmp_path: Path) -> 
 def test_import_makes_a_directory_of_what_is_foreign(
     tmp_path: Path, corpus: Path, source: str, capsys
 ) -> None:
-    of = family(**SCALED, tie_word_embeddings=False)
-    w = random_tensors(of.config)
+    model_family = family(**SCALED, tie_word_embeddings=False)
+    w = random_tensors(model_family.config)
     if source == "meta":
-        path = write_meta(tmp_path / "source", w, of.config, 2)
+        path = write_meta(tmp_path / "source", w, model_family.config, 2)
     else:
         path = write_torchtitan(tmp_path / "source", w)
     config = write_toml(tmp_path, corpus)
-    model = [f"--model.overrides.{key}={str(value).lower()}" for key, value in of.overrides.items()]
+    model = [f"--model.overrides.{key}={str(value).lower()}" for key, value in model_family.overrides.items()]
     assert cli.run(["import", str(path), str(tmp_path / "it"), str(config), *model]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "it")
     assert theirs.dtype == torch.float32  # as it is
     with torch.no_grad():
-        assert (theirs(row()).logits - reference_logits(w, of.config, row())).abs().max() < 1e-4
+        assert (theirs(row()).logits - reference_logits(w, model_family.config, row())).abs().max() < 1e-4
 
 
 # ---- by the run itself
@@ -425,10 +425,12 @@ def kib(name: str) -> int:
     return int(re.search(name + r":\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
 
 
-def peak_of_an_export(step: Path, warm: Path, target: Path, limit: int, of: dict, tiny: dict) -> int:
+def peak_of_an_export(
+    step: Path, warm: Path, target: Path, limit: int, model_family: dict, tiny: dict
+) -> int:
     """In a process of its own: bytes that an export in files of `limit` bytes needs at its peak, beyond what
     the export of a tiny model has left."""
-    small, large = (ModelAndTokenizer(family(**shape), Bytes().build()) for shape in (tiny, of))
+    small, large = (ModelAndTokenizer(family(**shape), Bytes().build()) for shape in (tiny, model_family))
     write_directory(open_titanlite(warm, small.family), target.with_name("warm"), small, torch.bfloat16)
     Path("/proc/self/clear_refs").write_text("5")  # the most there was is what there is now
     before = kib("VmRSS")
@@ -448,11 +450,11 @@ def test_export_holds_less_than_its_largest_file(tmp_path: Path, run_on: Callabl
         "vocab_size": 8016, "tie_word_embeddings": False,
     }  # fmt: skip
     tiny = {**shape, "dim": 64, "n_layers": 1, "vocab_size": 320, "hidden_dim": 64}
-    for name, of in (("large", shape), ("tiny", tiny)):
-        net = family(**of).build()
+    for name, model_family in (("large", shape), ("tiny", tiny)):
+        net = family(**model_family).build()
         for p in net.parameters():
             p.data.zero_()
-        identity = {"model": {"name": "llama3", **vars(family(**of).config)}}
+        identity = {"model": {"name": "llama3", **vars(family(**model_family).config)}}
         run = open_run(tmp_path / name, identity, async_mode="disabled")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         run.save(net, optimizer, TrainState(1, 0, torch.zeros((), dtype=torch.int64)), EXTRA)

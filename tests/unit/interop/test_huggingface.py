@@ -32,11 +32,11 @@ from titanlite.train import train
 transformers = pytest.importorskip("transformers")
 
 
-def imported(folder: Path, of: ModelFamily, dtype: torch.dtype = torch.float32) -> Decoder:
+def imported(folder: Path, model_family: ModelFamily, dtype: torch.dtype = torch.float32) -> Decoder:
     """Our model with the weights of a directory."""
-    weights = open_hugging_face(folder, of)
-    check(weights, of)
-    net = random_net(of, seed=1).to(dtype)
+    weights = open_hugging_face(folder, model_family)
+    check(weights, model_family)
+    net = random_net(model_family, seed=1).to(dtype)
     load_weights(weights, net)
     return net
 
@@ -53,18 +53,18 @@ def imported(folder: Path, of: ModelFamily, dtype: torch.dtype = torch.float32) 
 )
 def test_round_trip_is_bit_equal(tmp_path: Path, corpus: Path, variant: str, dtype: torch.dtype) -> None:
     """From Hugging Face into a run, through its checkpoint, and back."""
-    of = family(**VARIANTS[variant])
-    hugging_face(of, dtype).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    model_family = family(**VARIANTS[variant])
+    hugging_face(model_family, dtype).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", "--optimizer.lr=1e-30"]  # moves nothing
-    train(make_job(tmp_path, corpus, *start, "--training.steps=1", *keys_of(of)))
+    train(make_job(tmp_path, corpus, *start, "--training.steps=1", *keys_of(model_family)))
     name = str(dtype).removeprefix("torch.")
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "ours"), "--dtype", name]) == 0
     theirs, ours = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "ours")
     assert ours.keys() == theirs.keys()
     assert all(t.dtype == dtype for t in ours.values())
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert ("lm_head.weight" in ours) == (not of.config.tie_word_embeddings)
+    assert ("lm_head.weight" in ours) == (not model_family.config.tie_word_embeddings)
     open_ = transformers.AutoModelForCausalLM.from_pretrained
     before, after = open_(tmp_path / "theirs"), open_(tmp_path / "ours")
     assert after.dtype == dtype
@@ -75,14 +75,14 @@ def test_round_trip_is_bit_equal(tmp_path: Path, corpus: Path, variant: str, dty
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, variant: str) -> None:
-    of = family(**VARIANTS[variant])
-    hugging_face(of).save_pretrained(tmp_path / "theirs")
-    weights, exchange = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(of, Bytes().build())
-    write_directory(weights, tmp_path / "fp32", exchange)
-    write_directory(weights, tmp_path / "bf16", exchange, torch.bfloat16, max_shard_bytes=20_000)
+    model_family = family(**VARIANTS[variant])
+    hugging_face(model_family).save_pretrained(tmp_path / "theirs")
+    weights, pair = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(model_family, Bytes().build())
+    write_directory(weights, tmp_path / "fp32", pair)
+    write_directory(weights, tmp_path / "bf16", pair, torch.bfloat16, max_shard_bytes=20_000)
     assert (tmp_path / "bf16/model.safetensors.index.json").exists()
     tokens = row(256)
-    exact = imported(tmp_path / "theirs", of)
+    exact = imported(tmp_path / "theirs", model_family)
     with torch.no_grad():
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp32")(tokens).logits
         difference = (exact(tokens) - theirs).abs().amax(-1)
@@ -92,7 +92,7 @@ def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, varian
     # The best two logits of a random model are often closer than a step of bf16 (transformers' bf16 agrees
     # with its own fp32 at 98.5% of the positions): compared is where they are not.
     tokens = torch.cat([row(256, seed=seed) for seed in range(4)])
-    rounded = imported(tmp_path / "bf16", of, torch.bfloat16)
+    rounded = imported(tmp_path / "bf16", model_family, torch.bfloat16)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
     assert model.dtype == torch.bfloat16
     with torch.no_grad():
@@ -109,15 +109,15 @@ def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, varian
 def test_a_run_from_an_imported_model_has_transformers_loss(
     tmp_path: Path, corpus: Path, variant: str
 ) -> None:
-    of = family(**VARIANTS[variant])
-    model = hugging_face(of)
+    model_family = family(**VARIANTS[variant])
+    model = hugging_face(model_family)
     model.save_pretrained(tmp_path / "theirs")
     job = make_job(
         tmp_path,
         corpus,
         f"--checkpoint.initial_load_path={tmp_path / 'theirs'}",
         "--training.steps=1",
-        *keys_of(of),
+        *keys_of(model_family),
     )
     train(job)
     rows = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
@@ -126,15 +126,15 @@ def test_a_run_from_an_imported_model_has_transformers_loss(
         logits = model(batch.inputs).logits
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
     assert metrics_of(job)[0]["train/loss"] == pytest.approx(wanted.item(), abs=1e-4)
-    fresh = make_job(tmp_path, corpus, "--training.steps=1", *keys_of(of), name="fresh")
+    fresh = make_job(tmp_path, corpus, "--training.steps=1", *keys_of(model_family), name="fresh")
     train(fresh)
     assert metrics_of(fresh)[0]["train/loss"] != pytest.approx(wanted.item(), abs=1e-2)  # the control
 
 
 def test_a_run_that_resumes_does_not_read_it_again(tmp_path: Path, corpus: Path, capsys) -> None:
-    of = family()
-    hugging_face(of).save_pretrained(tmp_path / "theirs")
-    start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *keys_of(of)]
+    model_family = family()
+    hugging_face(model_family).save_pretrained(tmp_path / "theirs")
+    start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *keys_of(model_family)]
     train(make_job(tmp_path, corpus, *start, "--training.steps=2"))
     shutil.rmtree(tmp_path / "theirs")
     job = make_job(tmp_path, corpus, *start, "--training.steps=3")
@@ -162,11 +162,11 @@ def test_another_runs_weights_alone_are_taken(tmp_path: Path, corpus: Path) -> N
 
 
 def test_rows_that_no_id_needs_are_dropped(tmp_path: Path) -> None:
-    of = family(vocab_size=320, tie_word_embeddings=False)
-    hugging_face(of).save_pretrained(tmp_path / "padded")
-    weights, exchange = open_hugging_face(tmp_path / "padded"), ModelAndTokenizer(of, Bytes().build())
-    write_directory(weights, tmp_path / "dropped", exchange)
-    write_directory(weights, tmp_path / "kept", exchange, keep_padding=True)
+    model_family = family(vocab_size=320, tie_word_embeddings=False)
+    hugging_face(model_family).save_pretrained(tmp_path / "padded")
+    weights, pair = open_hugging_face(tmp_path / "padded"), ModelAndTokenizer(model_family, Bytes().build())
+    write_directory(weights, tmp_path / "dropped", pair)
+    write_directory(weights, tmp_path / "kept", pair, keep_padding=True)
     padded, dropped, kept = (tensors_in(tmp_path / name) for name in ("padded", "dropped", "kept"))
     assert all(torch.equal(kept[name], padded[name]) for name in padded)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -175,7 +175,7 @@ def test_rows_that_no_id_needs_are_dropped(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "kept/config.json").read_text())["vocab_size"] == 320
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dropped")
     with torch.no_grad():
-        difference = model(row()).logits - hugging_face(of)(row()).logits[..., :258]
+        difference = model(row()).logits - hugging_face(model_family)(row()).logits[..., :258]
     assert difference.abs().max() < 1e-5
 
 
@@ -263,7 +263,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "architecture": (
         lambda d: edit_config(d, model_type="qwen3"),
-        r"model_type is 'qwen3', the job's 'llama' \(--model\.name=qwen3\)",
+        r"model_type is 'qwen3', but the job's model is 'llama' \(--model\.name=qwen3\)",
     ),
     "unknown architecture": (
         lambda d: edit_config(d, model_type="qwen2"),
@@ -305,11 +305,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     tmp_path: Path, corpus: Path, case: str
 ) -> None:
     damage, message = BAD[case]
-    of = family()
-    hugging_face(of).save_pretrained(tmp_path / "theirs")
-    check(open_hugging_face(tmp_path / "theirs", of), of)  # the control
+    model_family = family()
+    hugging_face(model_family).save_pretrained(tmp_path / "theirs")
+    check(open_hugging_face(tmp_path / "theirs", model_family), model_family)  # the control
     damage(tmp_path / "theirs")
-    job = make_job(tmp_path, corpus, f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *keys_of(of))
+    job = make_job(
+        tmp_path, corpus, f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *keys_of(model_family)
+    )
     with pytest.raises(ConfigError, match=message) as error:
         train(job)
     assert error.value.key == "checkpoint.initial_load_path"
@@ -341,15 +343,15 @@ def test_a_file_instead_of_its_folder_is_told(tmp_path: Path) -> None:
 
 
 def test_a_tied_directory_may_repeat_its_head(tmp_path: Path) -> None:
-    of = family()
-    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    model_family = family()
+    hugging_face(model_family).save_pretrained(tmp_path / "theirs")
     edit(tmp_path / "theirs", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    imported(tmp_path / "theirs", of)
+    imported(tmp_path / "theirs", model_family)
 
 
 def test_both_eras_of_rope_are_understood(tmp_path: Path) -> None:
-    of = family(**VARIANTS["scaled rope"])
-    hugging_face(of).save_pretrained(tmp_path / "new")
+    model_family = family(**VARIANTS["scaled rope"])
+    hugging_face(model_family).save_pretrained(tmp_path / "new")
     config = json.loads((tmp_path / "new/config.json").read_text())
     shutil.copytree(tmp_path / "new", tmp_path / "old")
     rope = config.pop("rope_parameters")
@@ -358,31 +360,31 @@ def test_both_eras_of_rope_are_understood(tmp_path: Path) -> None:
         json.dumps({**config, "rope_theta": theta, "rope_scaling": rope})
     )
     for folder in ("new", "old"):
-        check(open_hugging_face(tmp_path / folder, of), of)
+        check(open_hugging_face(tmp_path / folder, model_family), model_family)
         other = family(**{**VARIANTS["scaled rope"], "rope_factor": 4.0})
         with pytest.raises(ConfigError, match=r"rope_factor is 8\.0, the job's 4\.0"):
             check(open_hugging_face(tmp_path / folder, other), other)
 
 
 def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = family()
-    hugging_face(of).save_pretrained(tmp_path / "theirs")
-    weights, exchange = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(of, Bytes().build())
+    model_family = family()
+    hugging_face(model_family).save_pretrained(tmp_path / "theirs")
+    weights, pair = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(model_family, Bytes().build())
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="there exists"):
-        write_directory(weights, tmp_path / "there", exchange)
+        write_directory(weights, tmp_path / "there", pair)
     monkeypatch.setattr("os.rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(CheckpointError, match=r"could not be written: OSError: .*No space"):
-        write_directory(weights, tmp_path / "out", exchange)
+        write_directory(weights, tmp_path / "out", pair)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs", "there"]
 
 
 def test_what_is_replaced_is_there_until_the_new_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of, target = family(), tmp_path / "out"
-    hugging_face(of).save_pretrained(tmp_path / "theirs")
-    weights, exchange = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(of, Bytes().build())
+    model_family, target = family(), tmp_path / "out"
+    hugging_face(model_family).save_pretrained(tmp_path / "theirs")
+    weights, pair = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(model_family, Bytes().build())
     target.mkdir()
     (target / "before").touch()
     rename = os.rename
@@ -395,8 +397,8 @@ def test_what_is_replaced_is_there_until_the_new_one_is(
     with monkeypatch.context() as patch:
         patch.setattr("os.rename", fail)
         with pytest.raises(CheckpointError, match="No space"):
-            write_directory(weights, target, exchange, replace=True)
+            write_directory(weights, target, pair, replace=True)
     assert [p.name for p in target.iterdir()] == ["before"]
-    write_directory(weights, target, exchange, replace=True)
+    write_directory(weights, target, pair, replace=True)
     assert not (target / "before").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "theirs"]

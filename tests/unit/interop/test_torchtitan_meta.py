@@ -26,10 +26,10 @@ from titanlite.train import train
 UNTIED = {"tie_word_embeddings": False}
 
 
-def our_logits(path: Path, of: Llama3, tokens: torch.Tensor) -> torch.Tensor:
-    weights = open_weights(path, of)
-    check(weights, of)
-    net = random_net(of, seed=1)
+def our_logits(path: Path, model_family: Llama3, tokens: torch.Tensor) -> torch.Tensor:
+    weights = open_weights(path, model_family)
+    check(weights, model_family)
+    net = random_net(model_family, seed=1)
     load_weights(weights, net)
     with torch.no_grad():
         return net(tokens)
@@ -45,17 +45,17 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("source", ["titan", "titan 0.1", "meta", "meta in two", "llama 2 in two"])
 def test_logits_are_those_of_the_sources_layout(tmp_path: Path, source: str, shape: str) -> None:
-    of = family(**SHAPES[shape])
-    c, w = of.config, random_tensors(of.config)
+    model_family = family(**SHAPES[shape])
+    c, w = model_family.config, random_tensors(model_family.config)
     if source.startswith("titan"):
         path = write_torchtitan(tmp_path, w, nested=source == "titan 0.1")
     else:
         path = write_meta(tmp_path / "meta", w, c, 2 if "two" in source else 1, int("2 in" in source))
     wanted = reference_logits(w, c, row())
-    assert (our_logits(path, of, row()) - wanted).abs().max() < 1e-4
+    assert (our_logits(path, model_family, row()) - wanted).abs().max() < 1e-4
     # The control: rows of q and k left in their order are another model.
-    net = random_net(of, seed=1)
-    weights = open_weights(path, of)
+    net = random_net(model_family, seed=1)
+    weights = open_weights(path, model_family)
     load_weights(weights, net)
     with torch.no_grad():
         for i in range(c.n_layers):
@@ -66,9 +66,11 @@ def test_logits_are_those_of_the_sources_layout(tmp_path: Path, source: str, sha
 
 
 def test_any_rows_of_q_can_be_read(tmp_path: Path) -> None:
-    of = family(**UNTIED)
-    w = random_tensors(of.config)
-    stored = open_weights(write_torchtitan(tmp_path, w), of).tensors["model.layers.0.self_attn.q_proj.weight"]
+    model_family = family(**UNTIED)
+    w = random_tensors(model_family.config)
+    stored = open_weights(write_torchtitan(tmp_path, w), model_family).tensors[
+        "model.layers.0.self_attn.q_proj.weight"
+    ]
     whole = stored.read((slice(0, 32), slice(0, 32)))
     heads = w["layers.0.attention.wq.weight"].unflatten(0, (4, 8))
     assert torch.equal(whole.unflatten(0, (4, 8)), torch.cat((heads[:, 0::2], heads[:, 1::2]), 1))
@@ -79,15 +81,19 @@ def test_any_rows_of_q_can_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["titan", "meta"])
 def test_a_run_starts_from_it(tmp_path: Path, corpus: Path, source: str) -> None:
-    of = family(**UNTIED)
-    w = random_tensors(of.config)
-    path = write_torchtitan(tmp_path, w) if source == "titan" else write_meta(tmp_path / "m", w, of.config, 2)
+    model_family = family(**UNTIED)
+    w = random_tensors(model_family.config)
+    path = (
+        write_torchtitan(tmp_path, w)
+        if source == "titan"
+        else write_meta(tmp_path / "m", w, model_family.config, 2)
+    )
     start = [f"--checkpoint.initial_load_path={path}", "--model.overrides.tie_word_embeddings=false"]
     job = make_job(tmp_path, corpus, *start, "--training.steps=1")
     train(job)
     rows = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
     batch = next(SequenceLoader(rows, MicroBatches(0, 8, 8, 0, 1), num_workers=0, pin_memory=False))
-    logits = reference_logits(w, of.config, batch.inputs)
+    logits = reference_logits(w, model_family.config, batch.inputs)
     wanted = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item()
     assert metrics_of(job)[0]["train/loss"] == pytest.approx(wanted, abs=1e-4)
 
@@ -191,9 +197,13 @@ def test_what_does_not_fit_is_refused(
     tmp_path: Path, corpus: Path, case: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source, change, damage, message = WRONG[case]
-    of = family(**UNTIED)
-    w = change(random_tensors(of.config))
-    path = write_torchtitan(tmp_path, w) if source == "titan" else write_meta(tmp_path / "m", w, of.config, 2)
+    model_family = family(**UNTIED)
+    w = change(random_tensors(model_family.config))
+    path = (
+        write_torchtitan(tmp_path, w)
+        if source == "titan"
+        else write_meta(tmp_path / "m", w, model_family.config, 2)
+    )
     if damage:
         damage(path)
     start = [f"--checkpoint.initial_load_path={path}", "--model.overrides.tie_word_embeddings=false"]

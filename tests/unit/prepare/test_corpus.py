@@ -46,12 +46,12 @@ def read(request: pytest.FixtureRequest) -> Reader:
 
 def texts(shards: TokenShards) -> list[str]:
     """The documents of raw-bytes shards, sorted (they were shuffled), their frames checked and taken off."""
-    found = []
+    result = []
     for i in range(shards.num_documents):
         ids = shards.document(i).tolist()
         assert (ids[0], ids[-1]) == (BOS, EOS)
-        found.append(bytes(ids[1:-1]).decode())
-    return sorted(found)
+        result.append(bytes(ids[1:-1]).decode())
+    return sorted(result)
 
 
 def test_any_file_is_one_document_and_a_jsonl_line_is_one(tmp_path: Path, read: Reader) -> None:
@@ -136,8 +136,8 @@ def tree(tmp_path: Path) -> Path:
 )
 def test_paths_directories_and_globs(tree: Path, patterns: list[str], names: list[str]) -> None:
     """Sorted, and each file once however often it is named."""
-    found = find_files([str(tree) if p == "." else f"{tree}/{p}" for p in patterns], "key")
-    assert [f.resolve().relative_to(tree.resolve()).as_posix() for f in found] == names
+    result = find_files([str(tree) if p == "." else f"{tree}/{p}" for p in patterns], "key")
+    assert [f.resolve().relative_to(tree.resolve()).as_posix() for f in result] == names
 
 
 def test_relative_and_absolute_names_of_a_file_are_one(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +150,8 @@ def test_directories_are_read_through_links_but_not_hidden_ones(tree: Path, tmp_
     (tmp_path / "top [1]" / "link").symlink_to(tree / "deep")
     (tmp_path / "top [1]" / ".hidden").mkdir()
     (tmp_path / "top [1]" / ".hidden" / "x.txt").write_text("x")
-    found = find_files([str(tmp_path / "top [1]")], "key")
-    assert [f.name for f in found] == ["d.jsonl", "c.txt"]
+    result = find_files([str(tmp_path / "top [1]")], "key")
+    assert [f.name for f in result] == ["d.jsonl", "c.txt"]
 
 
 def test_a_directory_of_json_files_is_read(tmp_path: Path) -> None:
@@ -182,8 +182,8 @@ def test_a_path_with_glob_characters_is_first_a_path(tmp_path: Path) -> None:
 
 def assert_nothing_written(folder: Path) -> None:
     """Unfinished work may be kept, under a name that nothing takes for a dataset."""
-    found = list((folder / "out").glob("*")) + list((folder / "out").glob("**/dataset.json"))
-    assert all(p.name.startswith(".partial-") for p in found)
+    result = list((folder / "out").glob("*")) + list((folder / "out").glob("**/dataset.json"))
+    assert all(p.name.startswith(".partial-") for p in result)
 
 
 @pytest.mark.parametrize("missing", ["nowhere.txt", "nowhere", "no*.jsonl"])

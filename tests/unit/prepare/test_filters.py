@@ -46,12 +46,12 @@ characters = st.sampled_from(
     + list(BLANKS) * 3
     + ["\n"] * 3
 )
-pieces = st.sampled_from(
+fragments = st.sampled_from(
     ["a", "bb", "\u00e9\u00e9\u00e9", "#", "...", "\u2026", "7", "\n", "\n\n", " ", "\r\n"]
 )
 texts = st.one_of(
     st.text(characters, max_size=60),
-    st.lists(pieces, max_size=40).map(" ".join),
+    st.lists(fragments, max_size=40).map(" ".join),
     st.lists(st.sampled_from(["a b", " a b", "ccc", "", " ", "\u4f60"]), max_size=12).flatmap(
         lambda lines: st.sampled_from([*LINE_ENDS, "\r\n"]).map(lambda end: end.join(lines))
     ),
@@ -107,12 +107,12 @@ def bands_of(section: Filter) -> Callable[[str], np.ndarray]:
     bands = section.build()
     assert isinstance(bands, LshSignature)
 
-    def of(text: str) -> np.ndarray:
+    def signature_of(text: str) -> np.ndarray:
         keys = bands.compute(text)
         assert (keys.dtype, keys.shape) == (np.uint64, (bands.num_bands,))
         return keys
 
-    return of
+    return signature_of
 
 
 # ---- judges
@@ -389,15 +389,15 @@ def test_the_ends_are_shares(section: type[Filter], key: str, value: float) -> N
 @given(texts, texts)
 @settings(deadline=None)
 def test_exact_duplicates_are_equal_stripped_texts(a: str, b: str) -> None:
-    of = bands_of(ExactDuplicates())
-    assert (of(a) == of(b)).all() == (a.strip() == b.strip())
-    assert (of(f"\n\u3000{a}\t ") == of(a)).all()
+    signature_of = bands_of(ExactDuplicates())
+    assert (signature_of(a) == signature_of(b)).all() == (a.strip() == b.strip())
+    assert (signature_of(f"\n\u3000{a}\t ") == signature_of(a)).all()
 
 
 def test_exact_duplicates_differ_by_case_and_inner_blanks() -> None:
-    of = bands_of(ExactDuplicates())
+    signature_of = bands_of(ExactDuplicates())
     variants = ["a b", "A b", "a  b", "a\u00a0b", "a b.", "\u00e9", "e\u0301", ""]
-    assert len({int(of(v)[0]) for v in variants}) == len(variants)
+    assert len({int(signature_of(v)[0]) for v in variants}) == len(variants)
 
 
 VOCABULARY = [
@@ -434,20 +434,20 @@ def jaccard(a: list[str], b: list[str], n: int = 5) -> float:
 
 def found(pairs: list[tuple[list[str], list[str]]]) -> int:
     """How many of the pairs share a band, by the default settings."""
-    of = bands_of(NearDuplicates())
-    return sum(bool((of(" ".join(a)) == of(" ".join(b))).any()) for a, b in pairs)
+    signature_of = bands_of(NearDuplicates())
+    return sum(bool((signature_of(" ".join(a)) == signature_of(" ".join(b))).any()) for a, b in pairs)
 
 
 def test_the_same_text_agrees_in_all_bands() -> None:
-    of = bands_of(NearDuplicates())
+    signature_of = bands_of(NearDuplicates())
     for text in (" ".join(prose(0)), "too short", "one", "", "\u4f60\u597d"):
-        assert (of(text) == of(text)).all()
+        assert (signature_of(text) == signature_of(text)).all()
 
 
 def test_case_punctuation_and_blanks_do_not_matter() -> None:
-    of, words = bands_of(NearDuplicates()), prose(1, 40)
+    signature_of, words = bands_of(NearDuplicates()), prose(1, 40)
     for other in (" ".join(words).upper(), ",\n".join(words) + "!", "-".join(words), "\u3000".join(words)):
-        assert (of(" ".join(words)) == of(other)).all()
+        assert (signature_of(" ".join(words)) == signature_of(other)).all()
 
 
 @given(st.text(st.characters(max_codepoint=127), max_size=40))
@@ -455,13 +455,13 @@ def test_case_punctuation_and_blanks_do_not_matter() -> None:
 def test_a_dash_beyond_ascii_does_not_matter(text: str) -> None:
     """Text within ASCII has no rules of its own. (Of a text without words a dash is a part.)"""
     assume(any(c.isalnum() or c == "_" for c in text))
-    of = bands_of(NearDuplicates(ngram=2, num_bands=4, band_size=1))
-    assert (of(text) == of(f"{text} \u2014")).all()
+    signature_of = bands_of(NearDuplicates(ngram=2, num_bands=4, band_size=1))
+    assert (signature_of(text) == signature_of(f"{text} \u2014")).all()
 
 
 def test_unrelated_texts_agree_in_no_band() -> None:
-    of = bands_of(NearDuplicates())
-    keys = np.stack([of(" ".join(prose(seed))) for seed in range(20)])
+    signature_of = bands_of(NearDuplicates())
+    keys = np.stack([signature_of(" ".join(prose(seed))) for seed in range(20)])
     assert len(np.unique(keys)) == keys.size  # nor does one band's value ever stand in another
 
 
@@ -492,10 +492,10 @@ def test_texts_that_share_a_third_are_not_found() -> None:
 @pytest.mark.parametrize("portion", [0.005, 0.03, 0.1, 0.3])
 def test_hashes_agree_as_often_as_the_texts_are_similar(portion: float) -> None:
     """In bands of one hash, on average over 20 texts; five standard deviations are under 0.04."""
-    of, errors = bands_of(NearDuplicates(num_bands=256, band_size=1)), []
+    signature_of, errors = bands_of(NearDuplicates(num_bands=256, band_size=1)), []
     for seed in range(20):
         a, b = prose(seed, 300), scattered(prose(seed, 300), portion, seed)
-        errors.append(float((of(" ".join(a)) == of(" ".join(b))).mean()) - jaccard(a, b))
+        errors.append(float((signature_of(" ".join(a)) == signature_of(" ".join(b))).mean()) - jaccard(a, b))
     assert abs(float(np.mean(errors))) < 0.04
 
 
@@ -505,27 +505,27 @@ def test_hashes_agree_as_often_as_the_texts_are_similar(portion: float) -> None:
 def test_unspaced_scripts_count_by_characters(first: str) -> None:
     """Phrases of characters: a text without blanks is similar to itself with a few characters changed."""
     letters = [chr(ord(first) + i) for i in range(46)]
-    of, errors = bands_of(NearDuplicates(num_bands=256, band_size=1)), []
+    signature_of, errors = bands_of(NearDuplicates(num_bands=256, band_size=1)), []
     for seed in range(10):
         rng = random.Random(seed)
         a = rng.choices(letters, k=400)
         b = [rng.choice(letters) if rng.random() < 0.03 else c for c in a]
-        errors.append(float((of("".join(a)) == of("".join(b))).mean()) - jaccard(a, b))
+        errors.append(float((signature_of("".join(a)) == signature_of("".join(b))).mean()) - jaccard(a, b))
     assert abs(float(np.mean(errors))) < 0.06
-    assert (of("".join(a)) == of(" ".join(a))).all()
+    assert (signature_of("".join(a)) == signature_of(" ".join(a))).all()
 
 
 def test_short_texts_are_one_phrase() -> None:
     """Of fewer words than a phrase has: alike only if they are equal."""
-    of = bands_of(NearDuplicates())
-    assert (of("a b c") == of("A, b: c")).all()
+    signature_of = bands_of(NearDuplicates())
+    assert (signature_of("a b c") == signature_of("A, b: c")).all()
     for other in ("a b d", "a b", "a b c d", "c b a"):
-        assert not (of("a b c") == of(other)).any()
+        assert not (signature_of("a b c") == signature_of(other)).any()
 
 
 def test_texts_without_words_are_not_all_one() -> None:
-    of = bands_of(NearDuplicates())
-    assert not (of("\U0001f600 \U0001f680") == of("...")).any()
+    signature_of = bands_of(NearDuplicates())
+    assert not (signature_of("\U0001f600 \U0001f680") == signature_of("...")).any()
 
 
 @pytest.mark.parametrize(
@@ -534,8 +534,8 @@ def test_texts_without_words_are_not_all_one() -> None:
     ids=["Hindi vowels", "accents"],
 )
 def test_words_that_differ_in_combining_marks_differ(one: str, other: str) -> None:
-    of = bands_of(NearDuplicates())
-    assert not (of(f"x {one} y") == of(f"x {other} y")).any()
+    signature_of = bands_of(NearDuplicates())
+    assert not (signature_of(f"x {one} y") == signature_of(f"x {other} y")).any()
 
 
 # A changed value makes a prepared corpus another: neither the library's hashing nor ours may move.

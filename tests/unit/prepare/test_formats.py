@@ -40,10 +40,10 @@ def zst(data: bytes) -> bytes:
 
 
 def in_members(compress: Compress, data: bytes, count: int) -> bytes:
-    """Cut anywhere, also within lines; each piece compressed by itself, with an empty one among them."""
+    """Cut anywhere, also within lines. Each chunk is compressed separately; one is empty."""
     step = len(data) // count + 1
-    pieces = [data[i : i + step] for i in range(0, len(data), step)]
-    return b"".join(map(compress, [*pieces[:1], b"", *pieces[1:]]))
+    chunks = [data[i : i + step] for i in range(0, len(data), step)]
+    return b"".join(map(compress, [*chunks[:1], b"", *chunks[1:]]))
 
 
 COMPRESSED: dict[str, tuple[str, Compress]] = {
@@ -150,16 +150,16 @@ def test_lines_by_any_name(tmp_path: Path, ending: str, suffix: str) -> None:
 def test_compressed_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, block_lines: int, split_bytes: int
 ) -> None:
-    """The parts take turns: in order within one, and together all of it."""
+    """Blocks of lines are dealt out to the splits in turn, in order; together the splits have all texts."""
     monkeypatch.setattr(corpus, "BLOCK_LINES", block_lines)
     suffix, compress = COMPRESSED[how]
     file = write(tmp_path / f"a.jsonl{suffix}", compress(lines(TEXTS)))
     splits = split_files([file], "text")
     assert len(splits) == (1 if split_bytes == 10**9 else corpus.MAX_SPLITS)
-    parts = [[d.text for d in read_split(u, "text")] for u in splits]
-    assert sorted(t for part in parts for t in part) == sorted(TEXTS)
-    for p, part in enumerate(parts):
-        assert part == [t for i, t in enumerate(TEXTS) if i // block_lines % len(splits) == p]
+    by_split = [[d.text for d in read_split(split, "text")] for split in splits]
+    assert sorted(text for texts in by_split for text in texts) == sorted(TEXTS)
+    for index, texts in enumerate(by_split):
+        assert texts == [t for i, t in enumerate(TEXTS) if i // block_lines % len(splits) == index]
 
 
 @pytest.mark.parametrize("how", COMPRESSED)
@@ -256,17 +256,17 @@ def test_small_texts_share_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("count", "parts"), [(1, 8), (8, 8), (9, 8), (10, 7), (32, 2), (33, 2), (63, 2), (64, 1), (100, 1)]
+    ("count", "num_splits"), [(1, 8), (8, 8), (9, 8), (10, 7), (32, 2), (33, 2), (63, 2), (64, 1), (100, 1)]
 )
-def test_few_compressed_files_are_cut_finer(tmp_path: Path, count: int, parts: int) -> None:
-    """Large ones; the plan looks at sizes alone."""
+def test_few_compressed_files_are_split(tmp_path: Path, count: int, num_splits: int) -> None:
+    """Large files: splits depend on the sizes alone."""
     files = [tmp_path / f"{i:03}.jsonl.gz" for i in range(count)]
     for file in files:
         with open(file, "wb") as f:
             f.truncate(1 << 30)  # no byte of it is stored
     splits = split_files([*files, write(tmp_path / "z.txt", b"x")], "text")
     assert [(u.files[0], u.begin, u.end) for u in splits[:-1]] == [
-        (file, part, parts) for file in files for part in range(parts)
+        (file, index, num_splits) for file in files for index in range(num_splits)
     ]
 
 
@@ -373,11 +373,11 @@ def test_a_file_of_members_cut_off_at_any_byte(tmp_path: Path, suffix: str, comp
     ends = {sum(map(len, members[:i])): SMALL[: 5 * i] for i in range(1, 5)}
     file = tmp_path / f"a.jsonl{suffix}"
     for length in range(len(whole) + 1):
-        found = all_of(write(file, whole[:length]))
+        texts_read = all_of(write(file, whole[:length]))
         if length in ends:
-            assert found == sorted(ends[length])
+            assert texts_read == sorted(ends[length])
         else:
-            assert found is None
+            assert texts_read is None
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zst)], ids=["gz", "zst"])
@@ -388,9 +388,9 @@ def test_a_flipped_bit_is_an_error_or_does_no_harm(tmp_path: Path, suffix: str, 
     for i in range(len(whole)):
         flipped = bytearray(whole)
         flipped[i] ^= 1 << i % 8
-        found = all_of(write(tmp_path / f"a.jsonl{suffix}", bytes(flipped)))
-        if found is not None:
-            assert found == sorted(SMALL[:6])
+        texts_read = all_of(write(tmp_path / f"a.jsonl{suffix}", bytes(flipped)))
+        if texts_read is not None:
+            assert texts_read == sorted(SMALL[:6])
             harmless += 1
     assert harmless < 12
 
@@ -435,10 +435,10 @@ def test_a_page_of_parquet_that_does_not_decompress(tmp_path: Path) -> None:
     begin, size = page.data_page_offset, page.total_compressed_size
     content[begin + size // 2 : begin + size] = bytes(size - size // 2)
     write(file, bytes(content))
-    found = list[str]()
+    texts_read = list[str]()
     with pytest.raises(ConfigError, match=r"a\.parquet: row 257 or later: damaged parquet"):
-        found.extend(d.text for u in split_files([file], "text") for d in read_split(u, "text"))
-    assert found == TEXTS[:256]
+        texts_read.extend(d.text for u in split_files([file], "text") for d in read_split(u, "text"))
+    assert texts_read == TEXTS[:256]
 
 
 def test_parquet_compressed_in_a_way_that_pyarrow_does_not_read(tmp_path: Path) -> None:
@@ -525,9 +525,9 @@ def test_good_lines_around_broken_ones_are_read(tmp_path: Path, suffix: str) -> 
     compress = {"": bytes, ".gz": gzip.compress, ".zst": zst}[suffix]
     file = write(tmp_path / f"a.jsonl{suffix}", compress(b"\n".join(content)))
     errors = list[ConfigError]()
-    found = read(file, bad=collect(errors))
-    assert sorted(found) == sorted(good)
-    assert suffix or found == good
+    texts_read = read(file, bad=collect(errors))
+    assert sorted(texts_read) == sorted(good)
+    assert suffix or texts_read == good
     told = {int(str(e).removeprefix(f"{file}:").split(":")[0]): str(e) for e in errors}
     assert len(errors) == len(told)
     assert told.keys() == expected.keys()
@@ -583,8 +583,8 @@ def test_rows_around_one_that_is_not_utf8_are_read(tmp_path: Path) -> None:
     buffers = pa.array(offsets, pa.int32()).buffers()[1], pa.py_buffer(b"".join(values))
     pq.write_table(pa.table({"text": pa.StringArray.from_buffers(300, *buffers)}), tmp_path / "a.parquet")
     errors = list[ConfigError]()
-    found = read(tmp_path / "a.parquet", bad=collect(errors))
-    assert found == [str(i) for i in range(1, 301) if i != 271]
+    texts_read = read(tmp_path / "a.parquet", bad=collect(errors))
+    assert texts_read == [str(i) for i in range(1, 301) if i != 271]
     assert [str(e).split(": ")[1] for e in errors] == ["row 271"]
 
 

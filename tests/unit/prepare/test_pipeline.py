@@ -231,12 +231,12 @@ def drive_in_a_session(raw: Path, output: Path) -> None:
 
 def session_of(leader: int | None) -> list[int]:
     """Processes of a session that have not ended."""
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-            found += [int(path.parent.name)] if int(session) == leader and state != "Z" else []
-    return found
+            result += [int(path.parent.name)] if int(session) == leader and state != "Z" else []
+    return result
 
 
 def test_a_killed_worker_ends_the_run_with_a_reason(raw: Path, tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_damaged_archive_is_an_error_even_where_bad_lines_are_skipped(tmp_path
 def test_an_id_outside_the_vocabulary_is_named(raw: Path, tmp_path: Path) -> None:
     tokenizer = Bytes().build()
     tokenizer.vocab_size = 120
-    with pytest.raises(ConfigError, match=r"in/\S+: (row \d+: )?token id 257 outside the vocabulary of 120"):
+    with pytest.raises(ConfigError, match=r"in/\S+: (row \d+: )?token id 257 >= vocab_size 120"):
         prepare(find_files([str(raw)], "input"), tmp_path / "out", tokenizer, OPTIONS, num_processes=1)
     assert not (tmp_path / "out").exists()
 
@@ -374,7 +374,7 @@ def test_workers_of_other_files_at_the_same_time_are_refused(tmp_path: Path) -> 
 
 
 def test_an_old_marker_does_not_vouch_for_new_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two recipes in turn in one folder, the second killed between a split's files and its marker."""
+    """Two sets of options in turn in one folder, the second killed between a split's files and its marker."""
     (tmp_path / "in").mkdir()
     lines = [json.dumps({"text": f"right {i}", "body": f"wrong {i}"}) + "\n" for i in range(50)]
     (tmp_path / "in" / "a.jsonl").write_text("".join(lines))

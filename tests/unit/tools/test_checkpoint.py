@@ -36,9 +36,9 @@ def flip(file: Path) -> None:
 def output(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> list[str]:
     """What `titanlite checkpoint ...` prints, as a user starts it."""
     capsys.readouterr()
-    found = cli.run(["checkpoint", *map(str, argv)])
+    exit_code = cli.run(["checkpoint", *map(str, argv)])
     out, err = capsys.readouterr()
-    assert found == code, (out, err)
+    assert exit_code == code, (out, err)
     assert "Traceback" not in err
     return out.splitlines() if code in (0, 3) and not err else err.splitlines()
 
@@ -83,7 +83,7 @@ def test_list_tells_of_a_run_that_went_back(run: Path, capsys: pytest.CaptureFix
     back.load(toy.net, toy.optimizer, toy.state)
     back.close()
     assert output(capsys, "list", run)[3:] == [
-        "archived-0: steps 2, 3, archived when the run went back with load_step, or restarted"
+        "archived-0: steps 2, 3, archived when the run went back with load_step or restarted"
     ]
 
 

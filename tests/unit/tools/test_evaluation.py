@@ -39,8 +39,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Pa
     train(job)
     assert cli.run(["export", str(job.folder), str(folder / "it"), "--dtype", "float32"]) == 0
     tokenizer = job.tokenizer.build()
-    of = dataclasses.replace(job.model, overrides={**job.model.overrides, "vocab_size": tokenizer.vocab_size})
-    net = of.build()
+    model_family = dataclasses.replace(
+        job.model, overrides={**job.model.overrides, "vocab_size": tokenizer.vocab_size}
+    )
+    net = model_family.build()
     load_weights(open_hugging_face(folder / "it"), net)
     return folder / "it", net, tokenizer
 

@@ -31,11 +31,11 @@ pytestmark = pytest.mark.usefixtures("no_hang")
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A Hugging Face directory."""
-    folder, of = tmp_path / "model", family(tie_word_embeddings=False)
+    folder, model_family = tmp_path / "model", family(tie_word_embeddings=False)
     folder.mkdir()
-    save_file(random_net(of).state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(random_net(model_family).state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer = Bytes().build()
-    files = {"config.json": json.dumps({**of.hf_config(), "eos_token_id": tokenizer.eos}).encode()}
+    files = {"config.json": json.dumps({**model_family.hf_config(), "eos_token_id": tokenizer.eos}).encode()}
     files["generation_config.json"] = json.dumps({"eos_token_id": [tokenizer.eos, 65]}).encode()
     for name, content in {**files, **tokenizer.hugging_face_files()}.items():
         (folder / name).write_bytes(content)

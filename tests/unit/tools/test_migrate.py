@@ -12,11 +12,12 @@ import pytest
 
 from tests.support.torchtitan_table import KEYS, PAGE, page
 from titanlite import cli
+from titanlite.checkpoint.run_identity import flatten
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.interop.torchtitan_toml import CONVERTED, DEFAULTS, FLAVORS, HARMLESS, NO_COUNTERPART, RENAMED
 from titanlite.job import Job, load_job
-from titanlite.tools.migrate import flatten, migrate, migrate_key, own_keys, reason_without_counterpart
+from titanlite.tools.migrate import migrate, migrate_key, own_keys, reason_without_counterpart
 
 # Keys and values as torchtitan's Llama 3 files have them, in 0.1 and in 0.2; then what differs by size.
 BOTH: dict[str, Any] = {
@@ -160,7 +161,7 @@ def test_a_default_that_is_left_out_is_as_if_it_were_written(release: str, tmp_p
     )
     jobs = [result(tmp_path, keys)[0] for keys in (written | switches, switches)]
     assert jobs[0].float8.enable
-    trees = [dict(flatten(toml.as_tree(job))) for job in jobs]
+    trees = [flatten(toml.as_tree(job)) for job in jobs]
     names = {"job", "tokenizer", "data"}  # paths of folders
     trees = [{k: v for k, v in tree.items() if k.split(".")[0] not in names} for tree in trees]
     assert trees[0] == trees[1]
