@@ -1,1 +1,1 @@
-"""One file per verb of the `titanlite` command, except `train`, which is train.py. These are programs: they may import every other module."""
+"""One file per verb of the `titanlite` command; the verb `train` is train.py. They may import every module."""
