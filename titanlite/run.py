@@ -65,8 +65,8 @@ class Run:
     def profiler(self) -> Profiler:
         """The profiler of the steps that [profiling] chooses."""
         folder, steps = self.job.folder / "profile", self.job.training.steps
-        apart = partial(self.meter.apart, "time/profiling_s")
-        return Profiler(self.job.profiling, folder, self.rt.rank, self.state.step + 1, steps, apart)
+        untimed = partial(self.meter.untimed, "time/profiling_s")
+        return Profiler(self.job.profiling, folder, self.rt.rank, self.state.step + 1, steps, untimed)
 
     def end_without_data(self, error: Stopped | LoaderError, first_step: int, requests: StopRequests) -> int:
         """End a run that gets no more batches. A run on one rank saves the last finished step; with several
@@ -137,7 +137,7 @@ class Run:
 
     def save(self) -> None:
         """Save a checkpoint of the step that was just taken."""
-        with self.meter.apart("checkpoint/stall_s"):
+        with self.meter.untimed("checkpoint/stall_s"):
             self.checkpoints.save(self.model.net, self.optimizer, self.state, self.small_state())
 
     def values(
@@ -177,13 +177,13 @@ class Run:
         num_sequences = self.job.validation.num_sequences(
             self.sequences.num_held_out, self.rt.batch.global_size
         )
-        with self.meter.apart("time/validation_s"):
+        with self.meter.untimed("time/validation_s"):
             return validate(self.model, self.sequences, num_sequences, self.rt)
 
     def sample(self, keep: bool = True) -> None:
         """Log a sample for each prompt and, with `keep`, append it to samples.txt. Collective."""
         generation = self.job.generation
-        with self.meter.apart("time/generation_s"):
+        with self.meter.untimed("time/generation_s"):
             for i, prompt in enumerate(generation.prompts):
                 seed, device = self.job.training.seed + i, self.rt.device
                 try:

@@ -45,15 +45,15 @@ def family(name: str = "llama3", **overrides: Any) -> ModelFamily:
     return component(flavor="debug", overrides={**SHAPE, **overrides})
 
 
-def keys_of(of: ModelFamily) -> list[str]:
+def keys_of(component: ModelFamily) -> list[str]:
     """The command-line arguments that choose the family."""
-    overrides = [f"--model.overrides.{key}={json.dumps(value)}" for key, value in of.overrides.items()]
-    return [f"--model.name={of.name}", *overrides]
+    overrides = [f"--model.overrides.{key}={json.dumps(value)}" for key, value in component.overrides.items()]
+    return [f"--model.name={component.name}", *overrides]
 
 
-def random_net(of: ModelFamily, seed: int = 0) -> Decoder:
+def random_net(component: ModelFamily, seed: int = 0) -> Decoder:
     """A model of the family, with weights large enough that mistakes show."""
-    net = of.build()
+    net = component.build()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in net.parameters():
@@ -61,13 +61,13 @@ def random_net(of: ModelFamily, seed: int = 0) -> Decoder:
     return net
 
 
-def hugging_face(of: ModelFamily, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def hugging_face(component: ModelFamily, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """transformers' model with the same weights."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(**of.hf_config())
+    config = transformers.AutoConfig.for_model(**component.hf_config())
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
-    model.load_state_dict(random_net(of, seed).state_dict(), strict=False)
+    model.load_state_dict(random_net(component, seed).state_dict(), strict=False)
     return model.eval().to(dtype)
 
 

@@ -101,7 +101,7 @@ class Meter:
         self._data_wait_s += time.perf_counter() - began
 
     @contextmanager
-    def apart(self, key: str) -> Iterator[None]:
+    def untimed(self, key: str) -> Iterator[None]:
         """Keeps the body's time out of the step time and reports it, in seconds, under `key`."""
         self.synchronize()  # work of the steps that is still queued on the device counts as theirs
         began = time.perf_counter()

@@ -87,7 +87,7 @@ class Profiler:
     """Traces steps while it is open; call `step_done` after each step. Does nothing on ranks that are not
     traced.
 
-    `apart`: a context in which traces are written, to keep that time out of the step time.
+    `untimed`: a context in which traces are written, to keep that time out of the step time.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Profiler:
         rank: int,
         first_step: int,
         last_step: int,
-        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        untimed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        self._config, self._folder, self._rank, self._apart = config, folder, rank, apart
+        self._config, self._folder, self._rank, self._untimed = config, folder, rank, untimed
         self._first_step = self._step = first_step
         self._table = ""
         self._torch: torch.profiler.profile | None = None
@@ -136,7 +136,7 @@ class Profiler:
 
     def step_done(self) -> None:
         """A step has been issued to the device."""
-        with self._apart() if self._step in self._ends else nullcontext():
+        with self._untimed() if self._step in self._ends else nullcontext():
             self._advance()
 
     def _advance(self) -> None:

@@ -101,7 +101,7 @@ def test_time_apart_is_not_step_time_and_is_reported_once(clock):
     meter = make_meter(clock)
     take_steps(meter, clock, steps=4, seconds=2.0)
     for _ in range(2):
-        with meter.apart("checkpoint/stall_s"):
+        with meter.untimed("checkpoint/stall_s"):
             clock.sleep(15.0)
     values = meter.report(4, LOSS)
     assert values["checkpoint/stall_s"] == pytest.approx(30.0)
@@ -117,7 +117,7 @@ def test_what_the_device_still_has_to_do_of_the_steps_is_not_time_apart(clock):
     pending = [3.0, 5.0]  # of the steps, then of the body
     meter.synchronize = lambda: clock.sleep(pending.pop(0))
     meter.step_done()
-    with meter.apart("time/validation_s"):
+    with meter.untimed("time/validation_s"):
         pass
     values = meter.report(1, LOSS)
     assert values["time/validation_s"] == pytest.approx(5.0)
@@ -141,7 +141,7 @@ def test_data_wait_is_a_share_of_the_time_of_the_steps(clock):
     with meter.waiting_for_data():
         clock.sleep(1.0)
     take_steps(meter, clock, steps=1, seconds=1.0)
-    with meter.apart("time/validation_s"):
+    with meter.untimed("time/validation_s"):
         clock.sleep(98.0)
     assert meter.report(1, LOSS)["time/data_wait_pct"] == pytest.approx(50.0)
 

@@ -103,10 +103,10 @@ def test_profiling_changes_no_number(tmp_path: Path, corpus: Path) -> None:
 
 @pytest.mark.parametrize(("config", "rank"), [(Profiling(enable_profiling=True), 1), (Profiling(), 0)])
 def test_other_ranks_and_other_runs_do_nothing(tmp_path: Path, config: Profiling, rank: int) -> None:
-    def apart() -> AbstractContextManager[None]:
+    def untimed() -> AbstractContextManager[None]:
         raise AssertionError("a step is held up for nothing")
 
-    with Profiler(config, tmp_path / "profile", rank, 1, 20, apart) as profiler:
+    with Profiler(config, tmp_path / "profile", rank, 1, 20, untimed) as profiler:
         for _ in range(20):
             profiler.step_done()
     assert not (tmp_path / "profile").exists()
