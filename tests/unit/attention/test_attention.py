@@ -1,6 +1,6 @@
-"""Pins document masks: what a packed row computes for a document is what the document alone computes, in
-logits and gradients, and without the mask it is not; the kernels are told the same relation; a kernel that a
-device does not have is refused."""
+"""Pins document masks: logits and gradients of a document in a packed sequence equal those of the document
+alone, and differ without the mask. All backends have the same mask. A kernel that the device lacks is
+refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPE = {
     "vocab_size": 50,
 }
 SEQ_LEN = 24
-ROWS = [[0, 5, 11, 12], [0], [0, 23], [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22]]
+DOCUMENT_STARTS = [[0, 5, 11, 12], [0], [0, 23], [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22]]
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +47,28 @@ def net() -> Decoder:
 
 
 def packed() -> tuple[Batch, list[np.ndarray]]:
-    """Rows of documents as a batch, and the documents."""
+    """A batch of packed sequences, and their documents."""
     rng = np.random.default_rng(0)
-    rows = [TokenSequence(rng.integers(0, 50, SEQ_LEN + 1), np.array(begins)) for begins in ROWS]
-    documents = [d for row in rows for d in np.split(row.tokens, row.document_starts[1:])]  # type: ignore[index]
-    return make_batch(list(range(len(rows))), rows, seq_len=SEQ_LEN, with_positions=True), documents
+    sequences = [
+        TokenSequence(rng.integers(0, 50, SEQ_LEN + 1), np.array(starts)) for starts in DOCUMENT_STARTS
+    ]
+    documents = [d for s in sequences for d in np.split(s.tokens, s.document_starts[1:])]  # type: ignore[index]
+    batch = make_batch(list(range(len(sequences))), sequences, seq_len=SEQ_LEN, with_positions=True)
+    return batch, documents
 
 
 def alone(document: np.ndarray) -> Batch:
     return make_batch([0], [TokenSequence(document)], seq_len=len(document) - 1)
 
 
-def pieces_of(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
-    """`values` [B, T, ...] cut where documents begin."""
+def by_document(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
+    """`values` [B, T, ...] split at document boundaries."""
     assert batch.positions is not None
-    actual = []
-    for row, positions in zip(values, batch.positions):
-        begins = (positions == 0).nonzero().flatten().tolist()
-        actual += [row[a:b] for a, b in zip(begins, [*begins[1:], None])]
-    return actual
+    documents = []
+    for sequence, positions in zip(values, batch.positions):
+        starts = (positions == 0).nonzero().flatten().tolist()
+        documents += [sequence[a:b] for a, b in zip(starts, [*starts[1:], None])]
+    return documents
 
 
 def logits(net: Decoder, batch: Batch, masked: bool = True) -> torch.Tensor:
@@ -77,10 +80,10 @@ def within_documents(batch: Batch) -> Attention:
     return SDPA().for_documents(batch.positions, batch.num_documents)
 
 
-def test_logits_of_a_packed_row_are_those_of_its_documents_alone(net: Decoder) -> None:
+def test_logits_of_a_packed_sequence_are_those_of_its_documents_alone(net: Decoder) -> None:
     batch, documents = packed()
-    ours = pieces_of(batch, logits(net, batch))
-    leaking = pieces_of(batch, logits(net, batch, masked=False))
+    ours = by_document(batch, logits(net, batch))
+    leaking = by_document(batch, logits(net, batch, masked=False))
     wrong = 0.0
     for document, a, b in zip(documents, ours, leaking):
         expected = net(torch.from_numpy(document[: len(a)])[None])[0]
@@ -90,7 +93,7 @@ def test_logits_of_a_packed_row_are_those_of_its_documents_alone(net: Decoder) -
 
 
 def test_it_is_the_mask_that_keeps_documents_apart(net: Decoder) -> None:
-    """Positions that restart do not, and rotary ones, which are relative, need not."""
+    """Restarting positions do not separate documents, because rotary positions are relative."""
     batch, _ = packed()
     right = logits(net, batch)
     shifted = net(batch.inputs, attention=within_documents(batch))
@@ -108,7 +111,7 @@ def gradients(net: Decoder, batches: list[Batch]) -> dict[str, torch.Tensor]:
     return actual
 
 
-def test_gradients_of_packed_rows_are_those_of_their_documents(net: Decoder) -> None:
+def test_gradients_of_packed_sequences_are_those_of_their_documents(net: Decoder) -> None:
     batch, documents = packed()
     ours = gradients(net, [batch])
     theirs = gradients(net, [alone(d) for d in documents if len(d) > 1])
@@ -118,7 +121,7 @@ def test_gradients_of_packed_rows_are_those_of_their_documents(net: Decoder) -> 
     assert any(not torch.allclose(unmasked[n], theirs[n], atol=1e-3) for n in theirs)
 
 
-def test_kernels_are_told_the_same_documents() -> None:
+def test_all_backends_have_the_same_document_mask() -> None:
     batch, _ = packed()
     positions = batch.positions
     assert positions is not None
@@ -133,9 +136,9 @@ def test_kernels_are_told_the_same_documents() -> None:
     of_token = torch.bucketize(torch.arange(positions.numel()), varlen.cu_seqlens[1:], right=True)
     same = of_token[:, None] == of_token[None, :]
     causal = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril()
-    for b in range(len(ROWS)):
-        row = slice(b * SEQ_LEN, (b + 1) * SEQ_LEN)
-        assert torch.equal(dense.mask[b, 0], same[row, row] & causal)
+    for b in range(len(DOCUMENT_STARTS)):
+        tokens = slice(b * SEQ_LEN, (b + 1) * SEQ_LEN)
+        assert torch.equal(dense.mask[b, 0], same[tokens, tokens] & causal)
     sizes = varlen.cu_seqlens.diff()
     assert 0 <= sizes.min() <= sizes.max() <= varlen.max_seqlen
 
@@ -155,7 +158,7 @@ def needs(device: str, dtype: torch.dtype, **options: bool) -> AttentionNeeds:
 
 
 @pytest.mark.parametrize("backend", [Flex, Varlen], ids=lambda backend: backend.name)
-def test_a_kernel_that_the_device_has_not(backend: type[SDPA]) -> None:
+def test_a_kernel_that_the_device_lacks_is_refused(backend: type[SDPA]) -> None:
     with pytest.raises(ConfigError, match=r"does not work on cpu with float32; working backends: sdpa$") as e:
         backend().build(needs("cpu", torch.float32, masks_documents=True))
     assert e.value.key == "attention.backend"
@@ -173,19 +176,19 @@ def test_a_kernel_that_the_device_has_not(backend: type[SDPA]) -> None:
         ("cuda", torch.bfloat16, {"context_parallel": True, "masks_documents": True}, "flex"),
     ],
 )
-def test_the_kernel_chosen_where_none_is_named(
+def test_the_kernel_that_auto_chooses(
     device: str, dtype: torch.dtype, options: dict[str, bool], chosen: str
 ) -> None:
     assert Auto().build(needs(device, dtype, **options)).name == chosen
 
 
-def test_a_kernel_that_is_named_for_scaled_dot_product_attention_is_not_passed_over() -> None:
-    """head_tail runs cuDNN's kernel, or none."""
+def test_auto_does_not_choose_head_tail_for_another_sdpa_kernel() -> None:
+    """head_tail always runs cuDNN's kernel."""
     run = needs("cpu", torch.float32, context_parallel=True)
     assert Auto(sdpa_kernel="math").build(run).name == "sdpa"
 
 
-def test_a_backend_without_what_the_run_needs_is_refused() -> None:
+def test_a_backend_that_lacks_a_needed_feature_is_refused() -> None:
     class Plain(AttentionBackend):
         name = "plain"
 

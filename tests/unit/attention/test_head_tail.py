@@ -1,4 +1,5 @@
-"""Attention of two chunks of a sequence is that part of attention over the sequence, forward and backward."""
+"""Head-tail attention of two chunks equals attention over the whole sequence at their positions, forward and
+backward."""
 
 from __future__ import annotations
 
@@ -12,21 +13,23 @@ B, H, K, E, SIZE = 2, 4, 2, 8, 16
 
 
 def tensors(chunks: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Queries, keys, values and an output gradient of a sequence of so many chunks."""
+    """Queries, keys, values and the gradient of the output, for sequences of `chunks` chunks."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(B, n, chunks * SIZE, E) for n in (H, K, K, H)]
     return [(2 * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes]
 
 
 def at(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Two chunks of a sequence."""
+    """The chunks `first` and `last` of a sequence, concatenated."""
     chunks = x.split(SIZE, 2)
     return torch.cat((chunks[first], chunks[last]), 2)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("first", "last"), [(0, 7), (3, 4), (1, 6)])
-def test_it_is_that_part_of_the_sequence(first: int, last: int, compiled: bool) -> None:
+def test_two_chunks_equal_the_whole_sequence_at_their_positions(
+    first: int, last: int, compiled: bool
+) -> None:
     q, k, v, grad = tensors(8)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
@@ -48,7 +51,7 @@ def test_control_another_chunk_is_noticed() -> None:
     assert not torch.allclose(right[:, :, :SIZE], wrong[:, :, :SIZE], atol=1e-2)
 
 
-def test_in_bf16_it_is_as_near_as_the_whole() -> None:
+def test_bf16_is_as_precise_as_for_the_whole_sequence() -> None:
     q, k, v, _ = tensors(8, torch.float64)
     exact = at(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), 1, 6)
     q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
@@ -59,6 +62,6 @@ def test_in_bf16_it_is_as_near_as_the_whole() -> None:
 
 
 def test_the_operation_is_well_formed() -> None:
-    """Its shapes, its gradients and what it says of itself to the compiler."""
+    """torch's check of custom operators: shapes, gradients and the implementation for the compiler."""
     q, k, v, _ = (x.requires_grad_() for x in tensors(4))
     torch.library.opcheck(head_tail_attention, (at(q, 1, 2).detach().requires_grad_(), k, v, 1, 2))

@@ -1,5 +1,5 @@
-"""The families are Hugging Face's: the same names, shapes and logits; their flavors are the published models,
-and a config.json is read as it is written."""
+"""The families equal Hugging Face's models: parameter names, shapes and logits. Flavors have the sizes of the
+published models, and a written config.json is read back unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titanlite.models.qwen3 import Qwen3
 transformers = pytest.importorskip("transformers")
 
 SHAPE = {"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "hidden_dim": 96, "vocab_size": 300}
-# A short original context, so that positions fall into all three regimes of the scaling.
+# With a short original context, positions are in all three ranges of the rope scaling.
 SCALED = {"rope_factor": 8.0, "rope_original_max_position": 64, "rope_theta": 1e4}
 CASES = {
     "llama3": (Llama3, {"head_dim": 8}),
@@ -37,7 +37,7 @@ def family_of(case: str) -> ModelFamily:
 
 
 def pair(family: ModelFamily) -> tuple[Decoder, Any]:
-    """The same random model, ours and theirs; norms and embeddings are not left as they start."""
+    """The same random model in titanlite and in transformers, with random norms, too."""
     net = family.build()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -56,8 +56,9 @@ def models(request: pytest.FixtureRequest) -> tuple[Decoder, Any]:
     return pair(family_of(request.param))
 
 
-def tokens(rows: int = 2) -> torch.Tensor:
-    return torch.randint(0, SHAPE["vocab_size"], (rows, 256), generator=torch.Generator().manual_seed(1))
+def tokens(num_sequences: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, SHAPE["vocab_size"], (num_sequences, 256), generator=generator)
 
 
 def test_names_and_shapes(models) -> None:
@@ -74,8 +75,9 @@ def test_logits(models) -> None:
 
 @torch.no_grad()
 def test_likeliest_tokens_in_bf16(models) -> None:
-    """Where one token is likelier than the next by more than bf16's rounding: a tenth of what logits spread.
-    In all positions, ours are no farther from fp32's than theirs are."""
+    """The most likely tokens agree wherever the two largest logits differ by more than bf16's rounding (a
+    tenth of the logits' spread). Over all positions, titanlite agrees with fp32 as often as transformers
+    does."""
     ours, theirs = models
     exact = ours(tokens(8))
     first, second = exact.topk(2).values.unbind(-1)
@@ -92,7 +94,7 @@ def test_likeliest_tokens_in_bf16(models) -> None:
 
 @torch.no_grad()
 def test_control_each_part_of_a_family_counts() -> None:
-    """Without its norms, or with another rotation, the logits are others."""
+    """The logits differ without the norms, and with another rotary embedding."""
     ours, theirs = pair(family_of("qwen3"))
     wanted = theirs(tokens()).logits
     for name in ("q_norm", "k_norm"):
@@ -151,7 +153,7 @@ def test_a_config_is_read_as_it_is_written(case: str, tmp_path: Path) -> None:
     actual = read_family(write(tmp_path, family.hf_config()))
     assert type(actual) is type(family)
     ours, theirs = actual.config, family.config
-    if theirs.__dict__.get("rope_factor") == 1.0:  # nothing is told of a scaling that is none
+    if theirs.__dict__.get("rope_factor") == 1.0:  # config.json has no keys for a scaling of 1
         assert ours.rope_factor == 1.0
     else:
         assert ours == theirs
@@ -170,7 +172,7 @@ def test_a_published_shape_is_a_flavor(family: Any, flavor: str, tmp_path: Path)
     assert actual == family(flavor=flavor)
 
 
-# Of Llama 3.2 1B and Qwen3 8B, the keys that matter, as releases before transformers 5 wrote them.
+# The relevant keys of Llama 3.2 1B's and Qwen3 8B's config.json, as written before transformers 5.
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 2048,
     "attention_bias": False, "mlp_bias": False, "head_dim": 64, "intermediate_size": 8192,
@@ -224,7 +226,7 @@ def test_published_configs(tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_not_supported_is_told(base: dict, change: dict, message: str, tmp_path: Path) -> None:
+def test_an_unsupported_config_is_refused(base: dict, change: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e:
         read_family(write(tmp_path, base | change))
     assert message in str(e.value)
@@ -232,7 +234,7 @@ def test_what_is_not_supported_is_told(base: dict, change: dict, message: str, t
     assert "\n" not in str(e.value)
 
 
-def test_a_directory_without_a_config_is_told(tmp_path: Path) -> None:
+def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         read_family(tmp_path)
     (tmp_path / "config.json").write_text("[1")

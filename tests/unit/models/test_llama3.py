@@ -1,5 +1,5 @@
-"""What a decoder does with positions, masks, its loss and missing ends, and how its flavors are changed, on
-Llama 3. That it is Hugging Face's is in test_hugging_face.py."""
+"""The decoder of Llama 3: positions, masks, the loss, a missing embedding or head, and overrides of flavors.
+test_hugging_face.py compares it with Hugging Face's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_positions_shift_the_rotation() -> None:
         assert not torch.allclose(net(tokens), stretched, atol=1e-2)
 
 
-def test_no_token_sees_the_ones_after_it() -> None:
+def test_no_token_attends_to_later_tokens() -> None:
     _, net = build()
     tokens = torch.randint(0, 300, (1, 20))
     changed = tokens.clone()
@@ -119,7 +119,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused() -> None:
         family.check_vocabulary(8193)
 
 
-def test_missing_ends_pass_through() -> None:
+def test_stages_without_embedding_or_head_pass_hidden_states() -> None:
     _, net = build(tie_word_embeddings=False)
     tokens = torch.randint(0, 300, (1, 12))
     with torch.no_grad():

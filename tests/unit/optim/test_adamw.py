@@ -64,7 +64,7 @@ def test_vectors_and_scalars_do_not_decay():
     before = {name: p.detach().clone() for name, p in params.items()}
     optimizer = AdamW(lr=0.1, weight_decay=0.5).build(Parameters(params), ALONE)
     for p in params.values():
-        p.grad = torch.zeros_like(p)  # a gradient of zero: what moves is decay
+        p.grad = torch.zeros_like(p)  # with zero gradients, only weight decay changes weights
     optimizer.step()
     for name in ("bias", "scale"):
         assert torch.equal(params[name], before[name])
@@ -93,7 +93,7 @@ def test_a_group_without_parameters_is_left_out(names):
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
 
 
-def test_set_lr_scales_the_peak_and_not_what_was_set_before():
+def test_set_lr_scales_the_peak_and_not_the_previous_rate():
     optimizer = AdamW(lr=0.2).build(Parameters(parameters()), ALONE)
     set_lr(optimizer, 0.5)
     set_lr(optimizer, 0.5)

@@ -113,13 +113,13 @@ def test_min_lr_factor_scales_the_decay_and_leaves_warmup_alone():
     )  # halfway of a decay of 10 steps
 
 
-def test_a_decay_longer_than_what_warmup_leaves_starts_at_its_end():
+def test_a_decay_that_overlaps_warmup_starts_when_warmup_ends():
     schedule = WarmupStableDecay(warmup_steps=6, decay_ratio=1.0)
     assert factors(schedule, 10)[:6] == pytest.approx([step / 6 for step in range(1, 7)])
     assert factors(schedule, 10)[6:] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
-def test_total_steps_sets_the_length_apart_from_where_the_run_stops():
+def test_total_steps_sets_the_length_independently_of_training_steps():
     schedule = WarmupStableDecay(warmup_steps=2, total_steps=100)
     assert factors(schedule, 10) == [schedule.factor(step, 100) for step in range(1, 11)]
     assert factors(schedule, 10) == factors(WarmupStableDecay(warmup_steps=2), 100)[:10]

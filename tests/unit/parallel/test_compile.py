@@ -1,4 +1,5 @@
-"""Compile and recompute: one graph serves all blocks, values stay, activations are really recomputed."""
+"""Compile and activation checkpointing: one graph serves all blocks, values do not change, and activations
+are recomputed."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def step(net: Decoder) -> tuple[float, list[torch.Tensor]]:
     return loss.item(), [p.grad for p in net.parameters()]
 
 
-RECOMPUTE = {
+MODES = {
     "none": ActivationCheckpoint(),
     "full": ActivationCheckpoint(mode="full"),
     "op": ActivationCheckpoint(mode="selective"),
@@ -57,7 +58,7 @@ RECOMPUTE = {
     "norms and mlp": ActivationCheckpoint(mode="selective", selective_ac_option="norms+mlp"),
     "memory budget": ActivationCheckpoint(mode="memory_budget", memory_budget=0.3),
 }
-recompute = pytest.mark.parametrize("recompute", RECOMPUTE.values(), ids=RECOMPUTE.keys())
+checkpointing = pytest.mark.parametrize("checkpointing", MODES.values(), ids=MODES.keys())
 
 
 def close(actual: tuple[float, list[torch.Tensor]], wanted: tuple[float, list[torch.Tensor]]) -> bool:
@@ -66,19 +67,19 @@ def close(actual: tuple[float, list[torch.Tensor]], wanted: tuple[float, list[to
     )
 
 
-@recompute
+@checkpointing
 def test_one_graph_serves_all_blocks_and_changes_nothing(
-    recompute: ActivationCheckpoint,
+    checkpointing: ActivationCheckpoint,
 ) -> None:
     wanted = step(build())
     torch.compiler.reset()
     net, compilations = build(), Compilations()
-    apply_activation_checkpoint(net, recompute)
-    traced = recompute.mode == "memory_budget" or recompute.selective_ac_option == "op"
+    apply_activation_checkpoint(net, checkpointing)
+    traced = checkpointing.mode == "memory_budget" or checkpointing.selective_ac_option == "op"
     apply_compile(net, Compile(enable=True, backend="aot_eager" if traced else "eager"))
     names = [name for name, _ in net.named_parameters()]
     assert close(step(net), wanted)
-    kinds = 2 if recompute.selective_ac_option == "2" else 1  # of blocks
+    kinds = 2 if checkpointing.selective_ac_option == "2" else 1  # of blocks: with and without checkpointing
     graphs = compilations.since_last()["compile/graphs"]
     assert graphs == kinds, "every block compiled its own graph, or none at all"
     assert [name for name, _ in net.named_parameters()] == names
@@ -86,7 +87,7 @@ def test_one_graph_serves_all_blocks_and_changes_nothing(
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_one_graph_serves_all_attention_objects_of_a_backend(mode: str) -> None:
-    """A mask is an input of the graph: a micro-batch with other documents compiles nothing anew."""
+    """A mask is an input of the graph: a micro-batch with other documents does not recompile it."""
     torch.compiler.reset()
     nets, compilations = (build(), build()), Compilations()
     apply_activation_checkpoint(nets[1], ActivationCheckpoint(mode=mode))
@@ -129,10 +130,10 @@ def test_the_loss_is_one_graph_for_all_chunks() -> None:
 @pytest.mark.full  # in the default tier, tests/unit/test_losses.py runs code that inductor generates
 @pytest.mark.parametrize("name", ["none", "op", "memory budget"])
 def test_the_real_compiler_changes_nothing(name: str) -> None:
-    recompute, wanted = RECOMPUTE[name], step(build())
+    checkpointing, wanted = MODES[name], step(build())
     torch.compiler.reset()
     net = build()
-    apply_activation_checkpoint(net, recompute)
+    apply_activation_checkpoint(net, checkpointing)
     apply_compile(net, Compile(enable=True))
     assert close(step(net), wanted)
 
@@ -143,11 +144,11 @@ def test_a_backend_is_one_that_torch_knows() -> None:
     assert e.value.key == "backend"
 
 
-def kept_elements(recompute: ActivationCheckpoint, compile: bool = False) -> int:
-    """Elements kept for the backward, in all; the compiler keeps less of its own accord."""
+def kept_elements(checkpointing: ActivationCheckpoint, compile: bool = False) -> int:
+    """The number of elements that are kept for the backward. The compiler itself already keeps fewer."""
     torch.compiler.reset()
     net = build()
-    apply_activation_checkpoint(net, recompute)
+    apply_activation_checkpoint(net, checkpointing)
     apply_compile(net, Compile(enable=compile, backend="aot_eager"))
     kept: dict[int, int] = {}
 
@@ -162,8 +163,8 @@ def kept_elements(recompute: ActivationCheckpoint, compile: bool = False) -> int
 
 
 def test_what_is_recomputed_is_not_kept() -> None:
-    everything = kept_elements(RECOMPUTE["none"])
-    kept = {name: kept_elements(config) / everything for name, config in RECOMPUTE.items()}
+    everything = kept_elements(MODES["none"])
+    kept = {name: kept_elements(config) / everything for name, config in MODES.items()}
     assert kept["full"] < 0.5
     assert kept["full"] < kept["every second"] < 0.8
     assert kept["mlp"] < 0.8
@@ -172,14 +173,14 @@ def test_what_is_recomputed_is_not_kept() -> None:
 
 
 def test_the_compiler_keeps_to_its_budget() -> None:
-    whole = kept_elements(RECOMPUTE["none"], compile=True)
+    whole = kept_elements(MODES["none"], compile=True)
     kept = [
         kept_elements(ActivationCheckpoint(mode="memory_budget", memory_budget=share), compile=True) / whole
         for share in (1.0, 0.5, 0.0)
     ]
     assert kept[0] == 1
     assert kept[2] < kept[1] < 0.8
-    assert kept_elements(RECOMPUTE["none"], compile=True) == whole, "a budget outlives its job"
+    assert kept_elements(MODES["none"], compile=True) == whole, "the budget of an earlier model is still set"
 
 
 class Calls(TorchDispatchMode):
@@ -194,10 +195,10 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def calls(recompute: ActivationCheckpoint) -> tuple[int, int]:
-    """Products and attentions of a step."""
+def calls(checkpointing: ActivationCheckpoint) -> tuple[int, int]:
+    """The numbers of matrix products and attention calls in a step."""
     net = build()
-    apply_activation_checkpoint(net, recompute)
+    apply_activation_checkpoint(net, checkpointing)
     with Calls() as mode:
         step(net)
     return mode.count["aten.mm.default"], mode.count[
@@ -205,28 +206,29 @@ def calls(recompute: ActivationCheckpoint) -> tuple[int, int]:
     ]
 
 
-def test_products_and_attentions_that_are_run_again() -> None:
-    once, layers = calls(RECOMPUTE["none"]), SHAPE["n_layers"]
+def test_matrix_products_and_attention_calls_that_are_repeated() -> None:
+    once, layers = calls(MODES["none"]), SHAPE["n_layers"]
     assert once[1] == layers
     again = {
         name: tuple((n - first) / layers for n, first in zip(calls(config), once))
-        for name, config in RECOMPUTE.items()
+        for name, config in MODES.items()
     }
-    # Of q, k, v, o, gate, up, down: nothing needs the result of `down`, so a repetition ends before it.
+    # The products are q, k, v, o, gate, up and down. No backward needs the result of `down`, so the repeated
+    # forward stops before it.
     assert again == {
         "none": (0, 0), "full": (6, 1), "op": (3, 0), "every second": (3, 0.5), "mlp": (2, 0),
         "attention": (3, 1), "norms and mlp": (2, 0), "memory budget": (0, 0),
     }  # fmt: skip
 
 
-def test_a_block_that_is_not_there_is_refused() -> None:
+def test_a_block_number_above_the_number_of_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="4 blocks have no block 5") as e:
         apply_activation_checkpoint(build(), ActivationCheckpoint(mode="selective", selective_ac_option="5"))
     assert e.value.key == "activation_checkpoint.selective_ac_option"
 
 
 @pytest.mark.parametrize("option", ["mlp+op", "2+mlp", "0"])
-def test_what_stands_alone_is_not_joined(option: str) -> None:
+def test_op_and_numbers_are_not_joined_with_others(option: str) -> None:
     with pytest.raises(ConfigError, match="cannot be joined with others; attention, mlp, norms can"):
         ActivationCheckpoint(mode="selective", selective_ac_option=option)
 
@@ -258,7 +260,9 @@ def test_samples_leave_the_compiler_alone() -> None:
 def test_compilations_after_the_first_report_are_told_with_their_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="titanlite")  # the handler's level, too: torch's loggers say more
+    caplog.set_level(
+        logging.INFO, logger="titanlite"
+    )  # also sets the handler's level, because torch's loggers log more
     torch.compiler.reset()
     net, compilations = build(), Compilations()
     step(net)

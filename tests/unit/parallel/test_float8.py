@@ -1,4 +1,5 @@
-"""Float8, emulated: which layers are swapped, what is refused, and that the numbers are those of 8 bits."""
+"""Emulated float8: which layers are converted, which settings are refused, and that the precision is that of
+8 bits."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def build(**changes: int) -> Decoder:
 
 
 def gradients(net: Decoder) -> torch.Tensor:
-    """Of the blocks' matrices, in one vector."""
+    """The gradients of the blocks' matrices as one vector."""
     tokens = torch.arange(32).reshape(2, 16)
     net(tokens, head_fn=partial(cross_entropy, targets_BT=tokens)).backward()
     return torch.cat([p.grad.flatten() for name, p in net.named_parameters() if "_proj" in name])

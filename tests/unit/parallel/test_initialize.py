@@ -67,14 +67,14 @@ def test_mean_and_constant() -> None:
     assert torch.equal(tensor, torch.ones(100, 100))
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = filled(37, 11, 3)
     monkeypatch.setattr(initialize, "CHUNK", 100)
     assert torch.equal(filled(37, 11, 3), whole)
 
 
 def shards_equal(world_size: int) -> bool:
-    """Each rank's shard, of even and uneven tensors along either dim, is its part of the whole."""
+    """Each rank's shard equals its slice of the full tensor, for even and uneven shards along each dim."""
     mesh = init_device_mesh("cpu", (world_size,))
     for shape in ((8, 6), (7, 5), (1, 9), (3, 2, 5)):
         whole = filled(*shape)
@@ -87,5 +87,5 @@ def shards_equal(world_size: int) -> bool:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_shards_are_parts_of_the_whole(run_on, world_size: int) -> None:
+def test_shards_are_slices_of_the_full_tensor(run_on, world_size: int) -> None:
     assert all(run_on(world_size, shards_equal, world_size))
