@@ -21,7 +21,7 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"optim"},
     {"checkpoint", "parallel", "runtime", "metrics", "prepare"},
     {"interop"},
-    {"evaluate", "generate"},
+    {"evaluate", "generate", "report"},
     {"job"},
     {"startup"},
     {"run"},

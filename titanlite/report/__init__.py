@@ -1,0 +1,1 @@
+"""Reports on runs: verdicts on their metrics, an HTML page, and a comparison for a terminal."""

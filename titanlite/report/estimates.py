@@ -1,0 +1,118 @@
+"""Series of a metric, and robust estimates of their noise and trend.
+
+All estimates are deterministic: none draws random numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MAD_TO_SIGMA = 1.4826  # standard deviation of a normal distribution per median absolute deviation
+MEDIAN_ERROR = 1.2533  # standard error of a median per standard error of a mean, sqrt(pi / 2)
+MAX_BLOCK = 64  # longest correlation, in points, that the error of a trend allows for
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric of one run: its values by step, with the tokens that the run had trained on. Values may be
+    NaN or infinite."""
+
+    steps: Ints
+    tokens: Floats
+    values: Floats
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, index: Any) -> Series:
+        """Return the points of a slice, of an index array or of a mask."""
+        return Series(self.steps[index], self.tokens[index], self.values[index])
+
+    def finite(self) -> Series:
+        """Return the points whose value is finite."""
+        return self[np.isfinite(self.values)]
+
+    def after(self, step: int) -> Series:
+        """Return the points of later steps than `step`."""
+        return self[self.steps > step]
+
+
+class Estimate(NamedTuple):
+    """A value and its standard error."""
+
+    value: float
+    error: float
+
+
+def noise(values: Floats) -> float:
+    """Return the standard deviation of the noise of a series, from its second differences, which a trend does
+    not change. 0 for fewer than three values."""
+    if len(values) < 3:
+        return 0.0
+    return float(MAD_TO_SIGMA * np.median(np.abs(np.diff(values, 2))) / np.sqrt(6))
+
+
+def spread(values: Floats) -> float:
+    """Return the robust standard deviation of values around their median, slow changes included."""
+    return float(MAD_TO_SIGMA * np.median(np.abs(values - np.median(values)))) if len(values) else 0.0
+
+
+def windows(values: Floats, size: int) -> Floats:
+    """Return all windows of `size` consecutive values, as the rows of a view. No rows if there are fewer
+    values."""
+    if len(values) < size:
+        return np.empty((0, size))
+    return np.lib.stride_tricks.sliding_window_view(values, size)
+
+
+def rolling_median(values: Floats, size: int) -> Floats:
+    """Return the median of each window of `size` consecutive values."""
+    return np.median(windows(values, size), axis=1)
+
+
+def centred_median(values: Floats, size: int) -> Floats:
+    """Return for each value the median of the window around it, which is shorter at both ends."""
+    size = min(size | 1, len(values) - (len(values) + 1) % 2)
+    if size < 3:
+        return values
+    half = size // 2
+    ends = [[np.median(values[: 2 * i + 1]) for i in range(half)]]
+    ends += [[np.median(values[len(values) - 2 * i - 1 :]) for i in reversed(range(half))]]
+    return np.concatenate([ends[0], rolling_median(values, size), ends[1]])
+
+
+def mean_with_error(values: Floats) -> Estimate:
+    """Return the mean of correlated values, with its standard error."""
+    mean = float(np.mean(values))
+    return Estimate(mean, _error(values - mean, float(len(values)), num_fitted=1))
+
+
+def slope_with_error(x: Floats, y: Floats) -> Estimate:
+    """Return the slope of the least-squares line through points in order, with a standard error that allows
+    for correlated noise. The slope is 0 and its error infinite if all x are equal."""
+    x = x - np.mean(x)
+    square = float(np.sum(x * x))
+    if len(x) < 8 or square == 0:
+        return Estimate(0.0, np.inf)
+    slope = float(np.sum(x * y)) / square
+    residuals = y - np.mean(y) - slope * x
+    return Estimate(slope, _error(x * residuals, square, num_fitted=2))
+
+
+def _error(terms: Floats, divisor: float, num_fitted: int) -> float:
+    """Return the standard error of sum(terms) / divisor by Newey & West (1987), the limit of a moving-block
+    bootstrap (Kuensch 1989) for many draws. Never below the error of uncorrelated terms."""
+    num = len(terms)
+    block = max(1, min(MAX_BLOCK, num // 8))
+    own = float(np.sum(terms * terms))
+    total = own
+    for lag in range(1, block):
+        total += 2 * (1 - lag / block) * float(np.sum(terms[lag:] * terms[:-lag]))
+    return float(np.sqrt(max(total, own) * num / max(num - num_fitted, 1))) / divisor

@@ -1,0 +1,54 @@
+"""The difference of two runs at equal numbers of tokens, and the verdict on it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from titanlite.report.estimates import Estimate, Series, mean_with_error
+from titanlite.report.verdicts import MIN_POINTS, SURE, Verdict, interval
+
+
+def difference(first: Series, other: Series) -> Series:
+    """Return the loss of `other` minus the loss of `first` at equal numbers of tokens, at the points of the
+    run that was logged less often. Empty if the runs have no tokens in common."""
+    first, other = first.finite(), other.finite()
+    if len(first) < 2 or len(other) < 2:
+        return first[:0]
+    start, end = max(first.tokens[0], other.tokens[0]), min(first.tokens[-1], other.tokens[-1])
+    first_inside = first[(first.tokens >= start) & (first.tokens <= end)]
+    other_inside = other[(other.tokens >= start) & (other.tokens <= end)]
+    grid = first_inside if len(first_inside) <= len(other_inside) else other_inside
+    values = np.interp(grid.tokens, other.tokens, other.values)
+    values = values - np.interp(grid.tokens, first.tokens, first.values)
+    return Series(grid.steps, grid.tokens, values)
+
+
+def at_the_end(delta: Series) -> Estimate | None:
+    """Return the mean difference over the last fifth of the common tokens, with its error. None if the runs
+    have fewer than MIN_POINTS points in common."""
+    if len(delta) < MIN_POINTS:
+        return None
+    return mean_with_error(delta.values[-(len(delta) // 5) :])
+
+
+def pair_verdicts(names: tuple[str, str], delta: Series, are_paired: bool) -> list[Verdict]:
+    """The verdict on two runs: `tie` if their difference at the end is within two standard errors, `lower` if
+    it is surely larger, none in between. `are_paired`: both runs trained on the same sequences in each step,
+    which makes the noise of the difference smaller."""
+    estimate = at_the_end(delta)
+    if estimate is None:
+        return []
+    num, start = len(delta) // 5, int(delta.steps[-(len(delta) // 5)])
+    same = "the same sequences in each step" if are_paired else "other sequences"
+    evidence = (
+        f"{names[1]} minus {names[0]}: {interval(estimate)} nats, the mean over the last {num} common points "
+        f"at equal tokens; {same}"
+    )
+    if abs(estimate.value) <= 2 * estimate.error or estimate.value == 0:
+        text = f"{names[0]} and {names[1]} end with the same loss, within {2 * estimate.error:.2g} nats"
+        return [Verdict("tie", text, evidence, start, "note")]
+    if abs(estimate.value) > SURE * estimate.error:
+        lower = names[1] if estimate.value < 0 else names[0]
+        text = f"{lower} ends with a loss that is lower by {abs(estimate.value):.3g} nats"
+        return [Verdict("lower", text, evidence, start, "note")]
+    return []

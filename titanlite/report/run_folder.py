@@ -1,0 +1,268 @@
+"""Reading the files of a run folder. Whatever can be read is returned; the rest is named in `problems`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titanlite.checkpoint import commit
+from titanlite.config import json_file, toml
+from titanlite.config.component import ConfigError
+from titanlite.files import FileFault, read_regular
+from titanlite.report.estimates import Series
+
+METRICS, SUPERSEDED, SAMPLES = "metrics.jsonl", "metrics.superseded.jsonl", "samples.txt"
+TOKENS = "progress/total_tokens"
+MAX_STEP = 2**53
+MAX_NAMED = 5  # holes, lines and the like that are named one by one
+NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+Record = dict[str, Any]  # one line of metrics.jsonl
+
+
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint of the run, from its manifest. `fault`: why it cannot be trusted, or empty."""
+
+    step: int
+    saved_at: str
+    size_bytes: int
+    num_ranks: int
+    is_kept: bool
+    fault: str
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What the files of one run say. `records` have one entry per logged step, in the order of steps.
+    `superseded` are records of steps that the run took again after a resume, in the order of the file."""
+
+    name: str
+    folder: Path
+    records: list[Record]
+    superseded: list[Record]
+    job: dict[str, Any]
+    about: list[
+        str
+    ]  # the comments at the top of job.toml: the model's shape and size, the optimizer's groups
+    env: dict[str, Any]
+    samples: dict[int, list[str]]  # step: generated texts
+    checkpoints: list[SavedCheckpoint]
+    problems: list[str] = field(default_factory=list)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The names of all metrics with at least one number, sorted."""
+        return sorted({k for r in self.records for k in r if k != "step" and number(r[k]) is not None})
+
+    @cached_property
+    def has_tokens(self) -> bool:
+        """Whether the records count tokens. If not, steps stand for tokens."""
+        return any(_valid_tokens(record) for record in self.records)
+
+    @cached_property
+    def _tokens(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        steps = np.array([r["step"] for r in self.records], np.float64)
+        if not self.has_tokens:
+            return steps
+        have = [r for r in self.records if _valid_tokens(r)]
+        known = np.array([r["step"] for r in have], np.float64)
+        return np.interp(steps, known, np.array([r[TOKENS] for r in have], np.float64))
+
+    def series(self, key: str) -> Series:
+        """Return the series of one metric at the steps that have it."""
+        values = [number(record.get(key)) for record in self.records]
+        at = np.array([i for i, value in enumerate(values) if value is not None], np.int64)
+        steps = np.array([record["step"] for record in self.records], np.int64)
+        return Series(steps[at], self._tokens[at], np.array([v for v in values if v is not None], np.float64))
+
+    def last(self, key: str) -> float | None:
+        """Return the last finite value of a metric."""
+        values = self.series(key).finite().values
+        return float(values[-1]) if len(values) else None
+
+    def setting(self, key: str) -> Any:
+        """Return the value of a key of job.toml, such as `optimizer.lr`; None if it is not there."""
+        node: Any = self.job
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        return node
+
+    def resumes(self) -> list[int]:
+        """Return the steps after which the run was started again."""
+        started = [r["step"] for r in self.records if number(r.get("time/to_first_step_s")) is not None]
+        return [step - 1 for step in started if step > 1]
+
+
+def number(value: Any) -> float | None:
+    """Return a metric as a number, or None if it is something else, such as a hash."""
+    if isinstance(value, str):
+        return NON_FINITE.get(value.lower())
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if abs(value) < 1e300 else math.copysign(math.inf, value)
+
+
+def read_run(folder: Path, name: str) -> RunFolder:
+    """Read a run folder. Raises ConfigError if it has no metrics.jsonl that could be read."""
+    if folder.name == METRICS:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such run folder")
+    problems: list[str] = []
+    data = _bytes(folder / METRICS, problems)
+    if data is None:
+        reason = problems[0] if problems else f"{METRICS} is missing"
+        raise ConfigError(f"{folder} is not a run folder with metrics: {reason}")
+    records = _one_per_step(_records(data, METRICS, problems), problems)
+    superseded = _records(_bytes(folder / SUPERSEDED, problems) or b"", SUPERSEDED, problems)
+    _name_holes(records, problems)
+    job, about = _job(folder, problems)
+    return RunFolder(
+        name=name,
+        folder=folder,
+        records=records,
+        superseded=superseded,
+        job=job,
+        about=about,
+        env=_env(folder, problems),
+        samples=_samples(folder, problems),
+        checkpoints=_checkpoints(folder, job),
+        problems=problems,
+    )
+
+
+def names_of(folders: list[Path]) -> list[str]:
+    """Return a short, unique name for each folder: its last parts, as many as all of them need."""
+    parts = [folder.resolve().parts for folder in folders]
+    for num in range(1, max(len(p) for p in parts) + 1):
+        names = ["/".join(p[-num:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{i}: {folder}" for i, folder in enumerate(folders, 1)]
+
+
+def _bytes(path: Path, problems: list[str]) -> bytes | None:
+    """The content of a file; None if it is missing, or cannot be read."""
+    try:
+        return read_regular(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, FileFault) as e:
+        problems.append(f"{path.name} cannot be read: {getattr(e, 'strerror', None) or e}")
+        return None
+
+
+def _records(data: bytes, name: str, problems: list[str]) -> list[Record]:
+    records, damaged = [], []
+    for i, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json_file.parse(line.decode())
+            json_file.expect(record, step=int)
+            if not 0 <= record["step"] < MAX_STEP:
+                raise ValueError("no step has this number")
+            records.append(record)
+        except ValueError:
+            damaged.append(i)
+    if damaged:
+        shown = ", ".join(map(str, damaged[:MAX_NAMED])) + (", ..." if len(damaged) > MAX_NAMED else "")
+        problems.append(f"{name}: {len(damaged)} damaged records are left out, in line {shown}")
+    return records
+
+
+def _one_per_step(records: list[Record], problems: list[str]) -> list[Record]:
+    """The records in the order of steps; of several for one step, the last."""
+    by_step = {record["step"]: record for record in records}
+    if len(by_step) < len(records):
+        num = len(records) - len(by_step)
+        problems.append(f"{METRICS}: {num} steps are recorded again later; the last record of each is shown")
+    for key in (TOKENS, "train/loss"):
+        num = sum(number(record.get(key)) is None for record in by_step.values())
+        if num:
+            problems.append(f"{METRICS}: {num} of {len(by_step)} records have no {key}")
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _name_holes(records: list[Record], problems: list[str]) -> None:
+    steps = np.array([record["step"] for record in records], np.int64)
+    gaps = np.diff(steps)
+    if len(gaps) < 2:
+        return
+    holes = np.flatnonzero(gaps > 3 * np.median(gaps))
+    for i in holes[:MAX_NAMED]:
+        problems.append(f"{METRICS}: nothing is recorded between steps {steps[i]} and {steps[i + 1]}")
+    if len(holes) > MAX_NAMED:
+        problems.append(f"{METRICS}: {len(holes) - MAX_NAMED} more such holes")
+
+
+def _valid_tokens(record: Record) -> bool:
+    tokens = number(record.get(TOKENS))
+    return tokens is not None and math.isfinite(tokens)
+
+
+def _job(folder: Path, problems: list[str]) -> tuple[dict[str, Any], list[str]]:
+    data = _bytes(folder / "job.toml", problems)
+    if data is None:
+        problems.append("there is no job.toml: settings are not known")
+        return {}, []
+    try:
+        text = data.decode()
+        tree = toml.parse(text)
+    except ValueError as e:
+        problems.append(f"job.toml cannot be read: {e}")
+        return {}, []
+    head = text.partition("\n\n")[0].splitlines()
+    return tree, [line[2:] for line in head if line.startswith("# ")]
+
+
+def _env(folder: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        return json_file.load_object(folder / "env.json")
+    except FileNotFoundError:
+        problems.append("there is no env.json: hardware and versions are not known")
+    except (OSError, ValueError) as e:
+        problems.append(f"env.json cannot be read: {e}")
+    return {}
+
+
+def _samples(folder: Path, problems: list[str]) -> dict[int, list[str]]:
+    text = (_bytes(folder / SAMPLES, problems) or b"").decode(errors="replace")
+    heads = list(re.finditer(r"^--- step (\d{1,18})\n", text, flags=re.MULTILINE))
+    if text.strip() and not heads:
+        problems.append(f"{SAMPLES} has no line that begins a sample")
+    samples: dict[int, list[str]] = {}
+    for head, after in zip(heads, [*heads[1:], None]):
+        body = text[head.end() : after.start() if after else len(text)].removesuffix("\n")
+        samples.setdefault(int(head[1]), []).append(body)
+    return samples
+
+
+def _checkpoints(folder: Path, job: dict[str, Any]) -> list[SavedCheckpoint]:
+    section = job.get("checkpoint")
+    name = section.get("folder", "checkpoint") if isinstance(section, dict) else "checkpoint"
+    if not isinstance(name, str):
+        name = "checkpoint"
+    try:
+        committed = commit.committed(folder / name)
+    except (OSError, ValueError):
+        return []
+    return [_checkpoint(step, path) for step, path in committed]
+
+
+def _checkpoint(step: int, path: Path) -> SavedCheckpoint:
+    try:
+        reason = commit.fault(path, step) or ""
+        manifest = commit.read_manifest(path)
+        size = sum(digest.size for digest in commit.digests(manifest).values())
+        return SavedCheckpoint(
+            step, manifest["saved_at"], size, manifest["ranks"], commit.is_kept(path), reason
+        )
+    except (OSError, ValueError, commit.CheckpointError) as e:
+        return SavedCheckpoint(step, "", 0, 0, False, str(e))
