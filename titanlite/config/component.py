@@ -41,6 +41,13 @@ def suggest(word: str, known: Iterable[object], elsewhere: Sequence[str] = ()) -
     return f"{meant} (known: {', '.join(names)})"
 
 
+def check_at_least(section: object, least: int, *keys: str) -> None:
+    """Raise ConfigError if the value of one of the keys of a section is below `least`."""
+    for key in keys:
+        if (value := getattr(section, key)) < least:
+            raise ConfigError(f"{value} is below {least}", key)
+
+
 class Component(ABC):
     """Base of every kind. A subclass of Component is a kind; a subclass of a kind with `name` is a choice; a
     subclass of a kind without `name` is a base class for choices.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config import toml
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.imports import import_components
 from titanlite.config.overrides import split_words
 from titanlite.config.paths import check_writable
@@ -51,8 +51,7 @@ class Prepare(PrepareOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_processes < 0:
-            raise ConfigError(f"{self.num_processes} is below 0", "num_processes")
+        check_at_least(self, 0, "num_processes")
         self.share  # noqa: B018 -- checks it
 
     @property
