@@ -27,14 +27,7 @@ from titanlite.checkpoint.run_folder import RunFolder
 from titanlite.checkpoint.run_identity import check_optimizer
 from titanlite.checkpoint.saver import Saver, Snapshot
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
-from titanlite.checkpoint.state import (
-    TRAIN,
-    Tensors,
-    TrainState,
-    listed,
-    non_finite,
-    tensors_of,
-)
+from titanlite.checkpoint.state import TRAIN, Tensors, TrainState, listed, non_finite, tensors_of
 from titanlite.errors import Diverged
 from titanlite.log import logger
 from titanlite.optim.base import make_state
@@ -149,13 +142,9 @@ class Checkpointer:
         go back to this checkpoint."""
         self._save_is_late = False
         tensors = tensors_of(net, optimizer)
-        train = {
-            **state.as_json(),
-            **extra,
-            "finite": True,
-            "branch": self._branch(),
-            "identity": self.identity,
-        }
+        branch = self.config.load_step if self.config.load_step != -1 else None
+        about = {"finite": True, "branch": branch, "identity": self.identity}
+        train = {**state.as_json(), **extra, **about}
         snapshot = Snapshot(
             state.step,
             tensors,
@@ -190,9 +179,10 @@ class Checkpointer:
             )
         # With the load_step of this run, the next start would resume from the checkpoints after that step.
         later = [path.name for step, path in commit.committed(self.folder) if step > healthy]
-        first = f"move {', '.join(later)} out of {self.folder}, then "
+        has_gone_back = bool(later) and healthy == self.config.load_step
+        first = f"move {', '.join(later)} out of {self.folder}, then " if has_gone_back else ""
         return (
-            f"{first if later and healthy == self._branch() else ''}go back to step {healthy}, the newest "
+            f"{first}go back to step {healthy}, the newest "
             "checkpoint saved before, and change something, for example: "
             f"--checkpoint.load_step={healthy} --optimizer.lr=<a lower one>"
         )
@@ -360,10 +350,6 @@ class Checkpointer:
         for folder in (self._run_folder / EXPORTS, self.folder):
             for path in commit.archive_after(folder, after):
                 logger.warning(f"archived as {path}: it was saved after step {after}")
-
-    def _branch(self) -> int | None:
-        """The step that the run goes back to with load_step, or None."""
-        return self.config.load_step if self.config.load_step != -1 else None
 
     def _release(self) -> None:
         self.saver.close()
