@@ -1,10 +1,9 @@
-"""A run that was stopped and resumed equals the run that was not: losses, gradient norms, rows and final
+"""A run that was stopped and resumed equals the run that was not: losses, gradient norms, sequences and final
 weights.
 
 On one layout to the bit, over two hops and an epoch's end, with and without loader workers, synchronous and
-asynchronous checkpoints; with negative controls that must differ. Across layouts the rows are equal and the
-losses within 1e-5.
-"""
+asynchronous checkpoints; with negative controls that must differ. Across layouts the sequences are equal and
+the losses within 1e-5."""
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ def untied(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
 
 
 def test_the_run_passes_an_epoch(whole: Job) -> None:
-    rows = whole.data.build(whole.tokenizer.build(), seq_len=whole.training.seq_len, seed=0)
-    assert min(rows.sizes) < 12 * 8 / 4, (
+    sequences = whole.data.build(whole.tokenizer.build(), seq_len=whole.training.seq_len, seed=0)
+    assert min(sequences.sizes) < 12 * 8 / 4, (
         "the corpus is too large for these tests: no source is passed through"
     )
 
@@ -132,7 +131,8 @@ def test_resume_on_another_number_of_ranks(whole: Job, tmp_path: Path, corpus: P
 
 
 def test_a_chain_of_layouts_equals_one_run(untied: Job, tmp_path: Path, corpus: Path, run_on) -> None:
-    """Weights, moments and rows cross them; validation and samples run on each."""
+    """Weights, optimizer state and the data order cross layouts; validation and samples run on each
+    layout."""
     extra = [UNTIED, "--validation.enable=true", "--validation.freq=3", "--generation.freq=3"]
     extra += ['--generation.prompts=["ab", "cde"]', "--generation.max_new_tokens=4"]
     chain = [(4, [FOUR_MICRO_BATCHES]), (4, [PP, TP]), (2, [CP]), (1, [])]
@@ -317,7 +317,7 @@ def test_control_text_that_was_moved_is_the_same(tmp_path: Path) -> None:
     shutil.rmtree(corpus / "cache")
     job = make_job(tmp_path, moved, "--training.steps=2")
     train(job)
-    assert [row["step"] for row in metrics_of(job)] == [1, 2]
+    assert [line["step"] for line in metrics_of(job)] == [1, 2]
 
 
 # ---- other changes are logged

@@ -90,4 +90,4 @@ def test_stopped_and_resumed_equals_whole(tmp_path: Path, corpus: Path, ngpu: in
         metrics_of(make_job(tmp_path, corpus, name=name, world_size=ngpu)) for name in ("whole", "parts")
     )
     for key in ("step", "train/loss", "train/grad_norm", "data/batch_sha"):
-        assert [row[key] for row in parts] == [row[key] for row in whole]
+        assert [line[key] for line in parts] == [line[key] for line in whole]

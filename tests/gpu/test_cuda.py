@@ -54,9 +54,9 @@ def test_kernels_keep_documents_apart(backend: str, dtype: torch.dtype, seq_len:
     """Outputs and gradients, with fewer key heads than query heads, against a dense mask in fp32."""
     generator = torch.Generator().manual_seed(0)
     positions = torch.arange(seq_len).repeat(3, 1)
-    for row, begins in enumerate(([1, 2, 30], [], [seq_len // 2])):
-        for begin in begins:
-            positions[row, begin:] = torch.arange(seq_len - begin)
+    for i, starts in enumerate(([1, 2, 30], [], [seq_len // 2])):
+        for start in starts:
+            positions[i, start:] = torch.arange(seq_len - start)
     num_documents = int((positions == 0).sum())
     heads = [torch.randn(3, seq_len, h, 32, generator=generator).to(dtype) for h in (4, 2, 2)]
     weight = torch.randn(3, seq_len, 4, 32, generator=generator)

@@ -24,7 +24,7 @@ def test_qwen3_goes_out_and_comes_in(
     export = tmp_path / "first/hf/step-6"
     second = run(tmp_path, corpus, *QWEN3, f"--checkpoint.initial_load_path={export}", name="second")
     losses = column(first, "train/loss"), column(second, "train/loss")
-    assert losses[1][0] < losses[0][0] - 0.2  # the same rows, after six steps on them and others
+    assert losses[1][0] < losses[0][0] - 0.2  # the same sequences, after six steps of training
     assert json.loads((export / "config.json").read_text())["model_type"] == "qwen3"
     texts = []
     prompts = [

@@ -60,7 +60,7 @@ class GivenUp(Exception):
 
 
 class Waiting:
-    """Notes who is waited for, and gives up once all of them are stopped."""
+    """Records the workers that are waited for, and raises GivenUp once they are all stopped."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[float, str]] = []
@@ -73,7 +73,7 @@ class Waiting:
 
 
 def made(dataset: Any, num_workers: int, waiting: Any = None) -> SequenceLoader:
-    """Micro-batches of two."""
+    """A loader of micro-batches of two sequences."""
     made = SequenceLoader(dataset, MicroBatches(0, 2, 2, 0, 1), num_workers, pin_memory=False)
     made.while_waiting = waiting
     return made
@@ -97,7 +97,7 @@ def workers() -> list[Any]:
 
 
 def test_a_stopped_worker_is_named_and_the_wait_can_end() -> None:
-    """It is the turn of the second of three workers when the fifth micro-batch does not come."""
+    """The second of three workers should send the fifth micro-batch, but is stopped."""
     waiting, others, taken = Waiting(), set(workers()), multiprocessing.Event()
 
     def act(first: int) -> None:
@@ -117,7 +117,7 @@ def test_a_stopped_worker_is_named_and_the_wait_can_end() -> None:
 
 
 def test_a_worker_that_is_stopped_in_the_middle_of_a_message() -> None:
-    """Reading the rest of it would wait for ever: the reason for a thread."""
+    """Reading the rest of the message would block forever, so a thread reads it."""
     dataset, waiting, others = Numbers(size=1 << 22), Waiting(), set(workers())
     stream = made(dataset, 1, waiting)
     next(stream)
@@ -135,7 +135,7 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_message() -> None:
 
 
 def test_a_worker_that_is_killed_in_the_middle_of_a_message() -> None:
-    """The thread goes on waiting for the rest of it."""
+    """The thread keeps waiting for the rest of the message."""
     dataset, others = Numbers(size=1 << 22), set(workers())
 
     def give_up(waited_s: float, worker: str) -> None:
@@ -163,7 +163,7 @@ def test_workers_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_that_is_started_after_the_wait_has_ended_is_killed_too() -> None:
-    """The first of two does not answer; the second is started while the first is killed."""
+    """The first of two workers does not answer; the second starts while the first is killed."""
     waiting, others = Waiting(), set(workers())
     given_up, started = threading.Event(), threading.Event()
 
@@ -218,7 +218,8 @@ def test_a_slow_worker_that_answers_in_time_changes_nothing() -> None:
 
 
 def test_the_handler_of_sigchld_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's would raise for a killed worker wherever the process is. torch sets it once per process."""
+    """torch's handler would raise at any place in the process if a worker is killed. torch sets it once per
+    process."""
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     before = signal.getsignal(signal.SIGCHLD)
     next(made(Numbers(), 1))
@@ -234,7 +235,7 @@ def test_a_killed_worker_is_named_with_its_signal() -> None:
 
 
 def test_a_mistake_that_a_worker_finds_is_one_line() -> None:
-    """Other errors have the worker's traceback."""
+    """Errors that are not a ConfigError have the worker's traceback."""
 
     class SequenceDataset(loader.SequenceDataset):
         def __init__(self, error: Exception):

@@ -43,7 +43,7 @@ U64 = 1 << 64
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """a.txt, b.txt, c.txt of random letters (so that no two sequences are alike), and a cache."""
+    """a.txt, b.txt and c.txt with random letters, so that no two sequences are equal, and a cache."""
     root, rng = tmp_path_factory.mktemp("data"), random.Random(0)
     for name, size in SIZES.items():
         (root / f"{name}.txt").write_text("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=size)))
@@ -73,7 +73,7 @@ def sequences(folder: Path) -> SequenceDataset:
 
 
 def all_chunks(folder: Path, name: str) -> set[bytes]:
-    """Every sequence of a source, cut by hand."""
+    """Every sequence of a source, computed without the loader."""
     tokens = np.asarray([256, *(folder / f"{name}.txt").read_bytes(), 257])
     return {tokens[i : i + SEQ_LEN + 1].tobytes() for i in range(0, len(tokens) - SEQ_LEN, SEQ_LEN)}
 
@@ -92,14 +92,14 @@ def sha(batches: list[Batch]) -> int:
 
 
 def reference_sha(sequences: SequenceDataset, first: int, last: int) -> int:
-    """What the hash of training sequences [first, last) has to be, read one sequence at a time."""
+    """The expected hash of training sequences [first, last), which are read one at a time."""
     return (
         sum(sequence_hash(g, sequences.training(np.asarray([g]))[0].tokens) for g in range(first, last)) % U64
     )
 
 
 def test_held_out_sequences_are_never_trained_on(folder: Path, sequences: SequenceDataset) -> None:
-    """20,000 training sequences are two and more epochs of each source; together they are all there is."""
+    """20,000 training sequences are at least two epochs of each source and contain every sequence."""
     held = contents(sequences.held_out(np.arange(sequences.num_held_out)))
     assert len(set(held)) == sequences.num_held_out == 30
     trained = Counter(contents(sequences.training(np.arange(20 * BLOCK))))
@@ -217,7 +217,8 @@ def test_ranks_cover_a_steps_sequences_exactly(dp: int, micro_batch: int) -> Non
 
 @pytest.mark.parametrize(("dp", "micro_batch"), SPLITS)
 def test_batches_are_equal_for_any_split(sequences: SequenceDataset, dp: int, micro_batch: int) -> None:
-    """Two steps, their hashes summed over ranks and micro-batches, against sequences read one by one."""
+    """The hashes of two steps, summed over ranks and micro-batches, equal those of sequences read one at a
+    time."""
     per_step = 24 // (dp * micro_batch)
     ranks = [take(sequences, MicroBatches(990, 24, micro_batch, r, dp), 2 * per_step) for r in range(dp)]
     for step in range(2):
@@ -288,7 +289,7 @@ def test_batch_sha_is_equal_over_three_changes_of_topology(packed: SequenceDatas
 
 
 def test_packed_sequences_pass_through_each_source_once_an_epoch(folder: Path) -> None:
-    """Every sequence of a source before any again, held-out ones never, also where the index packs them."""
+    """Each epoch has every sequence of a source once and no held-out sequence, also with best-fit packing."""
     sequences = make_sequences(folder, {"a": 1}, packing="best_fit", holdout_sequences=7)
     held = set(contents(sequences.held_out(np.arange(7))))
     epoch = contents(sequences.training(np.arange(sequences.sizes[0])))
@@ -355,7 +356,7 @@ def test_max_epochs_refuses_a_run_that_passes_through_more_often(folder: Path) -
 
 
 def read(folder: Path, kill: bool) -> str:
-    """What ends 200 steps with two workers, one of which may be killed after the first."""
+    """The error that ends 200 steps with two workers. A worker may be killed after the first step."""
     data = Data(sources=[Text(path=[str(folder / "a.txt")])], cache_dir=str(folder / "cache"))
     sequences = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=SEED)
     stream = SequenceLoader(sequences, MicroBatches(0, 4, 4, 0, 1), 2, pin_memory=False)
@@ -370,7 +371,7 @@ def read(folder: Path, kill: bool) -> str:
 
 
 def test_a_killed_worker_ends_the_run_and_is_named(folder: Path, run_on: Callable[..., list[Any]]) -> None:
-    """It neither hangs nor goes on without its batches."""
+    """The run neither hangs nor continues without the worker's batches."""
     (said,) = run_on(1, read, folder, True)
     assert re.match(r"loader worker \d \(pid \d+\) was ended by SIGKILL", said)
     assert run_on(1, read, folder, False) == ["the last step"]  # the control
@@ -399,7 +400,7 @@ def test_random_number_generators_do_not_enter(folder: Path) -> None:
     dp=st.sampled_from([1, 2, 3]),
 )
 def test_resuming_is_skipping(sequences: SequenceDataset, first: int, runs: list[int], dp: int) -> None:
-    """Run, and resume three times where the run before stopped; an uninterrupted run is the reference."""
+    """Run, and resume three times; an uninterrupted run is the reference."""
     size, micro_batch = 12, 2
     per_step = size // (micro_batch * dp)
     for rank in range(dp):
@@ -430,7 +431,7 @@ def test_resuming_is_skipping(sequences: SequenceDataset, first: int, runs: list
 def test_a_changed_batch_size_or_layout_loses_and_repeats_nothing(
     sequences: SequenceDataset, first: int, phases: list[tuple[int, int, int, int]]
 ) -> None:
-    """Each phase runs with its own ranks, micro-batch and accumulation from where the last one ended."""
+    """Each phase continues the previous phase with other numbers of ranks, micro-batches and sequences."""
     consumed, seen, total = first, [], 0
     for steps, dp, micro_batch, accumulation in phases:
         size = dp * micro_batch * accumulation
@@ -474,7 +475,8 @@ def test_two_sources_with_the_same_tokens(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_weight_too_small_for_a_sequence_in_a_block(folder: Path) -> None:
-    """It would leave its source out without a word; the smallest that gets a sequence is taken."""
+    """Such a weight would silently exclude its source. The smallest weight that gets a sequence is
+    accepted."""
     assert sorted(
         make_sequences(folder, {"a": 999, "b": 1}, holdout_sequences=0).identity["sources"].values()
     ) == [
@@ -602,7 +604,7 @@ def test_the_identity_is_json(sequences: SequenceDataset) -> None:
 
 
 def test_equal_identities_give_equal_sequences(folder: Path) -> None:
-    """Weights that differ by less than a sequence in a block still may hold out other sequences."""
+    """Weights that differ by less than a sequence per block may still hold out other sequences."""
     options = {"seq_len": 4, "holdout_sequences": 1400}
     even, uneven = (make_sequences(folder, {"a": 1, "c": w}, **options) for w in (1, 1.0018))
     numbers = np.arange(200)

@@ -36,7 +36,7 @@ GOLDEN = {
 
 
 def image(n: int, key: int) -> np.ndarray:
-    """All n images."""
+    """The image of every index below n."""
     return permute(np.arange(n), n, key)
 
 
@@ -52,7 +52,7 @@ def test_bijection_for_every_small_n() -> None:
 
 
 def test_network_is_a_bijection_for_every_small_n(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Feistel network itself, where the table usually stands before it."""
+    """The Feistel network, also for small n, for which `permute` uses a table."""
     monkeypatch.setattr(order, "TABLE", 0)
     for n in range(1, 701):
         assert_bijection(n, key=n * 7919)
@@ -120,12 +120,12 @@ def chi_squares(n: int, bins: int, permutation: Callable[[np.ndarray, int, int],
 
 @pytest.mark.parametrize("n", [11, 1000, TABLE + 1, 10007, 10**9])
 def test_images_are_uniform_over_keys(n: int) -> None:
-    """Within five standard deviations, from below too: neither biased nor too even."""
+    """The scores are within five standard deviations on both sides: neither biased nor too even."""
     assert max(abs(z) for z in chi_squares(n, 10, permute)) < 5
 
 
 def test_uniformity_bound_catches_bad_permutations() -> None:
-    """Negative control: the identity, and a random rotation (each image uniform, neighbours never parted)."""
+    """Negative control: the identity, and a random rotation, whose images are uniform but stay neighbours."""
     assert chi_squares(1000, 10, lambda index, n, key: index)[0] > 100
     where, apart = chi_squares(1000, 10, lambda index, n, key: (index + key % n) % n)
     assert abs(where) < 5
@@ -174,7 +174,7 @@ def test_every_block_holds_the_exact_quotas() -> None:
 
 
 def test_each_source_is_consumed_without_gaps() -> None:
-    """At every block's end, each sequence of a source was seen floor or ceil of its epochs so far."""
+    """After every block, each sequence of a source was read floor(epochs) or ceil(epochs) times."""
     mixture = Mixture(SIZES, UIDS, WEIGHTS, seed=3)
     seen: list[Counter[int]] = [Counter() for _ in SIZES]
     for block in range(20):
@@ -216,7 +216,8 @@ def test_one_epoch_covers_every_sequence_once_and_epochs_differ(size: int) -> No
 def test_no_sequence_comes_again_before_all_others_came(
     sizes: list[int], weights: list[float], number: int
 ) -> None:
-    """In the very order of training, wherever an epoch ends within a block; and `taken` counts it."""
+    """A source's sequences come in the order of its permutations, wherever an epoch ends within a block, and
+    `taken` counts them."""
     mixture = Mixture(sizes, [str(k) for k in range(len(sizes))], weights[: len(sizes)], seed=0)
     sources, sequences = mixture.locate(np.arange(number))
     for k, (size, taken) in enumerate(zip(sizes, mixture.taken(number))):
@@ -235,13 +236,13 @@ def test_golden_places() -> None:
 
 
 def sequences_of(mixture: Mixture, uid: str, blocks: int) -> list[int]:
-    """The sequences a source gave in the first blocks, as a sorted list."""
+    """The sequences of a source in the first blocks, as a sorted list."""
     source, sequence = mixture.locate(np.arange(blocks * BLOCK))
     return sorted(sequence[source == mixture.uids.index(uid)].tolist())
 
 
 def test_other_sources_and_their_places_leave_a_source_its_order() -> None:
-    """Alone, with one other and among four, in any place: the same first 2000 sequences of `a`."""
+    """Alone, with one other source and among four, at any position: the same first 2000 sequences of `a`."""
     size = 5000
     alone = sequences_of(Mixture([size], ["a"], [1], 0), "a", blocks=2)
     assert len(set(alone)) == 2000

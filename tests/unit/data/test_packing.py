@@ -39,7 +39,7 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(lambda le
 
 
 def numbered(path: Path, lengths: list[int], shard_tokens: int = 1 << 20) -> TokenShards:
-    """Documents of these lengths; every token is another number."""
+    """Documents of these lengths. All tokens are different."""
     ends = np.cumsum([0, *lengths]).tolist()
     tokenizer = FakeTokenizer(vocab_size=1 << 15)
     return write_dataset(path, [list(range(a, b)) for a, b in pairwise(ends)], tokenizer, shard_tokens)
@@ -95,7 +95,7 @@ def test_best_fit_holds_every_token_once(
 def test_chunks_hold_every_token_as_a_target_once(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, shard_tokens: int
 ) -> None:
-    """But for the first and the last few, fewer than a sequence."""
+    """All tokens except the first and fewer than a sequence of tokens at the end."""
     shards = numbered(tmp_path_factory.mktemp("chunk") / "d", lengths, shard_tokens)
     total = sum(lengths)
     if total <= seq_len:
@@ -118,7 +118,7 @@ def test_chunks_hold_every_token_as_a_target_once(
 
 
 def oracle(lengths: list[int], capacity: int) -> list[int]:
-    """Best-fit decreasing the slow way: how full its sequences are, sorted."""
+    """A slow best-fit decreasing: the number of tokens in each sequence, sorted."""
     pieces = [min(capacity, n - at) for n in lengths for at in range(0, n, capacity)]
     rooms: list[int] = []  # ascending
     for piece in sorted(pieces, reverse=True):
@@ -142,7 +142,7 @@ def test_a_window_is_packed_by_best_fit_decreasing(lengths: list[int], capacity:
 
 @pytest.mark.parametrize("seq_len", [512, 2048, 8192])
 def test_real_documents_leave_under_two_percent_padding(seq_len: int) -> None:
-    """The sizes of the standard library's files, a token for four bytes."""
+    """The sizes of the standard library's files in tokens of four bytes."""
     files = Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")
     lengths = [p.stat().st_size // 4 + 2 for p in files if "site-packages" not in p.parts]
     assert len(lengths) > 500
@@ -186,7 +186,8 @@ def test_a_index_is_made_once(shards: TokenShards, tmp_path: Path) -> None:
 
 
 def damage(file: Path, how: str) -> None:
-    """A flipped bit at the beginning, in the middle or at the end; half of the file; none; another kind."""
+    """Damage a file: flip a bit at the beginning, in the middle or at the end, cut it in half, delete it, or
+    put a directory in its place."""
     content = bytearray(file.read_bytes())
     if how in ("first", "middle", "last"):
         content[{"first": 0, "middle": len(content) // 2, "last": -1}[how]] ^= 4

@@ -33,7 +33,7 @@ def sequences(tmp_path_factory: pytest.TempPathFactory) -> SequenceDataset:
 
 
 def loader_at(sequences: SequenceDataset, sequence: int) -> SequenceLoader:
-    """A loader that goes on with a sequence."""
+    """A loader that continues at a sequence."""
     loader = SequenceLoader(sequences, MicroBatches(0, MICRO_BATCH, MICRO_BATCH, 0, 1), 0, pin_memory=False)
     loader.load_state_dict({"sequences": sequence})
     return loader
@@ -77,7 +77,8 @@ def test_tokens_read_do_not_depend_on_the_sequence(
 
 
 def test_the_state_is_one_integer(sequences: SequenceDataset) -> None:
-    """From it alone, through JSON, a run goes on where another would be, however far in."""
+    """A loader with this state, written to JSON and read back, continues at any position as the original
+    does."""
     for position in POSITIONS:
         running = loader_at(sequences, position)
         for _ in range(3):

@@ -39,7 +39,7 @@ def torchs_handler_goes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sequences(tmp_path_factory: pytest.TempPathFactory) -> SequenceDataset:
-    """Two sources of random letters, so that no two sequences are alike."""
+    """Two sources of random letters, so that no two sequences are equal."""
     folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
     paths = [folder / "a.txt", folder / "b.txt"]
     for path in paths:
@@ -51,7 +51,7 @@ def sequences(tmp_path_factory: pytest.TempPathFactory) -> SequenceDataset:
 def loaders(
     sequences: SequenceDataset, first: int, ranks: int, micro_batch: int, num_workers: int = 0
 ) -> list[SequenceLoader]:
-    """One for each rank, from a state."""
+    """A loader for each rank, with the given state."""
     made = []
     for rank in range(ranks):
         order = MicroBatches(0, STEP, micro_batch, rank, ranks)
@@ -61,7 +61,7 @@ def loaders(
 
 
 def sha_of(sequences: SequenceDataset, first: int, last: int) -> int:
-    """Hash of sequences [first, last), read one by one."""
+    """Hash of sequences [first, last), read one at a time."""
     return (
         sum(sequence_hash(g, sequences.training(np.asarray([g]))[0].tokens) for g in range(first, last)) % U64
     )
@@ -117,7 +117,7 @@ def test_a_run_goes_on_anywhere_with_other_ranks_workers_and_batches(sequences: 
 
 
 def test_a_state_is_taken_up_by_a_loader_that_runs(sequences: SequenceDataset) -> None:
-    """Its workers end, and nothing that they had prefetched is handed out."""
+    """The workers end, and their prefetched batches are dropped."""
     loader = SequenceLoader(sequences, MicroBatches(0, STEP, 4, 0, 1), 2, pin_memory=False)
     later = [next(loader).sha for _ in range(4)][2:]
     before = multiprocessing.active_children()
@@ -130,7 +130,7 @@ def test_a_state_is_taken_up_by_a_loader_that_runs(sequences: SequenceDataset) -
 def torchdatas(
     sequences: SequenceDataset, ranks: int, num_workers: int, state: Any = None
 ) -> StatefulDataLoader:
-    """Rank 0's loader with the state that torchdata keeps."""
+    """The loader of rank 0, with torchdata's own state."""
     order = MicroBatches(0, STEP, 4, 0, ranks)
     loader = StatefulDataLoader(sequences, batch_sampler=order, num_workers=num_workers, collate_fn=as_is)
     if state is not None:
@@ -139,7 +139,7 @@ def torchdatas(
 
 
 def test_control_torchdatas_own_state_fits_one_layout_only(sequences: SequenceDataset) -> None:
-    """Why it is neither saved nor loaded."""
+    """torchdata's own state is neither saved nor loaded, because it fits only one layout."""
     loader = torchdatas(sequences, 1, 0)
     assert len(list(islice(loader, STEP // 4))) == 6  # one step
     state = loader.state_dict()
@@ -153,7 +153,8 @@ def test_control_torchdatas_own_state_fits_one_layout_only(sequences: SequenceDa
 
 
 def test_workers_send_no_state(sequences: SequenceDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One each when they start, which torchdata asks for, and none with the batches."""
+    """Workers send their state once, when they start, because torchdata asks for it, and never with
+    batches."""
     made, make_state = multiprocessing.Value("i", 0), worker._make_state_dict
 
     def counting(*args: Any) -> Any:

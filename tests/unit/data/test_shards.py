@@ -54,7 +54,7 @@ def test_the_files_of_a_dataset(tmp_path: Path) -> None:
 
 
 def test_documents_never_span_shards(tmp_path: Path) -> None:
-    """One longer than a shard makes its shard longer."""
+    """A document longer than a shard makes its shard longer."""
     shards = write(tmp_path / "d", shard_tokens=5)
     offsets = [shards.token_offsets(k).tolist() for k in range(4)]
     assert offsets == [[0, 3, 4], [4, 13], [13, 13, 15, 16], [16, 20]]
@@ -86,7 +86,7 @@ def test_bytes_on_disk_are_little_endian(tmp_path: Path) -> None:
 def test_documents_of_any_range(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], shard_tokens: int, data: st.DataObject
 ) -> None:
-    """Empty documents and borders of shards included, against a list of every token's document."""
+    """Compared with a list of every token's document, with empty documents and at shard boundaries."""
     documents = [[i] * n for i, n in enumerate(lengths)]
     path = tmp_path_factory.mktemp("range") / "d"
     shards = write(path, documents, shard_tokens=shard_tokens)
@@ -101,7 +101,7 @@ def test_documents_of_any_range(
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
-    """500 tokens in some 60 shards."""
+    """500 tokens in about 60 shards."""
     return write(
         tmp_path_factory.mktemp("many") / "d",
         [[t, t + 1, t + 2, t + 3] for t in range(0, 500, 4)],

@@ -22,7 +22,7 @@ from titanlite.tokenizers.bytes import Bytes
 
 
 class Shifted(Tokenizer):
-    """Another tokenizer than bytes, that counts the documents it is given."""
+    """A tokenizer that counts the documents that it encodes."""
 
     vocab_size, bos, eos, fingerprint = 300, 256, 257, "shifted"
 
@@ -39,17 +39,17 @@ def tokens_of(shards: TokenShards) -> list[int]:
 
 
 def documents_of(shards: TokenShards) -> list[list[int]]:
-    """In an order that does not depend on the shuffle."""
+    """All documents, in an order that does not depend on the shuffle."""
     return sorted(shards.document(i).tolist() for i in range(shards.num_documents))
 
 
 def framed(*texts: str) -> list[int]:
-    """What the bytes tokenizer makes of documents."""
+    """The tokens of documents with the bytes tokenizer."""
     return [t for text in texts for t in (256, *text.encode(), 257)]
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file's identity and time of last change."""
+    """The inode and the modification time of every file."""
     return {str(p): (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.rglob("*")}
 
 
@@ -67,7 +67,7 @@ def test_unchanged_text_is_not_tokenised_again(tmp_path: Path) -> None:
 
 
 def test_an_edited_file_gives_new_tokens(tmp_path: Path) -> None:
-    """Even with the same size and time of change."""
+    """Even if size and modification time are equal."""
     file, cache, tokenizer = tmp_path / "a.txt", tmp_path / "cache", Bytes().build()
     source = Text(path=[str(file)])
     file.write_text("hello")
@@ -112,7 +112,7 @@ def test_another_field_gives_other_tokens(tmp_path: Path) -> None:
 
 
 def test_another_way_of_reading_gives_other_tokens(tmp_path: Path) -> None:
-    """The same bytes under .txt and .jsonl are other documents."""
+    """The same bytes in a .txt and a .jsonl file are different documents."""
     content, tokenizer = '{"text": "one"}\n', Bytes().build()
     for name in ("a.txt", "a.jsonl"):
         (tmp_path / name).write_text(content)
@@ -173,7 +173,7 @@ def fake_library(root: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, b
 
 
 def test_which_files_are_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders above the library may have any name; a file in another encoding is left out."""
+    """Folders above the library may have any name. A file in another encoding is skipped."""
     root = tmp_path / "test" / "lib"
     names = ("b.py", "a/z.py", "a/b.pyc", "test/t.py", "a/tests/t.py", "testing.py")
     files = dict.fromkeys(names, b"x = 1\n")
@@ -201,7 +201,7 @@ def test_python_stdlib_is_cached_by_its_content(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_cache_is_read_only_when_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run killed while it tokenises leaves no directory that a later one would take for its cache."""
+    """A run that is killed while it tokenises leaves no directory that a later run would use as its cache."""
     (tmp_path / "a.txt").write_text("hello")
     source, cache, tokenizer = Text(path=[str(tmp_path / "a.txt")]), tmp_path / "cache", Bytes().build()
 
