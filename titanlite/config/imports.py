@@ -1,4 +1,4 @@
-"""Python modules that a configuration names, which register components from outside the package."""
+"""Imports the Python modules that a configuration names, which register components from other packages."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Weights of other formats: Hugging Face, torchtitan, Meta. Import, export, initial weights."""
+"""Imports and exports weights in the formats of Hugging Face, torchtitan and Meta."""

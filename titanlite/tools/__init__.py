@@ -1,1 +1,1 @@
-"""One file per verb of the `titanlite` command; `train` is train.py. They may import every module."""
+"""One file per verb of the `titanlite` command (`train` is train.py). Programs may import all modules."""
