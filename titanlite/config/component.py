@@ -13,6 +13,8 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ClassVar
 
+Types = tuple[type, ...]
+
 
 class ConfigError(ValueError):
     """An error in a configuration, a command line or another input. The message gives its place, the problem
@@ -55,30 +57,21 @@ class Component(ABC):
     `kind`: the name of the kind in messages, by default its class's name in lower case. `key`: the TOML key
     that selects the choice. `makes`: the types that `build` may return."""
 
-    makes: ClassVar[tuple[type, ...]]
+    makes: ClassVar[Types]
     choices: ClassVar[dict[str, type[Component]]]
     kind: ClassVar[str]
     key: ClassVar[str] = "name"
     name: ClassVar[str]
 
-    def __init_subclass__(
-        cls,
-        *,
-        name: str | None = None,
-        kind: str | None = None,
-        key: str = "name",
-        makes: tuple[type, ...] = (object,),
-    ):
+    def __init_subclass__(cls, name: str = "", kind: str = "", key: str = "name", makes: Types = (object,)):
         super().__init_subclass__()
         if build := cls.__dict__.get("build"):
             setattr(cls, "build", _checked(build))  # noqa: B010 -- kinds have different arguments of build()
-        if name is None and Component not in cls.__bases__:
-            return
-        if name is None:
+        if not name and Component in cls.__bases__:
             cls.choices, cls.kind, cls.key, cls.makes = {}, kind or cls.__name__.lower(), key, makes
         elif name in cls.choices and not _same_class(cls, cls.choices[name]):
             raise TypeError(f"{name!r} already names {full_name(cls.choices[name])}; choose another name")
-        else:
+        elif name:
             cls.choices[name], cls.name = cls, name
 
     def __post_init__(self) -> None:  # noqa: B027 -- a kind need not override it

@@ -28,8 +28,7 @@ from titanlite.config.overrides import Bare, Word, listed, plain
 FILE = Path(__file__).with_name("schema.json")
 IMPORTS = ("job", "imports")  # section and key that name modules to import; top-level key for `prepare`
 FIELD_TYPES = (
-    "bool, int, float, str, Any, Literal, dataclasses, list[X], dict[str, X], tuple[X, ...], tuple[X, X], "
-    "X | None"
+    "bool, int, float, str, Any, Literal, dataclasses, list[X], dict[str, X], tuple[X, ...], X | None"
 )
 SCALARS = {int: "int", float: "float", str: "str", bool: "bool", Any: "any"}
 # Renamed keys: old dotted key -> new dotted key. Keys inside lists have no number: data.sources.path.
