@@ -188,10 +188,19 @@ def test_auto_does_not_choose_head_tail_for_another_sdpa_kernel() -> None:
     assert Auto(sdpa_kernel="math").build(run).name == "sdpa"
 
 
-def test_a_backend_that_lacks_a_needed_feature_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "feature"),
+    [
+        ({}, "whole sequences"),
+        ({"masks_documents": True}, "document masks"),
+        ({"context_parallel": True}, "context parallel"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_backend_that_lacks_a_needed_feature_is_refused(options: dict[str, bool], feature: str) -> None:
     class Plain(AttentionBackend):
         name = "plain"
 
-    with pytest.raises(ConfigError, match="'plain' does not support context parallel") as e:
-        Plain().build(needs("cpu", torch.float32, context_parallel=True))
+    with pytest.raises(ConfigError, match=f"'plain' does not support {feature}") as e:
+        Plain().build(needs("cpu", torch.float32, **options))
     assert e.value.key == "attention.backend"
