@@ -21,6 +21,7 @@ import torch
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
+from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json
 from titanlite.files import make_folder, sync
@@ -59,11 +60,11 @@ def write_directory(
 ) -> int:
     """Write `weights` as the new directory `target`. Returns the size of its tensors in bytes.
 
-    `dtype`: dtype of the written tensors; None: each tensor keeps its own. Rows of embedding and head without
-    a token id are left out, unless `keep_padding`. `replace`: replace an existing `target` when the new one
-    is complete. `should_stop`: polled while files are written; the export stops when it returns True. Raises
-    ConfigError if the weights belong to another model or `target` exists, CheckpointError if `target` cannot
-    be written. An error leaves nothing on the disk."""
+    `dtype`: dtype of the written floating-point tensors; None: each keeps its own. Rows of embedding and head
+    without a token id are left out, unless `keep_padding`. `replace`: replace an existing `target` when the
+    new one is complete. `should_stop`: polled while files are written; the export stops when it returns True.
+    Raises ConfigError if the weights belong to another model or `target` exists, CheckpointError if `target`
+    cannot be written. An error leaves nothing on the disk."""
     check(weights, model.family)
     if not replace and (target.exists() or target.is_symlink()):
         raise ConfigError(f"{target} exists; choose another directory, or delete it")
@@ -111,7 +112,7 @@ def _outputs(
     with torch.device("meta"):
         net = model.family.build()
     vocabulary, outputs, vocab_size = vocabulary_of(net), [], net.vocab_size
-    for name, _ in net.named_parameters():
+    for name in model_tensors(net):
         stored = weights.tensors[name]
         shape = stored.shape
         if name in vocabulary:
@@ -120,7 +121,8 @@ def _outputs(
                 raise ConfigError(f"{weights.path}: {name} has {shape[0]} rows, the tokenizer {num_ids} ids")
             vocab_size = shape[0] if keep_padding else num_ids
             shape = (vocab_size, *shape[1:])
-        outputs.append(_Output(name, stored, shape, dtype or stored.dtype))
+        written = dtype if dtype and stored.dtype.is_floating_point else stored.dtype
+        outputs.append(_Output(name, stored, shape, written))
     return outputs, vocab_size
 
 

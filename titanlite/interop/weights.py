@@ -139,9 +139,10 @@ def check_tokenizer(weights: Weights, tokenizer: Tokenizer, way_out: str) -> Non
 
 
 def mismatches(weights: Weights, net: Decoder, all_rows: bool = False) -> list[str]:
-    """Return the differences between `weights` and the parameters of the unsharded model `net`, each as a
-    phrase. Unless `all_rows`, embedding and head of `weights` may have fewer rows."""
-    shapes = {name: tuple(p.shape) for name, p in model_tensors(net).items()}
+    """Return the differences between `weights` and the parameters and saved buffers of the unsharded model
+    `net`, each as a phrase. Unless `all_rows`, embedding and head of `weights` may have fewer rows."""
+    ours = model_tensors(net)
+    shapes = {name: tuple(tensor.shape) for name, tensor in ours.items()}
     vocabulary = vocabulary_of(net)
     missing = [name for name in shapes if name not in weights.tensors]
     differences = [f"{name} of shape {shapes[name]} is missing" for name in missing]
@@ -158,7 +159,7 @@ def mismatches(weights: Weights, net: Decoder, all_rows: bool = False) -> list[s
         fewer = not all_rows and name in vocabulary and stored.shape[:1] < expected[:1]
         if stored.shape[1:] != expected[1:] or not (fewer or stored.shape == expected):
             differences.append(f"{where} has shape {stored.shape}, the model's has {expected}")
-        elif stored.dtype not in FLOATS:
+        elif stored.dtype not in (FLOATS if ours[name].is_floating_point() else {ours[name].dtype}):
             differences.append(f"{where} is {stored.dtype}; quantized weights cannot be trained on")
     if len(rows) > 1:
         differences.append(f"embedding and head have different numbers of rows: {sorted(rows)}")

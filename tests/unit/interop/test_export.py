@@ -27,8 +27,11 @@ from titanlite.config.component import ConfigError
 from titanlite.interop import export, exporter
 from titanlite.interop.dcp import open_titanlite
 from titanlite.interop.export import write_directory
-from titanlite.interop.weights import ModelAndTokenizer
+from titanlite.interop.huggingface import open_hugging_face
+from titanlite.interop.weights import ModelAndTokenizer, mismatches
 from titanlite.job import Job
+from titanlite.models.base import Decoder
+from titanlite.models.llama3 import Llama3
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.train import train
 
@@ -113,6 +116,28 @@ def test_import_makes_a_directory_of_what_is_foreign(
     assert theirs.dtype == torch.float32  # as it is
     with torch.no_grad():
         assert (theirs(row()).logits - reference_logits(w, model_family.config, row())).abs().max() < 1e-4
+
+
+def test_a_buffer_that_is_state_is_exported(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, values = Llama3.build, {"bias": torch.tensor([0.5, 2.0]), "num_updates": torch.tensor([7, 8])}
+
+    def with_buffers(model_family: Llama3) -> Decoder:
+        net = build(model_family)
+        for name, value in values.items():
+            net.register_buffer(name, torch.empty_like(value, device=next(net.parameters()).device))
+        monkeypatch.setattr(type(net), "initial_buffer", lambda net, name: values[name])
+        return net
+
+    monkeypatch.setattr(Llama3, "build", with_buffers)
+    job = make_job(tmp_path, corpus, "--training.steps=1")
+    train(job)
+    assert cli.run(["export", str(job.folder), str(tmp_path / "it"), "--dtype", "float32"]) == 0
+    exported = open_hugging_face(tmp_path / "it")
+    with torch.device("meta"):
+        assert mismatches(exported, job.model.build()) == []
+    assert all(torch.equal(tensors_in(tmp_path / "it")[name], value) for name, value in values.items())
 
 
 # ---- by the run itself
