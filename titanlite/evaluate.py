@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.loader import SequenceDataset
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.progress import Progress
@@ -31,8 +31,7 @@ class Validation:
     """Batches of global_batch_size sequences to validate on; -1: all held-out sequences."""
 
     def __post_init__(self) -> None:
-        if self.freq < 1:
-            raise ConfigError(f"{self.freq} is below 1", "freq")
+        check_at_least(self, 1, "freq")
         if self.steps < 1 and self.steps != -1:
             raise ConfigError(f"{self.steps} is neither -1 nor at least 1", "steps")
 

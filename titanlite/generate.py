@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from titanlite.attention.kv_cache import KVCache
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.errors import Diverged
 from titanlite.models.base import Decoder, logits
 from titanlite.tokenizers.base import Tokenizer
@@ -45,12 +45,10 @@ class Generation:
     def __post_init__(self) -> None:
         if self.freq < 0:
             raise ConfigError(f"{self.freq} is below 0; 0: at the end only", "freq")
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"{self.max_new_tokens} is below 1", "max_new_tokens")
+        check_at_least(self, 1, "max_new_tokens")
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"{self.temperature} is not 0 or above, and finite", "temperature")
-        if self.top_k < 0:
-            raise ConfigError(f"{self.top_k} is below 0", "top_k")
+        check_at_least(self, 0, "top_k")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"{self.top_p} is not above 0 and at most 1", "top_p")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from titanlite.config.component import Component, ConfigError
+from titanlite.config.component import Component, check_at_least
 
 IGNORE = -100  # a target that does not count; torch's default of ignore_index
 
@@ -101,8 +101,7 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
     """Maximum number of tokens whose logits are in memory at once."""
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
-            raise ConfigError(f"{self.chunk_tokens} is below 1", "chunk_tokens")
+        check_at_least(self, 1, "chunk_tokens")
 
     def build(
         self, backend: str | None = None, vocabulary: VocabularyShard = WHOLE_VOCABULARY

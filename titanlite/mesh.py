@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.torch_compat import flatten_mesh, local_offsets
 
 
@@ -100,12 +100,9 @@ class Parallelism:
             if degree < 1 and (degree != -1 or key != SHARD):
                 reason = "neither -1 nor at least 1" if key == SHARD else "below 1"
                 raise ConfigError(f"{degree} is {reason}", key)
-        for key in (
-            "pipeline_parallel_first_stage_less_layers",
-            "pipeline_parallel_last_stage_less_layers",
-        ):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"{getattr(self, key)} is below 0", key)
+        check_at_least(
+            self, 0, "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers"
+        )
 
     def check(self, seq_len: int) -> None:
         """Raises ConfigError unless context parallel and tensor parallel can shard sequences of `seq_len`

@@ -156,7 +156,7 @@ def learning_rate(job: Job, step: int) -> float:
     return job.optimizer.lr * job.lr_scheduler.checked_factor(step, job.training.steps)
 
 
-def resolved(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
+def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
     """Lines on facts that follow from the configuration: the model's shape, the optimizer's groups and the
     schedule. `net`: the whole model. `num_ids`: ids of the tokenizer; None: unknown."""
     size = sum(p.numel() for p in net.parameters())
@@ -176,7 +176,7 @@ def annotated(job: Job, lines: Sequence[str]) -> str:
 
 
 def describe(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDataset, kernel: str) -> None:
-    """Log the model, the layout, the data and the batch. `about`: the lines of `resolved`."""
+    """Log the model, the layout, the data and the batch. `about`: the lines of `summary`."""
     batch, offload = rt.batch, ", weights on the CPU" if job.training.enable_cpu_offload else ""
     dtype = str(rt.param_dtype).removeprefix("torch.")
     for line in about:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from titanlite import startup
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.config import toml
@@ -35,22 +36,6 @@ from titanlite.runtime.data_wait import DataWait
 from titanlite.runtime.process import world_size
 from titanlite.runtime.runtime import Runtime, runtime
 from titanlite.runtime.signals import Stopped, StopRequests, stop_requests
-from titanlite.startup import (
-    annotated,
-    check_device,
-    check_global_batch,
-    check_interop,
-    check_run_folder,
-    describe,
-    exporter,
-    flops_of,
-    log_changes,
-    open_meter,
-    open_tokenizer,
-    parallel_settings,
-    record,
-    resolved,
-)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,28 +64,28 @@ def train(job: Job) -> int:
 def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     """Build the data, the model and the optimizer of the run, and load the checkpoint that it resumes from.
     Cheap compatibility checks run first; the run folder is not written to until they have passed."""
-    attention, kernel = check_device(job, rt.device, rt.param_dtype, rt.world_size)
-    tokenizer = open_tokenizer(job)
+    attention, kernel = startup.check_device(job, rt.device, rt.param_dtype, rt.world_size)
+    tokenizer = startup.open_tokenizer(job)
     with torch.device("meta"):
         net = job.model.build()
     job.optimizer.check(net)
-    flops, num_parameters = flops_of(job, net), sum(p.numel() for p in net.parameters())
-    about = resolved(job, net, tokenizer.vocab_size)
-    model = parallelize(net, job.loss, rt.mesh, parallel_settings(job, rt, attention))
+    flops, num_parameters = startup.flops_of(job, net), sum(p.numel() for p in net.parameters())
+    about = startup.summary(job, net, tokenizer.vocab_size)
+    model = parallelize(net, job.loss, rt.mesh, startup.parallel_settings(job, rt, attention))
 
     with rt.rank_zero_first():
-        check_run_folder(job, tokenizer)  # before job.data.build, which may take long to tokenise and pack
+        startup.check_run_folder(job, tokenizer)  # before job.data.build, which may tokenise for long
         if rt.rank == 0:  # an error is raised on every rank
-            check_interop(job, tokenizer)
+            startup.check_interop(job, tokenizer)
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     identity = job.identity(sequences.identity, sequences.names)
     rt.check_equal("data, tokenizer or model", json.dumps(identity, sort_keys=True))
     # Raises ConfigError if the run folder holds a run with another identity.
-    exports = exporter(job, tokenizer, requests)
-    checkpoints = Checkpointer(job.checkpoint, job.folder, identity, annotated(job, about), exports)
-    check_global_batch(job, rt.batch.global_size, checkpoints.resumed)
+    exports = startup.exporter(job, tokenizer, requests)
+    checkpoints = Checkpointer(job.checkpoint, job.folder, identity, startup.annotated(job, about), exports)
+    startup.check_global_batch(job, rt.batch.global_size, checkpoints.resumed)
 
-    describe(job, rt, about, sequences, kernel)
+    startup.describe(job, rt, about, sequences, kernel)
     with building(num_parameters, rt.mesh.shards):
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(model.net, rt.mesh)
@@ -113,14 +98,14 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         if checkpoints.resumed is not None:
             guard.load_state_dict(checkpoints.resumed["guard"], state.step)
     # Again, because load() may have fallen back to an older checkpoint with another batch size.
-    check_global_batch(job, rt.batch.global_size, checkpoints.resumed)
+    startup.check_global_batch(job, rt.batch.global_size, checkpoints.resumed)
     order = MicroBatches(0, rt.batch.global_size, rt.batch.micro_batch_size, rt.mesh.dp_rank, rt.mesh.dp_size)
     loader = SequenceLoader(sequences, order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
     loader.load_state_dict({"sequences": state.sequences})
 
-    log_changes(job, rt, checkpoints)
-    record(job, rt, sequences, state, checkpoints)
-    meter = open_meter(job, rt, flops, state.step)
+    startup.log_changes(job, rt, checkpoints)
+    startup.record(job, rt, sequences, state, checkpoints)
+    meter = startup.open_meter(job, rt, flops, state.step)
     return Run(job, rt, tokenizer, sequences, loader, model, optimizer, state, checkpoints, meter, guard)
 
 
@@ -142,7 +127,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         state.step += 1
         set_lr(optimizer, job.lr_scheduler.checked_factor(state.step, last_step))
         tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
-        vote = rt.vote(requests.stop, requests.take_save(), checkpoints.failed)
+        vote = rt.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
         loss = model.forward_backward(micro_batches, tokens)
         norm = grad_norm(model.net.parameters(), rt.mesh.pp)
         loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())

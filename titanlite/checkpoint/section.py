@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 
 EXPORTS = "hf"  # folder of the exports, below the run folder
 
@@ -70,8 +70,7 @@ class Checkpoint:
             raise ConfigError(
                 "keep 2 or more, or 0 for all: with 1, one bad checkpoint would lose the run", "keep_latest_k"
             )
-        if self.keep_every_n_steps < 0:
-            raise ConfigError(f"{self.keep_every_n_steps} is below 0", "keep_every_n_steps")
+        check_at_least(self, 0, "keep_every_n_steps")
         if self.export_hf_interval < 0 or self.export_hf_interval % self.interval:
             raise ConfigError(
                 f"{self.export_hf_interval} is not a multiple of interval = {self.interval}: exports are "

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.background import Background
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.order import BLOCK, Mixture, key_of, permute, quotas
@@ -62,9 +62,7 @@ class Data:
             raise ConfigError("no source to train on: give at least one [[data.sources]]", "sources")
         if self.holdout_sequences and self.validation_sources:
             raise ConfigError("cannot be combined with validation_sources", "holdout_sequences")
-        for key in ("holdout_sequences", "num_workers"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"{getattr(self, key)} is below 0", key)
+        check_at_least(self, 0, "holdout_sequences", "num_workers")
 
     def build(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> SequenceDataset:
         """Open the sources; those of raw text are tokenised on first use. Raises ConfigError for unusable

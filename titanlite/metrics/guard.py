@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import check_at_least
 from titanlite.host_copy import HostCopy
 from titanlite.log import logger
 
@@ -32,8 +32,7 @@ class Guard:
     diverged."""
 
     def __post_init__(self) -> None:
-        if self.max_consecutive < 1:
-            raise ConfigError(f"{self.max_consecutive} is below 1", "max_consecutive")
+        check_at_least(self, 1, "max_consecutive")
 
     @property
     def limit(self) -> int:

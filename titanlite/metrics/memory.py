@@ -12,7 +12,7 @@ import torch
 
 from titanlite.metrics.device import GIB
 
-PHASES = {  # a function in a traceback, and what it is part of
+PHASES = {  # a function in a traceback, and the phase that it belongs to
     "forward_backward": "forward",
     "backward": "backward",
     "forward_one_chunk": "forward",  # of a pipeline stage
@@ -34,7 +34,7 @@ REMEDIES = """
 
 
 class OutOfMemory(RuntimeError):
-    """The memory of the device is used up. The message says when, and what would help."""
+    """The memory of the device is used up. The message names the phase and the settings that help."""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.metrics.device import peak_memory
 from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks
 from titanlite.metrics.sinks.console import Console
@@ -37,8 +37,7 @@ class Metrics:
     """Sinks beside the console, metrics.jsonl and samples.txt."""
 
     def __post_init__(self) -> None:
-        if self.log_freq < 1:
-            raise ConfigError(f"{self.log_freq} is below 1", "log_freq")
+        check_at_least(self, 1, "log_freq")
         names = [sink.name for sink in self.sinks]
         for i, name in enumerate(names):
             if name in names[:i]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerAction
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.log import logger
 from titanlite.torch_compat import dump_memory_history, record_memory_history
 
@@ -51,9 +51,8 @@ class Profiling:
     """Ranks that are traced."""
 
     def __post_init__(self) -> None:
-        for key, least in (("profiler_warmup", 0), ("profiler_active", 1), ("profile_cycles", 0)):
-            if getattr(self, key) < least:
-                raise ConfigError(f"{getattr(self, key)} is below {least}", key)
+        check_at_least(self, 0, "profiler_warmup", "profile_cycles")
+        check_at_least(self, 1, "profiler_active")
         if self.profile_freq < self.profiler_warmup + self.profiler_active:
             raise ConfigError(
                 f"{self.profile_freq} steps have no room for {self.profiler_warmup} steps of warm-up and "

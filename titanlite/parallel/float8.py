@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.log import logger
 from titanlite.models.base import Decoder
 from titanlite.torch_compat import float8_input_cast, float8_rowwise_parallel, is_float8_linear
@@ -47,8 +47,7 @@ class Float8:
     """Compute the same numbers on any device, but slowly. For tests."""
 
     def __post_init__(self) -> None:
-        if self.min_elements < 0:
-            raise ConfigError(f"{self.min_elements} is below 0", "min_elements")
+        check_at_least(self, 0, "min_elements")
 
     @property
     def gathers_float8(self) -> bool:

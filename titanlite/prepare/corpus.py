@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.files import hash_file, if_on_hub
 
 SPLIT_BYTES = 8 << 20  # text per split: about a second of tokenising on one core
@@ -49,9 +49,7 @@ class Limits:
     size. Text compresses to between a third and a thirtieth of its size."""
 
     def __post_init__(self) -> None:
-        for key in ("max_document_mib", "max_compression_ratio"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{getattr(self, key)} is below 1", key)
+        check_at_least(self, 1, "max_document_mib", "max_compression_ratio")
 
     @property
     def document_bytes(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.config.component import Component, ConfigError
+from titanlite.config.component import Component, ConfigError, check_at_least
 from titanlite.data.order import hash64, key_of
 
 FilterFunction = Callable[[str], str | None]  # text -> reason to remove the document, or None to keep it
@@ -253,9 +253,7 @@ class NearDuplicates(Filter, name="near_duplicates"):
     """Hashes per band. All hashes of a band must be equal."""
 
     def __post_init__(self) -> None:
-        for key in ("ngram", "num_bands", "band_size"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{getattr(self, key)} is below 1", key)
+        check_at_least(self, 1, "ngram", "num_bands", "band_size")
 
     def build(self) -> LshSignature:
         try:

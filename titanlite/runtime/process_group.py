@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import check_at_least
 from titanlite.runtime.environment import notes_folder, num_local_ranks, stay_on_this_node
 
 
@@ -25,9 +25,7 @@ class Comm:
     loader's workers do not deliver ends the run after nine tenths of it, and names the worker."""
 
     def __post_init__(self) -> None:
-        for key in ("init_timeout_seconds", "train_timeout_seconds"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{getattr(self, key)} is below 1", key)
+        check_at_least(self, 1, "init_timeout_seconds", "train_timeout_seconds")
 
 
 def init_process_group(device: torch.device, comm: Comm, rank: int, num_ranks: int) -> None:

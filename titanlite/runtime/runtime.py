@@ -23,18 +23,8 @@ from titanlite.config.component import ConfigError
 from titanlite.host_copy import HostCopy
 from titanlite.log import set_up_logging
 from titanlite.mesh import Mesh, Parallelism, build_mesh
+from titanlite.runtime import process
 from titanlite.runtime.environment import global_rank, is_under_torchrun, logs_progress, set_library_defaults
-from titanlite.runtime.process import (
-    device_name,
-    die_with_launcher,
-    error_note,
-    explicit_garbage_collection,
-    pick_device,
-    reporting_to_launcher,
-    set_determinism,
-    world_size,
-    write_error_note,
-)
 from titanlite.runtime.process_group import Comm, init_process_group
 from titanlite.runtime.training import BatchLayout, Training, choose_param_dtype
 from titanlite.torch_compat import set_group_timeout
@@ -121,7 +111,7 @@ class Runtime:
     def note_error(self, error: BaseException) -> None:
         """Tell the launcher which error ends this rank."""
         if isinstance(error, (Exception, SystemExit)):
-            write_error_note(error_note(self.rank), error)
+            process.write_error_note(process.error_note(self.rank), error)
 
     def _tell(self, error: list[Any]) -> None:
         """Send `error` from rank 0 to all other ranks."""
@@ -178,28 +168,28 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
 
     After an error nothing is torn down: a rank that waited for its peers in a teardown would only delay the
     message. The launcher ends the other ranks."""
-    began, rank, size = time.perf_counter(), global_rank(), world_size()
+    began, rank, size = time.perf_counter(), global_rank(), process.world_size()
     if dist.is_initialized():
         rank = dist.get_rank()
     set_up_logging(rank, verbose=logs_progress(rank))
     set_library_defaults()
     if is_under_torchrun():
-        die_with_launcher()
+        process.die_with_launcher()
     batch = BatchLayout.of(training, parallelism.degrees(size).data_parallel)
-    device = pick_device()
+    device = process.pick_device()
     param_dtype = choose_param_dtype(training, device)
     offload = training.enable_cpu_offload  # FSDP does it, so even one process needs a process group
     ours = (size > 1 or offload) and not dist.is_initialized()
     if ours:
         init_process_group(device, comm, rank, size)
-    set_determinism(training.deterministic)
+    process.set_determinism(training.deterministic)
     mesh = build_mesh(parallelism, device.type, rank, size, always=offload)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
-    with explicit_garbage_collection(training.gc_freq), reporting_to_launcher(rank):
+    with process.explicit_garbage_collection(training.gc_freq), process.reporting_to_launcher(rank):
         yield Runtime(
             device, rank, size, mesh, batch, param_dtype, reduce_dtype, comm, training.gc_freq, began
         )
-    set_determinism(False)
+    process.set_determinism(False)
     if ours:
         dist.destroy_process_group()
         time.sleep(0.1)  # gloo's worker thread still needs the interpreter's lock once; see leave()
@@ -211,7 +201,7 @@ def environment(rt: Runtime) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "device": device_name(rt.device),
+        "device": process.device_name(rt.device),
         "cuda": torch.version.cuda,
         "world_size": rt.world_size,
         "cpu_threads": torch.get_num_threads(),

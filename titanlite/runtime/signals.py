@@ -59,7 +59,7 @@ class StopRequests:
                 self._stop_at = now
         return self._stop_at is not None
 
-    def take_save(self) -> bool:
+    def take_save_request(self) -> bool:
         """Whether a save was asked for since the last call."""
         save, self._save = self._save, False
         return save

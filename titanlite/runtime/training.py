@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,8 @@ class Training:
     stalls the others. 0: Python's automatic collection."""
 
     def __post_init__(self) -> None:
-        if self.gc_freq < 0:
-            raise ConfigError(f"{self.gc_freq} is below 0", "gc_freq")
-        for key in ("seq_len", "local_batch_size", "steps"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{getattr(self, key)} is below 1", key)
+        check_at_least(self, 0, "gc_freq")
+        check_at_least(self, 1, "seq_len", "local_batch_size", "steps")
         if self.local_batch_size * self.seq_len >= 1 << 31:
             raise ConfigError(
                 f"{self.local_batch_size} sequences of {self.seq_len} tokens are 2^31 tokens or more, too "

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from titanlite import startup
 from titanlite.checkpoint.run_folder import RunFolder
 from titanlite.commands import take_flag, take_numbers
 from titanlite.config import toml
@@ -29,15 +30,6 @@ from titanlite.parallel.pipeline_parallel import check_auxiliary_losses
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
-from titanlite.startup import (
-    annotated,
-    check_device,
-    check_global_batch,
-    check_interop,
-    check_run_folder,
-    open_tokenizer,
-    resolved,
-)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         net = build_on_meta(job)
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None
-    print(annotated(job, [*resolved(job, net, num_ids), *about]), end="")
+    print(startup.annotated(job, [*startup.summary(job, net, num_ids), *about]), end="")
     return 0
 
 
@@ -83,9 +75,9 @@ def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
     CheckpointError."""
     job.check_folders()
     unchecked = check_this_device(job, ranks)
-    tokenizer = open_tokenizer(job)
-    check_run_folder(job, tokenizer)
-    check_interop(job, tokenizer)
+    tokenizer = startup.open_tokenizer(job)
+    startup.check_run_folder(job, tokenizer)
+    startup.check_interop(job, tokenizer)
     batch = BatchLayout.of(job.training, job.parallelism.degrees(ranks).data_parallel)
     sequences = job.data.check(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     if sequences is not None:
@@ -94,7 +86,7 @@ def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
         unchecked.append("data that is tokenised or packed when a run first starts")
     identity = None if sequences is None else job.identity(sequences.identity, sequences.names)
     candidate = RunFolder(job.checkpoint, job.folder, identity).choose_checkpoint([])
-    check_global_batch(job, batch.global_size, candidate.train if candidate else None)
+    startup.check_global_batch(job, batch.global_size, candidate.train if candidate else None)
     return tokenizer.vocab_size, unchecked
 
 
@@ -108,7 +100,7 @@ def check_this_device(job: Job, ranks: int) -> list[str]:
     if not gpu:
         job.profiling.check(torch.device("cuda"), ranks)  # checks the ranks only
     try:
-        check_device(job, device, choose_param_dtype(job.training, device), ranks)
+        startup.check_device(job, device, choose_param_dtype(job.training, device), ranks)
     except ConfigError as e:
         if gpu:
             raise

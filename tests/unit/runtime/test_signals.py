@@ -60,19 +60,19 @@ def test_while_training_a_stop_is_noted_and_nothing_else(number: int) -> None:
         signal.raise_signal(number)
         assert requests.stop
         assert requests.stop, "a stop is taken back once it is read"
-        assert not requests.take_save()
+        assert not requests.take_save_request()
 
 
 def test_a_save_is_taken_once() -> None:
     with stop_requests() as requests:
         requests.begin(None)
-        assert not requests.take_save()
+        assert not requests.take_save_request()
         signal.raise_signal(USR2)
         signal.raise_signal(USR2)
-        assert [requests.take_save(), requests.take_save()] == [True, False]
+        assert [requests.take_save_request(), requests.take_save_request()] == [True, False]
         assert not requests.stop
         signal.raise_signal(USR2)
-        assert requests.take_save()
+        assert requests.take_save_request()
 
 
 @pytest.mark.parametrize("number", STOP)
@@ -87,7 +87,7 @@ def test_before_the_first_step_a_save_waits() -> None:
     with stop_requests() as requests:
         signal.raise_signal(USR2)
         requests.begin(None)
-        assert requests.take_save()
+        assert requests.take_save_request()
 
 
 # ---- again

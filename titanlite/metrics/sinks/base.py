@@ -1,7 +1,7 @@
 """The contract of a metric sink. Only rank 0 has sinks.
 
-A run that resumes at step s takes the steps after s again. A sink that keeps what it got should then replace
-or mark its records of later steps, so that no step is shown twice.
+A run that resumes after step s takes the later steps again. A sink should then drop or mark its records of
+those steps, so that no step is shown twice.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Writer:
 
 @dataclass(frozen=True, kw_only=True)
 class Sink(Component, makes=(Writer,)):
-    """Kind: `[[metrics.sinks]] name = ...`."""
+    """The base class of metric sinks, which `[[metrics.sinks]] name = "..."` selects."""
 
     @abstractmethod
     def build(self, run: RunInfo) -> Writer:

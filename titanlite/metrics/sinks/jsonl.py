@@ -1,5 +1,5 @@
-"""The sink metrics.jsonl: one JSON object per logged step. After a resume from step s the file is cut there;
-what is cut off goes to metrics.superseded.jsonl."""
+"""The sink metrics.jsonl: one JSON object per logged step. At a resume after step s, the lines of later steps
+move to metrics.superseded.jsonl."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The sink samples.txt: the generated texts. After a resume from step s the file is cut there; what is cut
-off goes to samples.superseded.txt."""
+"""The sink samples.txt: the generated texts. At a resume after step s, the texts of later steps move to
+samples.superseded.txt."""
 
 from __future__ import annotations
 
