@@ -106,14 +106,14 @@ def test_a_run_saves_and_restores_its_buffers(run_on, tmp_path: Path, corpus: Pa
     counts = [saved(job, 6)["counter.applied_steps"].item() for job in (whole, hops)]
     assert counts == [6, 6]
     assert "counter.scale" not in saved(whole, 6)
-    losses = [row["train/hidden_norm"] for row in metrics_of(whole)]
+    losses = [line["train/hidden_norm"] for line in metrics_of(whole)]
     assert losses[-1] < losses[0]
-    assert [row["model/applied_steps"] for row in metrics_of(hops)] == [1, 2, 3, 4, 5, 6]
+    assert [line["model/applied_steps"] for line in metrics_of(hops)] == [1, 2, 3, 4, 5, 6]
 
     run_in_hops(tmp_path, corpus, [3], *OVERRIDES, name="two")
     run_on(2, train_on_rank, tmp_path, corpus, [*OVERRIDES, "--training.steps=6"], "two", 2)
     two = make_job(tmp_path, corpus, *OVERRIDES, name="two")
     assert saved(two, 6)["counter.applied_steps"].item() == 6
     for key in ("train/loss", "train/hidden_norm", "model/applied_steps"):
-        wanted = [row[key] for row in metrics_of(whole)]
-        assert [row[key] for row in metrics_of(two)] == pytest.approx(wanted, rel=2e-5)
+        wanted = [line[key] for line in metrics_of(whole)]
+        assert [line[key] for line in metrics_of(two)] == pytest.approx(wanted, rel=2e-5)

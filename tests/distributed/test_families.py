@@ -147,7 +147,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> 
     hops = run_in_hops(tmp_path, corpus, [3, 8], *overrides, name="hops")
     assert history(hops) == history(whole)
     assert weights_sha(hops, 8) == weights_sha(whole, 8)
-    losses = [row["train/loss"] for row in metrics_of(whole)]
+    losses = [line["train/loss"] for line in metrics_of(whole)]
     assert losses[-1] < losses[0] - 0.5
 
 

@@ -55,8 +55,8 @@ def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_o
     world_size, overrides = LAYOUTS[layout]
     layers = 4 if "interleaved" in layout else 2
     name = "qwen3" if "qwen3" in layout else "llama3"
-    of = family(name, tie_word_embeddings=UNTIED not in overrides, n_layers=layers)
-    hugging_face(of).save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    model_family = family(name, tie_word_embeddings=UNTIED not in overrides, n_layers=layers)
+    hugging_face(model_family).save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
     start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *STILL, *overrides]
     run_on(world_size, train_on_rank, tmp_path, corpus, start, "layout", world_size)
     alone = [o for o in start if "parallelism" not in o]
@@ -81,9 +81,13 @@ def test_foreign_formats_come_into_a_layout(
 ) -> None:
     """With rows added to the vocabulary, which every rank has to leave as a new model's."""
     world_size, overrides = LAYOUTS[layout]
-    of = family(tie_word_embeddings=False)
-    w = random_tensors(of.config)
-    path = write_meta(tmp_path / "m", w, of.config, 2) if source == "meta" else write_torchtitan(tmp_path, w)
+    model_family = family(tie_word_embeddings=False)
+    w = random_tensors(model_family.config)
+    path = (
+        write_meta(tmp_path / "m", w, model_family.config, 2)
+        if source == "meta"
+        else write_torchtitan(tmp_path, w)
+    )
     if source == "titanlite":
         first = [f"--checkpoint.initial_load_path={path}", *STILL, UNTIED]
         train(make_job(tmp_path, corpus, *first, name="first"))
@@ -95,9 +99,9 @@ def test_foreign_formats_come_into_a_layout(
     for name in ("layout", "alone"):
         assert cli.run(["export", str(tmp_path / name), str(tmp_path / f"{name} out"), *argv]) == 0
     assert content(tmp_path / "layout out") == content(tmp_path / "alone out")
-    rows = tensors_in(tmp_path / "alone out")["model.embed_tokens.weight"]
-    assert torch.equal(rows[:258], w["tok_embeddings.weight"])
-    assert rows[258:].abs().max() > 0
+    embedding = tensors_in(tmp_path / "alone out")["model.embed_tokens.weight"]
+    assert torch.equal(embedding[:258], w["tok_embeddings.weight"])
+    assert embedding[258:].abs().max() > 0
 
 
 def refused_on_rank(folder: Path, corpus: Path, overrides: list[str], world_size: int) -> str:
@@ -108,8 +112,8 @@ def refused_on_rank(folder: Path, corpus: Path, overrides: list[str], world_size
 
 @pytest.mark.parametrize("layout", [full([]), full([TP]), [PP]], ids=["dp_shard 2", "tp 2", "pp 2"])
 def test_all_ranks_refuse_what_does_not_fit(tmp_path: Path, corpus: Path, run_on, layout: list[str]) -> None:
-    of = family(tie_word_embeddings=False, n_layers=3)
-    hugging_face(of).save_pretrained(tmp_path / "theirs")
+    model_family = family(tie_word_embeddings=False, n_layers=3)
+    hugging_face(model_family).save_pretrained(tmp_path / "theirs")
     start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", UNTIED, *layout]
     said = run_on(2, refused_on_rank, tmp_path, corpus, start, 2)
     assert "n_layers is 3, the job's 2" in said[0]
@@ -122,8 +126,8 @@ def load_on_rank(run: Path, fails: bool) -> tuple[str, torch.Tensor]:
     fail in a way that nobody has thought of."""
     rank, open_weights, net = dist.get_rank(), initial.open_weights, family().build()
 
-    def later(path: Path, of: ModelFamily) -> Weights:
-        return open_weights(run.with_name("later") / "step-2" if rank and path == run else path, of)
+    def later(path: Path, model_family: ModelFamily) -> Weights:
+        return open_weights(run.with_name("later") / "step-2" if rank and path == run else path, model_family)
 
     def broken(*_: object) -> None:
         raise KeyError("unforeseen")

@@ -78,8 +78,8 @@ def test_best_fit_holds_every_token_once(
             assert sequence.tokens[begin : begin + size].tolist() == list(range(start, start + size))
             document = int(np.searchsorted(np.cumsum(lengths), start, side="right"))
             begin_of_document = sum(lengths[:document])
-            # A piece is a whole document, or a cut of one that is longer than a sequence, at multiples of a
-            # sequence.
+            # A span is a whole document or, if the document is longer than a sequence, a chunk that begins at
+            # a multiple of the sequence length.
             assert (start - begin_of_document) % (seq_len + 1) == 0
             rest = begin_of_document + lengths[document] - start
             assert size == min(rest, seq_len + 1)
@@ -119,15 +119,15 @@ def test_chunks_hold_every_token_as_a_target_once(
 
 def oracle(lengths: list[int], capacity: int) -> list[int]:
     """A slow best-fit decreasing: the number of tokens in each sequence, sorted."""
-    pieces = [min(capacity, n - at) for n in lengths for at in range(0, n, capacity)]
+    spans = [min(capacity, n - at) for n in lengths for at in range(0, n, capacity)]
     rooms: list[int] = []  # ascending
-    for piece in sorted(pieces, reverse=True):
-        room = next((r for r in rooms if r >= piece), None)
+    for span in sorted(spans, reverse=True):
+        room = next((r for r in rooms if r >= span), None)
         if room is None:
             room = capacity
         else:
             rooms.remove(room)
-        insort(rooms, room - piece)
+        insort(rooms, room - span)
     return sorted(capacity - room for room in rooms)
 
 
@@ -224,13 +224,15 @@ def test_a_damaged_index_is_made_again_and_is_the_same(
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("what", ["a file", "a link to nowhere", "an empty folder"])
-def test_whatever_lies_in_the_place_of_a_index(shards: TokenShards, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("obstacle", ["a file", "a link to nowhere", "an empty folder"])
+def test_anything_else_at_the_path_of_an_index_is_replaced(
+    shards: TokenShards, tmp_path: Path, obstacle: str
+) -> None:
     index = open_packing_index(shards, 33, tmp_path / "cache")
     shutil.rmtree(index.path)
-    if what == "a file":
+    if obstacle == "a file":
         index.path.write_text("{}")
-    elif what == "an empty folder":
+    elif obstacle == "an empty folder":
         index.path.mkdir()
     else:
         index.path.symlink_to("nowhere")
