@@ -111,7 +111,7 @@ def _checked(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def full_name(cls: type) -> str:
-    """`package.module.Class`, for messages."""
+    """Return `package.module.Class`, for messages."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

@@ -32,7 +32,7 @@ from titanlite.tokenizers.tiktoken import Tiktoken
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(PrepareOptions):
-    """A preparation of a dataset. Every key may be in the TOML file or on the command line."""
+    """Settings of a preparation. Every key may be in the TOML file or on the command line."""
 
     input: list[str] = dataclasses.field(default_factory=list)
     """Files, directories (of which .txt, .jsonl, .ndjson, .json and .parquet files are read, also compressed)
