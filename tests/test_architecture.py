@@ -45,18 +45,18 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def layer_violations(root: Path) -> list[str]:
     """Every import that goes up or sideways."""
-    found = []
+    actual = []
     for path in sorted(root.rglob("*.py")):
         unit = path.relative_to(root).parts[0].removesuffix(".py")
         for name in imports(ast.parse(path.read_text())):
             parts = name.split(".")
             if name == "RELATIVE":
-                found.append(f"{path}: relative import")
+                actual.append(f"{path}: relative import")
             elif parts[0] == "titanlite" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != unit:
                 allowed = LEVEL[parts[1]] < LEVEL.get(unit, 0) or (unit, parts[1]) in SIBLINGS
                 if not allowed:
-                    found.append(f"{path}: {unit} (layer {LEVEL.get(unit)}) imports {name}")
-    return found
+                    actual.append(f"{path}: {unit} (layer {LEVEL.get(unit)}) imports {name}")
+    return actual
 
 
 def test_units_import_only_lower_layers() -> None:
@@ -125,14 +125,14 @@ def test_sizes_stay_readable() -> None:
 
 def imported_tests(root: Path) -> list[str]:
     """Every import of a test module, or of a conftest, by another module of tests."""
-    found = []
+    actual = []
     for path in sorted((root / "tests").rglob("*.py")):
         for name in imports(ast.parse(path.read_text(encoding="utf-8"))):
             parts = name.split(".")
             is_test = any(part.startswith("test_") or part == "conftest" for part in parts)
             if name == "RELATIVE" or (parts[0] == "tests" and is_test):
-                found.append(f"{path}: {name}")
-    return found
+                actual.append(f"{path}: {name}")
+    return actual
 
 
 def test_no_test_module_is_imported() -> None:

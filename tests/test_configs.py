@@ -54,13 +54,13 @@ def all_subclasses(cls: type[Component]) -> list[type[Component]]:
 def public_keys() -> list[str]:
     """`section.key`, or `section[choice].key`, of every key that a TOML file may have, sorted."""
     with shipped_choices():
-        found = [
+        actual = [
             f"{section.path.strip('[]') or 'prepare'}{f'[{section.choice}]' if section.choice else ''}.{key}"
             for classes in SCHEMAS.values()
             for section in reference.sections(schema.describe(classes, docs=True))
             for key in [*([section.picked_by] if section.choice else []), *(key.name for key in section.keys)]
         ]
-    return sorted(set(found))
+    return sorted(set(actual))
 
 
 def described() -> str:
@@ -155,9 +155,9 @@ def test_a_reference_is_current(name):
 
 
 def test_the_public_keys_are_the_frozen_ones():
-    frozen, found = PUBLIC_KEYS.read_text().splitlines(), public_keys()
-    added, gone = sorted(set(found) - set(frozen)), sorted(set(frozen) - set(found))
-    assert found == frozen, (
+    frozen, actual = PUBLIC_KEYS.read_text().splitlines(), public_keys()
+    added, gone = sorted(set(actual) - set(frozen)), sorted(set(frozen) - set(actual))
+    assert actual == frozen, (
         f"the public keys have changed: added {added}, gone {gone}. A key that is gone breaks users' files "
         f"and the resumption of their runs; if this is meant, say so in CHANGELOG.md and run: {UPDATE}"
     )

@@ -26,8 +26,8 @@ CONTROLS = [  # run, changed setting; the comment is the largest difference foun
 
 @pytest.mark.parametrize("name", golden.RUNS)
 def test_losses_and_data_are_the_golden_ones(name: str, tmp_path: Path) -> None:
-    found = golden.losses(golden.make(name, tmp_path))
-    differences = golden.differences(found, golden.stored()[name]["steps"])
+    actual = golden.losses(golden.make(name, tmp_path))
+    differences = golden.differences(actual, golden.stored()[name]["steps"])
     if differences:
         told = [f"{name}: the numerics have changed; CONTRIBUTING.md says what to do", *differences]
         pytest.fail("\n".join(told), pytrace=False)
@@ -35,23 +35,23 @@ def test_losses_and_data_are_the_golden_ones(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", golden.RUNS)
 def test_initial_weights_are_the_golden_ones(name: str, tmp_path: Path) -> None:
-    found = golden.weights_sha(golden.make(name, tmp_path))
-    assert found == golden.stored()[name]["initial_weights"]
+    actual = golden.weights_sha(golden.make(name, tmp_path))
+    assert actual == golden.stored()[name]["initial_weights"]
 
 
 @pytest.mark.parametrize(("name", "change"), CONTROLS)
 def test_a_slightly_changed_setting_is_noticed(name: str, change: str, tmp_path: Path) -> None:
-    found = golden.losses(golden.make(name, tmp_path, change))
+    actual = golden.losses(golden.make(name, tmp_path, change))
     wanted = golden.stored()[name]["steps"]
-    assert golden.differences(found, wanted)
-    shas = [[line["data/batch_sha"] for line in lines] for lines in (found, wanted)]
+    assert golden.differences(actual, wanted)
+    shas = [[line["data/batch_sha"] for line in lines] for lines in (actual, wanted)]
     assert shas[0] == shas[1], "the data order depends on none of these settings"
 
 
 def test_another_seed_gives_other_data_and_weights(tmp_path: Path) -> None:
     wanted, other = golden.stored()["llama3"], "--training.seed=1"
-    found = golden.losses(golden.make("llama3", tmp_path, other))
-    assert not {line["data/batch_sha"] for line in found} & {
+    actual = golden.losses(golden.make("llama3", tmp_path, other))
+    assert not {line["data/batch_sha"] for line in actual} & {
         line["data/batch_sha"] for line in wanted["steps"]
     }
     sha = golden.weights_sha(golden.make("llama3", tmp_path, other, run="untrained"))

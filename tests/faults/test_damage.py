@@ -83,12 +83,12 @@ def run(saved: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def values(saved: Path) -> dict[int, list[torch.Tensor]]:
     """The values in the checkpoints of steps 1 and 2."""
-    toy, found = Toy(width=WIDTH), {}
+    toy, outcomes = Toy(width=WIDTH), {}
     for step in (1, 2):
         toy.step()
-        found[step] = toy.values()
-    assert all(torch.equal(a, b) for a, b in zip(start(saved).values(), found[2]))
-    return found
+        outcomes[step] = toy.values()
+    assert all(torch.equal(a, b) for a, b in zip(start(saved).values(), outcomes[2]))
+    return outcomes
 
 
 def equal(toy: Toy, expected: list[torch.Tensor]) -> bool:
@@ -360,7 +360,7 @@ def test_shards_of_the_same_size_in_the_wrong_place(
     assert {p.name: p.stat().st_size for p in step.iterdir()} == sizes
     assert not torch.equal(load_plainly(step)["weight"], good["weight"])  # control: in silence
     assert "SHA-256 differs" in str(reason_of(step))
-    assert [found for found, _ in run_on(2, outcome_on_rank, run, {})] == [1, 1]
+    assert [outcomes for outcomes, _ in run_on(2, outcome_on_rank, run, {})] == [1, 1]
 
 
 # ---- the whole run

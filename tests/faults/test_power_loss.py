@@ -184,14 +184,14 @@ def test_a_rewind(tmp_path: Path, values: Values) -> None:
         there = committed(run / "checkpoint")
         aside = [committed(path) for path in sorted((run / "checkpoint").glob("archived-*"))]
         ours = [s for s in there if branch_of(run, s) == 2]
-        assert set(there) - set(ours) | {s for of in aside for s in of} == {1, 2, 3, 4}
+        assert set(there) - set(ours) | {s for steps in aside for s in steps} == {1, 2, 3, 4}
         assert len(list(run.rglob("step-4.keep"))) == 1
         assert step in (2, *ours)
         assert recorded_step(run) in there
         return [there, ours]
 
-    def start(place: Path, found: list[Any]) -> None:
-        there, ours = found
+    def start(place: Path, outcomes: list[Any]) -> None:
+        there, ours = outcomes
         resumes(place / "run", max(ours) if ours == there[-1:] else 2, values, **GONE_BACK)
         assert all(name.startswith("archived-") for name in leftovers(place / "run"))
         look(place, 3)
@@ -233,8 +233,8 @@ def test_a_start_that_cleans_up_and_quarantines_damaged_checkpoints(tmp_path: Pa
         recorded_step(run)
         return [good[-1]]
 
-    def start(place: Path, found: list[int]) -> None:
-        resumes(place / "run", found[0], values)
+    def start(place: Path, outcomes: list[int]) -> None:
+        resumes(place / "run", outcomes[0], values)
         assert {n for n in leftovers(place / "run") if not n.endswith(".keep")} == {
             "quarantined-step-3-0", "quarantined-step-4-0"
         }  # fmt: skip
@@ -257,12 +257,12 @@ def test_a_restart(tmp_path: Path, values: Values) -> None:
         aside = [committed(path) for path in sorted((run / "checkpoint").glob("archived-*"))]
         begun = CommitRecord(run, Checkpoint(restart=True)).restarts() is False
         new = there if begun else []
-        assert {s for of in aside for s in of} | (set() if begun else set(there)) == {1, 2}
+        assert {s for steps in aside for s in steps} | (set() if begun else set(there)) == {1, 2}
         assert step in (0, *new)
         return [max(new, default=0)]
 
-    def start(place: Path, found: list[int]) -> None:
-        resumes(place / "run", found[0], values, restart=True)
+    def start(place: Path, outcomes: list[int]) -> None:
+        resumes(place / "run", outcomes[0], values, restart=True)
         assert all(name.startswith("archived-") for name in leftovers(place / "run"))
 
     count, starts = check_all(crashes(recording, settled=UNREAD, start=0), tmp_path, look, start)
@@ -349,8 +349,8 @@ def save_on_rank(folder: Path, lazy: int) -> list[tuple[int, str, int, int]]:
     noted: list[tuple[int, str, int, int]] = []
     rank, fsync, rename = dist.get_rank(), os.fsync, os.rename
 
-    def note(what: str, status: os.stat_result) -> None:
-        noted.append((time.monotonic_ns(), what, status.st_ino, status.st_size))
+    def note(operation: str, status: os.stat_result) -> None:
+        noted.append((time.monotonic_ns(), operation, status.st_ino, status.st_size))
 
     def syncing(fd: int) -> None:
         if rank != lazy:
@@ -375,8 +375,10 @@ def unsynced_at_the_rename(folder: Path, lazy: int, run_on: Callable[..., Any]) 
     """Files of the checkpoint of which no rank had synced all bytes when the checkpoint was committed."""
     noted = [entry for rank in run_on(2, save_on_rank, folder, lazy) for entry in rank]
     final = folder / "checkpoint/step-1"
-    (renamed,) = [ns for ns, what, inode, _ in noted if (what, inode) == ("rename", final.stat().st_ino)]
-    synced = {(inode, size) for ns, what, inode, size in noted if what == "sync" and ns < renamed}
+    (renamed,) = [
+        ns for ns, operation, inode, _ in noted if (operation, inode) == ("rename", final.stat().st_ino)
+    ]
+    synced = {(inode, size) for ns, operation, inode, size in noted if operation == "sync" and ns < renamed}
     status = {path.name: path.stat() for path in final.iterdir()}
     return sorted(name for name, s in status.items() if (s.st_ino, s.st_size) not in synced)
 

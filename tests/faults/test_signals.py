@@ -62,7 +62,7 @@ class Event:
 
     place: str
     call: int
-    what: str = "SIGTERM"
+    action: str = "SIGTERM"
     rank: int = 1
 
 
@@ -155,7 +155,7 @@ ACTS: dict[str, Callable[[], None]] = {
 
 
 def _before(event: Event) -> None:
-    act = ACTS.get(event.what) or (lambda: os.kill(os.getpid(), getattr(signal, event.what)))
+    act = ACTS.get(event.action) or (lambda: os.kill(os.getpid(), getattr(signal, event.action)))
     owner, name = PLACES[event.place]
     original, calls = getattr(owner, name), itertools.count(1)
 

@@ -40,12 +40,12 @@ PASSED, FAILED = 0, 1  # pytest's exit codes; the others say that it could not r
 
 @dataclass(frozen=True)
 class Fault:
-    """A replacement of `old` by `new` in one file of the package. `what`: the kind of mistake. `tests`: the
+    """A replacement of `old` by `new` in one file of the package. `kind`: the kind of mistake. `tests`: the
     test files of the changed code."""
 
     name: str
     file: str
-    what: str
+    kind: str
     old: str
     new: str
     tests: Sequence[str]

@@ -74,19 +74,21 @@ def test_a_cache_changes_no_logit(net: Decoder, prompt: list[int]) -> None:
     assert same(pairs)
 
 
-@pytest.mark.parametrize("what", ["positions start anew", "the newest token is hidden", "keys are forgotten"])
-def test_control_a_wrong_cache_is_noticed(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+@pytest.mark.parametrize(
+    "fault", ["positions start anew", "the newest token is hidden", "keys are forgotten"]
+)
+def test_control_a_wrong_cache_is_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     advance, append = KVCache.advance, KVCache.append
 
     def wrong_advance(cache: KVCache, new: int, device: torch.device) -> torch.Tensor:
         positions = advance(cache, new, device)
-        if what == "the newest token is hidden" and cache._mask is not None:
+        if fault == "the newest token is hidden" and cache._mask is not None:
             cache._mask[..., -1] = False
-        return positions - positions[0] if what == "positions start anew" else positions
+        return positions - positions[0] if fault == "positions start anew" else positions
 
     def wrong_append(cache: KVCache, k: torch.Tensor, v: torch.Tensor) -> Any:
         keys, values = append(cache, k, v)
-        keys[:, : cache.filled - k.shape[1]] *= what != "keys are forgotten"
+        keys[:, : cache.filled - k.shape[1]] *= fault != "keys are forgotten"
         return keys, values
 
     monkeypatch.setattr(KVCache, "advance", wrong_advance)
@@ -140,9 +142,9 @@ def test_tokens_are_drawn_as_transformers_draws(options: dict[str, Any]) -> None
     if "top_p" in options:
         warpers.append(process.TopPLogitsWarper(options["top_p"]))
     wanted = process.LogitsProcessorList(warpers)(None, logits[None].clone())[0].softmax(-1)
-    found = drawn(logits, **options)
-    assert torch.equal(found[wanted == 0], torch.zeros(int((wanted == 0).sum())))
-    assert (found - wanted).abs().max() < 0.04
+    actual = drawn(logits, **options)
+    assert torch.equal(actual[wanted == 0], torch.zeros(int((wanted == 0).sum())))
+    assert (actual - wanted).abs().max() < 0.04
 
 
 def test_temperature_0_takes_the_likeliest() -> None:

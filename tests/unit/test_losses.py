@@ -76,8 +76,8 @@ def test_value_and_gradients_in_float64(
     value = function(hidden, weight, targets)
     assert value.dtype == torch.float32
     assert value.item() == pytest.approx(wanted.item(), rel=1e-6)
-    for found, right in zip(gradients(value, hidden, weight), gradients(wanted, *exact)):
-        assert (found - right).abs().max() < 1e-5 * right.abs().max()
+    for actual, right in zip(gradients(value, hidden, weight), gradients(wanted, *exact)):
+        assert (actual - right).abs().max() < 1e-5 * right.abs().max()
     with torch.no_grad():
         assert function(hidden, weight, targets).item() == pytest.approx(wanted.item(), rel=1e-6)
 
@@ -90,10 +90,10 @@ def test_bfloat16_gradients_are_as_good_in_chunks_as_whole() -> None:
         exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
         wanted = F.cross_entropy(F.linear(*exact).flatten(0, 1), targets.flatten(), reduction="sum")
         loss = ChunkedCrossEntropy(chunk_tokens=15) if name == "chunks" else LOSSES[name]
-        found = gradients(loss.build()(hidden, weight, targets), hidden, weight)
-        assert all(g.dtype == torch.bfloat16 for g in found)
+        actual = gradients(loss.build()(hidden, weight, targets), hidden, weight)
+        assert all(g.dtype == torch.bfloat16 for g in actual)
         right = gradients(wanted, *exact)
-        errors[name] = [((a - b).norm() / b.norm()).item() for a, b in zip(found, right)]
+        errors[name] = [((a - b).norm() / b.norm()).item() for a, b in zip(actual, right)]
     assert all(c < 1.1 * w for c, w in zip(errors["chunks"], errors["whole"])), errors
 
 
@@ -105,12 +105,12 @@ def test_a_weight_in_fp32_has_its_gradient_in_fp32(name: str, backend: str | Non
     other = weight.detach().float().requires_grad_()
     rounded = gradients(LOSSES[name].build(backend)(hidden, weight, targets), hidden, weight)
     hidden = hidden.detach().requires_grad_()
-    found = gradients(LOSSES[name].build(backend)(hidden, other, targets), hidden, other)
-    assert torch.equal(found[0], rounded[0])
-    assert found[1].dtype == torch.float32
-    assert torch.equal(found[1].bfloat16(), rounded[1])
+    actual = gradients(LOSSES[name].build(backend)(hidden, other, targets), hidden, other)
+    assert torch.equal(actual[0], rounded[0])
+    assert actual[1].dtype == torch.float32
+    assert torch.equal(actual[1].bfloat16(), rounded[1])
     if name == "chunks":
-        assert not torch.equal(found[1].bfloat16().float(), found[1]), "was rounded on its way"
+        assert not torch.equal(actual[1].bfloat16().float(), actual[1]), "was rounded on its way"
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())

@@ -111,9 +111,9 @@ class HuggingFaceTokenizer(Tokenizer):
         except ConfigError as e:
             raise ConfigError(str(e), "tokenizer.path") from None
 
-    def _special(self, which: str, name: str, path: Path) -> int:
-        name = name or self._named(which)
-        if not name and which == "bos":
+    def _special(self, key: str, name: str, path: Path) -> int:
+        name = name or self._named(key)
+        if not name and key == "bos":
             return self.eos
         if not name:
             raise ConfigError(
@@ -122,12 +122,12 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         token = self._library.token_to_id(name)
         if token is None:
-            raise ConfigError(f"{path} has no token {name!r}", f"tokenizer.{which}")
+            raise ConfigError(f"{path} has no token {name!r}", f"tokenizer.{key}")
         return token
 
-    def _named(self, which: str) -> str:
+    def _named(self, key: str) -> str:
         """Return the name of `bos` or `eos` in tokenizer_config.json, or ""."""
-        value = self._object("tokenizer_config.json").get(f"{which}_token")
+        value = self._object("tokenizer_config.json").get(f"{key}_token")
         return value.get("content", "") if isinstance(value, dict) else value or ""
 
     def encode(self, text: str) -> list[int]:

@@ -183,7 +183,7 @@ def test_a_planned_tensor_that_is_not_written_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = writer._files
-    monkeypatch.setattr(writer, "_files", lambda items: [of[:-1] for of in files(items)])
+    monkeypatch.setattr(writer, "_files", lambda items: [shard[:-1] for shard in files(items)])
     with pytest.raises(CheckpointException, match="1 tensors were not written"):
         write(tmp_path / "c", some_tensors())
     run, toy = open_run(tmp_path, async_mode="disabled", on_save_error="stop"), Toy()

@@ -20,12 +20,12 @@ from titanlite.train import train
 
 def plan(first_step: int, last_step: int = 40, **config: Any) -> dict[str, list[int]]:
     """Steps by what the profiler does in them."""
-    profiling, found = Profiling(enable_profiling=True, **config), {}
+    profiling, actual = Profiling(enable_profiling=True, **config), {}
     profiler = Profiler(profiling, Path(), 0, first_step, last_step)
     for step in range(first_step, last_step + 1):
-        found.setdefault(profiler._action(step).name, []).append(step)
-    found.pop("NONE", None)
-    return found
+        actual.setdefault(profiler._action(step).name, []).append(step)
+    actual.pop("NONE", None)
+    return actual
 
 
 @pytest.mark.parametrize(

@@ -165,9 +165,9 @@ def test_symbols(text: str, limit: float, symbols: list[str]) -> None:
     for symbol in (symbol.replace("\u2026", "...") for symbol in symbols):
         i = count = 0
         while i < len(dotted):
-            found = dotted[i : i + len(symbol)] == symbol
-            count += found
-            i += len(symbol) if found else 1
+            actual = dotted[i : i + len(symbol)] == symbol
+            count += actual
+            i += len(symbol) if actual else 1
         most = max(most, count)
     reason_for = function_of(Symbols(symbols=symbols, max_share=limit))
     assert (reason_for(text) is None) == (Fraction(most, words) <= exact(limit))
@@ -432,7 +432,7 @@ def jaccard(a: list[str], b: list[str], n: int = 5) -> float:
     return len(x & y) / len(x | y)
 
 
-def found(pairs: list[tuple[list[str], list[str]]]) -> int:
+def actual(pairs: list[tuple[list[str], list[str]]]) -> int:
     """How many of the pairs share a band, by the default settings."""
     signature_of = bands_of(NearDuplicates())
     return sum(bool((signature_of(" ".join(a)) == signature_of(" ".join(b))).any()) for a, b in pairs)
@@ -467,7 +467,7 @@ def test_unrelated_texts_agree_in_no_band() -> None:
 
 def test_the_order_of_the_words_matters() -> None:
     words = prose(2)
-    assert found([(words, sorted(words)), (words, words[::-1])]) == 0
+    assert actual([(words, sorted(words)), (words, words[::-1])]) == 0
 
 
 @pytest.mark.parametrize(
@@ -480,13 +480,13 @@ def test_slightly_changed_texts_are_found(
     14% of the phrases: similarity 0.75, found with probability 0.77.)"""
     pairs = [(prose(seed), change(prose(seed), portion, seed)) for seed in range(20)]
     assert all(jaccard(a, b) > 0.89 for a, b in pairs)
-    assert found(pairs) >= 19
+    assert actual(pairs) >= 19
 
 
 def test_texts_that_share_a_third_are_not_found() -> None:
     pairs = [(prose(seed), prose(seed)[:461] + prose(100 + seed, 539)) for seed in range(20)]
     assert all(0.28 < jaccard(a, b) < 0.32 for a, b in pairs)
-    assert found(pairs) <= 2
+    assert actual(pairs) <= 2
 
 
 @pytest.mark.parametrize("portion", [0.005, 0.03, 0.1, 0.3])

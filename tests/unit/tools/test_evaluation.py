@@ -86,8 +86,8 @@ def test_the_harness_itself(exported) -> None:
 
     path, net, tokenizer = exported
     harness = HFLM(pretrained=str(path), device="cpu", dtype="float32", batch_size=2)
-    found = harness.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)])
-    for (theirs, _), pair in zip(found, PAIRS):
+    actual = harness.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)])
+    for (theirs, _), pair in zip(actual, PAIRS):
         assert theirs == pytest.approx(ours(net, tokenizer, *pair), abs=1e-4)
     # It puts a BOS before a rolling text itself; the tokenizer's would be a second one.
     harness = HFLM(pretrained=str(path), device="cpu", dtype="float32", add_bos_token=False)

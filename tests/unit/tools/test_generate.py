@@ -219,30 +219,30 @@ def test_all_positions_may_be_used(run: Run, qwen3: Path) -> None:
     assert run(qwen3, "--prompt=ab", "--max-new-tokens=61")[0] == 0
 
 
-def damaged(folder: Path, what: str) -> None:
+def damaged(folder: Path, damage: str) -> None:
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
     tensors = load_file(file)
     name = "model.layers.0.self_attn.q_norm.weight"
-    if what == "truncated":
+    if damage == "truncated":
         file.write_bytes(file.read_bytes()[:-50])
-    elif what == "missing":
+    elif damage == "missing":
         save_file({k: v for k, v in tensors.items() if k != name}, file)
-    elif what == "unexpected":
+    elif damage == "unexpected":
         save_file({**tensors, "model.bias": torch.zeros(3)}, file)
-    elif what == "shape":
+    elif damage == "shape":
         save_file({**tensors, name: torch.zeros(3)}, file)
-    elif what == "rows":
+    elif damage == "rows":
         save_file({**tensors, "model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:250]}, file)
-    elif what == "no tokenizer":
+    elif damage == "no tokenizer":
         (folder / "tokenizer.json").unlink()
-    elif what == "architecture":
+    elif damage == "architecture":
         (folder / "config.json").write_text('{"model_type": "gpt2"}')
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "message"),
+    ("damage", "code", "message"),
     [
         ("truncated", 2, "model.safetensors is not a complete safetensors file"),
         ("missing", 3, "model.layers.0.self_attn.q_norm.weight of shape (16,) is missing"),
@@ -253,8 +253,8 @@ def damaged(folder: Path, what: str) -> None:
         ("architecture", 2, 'model_type "gpt2" is not supported (known: llama, qwen3)'),
     ],
 )
-def test_a_damaged_directory_is_told(run: Run, qwen3: Path, what: str, code: int, message: str) -> None:
-    damaged(qwen3, what)
+def test_a_damaged_directory_is_told(run: Run, qwen3: Path, damage: str, code: int, message: str) -> None:
+    damaged(qwen3, damage)
     assert message in complaint(run(qwen3, "--prompt=ab"), code)
 
 
