@@ -65,6 +65,7 @@ def check(done: list[Done], folder: Path, *, steps: int) -> None:
     assert len(generated.partition(prompt)[2].strip()) > 0, generated
 
 
+@pytest.mark.full  # 40 CPU seconds
 def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     pytest.importorskip("matplotlib")
@@ -81,13 +82,6 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
     loaded = [command for command in done if "AutoModelForCausalLM" in command.command]
     assert all("LlamaForCausalLM" in "\n".join(command.output) for command in loaded)
     assert len(loaded) == (importlib.util.find_spec("transformers") is not None)
-
-
-@pytest.mark.full
-def test_the_whole_page(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    pytest.importorskip("matplotlib")
-    check(list(run(page(), tmp_path, needs_what_is_missing)), tmp_path, steps=1200)
 
 
 def shape_without_step(line: str) -> str:
