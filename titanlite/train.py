@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from titanlite import startup
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
@@ -66,8 +64,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     Cheap compatibility checks run first; the run folder is not written to until they have passed."""
     attention, kernel = startup.check_device(job, rt.device, rt.param_dtype, rt.world_size)
     tokenizer = startup.open_tokenizer(job)
-    with torch.device("meta"):
-        net = job.model.build()
+    net = job.model.build_on_meta()
     job.optimizer.check(net)
     flops, num_parameters = startup.flops_of(job, net), sum(p.numel() for p in net.parameters())
     about = startup.summary(job, net, tokenizer.vocab_size)

@@ -109,8 +109,7 @@ def _outputs(
     weights: Weights, model: ModelAndTokenizer, dtype: torch.dtype | None, keep_padding: bool
 ) -> tuple[list[_Output], int]:
     """Return the tensors of the export in the model's order, and the size of its vocabulary."""
-    with torch.device("meta"):
-        net = model.family.build()
+    net = model.family.build_on_meta()
     vocabulary, outputs, vocab_size = vocabulary_of(net), [], net.vocab_size
     for name in model_tensors(net):
         stored = weights.tensors[name]

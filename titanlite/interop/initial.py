@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from titanlite.checkpoint import commit
@@ -75,8 +74,7 @@ def check_initial(path: Path, model: ModelAndTokenizer) -> None:
         warn_of_generation_settings(weights, model.tokenizer)
     except (ConfigError, CheckpointError, OSError) as e:
         raise ConfigError(str(e), KEY) from None
-    with torch.device("meta"):
-        net = family.build()
+    net = family.build_on_meta()
     num_rows = min(weights.tensors[name].shape[0] for name in vocabulary_of(net))
     if num_rows < net.vocab_size:
         logger.info(

@@ -182,14 +182,7 @@ def _params(path: Path, family: ModelFamily) -> dict[str, Any]:
     if not (path / "params.json").exists():
         return {}
     params = read_object(path / "params.json")
-    fields = (
-        "dim",
-        "n_layers",
-        "n_heads",
-        "n_kv_heads",
-        "norm_eps",
-        "rope_theta",
-    )  # same names as titanlite's
+    fields = "dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta"  # as in titanlite
     named: dict[str, Any] = {key: params[key] for key in fields if key in params}
     if not params.get("use_scaled_rope", False):
         return {**named, "rope_factor": 1.0}

@@ -115,8 +115,7 @@ def skeleton(weights: Weights, family: ModelFamily) -> Decoder:
             "config.json, or the job's [model], describes another model"
         )
     try:
-        with torch.device("meta"):
-            return family.build()
+        return family.build_on_meta()
     except (RuntimeError, TypeError, OverflowError) as e:  # sizes that overflow
         raise ConfigError(f"{weights.path}: a model of its configuration cannot be built: {e}") from None
 
@@ -168,12 +167,7 @@ def mismatches(weights: Weights, net: Decoder, all_rows: bool = False) -> list[s
 
 def vocabulary_of(net: Decoder) -> set[str]:
     """Return the names of the parameters of `net` with a row for each token id: embedding and head."""
-    inside = {id(p) for p in net.blocks().parameters()}
-    return {
-        name
-        for name, p in net.named_parameters()
-        if id(p) not in inside and p.ndim == 2 and len(p) == net.vocab_size
-    }
+    return {name for name, _ in net.named_parameters() if net.parameter_role(name) in ("embedding", "head")}
 
 
 def load_weights(weights: Weights, net: torch.nn.Module) -> None:

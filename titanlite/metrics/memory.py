@@ -1,5 +1,5 @@
-"""Out of memory, explained: the step and the phase in which it happened, the measured peak, and the settings
-that need less memory."""
+"""Peak memory of a CUDA device, and the message of a run that ran out of it: the phase, the peak, and the
+settings that need less memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from types import TracebackType
 
 import torch
 
-from titanlite.metrics.device import GIB
-
+GIB = 1 << 30
 PHASES = {  # a function in a traceback, and the phase that it belongs to
     "forward_backward": "forward",
     "backward": "backward",
@@ -61,3 +60,12 @@ def phase(trace: TracebackType | None) -> str:
     """The phase of the step, by the innermost function of a traceback that is in PHASES."""
     names = [frame.name for frame in traceback.extract_tb(trace)]
     return next((PHASES[name] for name in reversed(names) if name in PHASES), "outside a step")
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Peak allocated and reserved GiB since the last call; {} without a CUDA device."""
+    if device.type != "cuda":
+        return {}
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"memory/peak_allocated_gib": allocated / GIB, "memory/peak_reserved_gib": reserved / GIB}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from titanlite.config.component import ConfigError, check_at_least
-from titanlite.metrics.device import peak_memory
+from titanlite.metrics.memory import peak_memory
 from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks
 from titanlite.metrics.sinks.console import Console
 from titanlite.metrics.sinks.jsonl import JsonLines

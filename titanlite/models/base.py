@@ -258,6 +258,11 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
     def build(self) -> Decoder:
         """The model, on the current default device (meta in a training run)."""
 
+    def build_on_meta(self) -> Decoder:
+        """Build the model without memory for its parameters and buffers."""
+        with torch.device("meta"):
+            return self.build()
+
     def hf_config(self) -> dict[str, Any]:
         """The content of the `config.json` of the same model in Hugging Face's implementation. Raises
         ConfigError if there is none."""

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from titanlite.log import printable, tell
 from titanlite.runtime.environment import set_notes_folder
-from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped
+from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped, handled_signals
 
 FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # exit codes that a restart would only repeat
 # Errors of gloo, NCCL and torch's stores on a rank whose peer has ended or does not answer.
@@ -94,12 +94,6 @@ def _describe(ending: Ending) -> str:
     return f"was ended by {signal.Signals(-code).name}{cause}; the messages above came after it"
 
 
-def forwarded_signals() -> list[signal.Signals]:
-    """The signals that the launcher passes to the ranks; under nohup, which ignores SIGHUP, not SIGHUP."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in (*STOP, *SAVE) if number != signal.SIGHUP or not ignored]
-
-
 class Agent(LocalElasticAgent):
     """torchrun's agent with three differences: it passes signals to the ranks and gives them the time they
     need to save; it restarts ranks only after a crash; and it reports a failure in one line that names the
@@ -129,7 +123,7 @@ class Agent(LocalElasticAgent):
         set_notes_folder(str(self._notes))
         for worker in worker_group.workers:  # the rank deletes it when its work is done
             (self._notes / f"rank-{worker.global_rank}").touch()
-        forwarded = forwarded_signals()
+        forwarded = handled_signals()
         # Ranks inherit the mask and lift it when they have handlers: a signal that comes earlier waits and
         # kills no rank.
         signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP, *SAVE))

@@ -98,17 +98,19 @@ def _say(text: str) -> None:
         os.write(2, f"titanlite: {text}\n".encode())
 
 
+def handled_signals() -> list[signal.Signals]:
+    """The signals that the launcher and the ranks handle; under nohup, which ignores SIGHUP, not SIGHUP."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in (*STOP, *SAVE) if number != signal.SIGHUP or not ignored]
+
+
 @contextmanager
 def stop_requests() -> Iterator[StopRequests]:
     """Note signals as requests in the body. Other threads than the main thread get no signals."""
     requests = StopRequests()
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        # nohup ignores SIGHUP; that stays.
-        handled = [
-            n for n in (*STOP, *SAVE) if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN
-        ]
-        before = {number: signal.signal(number, requests._handle) for number in handled}
+        before = {number: signal.signal(number, requests._handle) for number in handled_signals()}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # the launcher blocks them until now
     try:
         yield requests

@@ -24,8 +24,9 @@ from titanlite.commands import launch_arguments
 from titanlite.job import load_job
 from titanlite.log import tell
 from titanlite.runtime import rendezvous
-from titanlite.runtime.agent import Agent, RanksFailed, forwarded_signals
+from titanlite.runtime.agent import Agent, RanksFailed
 from titanlite.runtime.environment import prepare_to_launch
+from titanlite.runtime.signals import handled_signals
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +48,7 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
     setattr(launcher, "LocalElasticAgent", Agent)  # noqa: B010 -- launch_agent() has no parameter for it
     run_id = secrets.token_hex(8) if options.max_nodes == 1 else options.rdzv_id or "titanlite"
     # torch would pass SIGHUP to the ranks even if nohup ignores it.
-    handled = [number.name for number in (*forwarded_signals(), signal.SIGQUIT)]
+    handled = [number.name for number in (*handled_signals(), signal.SIGQUIT)]
     with tempfile.TemporaryDirectory(prefix="titanlite-", ignore_cleanup_errors=True) as folder:  # mode 0700
         arguments = [
             f"--nproc-per-node={options.nproc_per_node}",

@@ -10,10 +10,10 @@ import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from titanlite.runtime.agent import Agent, Ending, RanksFailed, blame, forwarded_signals
+from titanlite.runtime.agent import Agent, Ending, RanksFailed, blame
 from titanlite.runtime.environment import NOTES
 from titanlite.runtime.rendezvous import OneNode
-from titanlite.runtime.signals import SAVE, STOP
+from titanlite.runtime.signals import SAVE, STOP, handled_signals
 
 NOTE = '"$TITANLITE_NOTES/rank-$RANK"'
 BEGIN, DONE = "echo $RANK >> starts;", f"rm {NOTE};"
@@ -127,7 +127,7 @@ def test_a_rank_that_is_told_to_end_after_a_crash_does_not_stop_the_restart(laun
 def test_nohup_is_heeded(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the launcher, and by the ranks, which it starts with the signals ignored that are ignored here."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    names = ",".join(number.name for number in forwarded_signals())
+    names = ",".join(number.name for number in handled_signals())
     assert names == "SIGTERM,SIGINT,SIGUSR1,SIGUSR2"
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", names)  # as torchrun's option does
     assert launch(f"kill -HUP $$; {DONE}") == (0, "")
@@ -135,7 +135,7 @@ def test_nohup_is_heeded(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_without_nohup_a_hangup_is_passed_on(launch: Callable, hangups: None) -> None:
-    assert signal.SIGHUP in forwarded_signals()
+    assert signal.SIGHUP in handled_signals()
     assert launch(f"kill -HUP $$; {DONE}")[1].startswith("rank 0 was ended by SIGHUP")
 
 
