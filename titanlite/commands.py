@@ -248,6 +248,13 @@ def _migrate(options: Options) -> None:
     add("-o", "--output", type=Path, help="the file to write (standard output)")
 
 
+def _report(options: Options) -> None:
+    options.add("runs", type=Path, nargs="+", metavar="RUN", help="a run folder, which has metrics.jsonl")
+    options.add(
+        "-o", "--output", type=Path, default=Path("report.html"), help="the file to write (report.html)"
+    )
+
+
 # ---- the configuration of a command line: TOML file and overrides
 
 
@@ -312,6 +319,7 @@ VERBS = {
         config_of=_import_config,
     ),
     "checkpoint": Verb("titanlite.tools.checkpoint", "list, verify and show checkpoints", own=("--tensors",)),
+    "report": Verb("titanlite.tools.report", "write an HTML report on runs", options=_report),
     "prepare": Verb(
         "titanlite.tools.prepare",
         "make a dataset of token shards from text",

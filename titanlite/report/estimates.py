@@ -78,14 +78,15 @@ def rolling_median(values: Floats, size: int) -> Floats:
 
 
 def centred_median(values: Floats, size: int) -> Floats:
-    """Return for each value the median of the window around it, which is shorter at both ends."""
+    """Return for each value the median of the window around it, of which up to half is missing at both
+    ends."""
     size = min(size | 1, len(values) - (len(values) + 1) % 2)
     if size < 3:
         return values
     half = size // 2
-    ends = [[np.median(values[: 2 * i + 1]) for i in range(half)]]
-    ends += [[np.median(values[len(values) - 2 * i - 1 :]) for i in reversed(range(half))]]
-    return np.concatenate([ends[0], rolling_median(values, size), ends[1]])
+    first = [np.median(values[: i + half + 1]) for i in range(half)]
+    last = [np.median(values[i - half :]) for i in range(len(values) - half, len(values))]
+    return np.concatenate([first, rolling_median(values, size), last])
 
 
 def mean_with_error(values: Floats) -> Estimate:

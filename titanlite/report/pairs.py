@@ -39,7 +39,7 @@ def pair_verdicts(names: tuple[str, str], delta: Series, are_paired: bool) -> li
     if estimate is None:
         return []
     num, start = len(delta) // 5, int(delta.steps[-(len(delta) // 5)])
-    same = "the same sequences in each step" if are_paired else "other sequences"
+    same = "the same sequences in each step" if are_paired else "not the same sequences"
     evidence = (
         f"{names[1]} minus {names[0]}: {interval(estimate)} nats, the mean over the last {num} common points "
         f"at equal tokens; {same}"

@@ -330,6 +330,6 @@ def slower(throughput: Series, data_wait: Series) -> list[Verdict]:
 
 
 def smooth(loss: Series) -> Series:
-    """Return the loss as medians over 2% of the run, for a curve that can be read."""
+    """Return the loss as medians over 3% of the run, at least 15 points, for a curve that can be read."""
     loss = loss.finite()
-    return Series(loss.steps, loss.tokens, centred_median(loss.values, max(9, len(loss) // 50)))
+    return Series(loss.steps, loss.tokens, centred_median(loss.values, max(15, len(loss) // 33)))

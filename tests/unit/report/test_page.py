@@ -1,0 +1,296 @@
+"""The page: complete, escaped, deterministic; what cannot be read is named on it, the rest is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.curves import falling, noise_like, write_run
+from titanlite.cli import run
+from titanlite.report.charts import MAX_POINTS, Chart, Line, downsample, short, svg, ticks
+from titanlite.report.page import report
+from titanlite.report.run_folder import names_of, read_run
+
+JOB = """# llama3 debug: 1,836,160 parameters
+
+[training]
+steps = 400
+max_norm = 1.0
+seq_len = 128
+global_batch_size = 16
+
+[optimizer]
+name = "adamw"
+lr = 4e-3
+"""
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and collects text, attributes and elements."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open, self.tags, self.texts, self.attributes = [], [], [], []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def metrics(num: int = 400, seed: int = 0) -> dict[str, Any]:
+    loss = falling(num) + 0.02 * noise_like("normal", num, seed)
+    return {
+        "train/loss": loss,
+        "train/learning_rate": np.full(num, 4e-3),
+        "train/grad_norm": np.full(num, 0.5) + 0.1 * noise_like("normal", num, seed + 1),
+        "train/skipped_steps": np.zeros(num),
+        "throughput/tokens_per_second": np.full(num, 1000.0),
+        "throughput/tokens_per_second_per_device": np.full(num, 1000.0),
+        "throughput/tflops": np.full(num, 0.01),
+        "time/step_s": np.full(num, 1.5),
+        "time/data_wait_pct": np.full(num, 10.0),
+        "time/to_first_step_s": [20.0],
+        "guard/other": np.arange(num, dtype=float),
+        "data/batch_sha": ["ab"] * num,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "first", metrics(), job=JOB)
+
+
+def page_of(*folders: Path) -> str:
+    return report([read_run(path, name) for path, name in zip(folders, names_of(list(folders)))])
+
+
+def data_of(page: str) -> dict[str, Any]:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    return json.loads(text)
+
+
+def test_the_page_is_one_file_with_equal_bytes(folder: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "second", metrics(seed=9), job=JOB.replace("4e-3", "8e-3"))
+    page = page_of(folder, other)
+    assert page == page_of(folder, other)
+    parsed = Page(page)
+    assert not {"link", "img", "iframe", "object"} & set(parsed.tags)
+    assert not [value for key, value in parsed.attributes if key in ("src", "href", "srcset")]
+    assert "default-src 'none'" in page
+    assert "url(" not in page.replace("`url(#${id})`", "")
+    titles = [chart["title"] for chart in data_of(page)["charts"]]
+    assert titles[:4] == [
+        "Training loss",
+        "Training loss minus that of first",
+        "Training loss by time",
+        "Training loss by compute",
+    ]
+    assert "guard/other" in titles  # a metric without a place of its own
+    text = " ".join(parsed.texts)
+    for part in ("optimizer.lr", "0.004", "0.008", "1,836,160 parameters", "tie", "steps trained again"):
+        assert (part in text) == (part != "steps trained again")
+
+
+def test_markup_in_samples_names_and_files_stays_text(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m&amp;"
+    values = {**metrics(), f"train/{evil}": np.arange(400.0)}
+    folder = write_run(tmp_path / "<b>run&", values, job=JOB.replace("adamw", "<i>adamw"))
+    (folder / "samples.txt").write_text(f"--- step 5\n{evil}\n--- step 400\nsecond {evil}\n")
+    page = page_of(folder, folder)
+    parsed = Page(page)
+    assert parsed.tags.count("script") == 2
+    assert not {"img", "b", "i"} & set(parsed.tags)
+    assert "\x1b" not in page
+    assert any("second </script><script>alert(1)" in text for text in parsed.texts)
+    assert "<script>alert" not in page
+
+
+def test_the_script_is_the_one_that_the_policy_allows(folder: Path) -> None:
+    import base64
+    import hashlib
+
+    page = page_of(folder)
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    expected = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{expected}'" in page
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_has_no_syntax_error(tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "titanlite/report/page.js"
+    assert subprocess.run(["node", "--check", script]).returncode == 0
+
+
+def test_down_sampling_keeps_minima_and_maxima() -> None:
+    y = falling(100_000)
+    y[[31_234, 77_777]] = 9.5, -3.0
+    x, kept = downsample(np.arange(100_000.0), y)
+    assert len(x) <= MAX_POINTS
+    assert np.all(np.diff(x) > 0)
+    assert x[0] == 0
+    assert x[-1] == 99_999
+    assert kept[x == 31_234] == 9.5
+    assert kept[x == 77_777] == -3.0
+    x, kept = downsample(np.arange(5.0), np.array([1, np.nan, 3, np.inf, 5]))
+    assert kept.tolist() == [1, 3, 5]
+
+
+def test_a_planted_spike_is_a_point_of_the_path(tmp_path: Path) -> None:
+    values = metrics(5000)
+    values["train/loss"][3333] += 5
+    page = page_of(write_run(tmp_path / "run", values, job=JOB))
+    line = data_of(page)["charts"][0]["lines"][0]
+    assert len(line["x"]) <= MAX_POINTS
+    assert max(line["y"][200:]) == pytest.approx(values["train/loss"][3333], rel=1e-5)
+    tops = [
+        min(float(point.split()[1]) for point in path.split("L")[200:])
+        for path in re.findall(r'class="line raw run0" d="M([^"]*)"', page)
+    ]
+    assert tops[0] < 60  # pixels from the top of the chart
+
+
+def test_a_chart_of_equal_values_and_an_empty_chart_are_drawn() -> None:
+    values = np.full(3, 2.0)
+    assert "NaN" not in svg(Chart("a", "tokens", [Line(0, np.arange(3.0), values)]))
+    assert "nan" not in svg(Chart("a", "tokens", [Line(0, np.arange(3.0), values)]))
+    assert svg(Chart("a", "tokens", [])).startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (1250, "1.25K"), (2e9, "2B"), (0.25, "0.25"), (-31, "-31"), (2e-5, "2e-5"), (1e18, "1e18")],
+)
+def test_short_numbers(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+def test_ticks_are_round() -> None:
+    assert ticks(0.3, 9.7, 5) == [2, 4, 6, 8]
+    assert len(ticks(-1e-9, 1e-9, 5)) in range(3, 8)
+
+
+def test_the_time_of_a_killed_run_has_its_causes(tmp_path: Path) -> None:
+    values = metrics(200)
+    values["time/to_first_step_s"] = [20.0] + [None] * 99 + [30.0]
+    values["time/validation_s"] = [None] * 50 + [12.0]
+    values["checkpoint/stall_s"] = [None] * 100 + [4.0]
+    folder = write_run(tmp_path / "run", values, job=JOB)
+    lost = [{"step": step, "time/step_s": 2.0, "time/data_wait_pct": 0.0} for step in range(101, 131)]
+    (folder / "metrics.superseded.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lost))
+    page = page_of(folder)
+    cells = dict(re.findall(r"</span>([a-z ]+)</td><td>([^<]+)</td>", page))
+    assert cells["steps trained again"] == "60.0 s"
+    assert cells["start"] == "47.0 s"  # both starts, without their first steps
+    assert cells["validation"] == "12.0 s"
+    assert cells["saves"] == "4.0 s"
+    assert cells["data wait"] == "30.0 s"
+    assert "after step 100" in page
+    assert 'class="mark resumed run0"' in page
+
+
+# ---- bad input
+
+
+def test_holes_torn_lines_and_other_keys_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", metrics(), job=JOB)
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[100:160] = []
+    lines[50] = b'{"step": 51, "train/loss": 3.\n'
+    lines[51] = b"\0" * 30 + b"\n"
+    lines[52] = b"[" * 100_000 + b"\n"
+    lines[53] = b'{"step": -4}\n'
+    lines[54] = b'{"step": 55, "train/loss": "NaN", "new/metric": {"a": 1}, "text": "x"}\n'
+    lines[55] = b'{"step": 56, "train/loss": 1e999, "progress/total_tokens": -Infinity}\n'
+    lines[56] = b'{"step": 57, "progress/total_tokens": "many"}\n'
+    lines += [lines[-1], b'{"step": 401, "tra']
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+    (folder / "job.toml").write_text("[training\n")
+    (folder / "env.json").unlink()
+    (folder / "samples.txt").write_bytes(b"\xff\xfe no header")
+    (folder / "checkpoint/step-100").mkdir(parents=True)
+    page = page_of(folder)
+    Page(page)
+    for problem in (
+        "damaged records are left out, in line 51, 52, 53, 54, 342",
+        "nothing is recorded between steps 100 and 161",
+        "recorded again later",
+        "job.toml cannot be read",
+        "there is no env.json",
+        "samples.txt has no line that begins a sample",
+        "records have no train/loss",
+    ):
+        assert problem in page, problem
+    assert "the loss of 2 logged steps is not finite" in page
+    assert len(data_of(page)["charts"][0]["lines"][0]["x"]) > 300
+
+
+def test_without_tokens_steps_are_the_axis(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "train/loss": 3}}\n' for i in range(1, 9)))
+    page = page_of(folder)
+    chart = data_of(page)["charts"][0]
+    assert (chart["xLabel"], chart["lines"][0]["x"]) == ("steps", list(range(1, 9)))
+    assert "it was logged 8 times" in page
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"{}\n", b'{"step": 1}\n', b'{"step": 1, "train/loss": "nan"}\n']
+)
+def test_a_run_with_next_to_nothing_has_a_page(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    Page(page_of(tmp_path, tmp_path))
+
+
+def test_the_verb_writes_the_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out.html"
+    assert run(["report", str(folder), "-o", str(output)]) == 0
+    assert output.read_text() == page_of(folder)
+    assert capsys.readouterr().out == f"{output}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["missing"], "missing: there is no such run folder"),
+        (["."], "not a run folder with metrics: metrics.jsonl is missing"),
+        (["first", "-o", "first"], "first is a folder"),
+        (["first", "-o", "no/such/out.html"], "no/such: there is no such folder"),
+        (["first", "--outptu=x"], "--outptu"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    folder: Path,
+    arguments: list[str],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert run(["report", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert len(error.splitlines()) == 1

@@ -1,0 +1,153 @@
+"""Facts on runs as text, for the tables of the page and of the terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from titanlite.report.charts import short
+from titanlite.report.pairs import difference, pair_verdicts
+from titanlite.report.run_folder import RunFolder
+from titanlite.report.timeline import duration, timeline
+from titanlite.report.verdicts import MIN_POINTS, Verdict, verdicts_of
+
+LAYOUT = {
+    "data_parallel_replicate_degree": "replicate",
+    "data_parallel_shard_degree": "shard",
+    "tensor_parallel_degree": "tp",
+    "context_parallel_degree": "cp",
+    "pipeline_parallel_degree": "pp",
+    "expert_parallel_degree": "ep",
+}
+NOT_COMPARED = {"job.dump_folder", "job.description"}
+
+
+def facts(run: RunFolder) -> dict[str, str]:
+    """Return what a table says about a run; unknown facts are empty."""
+    last, planned = (run.records[-1]["step"] if run.records else 0), run.setting("training.steps")
+    optimizer = [run.setting("optimizer.name"), run.setting("optimizer.lr")]
+    speeds = run.series("throughput/tokens_per_second").finite().values
+    mfu = run.series("throughput/mfu").finite().values
+    hours, tokens = timeline(run).hours, run.last("progress/total_tokens")
+    batch, seq_len = run.setting("training.global_batch_size"), run.setting("training.seq_len")
+    return {
+        "model": run.about[0] if run.about else _text(run.setting("model.name")),
+        "steps": f"{last:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""),
+        "tokens": short(tokens) if tokens is not None else "",
+        "batch": f"{_text(batch)} sequences of {_text(seq_len)} tokens" if batch and seq_len else "",
+        "optimizer": f"{_text(optimizer[0])}, peak learning rate {_text(optimizer[1])}"
+        if optimizer[0]
+        else "",
+        "layout": _layout(run),
+        "hardware": f"{_text(run.env.get('world_size'))} x {_text(run.env.get('device'))}" if run.env else "",
+        "versions": _versions(run),
+        "training loss": _end_of_loss(run),
+        "validation loss": _validation(run),
+        "throughput": f"{np.median(speeds):,.0f} tokens/s (median)" if len(speeds) else "",
+        "MFU": f"{np.median(mfu):.1%} (median)" if len(mfu) else "",
+        "time": duration(3600 * hours[-1]) if len(hours) else "",
+        "resumed": ", ".join(f"after step {step}" for step in run.resumes()[:5]),
+    }
+
+
+def all_verdicts(runs: Sequence[RunFolder]) -> list[tuple[str, list[Verdict], str]]:
+    """Return for each run, and for each later run against the first: its title, its verdicts, and a note if
+    there are none."""
+    sections = []
+    for run in runs:
+        num = len(run.series("train/loss").finite())
+        note = "No verdict: nothing in the metrics stands out of their noise."
+        if num < MIN_POINTS:
+            note = (
+                f"No verdict on the loss: it was logged {num} times, and telling noise from a trend takes "
+                f"{MIN_POINTS}. metrics.log_freq sets how often it is logged."
+            )
+        sections.append((run.name, verdicts_of(run), note))
+    for run in runs[1:]:
+        delta = difference(runs[0].series("train/loss"), run.series("train/loss"))
+        title, note = (
+            f"{run.name} against {runs[0].name}",
+            "No verdict: the difference is neither clear nor small.",
+        )
+        if len(delta) < MIN_POINTS:
+            note = f"No verdict: {len(delta)} logged points at equal tokens, {MIN_POINTS} are needed."
+        verdicts = pair_verdicts((runs[0].name, run.name), delta, have_same_sequences(runs[0], run))
+        sections.append((title, verdicts, note))
+    return sections
+
+
+def have_same_sequences(first: RunFolder, other: RunFolder) -> bool:
+    """Whether two runs trained on the same sequences in all steps that both have logged."""
+    key = "data/batch_sha"
+    hashes = {r["step"]: r[key] for r in first.records if isinstance(r.get(key), str)}
+    pairs = [(hashes[r["step"]], r.get(key)) for r in other.records if r["step"] in hashes]
+    return bool(pairs) and all(a == b for a, b in pairs)
+
+
+def changed_keys(runs: Sequence[RunFolder]) -> dict[str, list[str]]:
+    """Return the keys of job.toml that differ between runs, each with its value in each run."""
+    flats = [flatten(run.job) for run in runs if run.job]
+    if len(flats) < len(runs):
+        return {}
+    keys = sorted({key for flat in flats for key in flat} - NOT_COMPARED)
+    rows = {key: [flat.get(key, "") for flat in flats] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def flatten(node: Any, prefix: str = "") -> dict[str, str]:
+    """Return the values of a tree as text under dotted keys."""
+    if isinstance(node, dict):
+        return {k: v for key, child in node.items() for k, v in flatten(child, f"{prefix}{key}.").items()}
+    if isinstance(node, list) and any(isinstance(item, dict) for item in node):
+        return {k: v for i, item in enumerate(node) for k, v in flatten(item, f"{prefix}{i}.").items()}
+    return {prefix.removesuffix("."): _text(node)}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _layout(run: RunFolder) -> str:
+    section = run.setting("parallelism")
+    section = section if isinstance(section, dict) else {}
+    degrees = {name: section.get(key) for key, name in LAYOUT.items()}
+    parts = [f"{name} {value}" for name, value in degrees.items() if isinstance(value, int) and value > 1]
+    if degrees["shard"] == -1 and isinstance(world := run.env.get("world_size"), int):
+        shards = world // int(np.prod([v for v in degrees.values() if isinstance(v, int) and v > 1] or [1]))
+        parts = [f"shard {shards}", *parts] if shards > 1 else parts
+    return ", ".join(parts) or "unsharded"
+
+
+def _versions(run: RunFolder) -> str:
+    parts = [f"{name} {run.env[name]}" for name in ("torch", "cuda", "python") if run.env.get(name)]
+    return ", ".join(parts)
+
+
+def _end_of_loss(run: RunFolder) -> str:
+    loss = run.series("train/loss").finite().values
+    if not len(loss):
+        return ""
+    num = max(1, len(loss) // 20)
+    return f"{np.median(loss[-num:]):.4f}" + (f" (median of the last {num})" if num > 1 else "")
+
+
+def _validation(run: RunFolder) -> str:
+    series = run.series("eval/loss").finite()
+    if not len(series):
+        return ""
+    best = int(np.argmin(series.values))
+    text = f"{series.values[-1]:.4f} at step {series.steps[-1]}"
+    if best == len(series) - 1:
+        return text
+    return f"{text}; lowest {series.values[best]:.4f} at step {series.steps[best]}"
+
+
+def one_line(text: str, max_length: int = 200) -> str:
+    """Return a text on one line, cut to a length."""
+    text = re.sub(r"\s+", " ", text).strip()
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."

@@ -1,0 +1,179 @@
+"""The charts of the page: which metrics are shown, against what, and with which marks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from titanlite.report.charts import Chart, Line, Mark, downsample
+from titanlite.report.estimates import Floats, Series, noise
+from titanlite.report.pairs import difference
+from titanlite.report.run_folder import RunFolder
+from titanlite.report.timeline import timeline
+from titanlite.report.verdicts import smooth
+
+LOSS, VALIDATION = "train/loss", "eval/loss"
+SPEED = "throughput/tokens_per_second"
+# Metrics with a chart of their own: key, title, unit.
+KNOWN = [
+    (VALIDATION, "Validation loss", "nats per token"),
+    ("train/learning_rate", "Learning rate", ""),
+    ("train/grad_norm", "Gradient norm", ""),
+    (SPEED, "Throughput", "tokens/s"),
+    ("throughput/mfu", "Model FLOPs utilisation", ""),
+    ("memory/peak_reserved_gib", "Peak reserved memory", "GiB"),
+    ("time/step_s", "Time per step", "s"),
+    ("time/data_wait_pct", "Waiting for data", "%"),
+]
+# Metrics that say nothing new, or that the table of lost time has.
+NOT_SHOWN = {
+    "train/loss", "train/perplexity", "eval/perplexity", "eval/tokens", "progress/total_tokens",
+    "throughput/tokens_per_second_per_device", "throughput/tflops", "memory/peak_allocated_gib",
+    "time/to_first_step_s", "time/validation_s", "time/generation_s", "time/profiling_s",
+    "checkpoint/stall_s", "compile/graphs", "compile/seconds",
+}  # fmt: skip
+MAX_OTHERS = 60  # charts of metrics that have no place of their own
+MAX_MARKS = 300  # of each kind and run
+SMALL = 700  # points of a line that is not a loss
+
+
+def main_charts(runs: Sequence[RunFolder]) -> list[Chart]:
+    """Return the charts of the loss, and those of metrics that most runs have."""
+    charts = [loss_by_tokens(runs), *_differences(runs), *_by_cost(runs)]
+    for key, title, unit in KNOWN:
+        chart = metric_chart(runs, key, title, unit)
+        if key == SPEED:
+            marks = [mark for i, run in enumerate(runs) for mark in marks_of(run, i)]
+            chart = replace(chart, marks=marks, note="dashed: resumed; tick: saved; cross: skipped steps")
+        charts.append(chart)
+    return [chart for chart in charts if chart.lines]
+
+
+def other_charts(runs: Sequence[RunFolder]) -> tuple[list[Chart], list[str]]:
+    """Return charts of all other metrics that some run has more than once, and the names of the metrics for
+    which there are too many."""
+    shown = NOT_SHOWN | {key for key, _, _ in KNOWN}
+    keys = sorted({key for run in runs for key in run.keys} - shown)
+    charts = {key: metric_chart(runs, key, key, "") for key in keys}
+    changing = [key for key in keys if any(np.ptp(line.y) > 0 for line in charts[key].lines)]
+    return [charts[key] for key in changing[:MAX_OTHERS]], changing[MAX_OTHERS:]
+
+
+def x_label(runs: Sequence[RunFolder]) -> str:
+    """Return the name of the usual x axis."""
+    return "tokens" if all(run.has_tokens for run in runs) else "steps"
+
+
+def loss_by_tokens(runs: Sequence[RunFolder]) -> Chart:
+    """Return the main chart."""
+    lines, marks = list[Line](), list[Mark]()
+    for i, run in enumerate(runs):
+        loss = run.series(LOSS)
+        lines += loss_lines(i, loss, loss.tokens)
+        marks += [mark for mark in marks_of(run, i) if mark.kind != "saved"]
+    note = "thin: logged steps; thick: median over 3% of the run" if _has_smooth(lines) else ""
+    note += ("; " if note else "") + "dashed: resumed; cross: skipped steps" if marks else ""
+    return Chart("Training loss", x_label(runs), lines, "nats", note, marks)
+
+
+def loss_lines(run: int, loss: Series, x: Floats) -> list[Line]:
+    """Return the line of the logged losses, and above it the smoothed one if there are enough points.
+    `x`: the place of each point of `loss`."""
+    is_finite = np.isfinite(loss.values)
+    loss, x = loss[is_finite], x[is_finite]
+    if len(loss) < 50:
+        return [Line(run, *downsample(x, loss.values))] if len(loss) else []
+    return [
+        Line(run, *downsample(x, loss.values), "raw"),
+        Line(run, *downsample(x, smooth(loss).values, SMALL), "smooth"),
+    ]
+
+
+def metric_chart(runs: Sequence[RunFolder], key: str, title: str, unit: str) -> Chart:
+    """Return the chart of one metric; it has no lines if no run has the metric twice."""
+    lines = []
+    for i, run in enumerate(runs):
+        series = run.series(key).finite()
+        if len(series) > 1:
+            lines.append(Line(i, *downsample(series.tokens, series.values, SMALL)))
+    return Chart(title, x_label(runs), lines, unit)
+
+
+def marks_of(run: RunFolder, index: int) -> list[Mark]:
+    """Return the marks of one run: resumes, saves, skipped steps and rewinds."""
+    marks = [_mark(run, index, "resumed", step, f"resumed after step {step}") for step in run.resumes()]
+    saves = sorted({saved.step for saved in run.checkpoints})
+    marks += [_mark(run, index, "saved", step, f"saved step {step}") for step in saves[-MAX_MARKS:]]
+    counts = {"skipped": "train/skipped_steps", "rewound": "guard/rewinds"}
+    for kind, key in counts.items():
+        counted = run.series(key)
+        rises = np.flatnonzero(np.diff(counted.values, prepend=0.0) > 0)
+        for i in rises[:MAX_MARKS]:
+            step, num = int(counted.steps[i]), counted.values[i]
+            marks.append(_mark(run, index, kind, step, f"{kind}: {num:g} up to step {step}"))
+    return marks
+
+
+def _mark(run: RunFolder, index: int, kind: str, step: int, text: str) -> Mark:
+    every = run.series("train/loss") if len(run.series("train/loss")) else run.series("time/step_s")
+    x = float(np.interp(step, every.steps, every.tokens)) if len(every) else float(step)
+    return Mark(index, x, kind, f"{run.name}: {text}")  # type: ignore[arg-type]
+
+
+def _differences(runs: Sequence[RunFolder]) -> list[Chart]:
+    """Return the chart of each run's loss minus that of the first run."""
+    first, lines, bands = runs[0].series(LOSS), list[Line](), [0.0]
+    for i, run in enumerate(runs[1:], 1):
+        delta = difference(first, run.series(LOSS))
+        if len(delta) > 1:
+            lines += loss_lines(i, delta, delta.tokens)
+            bands.append(2 * noise(delta.values))
+    if not lines:
+        return []
+    note = "area: two standard deviations of the noise of one logged step" if max(bands) else ""
+    title = f"Training loss minus that of {runs[0].name}"
+    return [Chart(title, x_label(runs), lines, "nats", note, band=max(bands))]
+
+
+def _by_cost(runs: Sequence[RunFolder]) -> list[Chart]:
+    """Return the loss by time and by FLOPs, as far as the runs have recorded them."""
+    hours = [_hours_at(run) for run in runs]
+    is_short = max((x[-1] for x in hours if x is not None and len(x)), default=0) < 2
+    times = [None if x is None else x * (60 if is_short else 1) for x in hours]
+    axes = [
+        ("Training loss by time", "minutes" if is_short else "hours", times),
+        ("Training loss by compute", "model FLOPs", [_flops_at(run) for run in runs]),
+    ]
+    charts = []
+    for title, label, places in axes:
+        lines = list[Line]()
+        for i, (run, x) in enumerate(zip(runs, places)):
+            if x is not None:
+                lines += loss_lines(i, run.series(LOSS), x)[-1:]  # the smoothed line only
+        note = "median over 3% of the run" if _has_smooth(lines) else ""
+        charts.append(Chart(title, label, lines, "nats", note))
+    return charts
+
+
+def _hours_at(run: RunFolder) -> Floats | None:
+    """The hours that a run had taken at each logged loss."""
+    hours = timeline(run).hours
+    if not len(hours):
+        return None
+    by_step = {record["step"]: at for record, at in zip(run.records, hours)}
+    return np.array([by_step[step] for step in run.series(LOSS).steps.tolist()])
+
+
+def _flops_at(run: RunFolder) -> Floats | None:
+    """The model FLOPs of a run at each logged loss: tokens times FLOPs per token, by its throughput."""
+    flops, tokens = run.series("throughput/tflops"), run.series("throughput/tokens_per_second_per_device")
+    if not run.has_tokens or len(flops) != len(tokens) or not len(flops):
+        return None
+    per_token = 1e12 * np.nanmedian(flops.values / np.maximum(tokens.values, 1e-9))
+    return run.series(LOSS).tokens * per_token if np.isfinite(per_token) else None
+
+
+def _has_smooth(lines: Sequence[Line]) -> bool:
+    return any(line.style == "smooth" for line in lines)

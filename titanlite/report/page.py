@@ -1,0 +1,220 @@
+"""The HTML report: one file without any reference to another, equal bytes for equal input."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import count
+from pathlib import Path
+
+from titanlite.log import printable
+from titanlite.report.charts import NUM_COLORS, Chart, data, svg
+from titanlite.report.facts import all_verdicts, changed_keys, facts
+from titanlite.report.figures import main_charts, other_charts
+from titanlite.report.run_folder import RunFolder
+from titanlite.report.timeline import duration, timeline
+from titanlite.report.verdicts import Verdict
+
+MAX_SAMPLE_STEPS = 3  # the last steps with samples
+MAX_CHARACTERS = 3000  # of one sample
+MAX_CHECKPOINTS = 30  # the newest ones of each run
+
+
+def report(runs: Sequence[RunFolder]) -> str:
+    """Return the page on one or several runs."""
+    others, too_many = other_charts(runs)
+    charts, title = main_charts(runs), "titanlite report: " + ", ".join(run.name for run in runs)
+    numbers = count()
+    body = [
+        f"<h1>{text(title)}</h1>",
+        _runs_line(runs),
+        "<h2>Verdicts</h2>",
+        _verdicts(runs),
+        _problems(runs),
+        "<h2>Runs</h2>",
+        _facts(runs),
+        "<h2>Charts</h2>",
+        '<p class="faint">Drag over a chart to zoom in, double-click to see all of it again.</p>',
+        '<div class="grid-of-charts">',
+        *(_figure(chart, next(numbers)) for chart in charts),
+        "</div>",
+        _other_metrics(others, too_many, numbers),
+        "<h2>Time</h2>",
+        *(_time(run, i) for i, run in enumerate(runs)),
+        _samples(runs),
+        _changed_keys(runs),
+        _checkpoints(runs),
+    ]
+    content = {"runs": [printable(run.name) for run in runs], "charts": [data(c) for c in [*charts, *others]]}
+    return _document(title, "\n".join(part for part in body if part), content)
+
+
+def text(value: object) -> str:
+    """Return a value as HTML text: markup is escaped, and control characters are shown as escapes."""
+    return escape(printable(value), quote=True)
+
+
+def _document(title: str, body: str, content: object) -> str:
+    folder = Path(__file__).parent
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    script = (folder / "page.js").read_text(encoding="utf-8")
+    # Only this script runs, and nothing is loaded, even if some text had not been escaped.
+    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script_hash}'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{text(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n{body}\n"
+        f'<script type="application/json" id="data">{_json(content)}</script>\n'
+        f"<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def _json(content: object) -> str:
+    """Return JSON that cannot end the script element that holds it."""
+    plain = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return plain.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _swatch(index: int) -> str:
+    return f'<span class="swatch run{index % NUM_COLORS}"></span>'
+
+
+def _runs_line(runs: Sequence[RunFolder]) -> str:
+    items = [f"{_swatch(i)}{text(run.name)}" for i, run in enumerate(runs)]
+    return f"<p>{' &nbsp; '.join(items)}</p>"
+
+
+def _verdicts(runs: Sequence[RunFolder]) -> str:
+    parts = []
+    for i, (title, verdicts, note) in enumerate(all_verdicts(runs)):
+        swatch = _swatch(i) if i < len(runs) else ""
+        parts.append(f"<h3>{swatch}{text(title)}</h3>")
+        items = "".join(_verdict(verdict) for verdict in verdicts)
+        parts.append(f'<ul class="verdicts">{items}</ul>' if items else "")
+        if not items or note.startswith("No verdict on the loss"):
+            parts.append(f'<p class="faint">{text(note)}</p>')
+    return "\n".join(parts)
+
+
+def _verdict(verdict: Verdict) -> str:
+    evidence = text(verdict.evidence).replace("+-", "&plusmn;")
+    return (
+        f'<li class="{verdict.weight}"><span class="badge">{text(verdict.name)}</span>'
+        f'<strong>{text(verdict.headline)}</strong><br><span class="faint">{evidence}</span></li>'
+    )
+
+
+def _problems(runs: Sequence[RunFolder]) -> str:
+    items = [f"<li>{text(run.name)}: {text(problem)}</li>" for run in runs for problem in run.problems]
+    return f"<h2>Gaps in the files</h2>\n<ul>{''.join(items)}</ul>" if items else ""
+
+
+def _table(head: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]], is_code: bool = False) -> str:
+    """A table of escaped texts. The cells of `head` are HTML."""
+    kind = ' class="code"' if is_code else ""
+    heads = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join(
+        f"<tr><th>{text(name)}</th>{''.join(f'<td{kind}>{text(cell)}</td>' for cell in cells)}</tr>\n"
+        for name, cells in rows
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>\n<tbody>\n{body}</tbody></table></div>'
+    )
+
+
+def _heads(runs: Sequence[RunFolder]) -> list[str]:
+    return ["", *(f"{_swatch(i)}{text(run.name)}" for i, run in enumerate(runs))]
+
+
+def _facts(runs: Sequence[RunFolder]) -> str:
+    columns = [facts(run) for run in runs]
+    rows = [(key, [column[key] for column in columns]) for key in columns[0]]
+    return _table(_heads(runs), [(key, cells) for key, cells in rows if any(cells)])
+
+
+def _figure(chart: Chart, number: int) -> str:
+    unit = f'<span class="faint">{text(chart.unit)}</span>' if chart.unit else ""
+    note = f'<p class="faint">{text(chart.note)}</p>' if chart.note else ""
+    return (
+        f'<figure data-chart="{number}"><figcaption>{text(chart.title)} {unit}<span class="buttons"></span>'
+        f"</figcaption>{svg(chart)}{note}</figure>"
+    )
+
+
+def _other_metrics(charts: Sequence[Chart], too_many: Sequence[str], numbers: Iterable[int]) -> str:
+    if not charts:
+        return ""
+    figures = "\n".join(_figure(chart, number) for chart, number in zip(charts, numbers))
+    more = f'<p class="faint">Not shown: {text(", ".join(too_many))}</p>' if too_many else ""
+    return f'<h2>Other metrics</h2>\n<div class="grid-of-charts">\n{figures}\n</div>{more}'
+
+
+def _time(run: RunFolder, index: int) -> str:
+    spent = timeline(run)
+    title = f"<h3>{_swatch(index)}{text(run.name)}</h3>"
+    if not spent.total_s:
+        return f'{title}<p class="faint">The metrics have no times.</p>'
+    bars, rows = [], []
+    for i, (cause, seconds) in enumerate(spent.seconds.items()):
+        share = seconds / spent.total_s
+        bars.append(f'<span class="cause{i}" style="width:{100 * share:.2f}%" title="{text(cause)}"></span>')
+        rows.append(
+            f'<tr><td><span class="swatch cause{i}"></span>{text(cause)}</td><td>{duration(seconds)}</td>'
+            f"<td>{share:.1%}</td></tr>"
+        )
+    return f'{title}<div class="bar">{"".join(bars)}</div><table>{"".join(rows)}</table>'
+
+
+def _samples(runs: Sequence[RunFolder]) -> str:
+    steps = sorted({step for run in runs for step in run.samples})
+    if not steps:
+        return ""
+    parts = ["<h2>Samples</h2>"]
+    for step in reversed(steps[-MAX_SAMPLE_STEPS:]):
+        parts.append(f'<h3>Step {step}</h3><div class="columns">')
+        for i, run in enumerate(runs):
+            for sample in run.samples.get(step, []):
+                left_out = len(sample) - MAX_CHARACTERS
+                more = f'<p class="faint">{left_out:,} more characters</p>' if left_out > 0 else ""
+                parts.append(
+                    f'<div><p class="faint">{_swatch(i)}{text(run.name)}</p>'
+                    f"<pre>{text(sample[:MAX_CHARACTERS])}</pre>{more}</div>"
+                )
+        parts.append("</div>")
+    if len(steps) > MAX_SAMPLE_STEPS:
+        parts.append(
+            f'<p class="faint">{len(steps) - MAX_SAMPLE_STEPS} earlier steps are in samples.txt.</p>'
+        )
+    return "\n".join(parts)
+
+
+def _changed_keys(runs: Sequence[RunFolder]) -> str:
+    if len(runs) < 2:
+        return ""
+    changed = changed_keys(runs)
+    table = _table(_heads(runs), changed.items(), is_code=True) if changed else "<p>None.</p>"
+    if not all(run.job for run in runs):
+        table = '<p class="faint">Not known: a job.toml is missing or damaged.</p>'
+    return f"<h2>Keys that differ</h2>\n{table}"
+
+
+def _checkpoints(runs: Sequence[RunFolder]) -> str:
+    parts = []
+    for i, run in enumerate(runs):
+        if not run.checkpoints:
+            continue
+        rows = []
+        for saved in reversed(run.checkpoints[-MAX_CHECKPOINTS:]):
+            state = saved.fault or ("kept for good" if saved.is_kept else "complete")
+            size = f"{saved.size_bytes / 2**20:,.1f} MiB" if saved.size_bytes else ""
+            rows.append((str(saved.step), [saved.saved_at, size, str(saved.num_ranks or ""), state]))
+        parts.append(f"<h3>{_swatch(i)}{text(run.name)}</h3>")
+        parts.append(_table(["step", "saved at", "size", "ranks", "state (sizes checked)"], rows))
+        if len(run.checkpoints) > MAX_CHECKPOINTS:
+            parts.append(f'<p class="faint">{len(run.checkpoints) - MAX_CHECKPOINTS} older ones.</p>')
+    return "\n".join(["<h2>Checkpoints</h2>", *parts]) if parts else ""

@@ -1,0 +1,110 @@
+"""Where the time of a run went, and how many hours it had taken at each logged step.
+
+metrics.jsonl has no clock. The time is the sum of the times in the records; time between the end of one
+process and the start of the next is not known and not counted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from titanlite.report.estimates import Floats
+from titanlite.report.run_folder import Record, RunFolder, number
+
+# Causes of time that is not spent on new steps, with the metric that records them.
+PAUSES = {
+    "validation": "time/validation_s",
+    "samples": "time/generation_s",
+    "saves": "checkpoint/stall_s",
+    "profiles": "time/profiling_s",
+}
+FIRST_STEP, STEP, COMPILE, WAIT = (
+    "time/to_first_step_s",
+    "time/step_s",
+    "compile/seconds",
+    "time/data_wait_pct",
+)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Seconds of a run by cause, `training` included, and the hours up to each record. Empty if the records
+    have no time/step_s."""
+
+    seconds: dict[str, float]
+    hours: Floats
+
+    @property
+    def total_s(self) -> float:
+        """All seconds of the run that the records have."""
+        return sum(self.seconds.values())
+
+
+def timeline(run: RunFolder) -> Timeline:
+    """Return the timeline of a run."""
+    step_times = run.series(STEP).finite().values
+    if not len(step_times):
+        return Timeline({}, np.zeros(0))
+    typical_s = float(np.median(step_times))
+    causes = Counter[str]()
+    resumes = run.resumes()
+    again = _superseded(run, resumes, typical_s, causes)
+    hours, total, before = [], 0.0, 0
+    for record in run.records:
+        seconds = _seconds(record, record["step"] - before, typical_s)
+        causes.update(seconds)
+        if number(record.get(FIRST_STEP)) is not None:
+            total += again.pop(record["step"] - 1, 0.0)
+        total += sum(seconds.values())
+        hours.append(total / 3600)
+        before = record["step"]
+    order = ["training", "data wait", "compilation", "start", *PAUSES, "steps trained again"]
+    return Timeline({cause: causes[cause] for cause in order if causes[cause] > 0}, np.array(hours))
+
+
+def duration(seconds: float) -> str:
+    """Return a time in seconds, minutes or hours."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _superseded(
+    run: RunFolder, resumes: list[int], typical_s: float, causes: Counter[str]
+) -> dict[int, float]:
+    """Add the time of the steps that were trained again, and return it by the step after which the run was
+    resumed. Starts and saves of these steps count as what they are."""
+    by_resume, before = dict[int, float](), 0
+    for record in run.superseded:
+        step = record["step"]
+        at = bisect_right(resumes, step - 1)
+        resume = resumes[at - 1] if at else 0
+        seconds = _seconds(record, step - (before if resume < before < step else resume), typical_s)
+        seconds["steps trained again"] = sum(seconds.pop(k, 0.0) for k in ("training", "data wait"))
+        causes.update(seconds)
+        by_resume[resume] = by_resume.get(resume, 0.0) + sum(seconds.values())
+        before = step
+    return by_resume
+
+
+def _seconds(record: Record, num_steps: int, typical_s: float) -> dict[str, float]:
+    """The time of one record by cause."""
+    seconds = {cause: _of(record, key) for cause, key in PAUSES.items()}
+    compile_s = _of(record, COMPILE)
+    if number(record.get(FIRST_STEP)) is not None:
+        num_steps = 1  # the first step of a process; those since the record before were another process's
+        step_s = min(typical_s, _of(record, STEP))
+        seconds["start"] = max(_of(record, FIRST_STEP) - step_s - compile_s, 0.0)
+    else:
+        step_s = max(_of(record, STEP) * max(num_steps, 1) - compile_s, 0.0)
+    wait_s = step_s * min(_of(record, WAIT) / 100, 1.0)
+    return {**seconds, "compilation": compile_s, "data wait": wait_s, "training": step_s - wait_s}
+
+
+def _of(record: Record, key: str) -> float:
+    value = number(record.get(key))
+    return value if value is not None and 0 <= value < 1e12 else 0.0

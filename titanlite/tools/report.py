@@ -1,0 +1,27 @@
+"""Write a report on one or several runs: one HTML file with verdicts, charts, samples and changed keys.
+
+The first run is the one that the others are compared with. docs/report.md says what each verdict means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from titanlite import commands
+from titanlite.config.component import ConfigError
+from titanlite.files import write_atomically
+from titanlite.report.page import report
+from titanlite.report.run_folder import names_of, read_run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report."""
+    options = commands.parser("report").read(argv)
+    if not options.output.parent.is_dir():
+        raise ConfigError(f"{options.output.parent}: there is no such folder")
+    if options.output.is_dir():
+        raise ConfigError(f"{options.output} is a folder; name the file to write, such as report.html")
+    runs = [read_run(folder, name) for folder, name in zip(options.runs, names_of(options.runs))]
+    write_atomically(options.output, report(runs))
+    print(options.output)
+    return 0
