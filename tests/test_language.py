@@ -37,8 +37,8 @@ NOT_CHECKED = ("benchmarks/results/", "CHANGELOG.md")  # raw output; the list of
 def files(*paths: str) -> list[Path]:
     listed = subprocess.run(["git", "ls-files", *paths], cwd=ROOT, capture_output=True, text=True, check=True)
     names = [name for name in listed.stdout.splitlines() if not name.startswith(NOT_CHECKED)]
-    paths = [ROOT / name for name in names if name.endswith((".py", ".md", ".toml", ".sh", ".slurm"))]
-    return [path for path in paths if path.exists()]
+    kept = [ROOT / name for name in names if name.endswith((".py", ".md", ".toml", ".sh", ".slurm"))]
+    return [path for path in kept if path.exists()]
 
 
 def left_out(text: str) -> Iterator[str]:
