@@ -248,8 +248,12 @@ def _migrate(options: Options) -> None:
     add("-o", "--output", type=Path, help="the file to write (standard output)")
 
 
-def _report(options: Options) -> None:
+def _compare(options: Options) -> None:
     options.add("runs", type=Path, nargs="+", metavar="RUN", help="a run folder, which has metrics.jsonl")
+
+
+def _report(options: Options) -> None:
+    _compare(options)
     options.add(
         "-o", "--output", type=Path, default=Path("report.html"), help="the file to write (report.html)"
     )
@@ -319,6 +323,7 @@ VERBS = {
         config_of=_import_config,
     ),
     "checkpoint": Verb("titanlite.tools.checkpoint", "list, verify and show checkpoints", own=("--tensors",)),
+    "compare": Verb("titanlite.tools.compare", "compare runs on the terminal", options=_compare),
     "report": Verb("titanlite.tools.report", "write an HTML report on runs", options=_report),
     "prepare": Verb(
         "titanlite.tools.prepare",

@@ -186,6 +186,7 @@ def test_no_verb_is_a_mistake_that_shows_the_help(run):
         "tokenizer",
         "migrate",
         "report",
+        "compare",
     ],
 )
 def test_every_verb_has_help(verb, capsys):

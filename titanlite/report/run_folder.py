@@ -173,7 +173,8 @@ def _records(data: bytes, name: str, problems: list[str]) -> list[Record]:
             damaged.append(i)
     if damaged:
         shown = ", ".join(map(str, damaged[:MAX_NAMED])) + (", ..." if len(damaged) > MAX_NAMED else "")
-        problems.append(f"{name}: {len(damaged)} damaged records are left out, in line {shown}")
+        lines = f"{len(damaged)} line{'s' if len(damaged) > 1 else ''}"
+        problems.append(f"{name}: damaged records are left out, in {lines}: {shown}")
     return records
 
 

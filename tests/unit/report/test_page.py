@@ -234,7 +234,7 @@ def test_holes_torn_lines_and_other_keys_are_named_and_the_rest_is_shown(tmp_pat
     page = page_of(folder)
     Page(page)
     for problem in (
-        "damaged records are left out, in line 51, 52, 53, 54, 342",
+        "damaged records are left out, in 5 lines: 51, 52, 53, 54, 342",
         "nothing is recorded between steps 100 and 161",
         "recorded again later",
         "job.toml cannot be read",

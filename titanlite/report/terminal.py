@@ -1,0 +1,95 @@
+"""The comparison of runs as plain text: verdicts, facts, losses at equal tokens, keys that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from titanlite.log import printable
+from titanlite.report.charts import short
+from titanlite.report.facts import all_verdicts, changed_keys, facts, one_line
+from titanlite.report.run_folder import RunFolder
+from titanlite.report.timeline import duration, timeline
+from titanlite.report.verdicts import nats, smooth
+
+SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens that all runs have trained on
+MAX_CELL = 44  # characters
+
+
+def comparison(runs: Sequence[RunFolder]) -> str:
+    """Return the comparison of runs; the first one is the one that the others are compared with."""
+    parts = [_verdicts(runs), _facts(runs), _losses(runs), _times(runs), _keys(runs), _problems(runs)]
+    return printable("\n\n".join(part for part in parts if part)) + "\n"
+
+
+def _verdicts(runs: Sequence[RunFolder]) -> str:
+    lines = []
+    for title, verdicts, note in all_verdicts(runs):
+        lines.append(title)
+        for verdict in verdicts:
+            lines += [f"  {verdict.name}: {verdict.headline}", f"      {verdict.evidence}"]
+        if not verdicts:
+            lines.append(f"  {note}")
+    return "\n".join(lines)
+
+
+def _facts(runs: Sequence[RunFolder]) -> str:
+    columns = [facts(run) for run in runs]
+    rows = [[key, *(column[key] for column in columns)] for key in columns[0]]
+    return table([["", *(run.name for run in runs)], *(row for row in rows if any(row[1:]))])
+
+
+def _losses(runs: Sequence[RunFolder]) -> str:
+    """The smoothed losses at equal numbers of tokens, and the differences to the first run."""
+    curves = [smooth(run.series("train/loss")) for run in runs]
+    if any(len(curve) < 2 for curve in curves):
+        return ""
+    start = max(curve.tokens[0] for curve in curves)
+    end = min(curve.tokens[-1] for curve in curves)
+    if start >= end:
+        return "The runs have no tokens in common at which their losses could be compared."
+    axis = "tokens" if all(run.has_tokens for run in runs) else "steps"
+    rows = [
+        [
+            f"loss at {axis}",
+            *(run.name for run in runs),
+            *(f"{run.name} - {runs[0].name}" for run in runs[1:]),
+        ]
+    ]
+    for tokens in [share * end for share in SHARES if share * end >= start]:
+        losses = [float(np.interp(tokens, curve.tokens, curve.values)) for curve in curves]
+        deltas = [nats(loss - losses[0]) for loss in losses[1:]]
+        rows.append([short(tokens), *(f"{loss:.4f}" for loss in losses), *deltas])
+    return table(rows)
+
+
+def _times(runs: Sequence[RunFolder]) -> str:
+    spent = [timeline(run).seconds for run in runs]
+    causes = list(dict.fromkeys(cause for seconds in spent for cause in seconds))
+    if not causes:
+        return ""
+    rows = [[cause, *(duration(seconds.get(cause, 0.0)) for seconds in spent)] for cause in causes]
+    return table([["time", *(run.name for run in runs)], *rows])
+
+
+def _keys(runs: Sequence[RunFolder]) -> str:
+    if not all(run.job for run in runs):
+        return "Keys that differ are not known: a job.toml is missing or damaged."
+    changed = changed_keys(runs)
+    if not changed:
+        return "No key differs."
+    head = ["keys that differ", *(run.name for run in runs)]
+    return table([head, *([key, *values] for key, values in changed.items())])
+
+
+def _problems(runs: Sequence[RunFolder]) -> str:
+    return "\n".join(f"{run.name}: {problem}" for run in runs for problem in run.problems)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as lines with aligned columns; long cells are cut."""
+    cells = [[one_line(printable(cell), MAX_CELL) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in cells]
+    return "\n".join(line.rstrip() for line in lines)
