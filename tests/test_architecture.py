@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,91 @@ def layer_violations(root: Path) -> list[str]:
 
 def test_units_import_only_lower_layers() -> None:
     assert not layer_violations(PACKAGE)
+
+
+def cycles(root: Path) -> list[list[str]]:
+    """Every circle of modules that import each other, also for type checking only."""
+    modules = {
+        ".".join(("titanlite", *p.relative_to(root).with_suffix("").parts)): p for p in root.rglob("*.py")
+    }
+    graph = {
+        module: {m for name in imports(ast.parse(path.read_text())) for m in (name, name.rpartition(".")[0])}
+        & modules.keys() - {module}
+        for module, path in modules.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as e:
+        return [e.args[1]]
+    return []
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    assert not cycles(PACKAGE)
+
+
+def test_a_planted_circle_is_found(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "a.py").write_text("from titanlite.models.b import x\n")
+    (tmp_path / "models" / "b.py").write_text("def x():\n    from titanlite.models import a\n")
+    assert cycles(tmp_path)
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+# Documented members of the standard library whose names begin with an underscore.
+PUBLIC = {"_asdict", "_replace", "_exit"}
+PRIVATE_NAMES_OF_TORCH = {"torch_compat.py", "runtime/agent.py", "runtime/rendezvous.py"}
+
+
+def own_names(trees: Iterable[ast.AST]) -> set[str]:
+    """Names that the modules define: functions, classes, variables, and attributes of `self`."""
+    names = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            names |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+    return names
+
+
+def private_names(tree: ast.AST, own: set[str]) -> set[str]:
+    """Private names in a module that are not `own`: attributes, imports and arguments of getattr."""
+    names = {name for name in imports(tree) if not name.startswith("titanlite.")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            names |= {a.value for a in node.args[1:2] if isinstance(a, ast.Constant)}
+    return {name for name in names if is_private(name)} - own - PUBLIC
+
+
+def test_private_names_of_torch_are_used_in_few_places() -> None:
+    """torch_compat.py has a test for each of its names. The agent and the rendezvous subclass torch's."""
+    trees = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sources()}
+    own = own_names(trees.values())
+    users = {path: names for path, tree in trees.items() if (names := private_names(tree, own))}
+    assert users.keys() == PRIVATE_NAMES_OF_TORCH, users
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = net._state",
+        "import torch._x",
+        "from torch._x import y",
+        "from torch import _x",
+        "getattr(x, '_y')",
+    ],
+)
+def test_a_planted_private_name_is_found(line: str) -> None:
+    tree = ast.parse(line)
+    assert len(private_names(tree, own_names([tree]))) == 1
+    assert not private_names(ast.parse("self._x = named._asdict()"), {"_x"})
 
 
 def test_every_unit_has_a_layer() -> None:

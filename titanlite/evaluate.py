@@ -5,7 +5,6 @@ host. A rank that has no sequences left runs padding, so that all ranks enter ev
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.loader import SequenceDataset
+from titanlite.metrics.meter import perplexity
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.progress import Progress
 from titanlite.runtime.runtime import Runtime
@@ -68,6 +68,6 @@ def validate(
     loss = (total[0] / total[1]).item()
     return {
         "eval/loss": loss,
-        "eval/perplexity": math.inf if loss > 700 else math.exp(loss),
+        "eval/perplexity": perplexity(loss),
         "eval/tokens": int(total[1]),
     }

@@ -1,4 +1,4 @@
-"""Model FLOPs per token and the peak FLOP/s of devices, for the model FLOPs utilisation (MFU).
+"""The peak FLOP/s of devices, for the model FLOPs utilisation (MFU).
 
 MFU is left out, never guessed, if the device's peak is not known.
 """
@@ -39,14 +39,3 @@ def peak_bf16_flops(device_name: str) -> float | None:
     if " MIG " in device_name:  # a slice of a device
         return None
     return next((flops for pattern, flops in PEAK_BF16_FLOPS if re.search(pattern, device_name)), None)
-
-
-def flops_per_token(matmul_parameters: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int) -> int:
-    """FLOPs of forward and backward for one token: 6 N + 12 L H E T.
-
-    N: parameters that a token is multiplied with, including a tied head, but not an embedding that is only
-    looked up. The second term is the two matrix products of attention over the whole sequence, without a
-    deduction for causal masking (PaLM, Chowdhery et al. 2022, appendix B). The repeated forward of activation
-    checkpointing is not counted.
-    """
-    return 6 * matmul_parameters + 12 * n_layers * n_heads * head_dim * seq_len

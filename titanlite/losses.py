@@ -1,8 +1,8 @@
 """Losses: functions of hidden states, the head's weight and targets that return the sum of the token losses
 in fp32.
 
-Losses are sums, never means: the training step divides by the number of counted tokens over all ranks and
-micro-batches.
+Losses are sums, never means: the training step divides by the number of targets that count, over all ranks
+and micro-batches.
 Shape suffixes: B batch, T tokens, D model dim, V vocabulary, N = B * T, C tokens of a chunk.
 """
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.config.component import Component, check_at_least
+from titanlite.torch_compat import loss_compile_options
 
 IGNORE = -100  # a target that does not count; torch's default of ignore_index
 
@@ -66,7 +67,7 @@ class Loss(Component, makes=(Callable,)):  # type: ignore[arg-type]
         self, backend: str | None = None, vocabulary: VocabularyShard = WHOLE_VOCABULARY
     ) -> LossFunction:
         """A function of hidden [B, T, D], head weight [V, D] and targets int64 [B, T] that returns the sum of
-        the losses over counted targets: fp32 scalar.
+        the losses over the targets that count: fp32 scalar.
 
         Logits have the dtype of the hidden states; the weight's gradient has the dtype of the weight.
         `backend`: the torch.compile backend that compiles the loss; None: run eagerly. `vocabulary`: this
@@ -138,8 +139,7 @@ def gradient_in_forward(
         return eager_loss_and_gradient_(logits_CV, targets_C)
 
     if backend:
-        # Inductor's online softmax was slower on an H200 (torch 2.11).
-        options: dict[str, Any] | None = {"online_softmax": False} if backend == "inductor" else None
+        options = loss_compile_options(backend)
         chunk_loss = torch.compile(chunk_loss, fullgraph=True, backend=backend, options=options)
 
     def chunked_cross_entropy(
@@ -218,10 +218,11 @@ class _Chunked(torch.autograd.Function):
             h_CD = torch.where(counts_C1, h_CD, 0.0)  # tokens that do not count add nothing to d_weight
             logits_CV = F.linear(h_CD, weight_VD)
             total += chunk(logits_CV, targets_C)
-            torch.mm(logits_CV, weight_VD, out=d_h_CD)
+            d_logits_CV = logits_CV  # `chunk` has overwritten the logits with their gradient
+            torch.mm(d_logits_CV, weight_VD, out=d_h_CD)
             d_h_CD.masked_fill_(~counts_C1, 0.0)
-            _add_product_(d_weight_VD, logits_CV.T, h_CD, beta=min(i, 1))
-            del logits_CV  # frees them before the next chunk's logits are allocated
+            _add_product_(d_weight_VD, d_logits_CV.T, h_CD, beta=0 if i == 0 else 1)  # 0: uninitialised
+            del logits_CV, d_logits_CV  # frees them before the next chunk's logits are allocated
         ctx.save_for_backward(d_hidden_ND)
         ctx.mark_non_differentiable(d_weight_VD)
         return total, d_weight_VD

@@ -22,7 +22,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import SequenceDataset
 from titanlite.files import FileFault, read_regular, write_atomically
-from titanlite.flops import flops_per_token, peak_bf16_flops
+from titanlite.flops import peak_bf16_flops
 from titanlite.interop.exporter import Exporter
 from titanlite.interop.initial import check_initial
 from titanlite.interop.weights import ModelAndTokenizer
@@ -36,14 +36,6 @@ from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.signals import StopRequests
 from titanlite.tokenizers.base import Tokenizer
-
-
-def flops_of(job: Job, net: Decoder) -> int:
-    """Model FLOPs per token of this job."""
-    model = job.model.config
-    return flops_per_token(
-        net.num_matmul_parameters(), model.n_layers, model.n_heads, model.head_dim, job.training.seq_len
-    )
 
 
 def check_device(

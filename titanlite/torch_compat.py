@@ -6,12 +6,13 @@ the name or its behaviour changes. Tested with torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -119,6 +120,11 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return dtensor_like(inner, tensor) if isinstance(tensor, DTensor) else inner
 
 
+def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
+    """Whether the buffer of this name is in the module's state dict."""
+    return buffer not in module._non_persistent_buffers_set
+
+
 def takes_grad_scaler_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's step reads the tensors `found_inf` and `grad_scale` that torch.amp.GradScaler
     sets on it, as torch's fused optimizers do."""
@@ -168,7 +174,31 @@ def attention_backward(
     )
 
 
-def attention_ops() -> set[Any]:
+def load_varlen_attention() -> Callable[..., torch.Tensor] | None:
+    """torch's causal attention within documents: a function of q, k, v [tokens, heads, E], cu_seqlens and
+    max_seqlen. None if this torch lacks the kernel.
+
+    torch 2.13 takes fewer key heads than query heads only with `enable_gqa`, which torch 2.11 does not have.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # not on every platform
+        return None
+    takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+    ) -> torch.Tensor:
+        options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+        if takes_gqa and q.shape[1] != k.shape[1]:
+            options["enable_gqa"] = True
+        out: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+        return out
+
+    return attend
+
+
+def sdpa_ops() -> set[Any]:
     """The operators behind scaled_dot_product_attention."""
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     return {getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in names}
@@ -201,11 +231,34 @@ def file_view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
 # ---- compiler
 
 
-def compilation_metrics() -> list[Any]:
-    """One record per graph that torch.compile has made in this process, with `entire_frame_compile_time_s`.
-    Empty if nothing was compiled. Does not import the compiler, which would take a second."""
+class Compilation(NamedTuple):
+    """One compilation by torch.compile. `function`: name of the compiled function; None for a backward and
+    for code without a graph. `reason`: why the function is compiled again; empty for the first time."""
+
+    record: Any
+    function: str | None
+    reason: str
+    seconds: float
+
+
+def compilations() -> list[Compilation]:
+    """The last 64 compilations in this process; a backward has an item of its own. `record` is the compiler's
+    object, the same in every call. Does not import the compiler, which would take a second."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.get_compilation_metrics() if dynamo is not None else []
+    compilations = []
+    for record in dynamo.get_compilation_metrics() if dynamo is not None else []:
+        function = record.co_name if record.is_forward else None
+        seconds = (record.backward_cumulative_compile_time_us or 0) / 1e6
+        if function:
+            seconds += record.entire_frame_compile_time_s or 0.0
+        compilations.append(Compilation(record, function, record.recompile_reason or "", seconds))
+    return compilations
+
+
+def loss_compile_options(backend: str) -> dict[str, Any] | None:
+    """Options of torch.compile for a loss: without inductor's online softmax, which was slower on an H200
+    (torch 2.11)."""
+    return {"online_softmax": False} if backend == "inductor" else None
 
 
 def set_activation_memory_budget(budget: float) -> None:

@@ -66,7 +66,8 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     tokenizer = startup.open_tokenizer(job)
     net = job.model.build_on_meta()
     job.optimizer.check(net)
-    flops, num_parameters = startup.flops_of(job, net), sum(p.numel() for p in net.parameters())
+    num_parameters = sum(p.numel() for p in net.parameters())
+    flops_per_token = net.flops_per_token(job.training.seq_len)
     about = startup.summary(job, net, tokenizer.vocab_size)
     model = parallelize(net, job.loss, rt.mesh, startup.parallel_settings(job, rt, attention))
 
@@ -102,7 +103,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
 
     startup.log_changes(job, rt, checkpoints)
     startup.record(job, rt, sequences, state, checkpoints)
-    meter = startup.open_meter(job, rt, flops, state.step)
+    meter = startup.open_meter(job, rt, flops_per_token, state.step)
     return Run(job, rt, tokenizer, sequences, loader, model, optimizer, state, checkpoints, meter, guard)
 
 

@@ -13,8 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.models import family, random_net
 from tests.support.runs import train_on_rank
+from titanlite.data.batch import Batch
+from titanlite.losses import CrossEntropy
+from titanlite.mesh import ALONE
+from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
+from titanlite.parallel.apply import ParallelSettings, parallelize
 
 TENSOR = "--parallelism.tensor_parallel_degree=2"
 FAMILY = [
@@ -74,3 +81,28 @@ def test_the_example_of_a_backend_sees_its_window() -> None:
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
     assert torch.allclose(backend.for_documents(positions, 2).attend(q, k, v)[:, 5:], alone, atol=1e-6)
     assert not torch.allclose(out[:, 5:], alone, atol=1e-3)
+
+
+@pytest.mark.parametrize(("kept_ops", "times"), [((), 2), (("aten.silu.",), 1)])
+def test_selective_checkpointing_keeps_the_operators_that_a_backend_names(
+    monkeypatch: pytest.MonkeyPatch, kept_ops: tuple[str, ...], times: int
+) -> None:
+    """The operator stands for a kernel of the backend: it runs once per block instead of twice."""
+    from tests.examples.sliding_window import SlidingWindow
+
+    monkeypatch.setattr(SlidingWindow, "kept_ops", kept_ops)
+    settings = ParallelSettings(
+        attention=SlidingWindow(window=3), activation_checkpoint=ActivationCheckpoint(mode="selective")
+    )
+    model = parallelize(random_net(family()), CrossEntropy(), ALONE, settings)
+    names = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    tokens = torch.arange(24).view(2, 12)
+    with Watch():
+        model.forward_backward([Batch(tokens, tokens, 24, 0)], torch.tensor(24))
+    assert names.count("aten.silu.default") == times * len(model.net.blocks())

@@ -53,7 +53,7 @@ class Net(RotaryDecoder):
         return h_BTD if self.lm_head is None else self.lm_head(h_BTD, head_fn)
 
     def initial_buffer(self, name: str) -> torch.Tensor:
-        return torch.zeros(1) if name == "counter.applied_steps" else torch.full((self.dim,), 0.5)
+        return torch.zeros(1) if name == "counter.applied_steps" else torch.full((self.config.dim,), 0.5)
 
     def auxiliary_losses(self) -> dict[str, torch.Tensor]:
         return self.losses

@@ -94,7 +94,7 @@ class Net(Decoder):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.config, self.vocab_size, self.dim = config, config.vocab_size, config.dim
+        self.config, self.vocab_size = config, config.vocab_size
         self.wte: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.h = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, 1e-5)
@@ -137,4 +137,4 @@ class Net(Decoder):
         return (1.0, 0.0) if name.endswith("norm.weight") else (0.0, 0.02)
 
     def num_matmul_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters()) - self.vocab_size * self.dim
+        return sum(p.numel() for p in self.parameters()) - self.vocab_size * self.config.dim

@@ -1,4 +1,4 @@
-"""Pins the arithmetic of cost: FLOPs a token against torch's own counter on a real forward and backward,
+"""Pins the arithmetic of cost: FLOPs per token against torch's own counter on a real forward and backward,
 and the table of peak rates -- the devices it knows, and above all the ones it must not claim to know.
 """
 
@@ -11,10 +11,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlite.flops import flops_per_token, peak_bf16_flops
+from tests.support.jobs import make_job, metrics_of
+from titanlite.flops import peak_bf16_flops
 from titanlite.losses import cross_entropy
 from titanlite.models.decoder import RotaryDecoder
 from titanlite.models.llama3 import Llama3Config
+from titanlite.train import train
 
 
 def small_llama(**changes: object) -> RotaryDecoder:
@@ -30,11 +32,6 @@ def small_llama(**changes: object) -> RotaryDecoder:
     return net
 
 
-def formula(net: RotaryDecoder, seq_len: int) -> int:
-    c = net.config
-    return flops_per_token(net.num_matmul_parameters(), c.n_layers, c.n_heads, c.head_dim, seq_len)
-
-
 def counted(net: RotaryDecoder, seq_len: int, rows: int = 2) -> float:
     """FLOPs a token of a forward and backward, counted by torch; the math backend shows its matmuls."""
     tokens = torch.randint(net.vocab_size, (rows, seq_len))
@@ -47,12 +44,12 @@ def counted(net: RotaryDecoder, seq_len: int, rows: int = 2) -> float:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_flops_per_token_are_what_torch_counts(tied, seq_len):
     net = small_llama(tie_word_embeddings=tied)
-    assert formula(net, seq_len) == pytest.approx(counted(net, seq_len), rel=0.03)
+    assert net.flops_per_token(seq_len) == pytest.approx(counted(net, seq_len), rel=0.03)
 
 
 def test_flops_without_grouped_queries():
     net = small_llama(n_kv_heads=4)
-    assert formula(net, 128) == pytest.approx(counted(net, 128), rel=0.03)
+    assert net.flops_per_token(128) == pytest.approx(counted(net, 128), rel=0.03)
 
 
 def test_attention_is_a_share_that_the_counter_would_miss():
@@ -60,7 +57,7 @@ def test_attention_is_a_share_that_the_counter_would_miss():
     net = small_llama(tie_word_embeddings=True)
     weights, total = 6 * net.num_matmul_parameters(), counted(net, 256)
     assert weights < 0.8 * total
-    assert formula(net, 256) - weights < 0.8 * total
+    assert net.flops_per_token(256) - weights < 0.8 * total
 
 
 def test_a_looked_up_embedding_costs_nothing_and_a_tied_one_is_the_head():
@@ -70,7 +67,17 @@ def test_a_looked_up_embedding_costs_nothing_and_a_tied_one_is_the_head():
 
 
 def test_the_formula():
-    assert flops_per_token(1000, 2, 3, 5, 7) == 6 * 1000 + 12 * 2 * 3 * 5 * 7
+    net = small_llama()
+    assert net.flops_per_token(7) == 6 * net.num_matmul_parameters() + 12 * 3 * 4 * 24 * 7
+
+
+def test_the_flops_of_a_run_are_those_that_its_model_gives(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr(RotaryDecoder, "flops_per_token", lambda net, seq_len: 10**6 * seq_len)
+    job = make_job(tmp_path, corpus, "--training.steps=1")
+    assert train(job) == 0
+    metrics = metrics_of(job)[-1]
+    per_s = metrics["throughput/tokens_per_second_per_device"]
+    assert metrics["throughput/tflops"] == pytest.approx(per_s * 10**6 * job.training.seq_len / 1e12)
 
 
 @pytest.mark.parametrize(

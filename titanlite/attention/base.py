@@ -8,14 +8,12 @@ Shape suffixes: B batch, T tokens, H query heads, K key/value heads (H is a mult
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 
+from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.config.component import Component, ConfigError
-
-if TYPE_CHECKING:
-    from titanlite.attention.context_parallel import SequenceSharding
 
 
 class Attention:
@@ -57,6 +55,10 @@ class AttentionNeeds:
 class AttentionBackend(Component, kind="attention backend", key="backend"):
     """Base of attention backends: `[attention] backend = "..."` selects a subclass by its name. A backend
     makes the attention object of each micro-batch."""
+
+    kept_ops: ClassVar[tuple[str, ...]] = ()
+    """Names of the operators whose results selective activation checkpointing keeps, such as
+    `my_package.attention`. The operators behind scaled_dot_product_attention are always kept."""
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         """The backend for the run: normally `self`; `auto` returns the backend that it chooses. Called once,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.attention.base import Attention
 from titanlite.torch_compat import all_gather_with_gradient
 
 
@@ -39,15 +38,3 @@ class SequenceSharding:
         """Gather [B, T / size, ...] from all ranks: [B, T, ...], in the order of the sequence."""
         heads, tails = self.gather(x).unflatten(1, (self.size, 2, -1)).unbind(2)
         return torch.cat((heads, tails.flip(1)), 1).flatten(1, 2)
-
-
-class GatheredAttention(Attention):
-    """Attention of this rank's queries over gathered keys and values. `attention` has the mask for the order
-    of the gathered keys."""
-
-    def __init__(self, attention: Attention, sharding: SequenceSharding):
-        self.attention, self.sharding = attention, sharding
-
-    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
-        k_BTKE, v_BTKE = self.sharding.gather(k_BTKE), self.sharding.gather(v_BTKE)
-        return self.attention.attend(q_BTHE, k_BTKE, v_BTKE)

@@ -4,7 +4,7 @@ are fully masked are not computed."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -31,6 +31,8 @@ class FlexAttention(Attention):
 class Flex(SDPA, name="flex"):
     """Compiled FlexAttention for document masks and context parallel; CUDA only. Without masks,
     scaled_dot_product_attention runs."""
+
+    kept_ops: ClassVar[tuple[str, ...]] = ("flex_attention",)
 
     @classmethod
     def works_on(cls, needs: AttentionNeeds) -> bool:

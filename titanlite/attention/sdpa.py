@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds, document_numbers
-from titanlite.attention.context_parallel import GatheredAttention, SequenceSharding
+from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.config.component import ConfigError
 from titanlite.torch_compat import sdp_choice
 
@@ -39,6 +39,18 @@ class SDPAttention(Attention):
 
 
 CAUSAL = SDPAttention()
+
+
+class GatheredAttention(Attention):
+    """Attention of this rank's queries over gathered keys and values. `attention` has the mask for the order
+    of the gathered keys."""
+
+    def __init__(self, attention: Attention, sharding: SequenceSharding):
+        self.attention, self.sharding = attention, sharding
+
+    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+        k_BTKE, v_BTKE = self.sharding.gather(k_BTKE), self.sharding.gather(v_BTKE)
+        return self.attention.attend(q_BTHE, k_BTKE, v_BTKE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from titanlite.attention.base import Attention, AttentionNeeds
 from titanlite.attention.sdpa import SDPA
+from titanlite.torch_compat import load_varlen_attention
 
 
 class VarlenAttention(Attention):
@@ -24,11 +23,7 @@ class VarlenAttention(Attention):
 
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
-        options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
-        if _varlen_takes_gqa and q.shape[1] != k.shape[1]:
-            options["enable_gqa"] = True
-        cu_seqlens, max_seqlen = self.cu_seqlens, self.max_seqlen
-        out: Any = _varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+        out = _varlen_attention(q, k, v, self.cu_seqlens, self.max_seqlen)
         return out.unflatten(0, q_BTHE.shape[:2])
 
 
@@ -36,6 +31,8 @@ class VarlenAttention(Attention):
 class Varlen(SDPA, name="varlen"):
     """FlashAttention for document masks; CUDA and bf16 or fp16 only, not with context parallel. Without
     masks, scaled_dot_product_attention runs."""
+
+    kept_ops: ClassVar[tuple[str, ...]] = ("varlen_attn",)
 
     @classmethod
     def works_on(cls, needs: AttentionNeeds) -> bool:
@@ -52,17 +49,11 @@ class Varlen(SDPA, name="varlen"):
 
 
 # Set when a run may need the kernel: the import takes two seconds, because it imports the compiler.
-_varlen_attn: Any = None
-_varlen_takes_gqa = False  # torch 2.11 has no enable_gqa and always takes fewer key heads
+_varlen_attention: Any = None
 
 
 def _load_varlen() -> bool:
     """Import the kernel. Returns False if this torch lacks it."""
-    global _varlen_attn, _varlen_takes_gqa
-    if _varlen_attn is None:
-        with suppress(ImportError):  # not on every platform
-            from torch.nn.attention.varlen import varlen_attn
-
-            _varlen_attn = varlen_attn
-            _varlen_takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return _varlen_attn is not None
+    global _varlen_attention
+    _varlen_attention = _varlen_attention or load_varlen_attention()
+    return _varlen_attention is not None

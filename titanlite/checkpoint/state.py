@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect, load_object
-from titanlite.torch_compat import foreach_norm, plain_tensor
+from titanlite.torch_compat import foreach_norm, is_persistent, plain_tensor
 
 TRAIN = "train.json"
 TRAIN_KEYS: dict[str, type] = {
@@ -73,7 +73,7 @@ def model_tensors(net: nn.Module) -> dict[str, torch.Tensor]:
     tensors = {name: plain_tensor(p.detach()) for name, p in net.named_parameters()}
     for prefix, module in net.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if is_persistent(module, name):
                 tensors[f"{prefix}.{name}" if prefix else name] = buffer.detach()
     return tensors
 

@@ -125,7 +125,7 @@ class Meter:
         flops = tokens_per_s / self.cost.world_size * self.cost.flops_per_token
         values = {
             **values,
-            "train/perplexity": _exp(values["train/loss"]),
+            "train/perplexity": perplexity(values["train/loss"]),
             "throughput/tokens_per_second": tokens_per_s,
             "throughput/tokens_per_second_per_device": tokens_per_s / self.cost.world_size,
             "throughput/tflops": flops / 1e12,
@@ -143,5 +143,6 @@ class Meter:
         return values
 
 
-def _exp(loss: float) -> float:
+def perplexity(loss: float) -> float:
+    """exp(loss); infinity where a float would overflow."""
     return math.inf if loss >= 700 else math.exp(loss)

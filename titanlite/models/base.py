@@ -49,8 +49,8 @@ class Decoder(nn.Module):
     hidden states.
     """
 
+    config: DecoderConfig
     vocab_size: int
-    dim: int
     tp_plan: dict[str, str]
     """The tensor-parallel style of each layer, by patterns of module names. Styles: `embedding`, `sequence`
     (norms between the layers: each rank has some of the tokens), `gather` (a module whose input is gathered,
@@ -125,8 +125,8 @@ class Decoder(nn.Module):
         """Auxiliary losses of the last forward by name, multiplied by their coefficients: fp32 scalars.
 
         Each is a sum over this rank's tokens in the forward, never a mean. The training step adds it to the
-        sum of token losses and divides the total by the number of counted tokens over all ranks and
-        micro-batches, so that the gradient does not depend on the layout. Auxiliary losses are logged as
+        sum of token losses and divides the total by the number of targets that count, over all ranks
+        and micro-batches, so that the gradient does not depend on the layout. Auxiliary losses are logged as
         `train/NAME`; train/loss and validation do not include them. A family that overrides this method
         cannot use pipeline parallel.
         """
@@ -147,10 +147,25 @@ class Decoder(nn.Module):
         that is only looked up."""
         raise NotImplementedError
 
+    def flops_per_token(self, seq_len: int) -> int:
+        """Model FLOPs of forward and backward for one token of a sequence of `seq_len` tokens: 6 N + 12 L H E
+        T.
+
+        N is num_matmul_parameters(). The second term is the two matrix products of attention over the whole
+        sequence, without a deduction for causal masking (PaLM, Chowdhery et al. 2022, appendix B). The
+        repeated forward of activation checkpointing is not counted. A family whose attention or feed-forward
+        computes other products overrides this method. Called on the whole model, before it is sharded."""
+        config = self.config
+        attention = config.n_layers * config.n_heads * config.head_dim * seq_len
+        return 6 * self.num_matmul_parameters() + 12 * attention
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The architecture fields that all families have. A family adds fields in a subclass."""
+    """The architecture fields that all families have. A family adds fields in a subclass.
+
+    Two of these fields have a meaning for the rest of titanlite: `max_position`, the maximum sequence length
+    in tokens, and `tie_word_embeddings`, which is true if embedding and head share a weight."""
 
     vocab_size: int
     dim: int

@@ -136,6 +136,8 @@ class RotaryDecoder(Decoder):
     that this class adds to SelfAttention.
     """
 
+    config: RotaryConfig
+
     def __init__(
         self,
         config: RotaryConfig,
@@ -143,7 +145,7 @@ class RotaryDecoder(Decoder):
         attention_plan: dict[str, str] | None = None,
     ):
         super().__init__()
-        self.config, self.vocab_size, self.dim = config, config.vocab_size, config.dim
+        self.config, self.vocab_size = config, config.vocab_size
         self.model = Model(config, attention)
         self.lm_head = None if config.tie_word_embeddings else Head(config.dim, config.vocab_size)
         head_plan = {} if config.tie_word_embeddings else {"lm_head": "head"}

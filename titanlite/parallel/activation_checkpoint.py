@@ -4,7 +4,7 @@ replaced."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -18,9 +18,9 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.models.base import Decoder
 from titanlite.parallel.compile import BACKENDS_WITH_MEMORY_BUDGET, Compile
 from titanlite.torch_compat import (
-    attention_ops,
     count_grouped_attention,
     matmul_ops,
+    sdpa_ops,
     set_activation_memory_budget,
 )
 
@@ -82,9 +82,12 @@ class ActivationCheckpoint:
             )
 
 
-def apply_activation_checkpoint(net: Decoder, config: ActivationCheckpoint) -> None:
+def apply_activation_checkpoint(
+    net: Decoder, config: ActivationCheckpoint, attention_ops: Sequence[str] = ()
+) -> None:
     """Replace the forwards of blocks, or of modules in the blocks. Without tensor parallel, call it before
-    compile. Raises ConfigError if the model lacks the modules that the configuration names."""
+    compile. `attention_ops`: names of the attention backend's own operators (AttentionBackend.kept_ops).
+    Raises ConfigError if the model lacks the modules that the configuration names."""
     set_activation_memory_budget(config.memory_budget if config.mode == "memory_budget" else 1.0)
     if config.mode == "memory_budget":
         count_grouped_attention()
@@ -93,7 +96,7 @@ def apply_activation_checkpoint(net: Decoder, config: ActivationCheckpoint) -> N
         chosen, contexts = blocks, None
     elif config.mode == "selective":
         chosen = _chosen(blocks, option)
-        contexts = _keep_costly_results if option == "op" else None
+        contexts = partial(_keep_costly_results, attention_ops) if option == "op" else None
     else:
         return
     for module in chosen:
@@ -136,19 +139,20 @@ def _checkpoint(module: nn.Module, contexts: Callable[[], Any] | None = None) ->
 
 _MATMULS = matmul_ops()
 # The maximum of a tensor, for float8's scales, is cheap to keep and costly to compute.
-_KEPT = attention_ops() | {torch.ops.aten.max.default}
-_KEPT_BY_NAME = ("varlen_attn", "flex_attention", "head_tail_attention")  # operators registered on first use
+_KEPT = sdpa_ops() | {torch.ops.aten.max.default}
 
 
-def _keep_costly_results() -> Any:
+def _keep_costly_results(attention_ops: Sequence[str]) -> Any:
     num_matmuls: Counter[bool] = Counter()
-    return create_selective_checkpoint_contexts(partial(_policy, num_matmuls))
+    return create_selective_checkpoint_contexts(partial(_policy, attention_ops, num_matmuls))
 
 
-def _policy(num_matmuls: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(
+    attention_ops: Sequence[str], num_matmuls: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     """Keep the results of attention, of every second matrix product and of float8's maxima, as torchtitan
     does. `num_matmuls` counts the matrix products of the first and of the repeated forward separately."""
-    keep = op in _KEPT or any(name in str(op) for name in _KEPT_BY_NAME)
+    keep = op in _KEPT or any(name in str(op) for name in attention_ops)
     if op in _MATMULS:
         num_matmuls[ctx.is_recompute] += 1
         keep = num_matmuls[ctx.is_recompute] % 2 == 1

@@ -53,7 +53,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     head_fn_for_logits: HeadFn = logits
     if mesh.degrees.tp == 1:
         loss_function = loss.build(compile.loss_backend)
-        apply_activation_checkpoint(net, settings.activation_checkpoint)
+        apply_activation_checkpoint(net, settings.activation_checkpoint, settings.attention.kept_ops)
         apply_compile(net, compile)
     else:
         apply_tensor_parallel(net, mesh.tp, float8)
@@ -61,7 +61,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
         loss_function = gather_tokens_for_loss(loss.build(compile.loss_backend, vocabulary), mesh.tp)
         head_fn_for_logits = gather_logits(mesh.tp)
         compile_forwards(net, compile)
-        apply_activation_checkpoint(net, settings.activation_checkpoint)
+        apply_activation_checkpoint(net, settings.activation_checkpoint, settings.attention.kept_ops)
     net, stages = apply_pipeline_parallel(net, parallelism, mesh)
     dtype, offload = settings.param_dtype, settings.cpu_offload
     if mesh.device_mesh is None:

@@ -4,14 +4,13 @@ break is an error. Compilations after the first step are counted and logged with
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from titanlite.config.component import ConfigError, suggest
 from titanlite.log import logger
 from titanlite.models.base import Decoder
-from titanlite.torch_compat import compilation_metrics
+from titanlite.torch_compat import Compilation, compilations
 
 BACKENDS_WITH_MEMORY_BUDGET = ("inductor", "aot_eager")
 
@@ -57,23 +56,20 @@ def compile_forwards(net: Decoder, config: Compile) -> None:
 
 @dataclass
 class Compilations:
-    """Metrics of compilations, from the records of the compiler, which keeps the last 64."""
+    """Metrics of compilations, from the compiler's records."""
 
-    _seen: list[Any] = field(default_factory=compilation_metrics)
+    _seen: list[Compilation] = field(default_factory=compilations)
     _first: bool = True
 
     def since_last(self) -> dict[str, float]:
         """Metrics of the compilations since the last call; {} if there were none. All calls but the first log
         each compilation with its reason, such as a shape that changed."""
-        records = compilation_metrics()
-        new = [record for record in records if not any(record is seen for seen in self._seen)]
-        graphs = [record for record in new if record.is_forward and record.co_name]
-        for record in [] if self._first else graphs:
-            reason = record.recompile_reason
-            again = f"again: {reason.splitlines()[0]}" if reason else "for the first time"
-            logger.warning(f"compiled {record.co_name} {again}")
-        self._seen, self._first = records, False
-        seconds = sum(record.entire_frame_compile_time_s or 0.0 for record in graphs)
-        # Backwards have their own records.
-        seconds += sum(record.backward_cumulative_compile_time_us or 0 for record in new) / 1e6
+        recent = compilations()
+        new = [item for item in recent if not any(item.record is seen.record for seen in self._seen)]
+        graphs = [item for item in new if item.function]
+        for graph in [] if self._first else graphs:
+            again = f"again: {graph.reason.splitlines()[0]}" if graph.reason else "for the first time"
+            logger.warning(f"compiled {graph.function} {again}")
+        self._seen, self._first = recent, False
+        seconds = sum(item.seconds for item in new)
         return {"compile/graphs": len(graphs), "compile/seconds": seconds} if graphs else {}

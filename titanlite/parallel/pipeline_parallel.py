@@ -241,7 +241,7 @@ class Pipeline:
 
     def _hidden(self, inputs: Inputs) -> tuple[int, int, int]:
         B, T = inputs.tokens.shape
-        return B, T // self.tp_degree, next(iter(self.stages.values())).dim
+        return B, T // self.tp_degree, next(iter(self.stages.values())).config.dim
 
     def _make_schedule(self, inputs: Sequence[Inputs]) -> Any:
         """torch's schedule of this rank's stages, for this number of micro-batches of equal shape."""
