@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from typing import Any
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.digest import first_fault, gib
@@ -96,7 +95,7 @@ def _show(paths: list[Path], list_tensors: bool = False) -> int:
         raise commit.CheckpointError(f"{path} is damaged: its {TRAIN} cannot be trusted: {e}") from None
     identity = flatten(train.pop("identity"))
     saved = read_metadata(path).state_dict_metadata
-    tensors = {name: t for name, t in saved.items() if isinstance(t, TensorStorageMetadata)}
+    tensors: dict[str, Any] = {name: t for name, t in saved.items() if hasattr(t, "size")}
     _print(path)
     for key, value in {**train, **{k: v for k, v in manifest.items() if k not in ("files", "step")}}.items():
         if value is not None:
