@@ -1,8 +1,8 @@
 """The `titanlite` command: runs the verb, and turns its errors into one line and an exit code.
 
 Exit codes: 0 done, 1 crash, 2 configuration or input error, 3 no usable checkpoint, or a checkpoint that
-could not be written, 4 the training diverged, 75 stopped by a signal and saved, 130 interrupted, 128 + n
-ended by signal n."""
+could not be written, 4 the training diverged, 75 stopped by a signal with nothing lost, 130 interrupted, 128
++ n ended by signal n."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def _dispatch(argv: Sequence[str]) -> int:
     trains = name in ("train", "launch")
     if name == "launch" and sys.stderr.isatty():
         tell("starting (importing PyTorch takes some seconds)")
-    with stop_requests() if trains else nullcontext():  # signals request a stop from here on
+    # From here on a signal requests a stop. train() opens stop_requests() again, to read the requests.
+    with stop_requests() if trains else nullcontext():
         return _main_of(verb.module, words)
 
 

@@ -50,7 +50,7 @@ from titanlite.tokenizers.tiktoken import Tiktoken
 
 @dataclass(frozen=True, kw_only=True)
 class JobInfo:
-    """The run itself."""
+    """The run folder, a description of the run, and modules to import."""
 
     dump_folder: str = "outputs"
     """The run folder, for metrics, samples and checkpoints. Each run needs its own folder."""

@@ -234,7 +234,7 @@ def build_mesh(
     return Mesh(degrees, rank, mesh)
 
 
-def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+def local_shard_and_offsets(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """This rank's shard of a tensor, and the index in the full tensor at which the shard begins, per dim."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim

@@ -89,7 +89,8 @@ class Run:
         self.checkpoints.close(is_over=self.state.step >= job.training.steps)
         requests.done()
         self.report_saves()
-        self.read_guard()
+        if reason := self.read_guard():
+            raise Diverged(reason)
         if self.state.step < job.training.steps:
             if not job.checkpoint.enable:
                 logger.warning(
@@ -121,14 +122,15 @@ class Run:
         self.rt.first_step_done()
         self.checkpoints.warm_up(self.model.net, self.optimizer)
 
-    def read_guard(self, leave: int = 0) -> None:
-        """Report skipped steps to the sinks; the newest `leave` steps are not read yet. Raises Diverged if
-        too many steps in a row were skipped, or the last step of the run was."""
+    def read_guard(self, leave: int = 0) -> str | None:
+        """Report skipped steps to the sinks; the newest `leave` steps are not read yet. Returns the reason if
+        training has diverged: too many steps in a row were skipped, or the last step of the run was."""
         for step in self.guard.read(leave):
             self.meter.sinks.event(step, "skipped")
         is_over = leave == 0 and self.state.step >= self.job.training.steps
         if self.guard.diverged or (is_over and self.guard.ended_in_streak(self.state.step)):
-            raise Diverged(f"{self.guard.reason()}; {self.checkpoints.recovery_advice()}")
+            return f"{self.guard.reason()}; {self.checkpoints.recovery_advice()}"
+        return None
 
     def report_saves(self) -> None:
         """Tell the sinks which checkpoints have become complete."""
@@ -138,7 +140,7 @@ class Run:
     def save(self) -> None:
         """Save a checkpoint of the step that was just taken."""
         with self.meter.untimed("checkpoint/stall_s"):
-            self.checkpoints.save(self.model.net, self.optimizer, self.state, self.small_state())
+            self.checkpoints.save(self.model.net, self.optimizer, self.state, self.extra_state())
 
     def values(
         self, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[Batch]
@@ -163,7 +165,7 @@ class Run:
         sums = self.rt.sum_scalars(*shares.values()) if shares else ()
         return {key: value.item() for key, value in zip(shares, sums)}
 
-    def small_state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """The entries of train.json besides those of TrainState. Waits for the device."""
         guard = self.guard.state_dict()
         return {

@@ -17,10 +17,10 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.run_folder import RunFolder
 from titanlite.checkpoint.run_identity import differences, spell
-from titanlite.checkpoint.state import TrainState
+from titanlite.checkpoint.state import listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.data.loader import SequenceDataset
+from titanlite.data.loader import MicroBatches, SequenceDataset, SequenceLoader
 from titanlite.files import FileFault, read_regular, write_atomically
 from titanlite.flops import peak_bf16_flops
 from titanlite.interop.exporter import Exporter
@@ -107,10 +107,10 @@ def exporter(job: Job, tokenizer: Tokenizer, requests: StopRequests) -> Exporter
     return Exporter(job.checkpoint, job.folder, model, job.training.steps, lambda: requests.stop)
 
 
-def check_global_batch(job: Job, size: int, resumed: dict[str, Any] | None) -> None:
+def check_global_batch(job: Job, size: int, resumed_train: dict[str, Any] | None) -> None:
     """Raises ConfigError if the global batch size differs from the resumed run's only because the number of
-    ranks does. `resumed`: the train.json of the checkpoint."""
-    before = resumed["global_batch_size"] if resumed else size
+    ranks does. `resumed_train`: the checkpoint's train.json."""
+    before = resumed_train["global_batch_size"] if resumed_train else size
     if size == before:
         return
     if job.training.global_batch_size == -1:
@@ -118,6 +118,29 @@ def check_global_batch(job: Job, size: int, resumed: dict[str, Any] | None) -> N
             f"this run takes {before} sequences per step; global_batch_size = -1 would make it {size} here: "
             f"set --training.global_batch_size={before} to keep it, or ={size} to change it"
         )
+
+
+def describe_sources(
+    job: Job, rt: Runtime, sequences: SequenceDataset, resumed_train: dict[str, Any] | None
+) -> list[str]:
+    """One line per source on how much of it the whole run reads. Raises ConfigError if that is more than the
+    source's max_epochs. `resumed_train`: the checkpoint's train.json."""
+    step, num_sequences = 0, 0
+    if resumed_train:
+        step, num_sequences = resumed_train["step"], resumed_train["sequences"]
+    return sequences.describe(num_sequences + max(job.training.steps - step, 0) * rt.batch.global_size)
+
+
+def check_same_identity(identity: dict[str, Any], rt: Runtime) -> None:
+    """Raises ConfigError on all ranks unless all ranks have the same run identity. Collective."""
+    identities = rt.gather(identity)
+    for rank, other in enumerate(identities):
+        changes = [
+            f"{key} is {spell(value)} on rank {rank}, {spell(first)} on rank 0"
+            for key, first, value in differences(identities[0], other)
+        ]
+        if changes:
+            raise ConfigError(f"data, tokenizer or model differ: {listed(changes, separator='; ')}")
 
 
 # Changes of these keys are not logged: they change no result, or the run identity is compared for them.
@@ -129,7 +152,7 @@ NOT_LOGGED = (
 
 def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
     """Log each key whose value differs from the job of the checkpoint that the run resumes."""
-    path, train = checkpoints.resumed_from, checkpoints.resumed
+    path, train = checkpoints.resumed_path, checkpoints.resumed_train
     if path is None or train is None or rt.rank > 0:
         return
     saved, _ = toml.read(path / "job.toml")  # not built: nothing that the file names is imported
@@ -162,12 +185,12 @@ def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
     ]
 
 
-def annotated(job: Job, lines: Sequence[str]) -> str:
+def job_toml_text(job: Job, lines: Sequence[str]) -> str:
     """The job as TOML, below `lines` as comments."""
     return "".join(f"# {line}\n" for line in lines) + "\n" + toml.dump(job)
 
 
-def describe(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDataset, kernel: str) -> None:
+def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDataset, kernel: str) -> None:
     """Log the model, the layout, the data and the batch. `about`: the lines of `summary`."""
     batch, offload = rt.batch, ", weights on the CPU" if job.training.enable_cpu_offload else ""
     dtype = str(rt.param_dtype).removeprefix("torch.")
@@ -185,7 +208,6 @@ def describe(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDat
     masked = ", documents masked from each other" if job.data.mask_documents else ""
     mode = job.activation_checkpoint.mode
     logger.info(f"attention by {kernel}{masked}; activation checkpointing {mode}; {job.loss.name}")
-    logger.info("initialising the weights")
 
 
 def run_id(folder: Path, is_new: bool) -> str:
@@ -201,6 +223,19 @@ def run_id(folder: Path, is_new: bool) -> str:
     made = uuid.uuid4().hex
     write_atomically(file, f"{made}\n")
     return made
+
+
+def open_loader(job: Job, rt: Runtime, sequences: SequenceDataset, first_sequence: int) -> SequenceLoader:
+    """The loader of this rank's micro-batches, beginning at the global number `first_sequence`."""
+    micro_batches = MicroBatches(
+        first_sequence=first_sequence,
+        global_batch_size=rt.batch.global_size,
+        micro_batch_size=rt.batch.micro_batch_size,
+        rank=rt.mesh.dp_rank,
+        num_ranks=rt.mesh.dp_size,
+    )
+    pin_memory = rt.device.type == "cuda"
+    return SequenceLoader(sequences, micro_batches, job.data.num_workers, pin_memory)
 
 
 def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -> Meter:
@@ -226,24 +261,24 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -
     return Meter(rt.device, sinks, cost, rt.synchronize, rt.began)
 
 
-def record(
-    job: Job, rt: Runtime, sequences: SequenceDataset, state: TrainState, checkpoints: Checkpointer
-) -> None:
-    """Log how much of each source is read, and write job.toml, env.json and run_identity.json into the run
-    folder."""
-    for line in sequences.describe(
-        state.sequences + max(job.training.steps - state.step, 0) * rt.batch.global_size
-    ):
+def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
+    """Write job.toml, env.json and run_identity.json into the run folder, on rank 0."""
+    if rt.rank > 0:
+        return
+    job.folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        "job.toml": checkpoints.job_toml,
+        "env.json": json.dumps(environment(rt), indent=1) + "\n",
+        "run_identity.json": json.dumps(checkpoints.identity, indent=1) + "\n",
+    }
+    for name, text in files.items():
+        write_atomically(job.folder / name, text)
+
+
+def log_steps(job: Job, step: int, about_sources: Sequence[str]) -> None:
+    """Log how much of each source is read, and the steps after `step`, which the run will take."""
+    for line in about_sources:
         logger.info(line)
-    if rt.rank == 0:
-        job.folder.mkdir(parents=True, exist_ok=True)
-        files = {
-            "job.toml": checkpoints.job_toml,
-            "env.json": json.dumps(environment(rt), indent=1) + "\n",
-            "run_identity.json": json.dumps(checkpoints.identity, indent=1) + "\n",
-        }
-        for name, text in files.items():
-            write_atomically(job.folder / name, text)
-    if state.step < job.training.steps:
+    if step < job.training.steps:
         compiling = " (the first one compiles)" if job.compile.enable else ""
-        logger.info(f"steps {state.step + 1} to {job.training.steps}{compiling}")
+        logger.info(f"steps {step + 1} to {job.training.steps}{compiling}")

@@ -220,6 +220,11 @@ def storage_info(file: str, offset: int, length: int) -> Any:
     return _StorageInfo(file, offset, length)
 
 
+def file_prefix(plan: Any) -> str:
+    """The beginning of the names of this rank's files, which DCP's writer puts into its SavePlan."""
+    return plan.storage_data.prefix
+
+
 def file_view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
     """The bytes [offset, offset + length) of an open file, as a file object. DCP's reader passes such views
     to torch.load."""

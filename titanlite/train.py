@@ -8,7 +8,6 @@ NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process per GPU
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from titanlite.checkpoint.state import TrainState
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
-from titanlite.data.loader import MicroBatches, SequenceLoader
-from titanlite.errors import LoaderError
+from titanlite.errors import Diverged, LoaderError
 from titanlite.interop.initial import load_initial
 from titanlite.job import Job, load_job
+from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.memory import building
 from titanlite.metrics.profiling import Profiler
@@ -48,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
 
 def train(job: Job) -> int:
     """Train until step `training.steps`; resume if the run folder holds a checkpoint. Returns the exit code:
-    0, or 75 if the run was asked to stop and has saved. Raises Diverged after too many non-finite steps in a
-    row."""
+    0; 75 if the run was asked to stop, with nothing lost; 130 if it was asked to stop and saves no
+    checkpoints. Raises Diverged after too many non-finite steps in a row."""
     with (
         stop_requests() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
@@ -77,34 +76,48 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
             startup.check_interop(job, tokenizer)
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     identity = job.identity(sequences.identity, sequences.names)
-    rt.check_equal("data, tokenizer or model", json.dumps(identity, sort_keys=True))
+    startup.check_same_identity(identity, rt)
     # Raises ConfigError if the run folder holds a run with another identity.
     exports = startup.exporter(job, tokenizer, requests)
-    checkpoints = Checkpointer(job.checkpoint, job.folder, identity, startup.annotated(job, about), exports)
-    startup.check_global_batch(job, rt.batch.global_size, checkpoints.resumed)
+    job_toml = startup.job_toml_text(job, about)
+    checkpoints = Checkpointer(job.checkpoint, job.folder, identity, job_toml, exports)
+    startup.check_global_batch(job, rt.batch.global_size, checkpoints.resumed_train)
+    startup.describe_sources(job, rt, sequences, checkpoints.resumed_train)
 
-    startup.describe(job, rt, about, sequences, kernel)
+    startup.log_start(job, rt, about, sequences, kernel)
     with building(num_parameters, rt.mesh.shards):
+        if checkpoints.resumed_train is None:
+            logger.info("initialising the weights")
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(model.net, rt.mesh)
-        state = TrainState(step=0, sequences=0, tokens=rt.count(0))
-        if checkpoints.resumed is None and job.checkpoint.initial_load_path:
+        state = TrainState(step=0, num_sequences=0, tokens=rt.count(0))
+        if checkpoints.resumed_train is None and job.checkpoint.initial_load_path:
             load_initial(Path(job.checkpoint.initial_load_path), job.model, model.net, checkpoints.ranks)
         checkpoints.load(model.net, optimizer, state)
         model.weights_changed()
         guard = StepGuard(job.guard, rt.device)
-        if checkpoints.resumed is not None:
-            guard.load_state_dict(checkpoints.resumed["guard"], state.step)
+        if checkpoints.resumed_train is not None:
+            guard.load_state_dict(checkpoints.resumed_train["guard"], state.step)
     # Again, because load() may have fallen back to an older checkpoint with another batch size.
-    startup.check_global_batch(job, rt.batch.global_size, checkpoints.resumed)
-    order = MicroBatches(0, rt.batch.global_size, rt.batch.micro_batch_size, rt.mesh.dp_rank, rt.mesh.dp_size)
-    loader = SequenceLoader(sequences, order, job.data.num_workers, pin_memory=rt.device.type == "cuda")
-    loader.load_state_dict({"sequences": state.sequences})
-
+    startup.check_global_batch(job, rt.batch.global_size, checkpoints.resumed_train)
+    about_sources = startup.describe_sources(job, rt, sequences, checkpoints.resumed_train)
     startup.log_changes(job, rt, checkpoints)
-    startup.record(job, rt, sequences, state, checkpoints)
+    startup.write_run_files(job, rt, checkpoints)
+    startup.log_steps(job, state.step, about_sources)
     meter = startup.open_meter(job, rt, flops_per_token, state.step)
-    return Run(job, rt, tokenizer, sequences, loader, model, optimizer, state, checkpoints, meter, guard)
+    return Run(
+        job=job,
+        rt=rt,
+        tokenizer=tokenizer,
+        sequences=sequences,
+        loader=startup.open_loader(job, rt, sequences, state.num_sequences),
+        model=model,
+        optimizer=optimizer,
+        state=state,
+        checkpoints=checkpoints,
+        meter=meter,
+        guard=guard,
+    )
 
 
 def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
@@ -129,18 +142,21 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         loss = model.forward_backward(micro_batches, tokens)
         norm = grad_norm(model.net.parameters(), rt.mesh.pp)
         loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())
-        ok = guard.judge(loss, norm, bad_norms, state.step, state.sequences, rt.batch.global_size)
+        ok = guard.judge(loss, norm, bad_norms, state.step, state.num_sequences, rt.batch.global_size)
         checkpoints.wait_until_staged()  # a save may still be copying the weights
         guarded_step(optimizer, ok, clip_divisor(norm, job.training.max_norm))
         optimizer.zero_grad()
         model.after_step(ok)
-        state.consumed(loader.state_dict(), tokens)
+        state.num_sequences = loader.state_dict()["sequences"]
+        state.tokens += tokens
         meter.step_done()
         profiler.step_done()
         rt.collect_garbage(state.step)
         if state.step == first_step:
             run.first_step_done()
-        run.read_guard(leave=1)  # reading the newest step's decision would wait for the device
+        # Reading the newest step's decision would wait for the device.
+        if reason := run.read_guard(leave=1):
+            raise Diverged(reason)
 
         evaluation = {}
         if job.validation.enable and due(job.validation.freq, state.step, last_step):
@@ -152,7 +168,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         if logged or due(job.metrics.log_freq, state.step, last_step):
             meter.report(state.step, run.values(loss, norm, micro_batches) | evaluation)
         if save_failed:
-            checkpoints.wait_for_save()
+            checkpoints.check_save()
         if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):
             run.save()  # after the step's metrics are written
         run.report_saves()

@@ -225,7 +225,7 @@ CHANGES = {
     "data.holdout_sequences was 10, is 11": ["--data.holdout_sequences=11"],
     "training.seed was 0, is 8": ["--training.seed=8"],
     "text CORPUS/a.jsonl was 75% of the sequences, is 60%": ["--data.sources.1.weight=2"],
-    "text CORPUS/b.txt was 25% of the sequences, is no source now": [
+    "text CORPUS/b.txt was 25% of the sequences, is 0%": [
         "--data.sources.1.path=['CORPUS/a.jsonl', 'CORPUS/b.txt']"
     ],
     f"the tokenizer was bytes, is tiktoken {BPE}": [
@@ -277,7 +277,7 @@ def test_an_edited_source_is_refused_by_name(tmp_path: Path) -> None:
     train(make_job(tmp_path, corpus, "--training.steps=1"))
     (corpus / "b.txt").write_text((corpus / "b.txt").read_text() + "!")
     with pytest.raises(
-        ConfigError, match=rf"differs: the content of text {corpus}/b\.txt has changed\. Undo the change"
+        ConfigError, match=rf"differs: the sequences of text {corpus}/b\.txt have changed\. Undo the change"
     ):
         train(make_job(tmp_path, corpus, "--training.steps=2"))
 

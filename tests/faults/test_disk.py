@@ -89,13 +89,13 @@ def save(run: Checkpointer, toy: Toy) -> None:
     """Take a step, save it, and wait for the save."""
     toy.step()
     run.save(toy.net, toy.optimizer, toy.state, EXTRA)
-    run.wait_for_save()
+    run.check_save()
 
 
 def assert_whole(folder: Path, *steps: int) -> None:
     """These checkpoints exist and are complete, and nothing else exists."""
     assert names(folder) == sorted(f"step-{step}" for step in steps)
-    for step, path in commit.committed(folder / "checkpoint"):
+    for step, path in commit.list_committed(folder / "checkpoint"):
         assert commit.fault(path, step) is None
         assert first_fault(path, commit.digests(commit.read_manifest(path))) is None
 
@@ -183,7 +183,7 @@ def test_a_run_on_a_disk_that_was_full_for_a_while(
 
     def filling(self: Checkpointer, *args: Any) -> None:
         if args[2].step == 8:
-            self.wait_for_save()
+            self.check_save()
             disk.fill(leave=400_000)  # enough for the tensors, not for their files
         if args[2].step == 12:
             disk.free()
@@ -236,7 +236,7 @@ def test_a_run_on_a_full_disk_ends_and_goes_on_later(
 
     def filling(self: Checkpointer, *args: Any) -> None:
         if args[2].step == 4:
-            self.wait_for_save()
+            self.check_save()
             disk.fill(leave=400_000)
         original(self, *args)
 
@@ -376,7 +376,7 @@ def save_on_rank(folder: Path, broken: int) -> list[str]:
                     break_at("EIO at write", fault, times=1)
                 run.save(toy.net, toy.optimizer, toy.state, EXTRA)
                 try:
-                    run.wait_for_save()
+                    run.check_save()
                     seen.append("")
                 except CheckpointError as e:
                     seen.append(str(e))
@@ -413,7 +413,7 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for _ in range(4):
             toy.step()
             run.save(toy.net, toy.optimizer, toy.state, EXTRA)
-            there.append([step for step, _ in commit.committed(tmp_path / "checkpoint")])
+            there.append([step for step, _ in commit.list_committed(tmp_path / "checkpoint")])
             ready.set()
         run.close()
 

@@ -68,7 +68,7 @@ class Run:
 
     def committed(self) -> list[int]:
         """Steps of the committed checkpoints, each of which must be complete and undamaged."""
-        there = commit.committed(self.checkpoints)
+        there = commit.list_committed(self.checkpoints)
         for step, path in there:
             assert commit.fault(path, step) is None
             assert first_fault(path, commit.digests(commit.read_manifest(path))) is None

@@ -63,7 +63,7 @@ def train(run_folder: Path, to_step: int, note: Callable[[Any], None], **config:
     while toy.state.step < to_step:
         toy.step()
         run.save(toy.net, toy.optimizer, toy.state, EXTRA)
-        run.wait_for_save()
+        run.check_save()
         note(toy.state.step)
     run.close()
 
@@ -71,7 +71,7 @@ def train(run_folder: Path, to_step: int, note: Callable[[Any], None], **config:
 def committed(folder: Path, damaged: tuple[int, ...] = ()) -> list[int]:
     """Steps of the committed checkpoints in a folder. Each must be complete and undamaged, except the
     `damaged` ones."""
-    there = [(step, path) for step, path in commit.committed(folder) if step not in damaged]
+    there = [(step, path) for step, path in commit.list_committed(folder) if step not in damaged]
     for step, path in there:
         assert (fault := commit.fault(path, step)) is None, f"step-{step}: {fault}"
         for name, digest in commit.digests(commit.read_manifest(path)).items():
@@ -255,7 +255,7 @@ def test_a_restart(tmp_path: Path, values: Values) -> None:
         run = place / "run"
         there = committed(run / "checkpoint")
         aside = [committed(path) for path in sorted((run / "checkpoint").glob("archived-*"))]
-        begun = CommitRecord(run, Checkpoint(restart=True)).restarts() is False
+        begun = CommitRecord(run, Checkpoint(restart=True)).restart_is_due() is False
         new = there if begun else []
         assert {s for steps in aside for s in steps} | (set() if begun else set(there)) == {1, 2}
         assert step in (0, *new)
@@ -303,7 +303,7 @@ def test_control_a_missing_sync_is_found(tmp_path: Path, unsynced: str, message:
 def test_control_a_rename_before_the_sync_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(path: Path) -> None:
         if not path.name.startswith(".partial-"):
-            for _, step in commit.committed(path):
+            for _, step in commit.list_committed(path):
                 sync(step)
             sync(path)
 
@@ -316,7 +316,7 @@ def test_control_a_deletion_that_is_not_hidden_first_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: bool
 ) -> None:
     def retain(folder: Path, *_: Any) -> None:
-        for step, path in commit.committed(folder)[:-2]:
+        for step, path in commit.list_committed(folder)[:-2]:
             if renames:
                 path = path.rename(folder / f".trash-step-{step}")
             shutil.rmtree(path)
@@ -332,7 +332,7 @@ def test_control_a_deletion_before_the_commit_is_found(
     begin = commit.begin
 
     def forgetful(folder: Path, step: int) -> Path:
-        for _, path in commit.committed(folder):
+        for _, path in commit.list_committed(folder):
             os.rename(path, folder / f".trash-{path.name}")
         return begin(folder, step)
 

@@ -271,7 +271,7 @@ def test_a_run_with_exports(trained: Path, tmp_path: Path) -> None:
 
     def look(place: Path, mark: str) -> tuple[list[str], list[str]]:
         run = place / "run"
-        saved = {path.name for _, path in commit.committed(run / "checkpoint")}
+        saved = {path.name for _, path in commit.list_committed(run / "checkpoint")}
         exported = {path.name for path in run.glob("hf/step-*")}
         for name in exported:
             assert same(run / "hf" / name, trained / "run/hf" / name), name

@@ -27,7 +27,7 @@ from tests.support.runs import assert_same, history, state_of
 from tests.support.tiers import full
 from titanlite import cli
 from titanlite.checkpoint import resume
-from titanlite.checkpoint.commit import committed
+from titanlite.checkpoint.commit import list_committed
 from titanlite.checkpoint.reader import SafeReader
 from titanlite.checkpoint.staging import HostBuffers
 from titanlite.checkpoint.state import TrainState
@@ -212,7 +212,7 @@ class Runs:
     @property
     def saved(self) -> list[int]:
         """The saved steps."""
-        return [step for step, _ in committed(self.job.folder / "checkpoint")]
+        return [step for step, _ in list_committed(self.job.folder / "checkpoint")]
 
     def stopped(self) -> int:
         """The step after which all ranks report to have stopped, and which is saved."""

@@ -15,7 +15,7 @@ import pytest
 from tests.support.faults import Fault, Trainer
 from tests.support.jobs import make_job
 from tests.support.runs import history, state_of
-from titanlite.checkpoint.commit import committed
+from titanlite.checkpoint.commit import list_committed
 from titanlite.job import Job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks workers")
@@ -55,7 +55,7 @@ class Runs:
 
     @property
     def saved(self) -> list[int]:
-        return [step for step, _ in committed(self.job.folder / "checkpoint")]
+        return [step for step, _ in list_committed(self.job.folder / "checkpoint")]
 
     def result(self) -> Any:
         """The numbers of every step, and the bytes of the last state."""

@@ -48,7 +48,7 @@ def test_a_save_is_of_its_moment(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         load_tensors(tmp_path / f"checkpoint/step-{step}", {"model": model_tensors(net)})
         assert bool((net.weight == step).all())
-    assert all(commit.fault(path) is None for _, path in commit.committed(tmp_path / "checkpoint"))
+    assert all(commit.fault(path) is None for _, path in commit.list_committed(tmp_path / "checkpoint"))
 
 
 def test_control_without_the_wait_a_copy_is_torn() -> None:

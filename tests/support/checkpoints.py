@@ -35,7 +35,7 @@ class Toy:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.state.step += 1
-        self.state.sequences += 8
+        self.state.num_sequences += 8
         self.state.tokens += 80
 
     def values(self) -> list[torch.Tensor]:
@@ -61,7 +61,7 @@ def save_steps(folder: Path, steps: int, **config: object) -> tuple[Toy, Checkpo
     for _ in range(steps):
         toy.step()
         run.save(toy.net, toy.optimizer, toy.state, EXTRA)
-    run.wait_for_save()
+    run.check_save()
     return toy, run
 
 
@@ -76,7 +76,7 @@ def go(folder: Path, to_step: int, **config: Any) -> int | None:
     try:
         run.load(toy.net, toy.optimizer, toy.state)
         start = toy.state.step or None
-        assert start == (run.resumed["step"] if run.resumed else None)
+        assert start == (run.resumed_train["step"] if run.resumed_train else None)
         while toy.state.step < to_step:
             toy.step()
             run.save(toy.net, toy.optimizer, toy.state, EXTRA)
@@ -90,7 +90,7 @@ def archived(folder: Path) -> list[list[int]]:
     """The steps in archived-0, archived-1, ..."""
     paths = (folder / "checkpoint").glob("archived-*")
     paths = sorted(paths, key=lambda path: int(path.name.removeprefix("archived-")))
-    return [[step for step, _ in commit.committed(path)] for path in paths]
+    return [[step for step, _ in commit.list_committed(path)] for path in paths]
 
 
 def shards(path: Path) -> dict[str, str]:

@@ -245,7 +245,7 @@ def _lose_moments(planted: _Planted, args: tuple[Any, ...]) -> None:
 
 
 def _shift_sequence(planted: _Planted, args: tuple[Any, ...]) -> None:
-    args[3].sequences += 1
+    args[3].num_sequences += 1
 
 
 def _stop(planted: _Planted, args: tuple[Any, ...]) -> None:
@@ -284,16 +284,16 @@ def _scribble(planted: _Planted, args: tuple[Any, ...]) -> None:
     checkpointer, net, optimizer, state = args[:4]
     tensors = list(flattened(tensors_of(net, optimizer)).values())
     local = [*map(local_shard, tensors), state.tokens]
-    kept, small = [t.clone() for t in local], (state.step, state.sequences)
+    kept, small = [t.clone() for t in local], (state.step, state.num_sequences)
     with torch.no_grad():
         for t in local:
             t.fill_(7)
-        state.step, state.sequences = 7, 7
+        state.step, state.num_sequences = 7, 7
         _scribbled.set()
-        checkpointer.saver.in_flight.result()
+        checkpointer.saver.task.result()
         for t, before in zip(local, kept):
             t.copy_(before)
-        state.step, state.sequences = small
+        state.step, state.num_sequences = small
 
 
 ACTIONS: dict[str, Callable[[_Planted, tuple[Any, ...]], Any]] = {

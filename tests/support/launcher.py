@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.support.jobs import ROOT, make_job, write_toml
 from tests.support.ports import listening
-from titanlite.checkpoint.commit import committed
+from titanlite.checkpoint.commit import list_committed
 
 ON_THIS_PYTHON = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 SOON = "keep_alive_interval=1,keep_alive_max_attempt=10"  # a node is dead after 10 s; torchrun says 15
@@ -112,7 +112,7 @@ class Node:
     @property
     def saved(self) -> list[int]:
         """The saved steps."""
-        return [step for step, _ in committed(self.job.folder / "checkpoint")]
+        return [step for step, _ in list_committed(self.job.folder / "checkpoint")]
 
     def processes(self) -> list[int]:
         """Launcher, ranks and loader workers that are alive."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -92,6 +93,13 @@ def test_a_view_of_a_file_and_its_record(tmp_path: Path) -> None:
     with open(file, "rb") as f:
         view = torch_compat.file_view(f, info.offset, info.length)
         assert torch.load(view, weights_only=True).tolist() == [0, 1, 2]
+
+
+def test_the_names_of_dcps_files(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path)
+    writer.set_up_storage_writer(is_coordinator=True)
+    (plan,) = writer.prepare_global_plan([SavePlan([])])
+    assert torch_compat.file_prefix(plan) == "__0_"
 
 
 def test_the_compilers_records() -> None:

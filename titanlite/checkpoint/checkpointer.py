@@ -73,45 +73,49 @@ class Checkpointer:
         self.ranks = Ranks(self.folder)
         self._lock: FolderLock | None = None
         self._newly_committed = deque[int]()
-        self._save_is_late = False  # a periodic save waits for the end of a streak of skipped steps
+        self._saved_step = 0  # the newest step that was loaded or passed to save()
         self._faults: list[Fault] = []  # on rank 0: damaged checkpoints that are not renamed yet
         self._exports = exports
         self._exporting: Future[None] | None = None  # on rank 0: the newest export task
-        self.saver = Saver(config, self.ranks, self._committed)
+        self.saver = Saver(config, self.ranks, self._after_commit)
         try:
-            self.ranks.agree(self._take_lock)
+            self.ranks.from_rank_zero(self._take_lock)
             self._candidate = self._open()
         except BaseException:
             self._release()
             raise
 
     @property
-    def resumed(self) -> dict[str, Any] | None:
+    def resumed_train(self) -> dict[str, Any] | None:
         """The train.json that the run resumes from; None for a new run."""
         return self._candidate.train if self._candidate else None
 
     @property
-    def resumed_from(self) -> Path | None:
+    def resumed_path(self) -> Path | None:
         """The checkpoint that the run resumes from; None for a new run."""
         return self._candidate.path if self._candidate else None
 
     def load(self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> None:
         """Restore `net`, `optimizer` and `state` in place from the chosen checkpoint. If that turns out to be
-        damaged, use the usable checkpoint before it. Changes nothing if the run is new."""
+        damaged, use the usable checkpoint before it.
+
+        A new run loads nothing; with checkpoint.restart, the earlier run in the folder is archived here."""
         candidate = self._candidate
         if candidate is None:
-            self.ranks.agree(self._restart)
+            self.ranks.from_rank_zero(self._restart)
             return
         if self.config.initial_load_path:
             logger.info(f"initial_load_path is not used: the run resumes from {candidate.path}")
         make_state(optimizer)
         tensors = tensors_of(net, optimizer)
         while reason := self._load(candidate, tensors):
-            candidate = self.ranks.agree(functools.partial(self._fall_back, candidate, reason))
+            candidate = self.ranks.from_rank_zero(functools.partial(self._fall_back, candidate, reason))
         self._candidate = candidate
-        self.ranks.agree(lambda: self._start(candidate.step))
-        self.ranks.agree(lambda: self._leave_branch(candidate.step))
+        self.ranks.from_rank_zero(lambda: self._record_start(candidate.step))
+        if candidate.step == self.config.load_step:
+            self.ranks.from_rank_zero(lambda: self._archive(after=candidate.step))
         state.restore(candidate.train)
+        self._saved_step = candidate.step
         logger.info(f"resumed from {candidate.path}")
 
     def due(
@@ -123,8 +127,8 @@ class Checkpointer:
             return False
         if asked or step == last_step:
             return True
-        self._save_is_late |= step % self.config.interval == 0
-        return self._save_is_late and not in_streak()
+        interval = self.config.interval
+        return step // interval > self._saved_step // interval and not in_streak()
 
     def warm_up(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Prepare the first save: check the free space of the disk and allocate host memory. Call this when
@@ -133,18 +137,23 @@ class Checkpointer:
             self.saver.warm_up(tensors_of(net, optimizer))
 
     def save(
-        self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, extra: dict[str, Any]
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, extra_state: dict[str, Any]
     ) -> None:
         """Save now, after the save in flight has ended. If the state is not finite, nothing is saved, and
-        Diverged is raised here or in wait_for_save().
+        Diverged is raised here or in check_save().
 
-        `extra`: plain values for train.json. Its entry `healthy` says whether a run that diverges later can
-        go back to this checkpoint."""
-        self._save_is_late = False
+        `extra_state`: plain values for train.json. Its entry `healthy` says whether a run that diverges later
+        can go back to this checkpoint."""
+        self._saved_step = state.step
         tensors = tensors_of(net, optimizer)
         branch = self.config.load_step if self.config.load_step != -1 else None
-        about = {"finite": True, "branch": branch, "identity": self.identity}
-        train = {**state.as_json(), **extra, **about}
+        train = {
+            **state.as_json(),
+            **extra_state,
+            "finite": True,
+            "branch": branch,
+            "identity": self.identity,
+        }
         snapshot = Snapshot(
             state.step,
             tensors,
@@ -178,7 +187,7 @@ class Checkpointer:
                 "a lower --optimizer.lr"
             )
         # With the load_step of this run, the next start would resume from the checkpoints after that step.
-        later = [path.name for step, path in commit.committed(self.folder) if step > healthy]
+        later = [path.name for step, path in commit.list_committed(self.folder) if step > healthy]
         has_gone_back = bool(later) and healthy == self.config.load_step
         first = f"move {', '.join(later)} out of {self.folder}, then " if has_gone_back else ""
         return (
@@ -189,8 +198,8 @@ class Checkpointer:
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of `step` is committed. Waits for a save in flight first."""
-        self.wait_for_save()
-        return any(step == saved for saved, _ in commit.committed(self.folder))
+        self.check_save()
+        return any(step == saved for saved, _ in commit.list_committed(self.folder))
 
     def newly_committed(self) -> list[int]:
         """The steps whose checkpoints were committed since the last call; only rank 0 knows them."""
@@ -204,13 +213,13 @@ class Checkpointer:
     @property
     def failed(self) -> bool:
         """Whether this rank knows that the save in flight has failed. Then all ranks have to call
-        wait_for_save(), which handles the failure."""
+        check_save(), which handles the failure."""
         return self.saver.failed
 
-    def wait_for_save(self) -> None:
-        """Wait for the save in flight, if there is one. Logs a failed save, or raises CheckpointError if
-        checkpoint.on_save_error says so."""
-        self.saver.wait_for_save()
+    def check_save(self) -> None:
+        """Wait for the save in flight, if there is one, and check its outcome: a failed save is logged, or
+        raises CheckpointError if checkpoint.on_save_error says so."""
+        self.saver.check_save()
 
     def close(self, is_over: bool = True) -> None:
         """Wait for the last save and unlock the run folder. If the run `is_over`, also wait for its exports;
@@ -235,10 +244,10 @@ class Checkpointer:
         finally:
             self._release()
 
-    def _committed(self, step: int) -> None:
+    def _after_commit(self, step: int) -> None:
         """Handle a new checkpoint. Runs on rank 0, on the saving thread. Old checkpoints are deleted after
         the exports, which may have to read them."""
-        self._record.committed(step)
+        self._record.record_commit(step)
         self._newly_committed.append(step)
         exports = self._exports
         if exports is None:
@@ -255,7 +264,7 @@ class Checkpointer:
         time, because an export may take longer than the timeout of their process group."""
         if self.ranks.rank == 0:
             self._exporting = self.saver.submit(lambda: self._export_and_retain(exports, None))
-        while not self.ranks.agree(lambda: self._exports_are_made(exports)):
+        while not self.ranks.from_rank_zero(lambda: self._exports_are_made(exports)):
             pass
 
     def _exports_are_made(self, exports: Exports) -> bool:
@@ -269,25 +278,25 @@ class Checkpointer:
         return True
 
     def _retain(self) -> None:
-        config, resumed_from = self.config, self._candidate.step if self._candidate else None
-        keep = {step for step in (resumed_from, newest_healthy(self.folder)) if step is not None}
+        resumed_step = self._candidate.step if self._candidate else None
+        keep = {step for step in (resumed_step, newest_healthy(self.folder)) if step is not None}
         try:
-            commit.retain(self.folder, config.keep_latest_k, config.keep_every_n_steps, keep)
+            commit.retain(self.folder, self.config.keep_latest_k, self.config.keep_every_n_steps, keep)
         except OSError as e:  # not an error of the save: the new checkpoint exists
             logger.error(f"old checkpoints could not be deleted: {e}")
 
     def _open(self) -> Candidate | None:
         """Choose the checkpoint to resume from, and prepare the folder. Collective."""
-        candidate = self.ranks.agree(lambda: self._run_folder_checks.choose_checkpoint(self._faults))
+        candidate = self.ranks.from_rank_zero(lambda: self._run_folder_checks.choose_checkpoint(self._faults))
         if candidate is not None:
             resume.check_shared(candidate, self.ranks)
         if self.config.enable:
             # Clean first, because files left by a killed process may fill the disk.
-            self.ranks.agree(lambda: commit.clean(self.folder))
+            self.ranks.from_rank_zero(lambda: commit.clean(self.folder))
             resume.check_storage(self.folder, self.ranks)
-        self.ranks.agree(self._write_owner)
+        self.ranks.from_rank_zero(self._write_owner)
         if candidate is None:
-            self.ranks.agree(lambda: self._start(None))
+            self.ranks.from_rank_zero(lambda: self._record_start(None))
         return candidate
 
     def _load(self, candidate: Candidate, tensors: Tensors) -> str | None:
@@ -326,27 +335,23 @@ class Checkpointer:
         assert self._lock is not None
         self._lock.write_owner()
 
-    def _start(self, step: int | None) -> None:
+    def _record_start(self, step: int | None) -> None:
         """Rename damaged checkpoints and record the start. Called on rank 0 when a checkpoint was loaded and
         verified, or the run is new; until then a folder without a usable checkpoint stays as it is."""
         resume.quarantine_all(self._faults)
-        if not self._record.restarts():  # otherwise _restart() records the start
-            self._record.start(step)
-
-    def _leave_branch(self, step: int) -> None:
-        """Archive the checkpoints and exports after load_step, if the run goes back to that step."""
-        if step == self.config.load_step:
-            self._archive(after=step)
+        if not self._record.restart_is_due():  # otherwise _restart() records the start
+            self._record.record_start(step)
 
     def _restart(self) -> None:
         """Archive the earlier run, if checkpoint.restart is to be carried out."""
-        if self._record.restarts():
+        if self._record.restart_is_due():
             self._archive(after=0)
             self._record.quarantine_if_damaged()
-            self._record.start(None)
+            self._record.record_start(None)
             logger.info("checkpoint.restart = true: a new run begins at step 1")
 
     def _archive(self, after: int) -> None:
+        """Archive the checkpoints and exports after the step `after`."""
         for folder in (self._run_folder / EXPORTS, self.folder):
             for path in commit.archive_after(folder, after):
                 logger.warning(f"archived as {path}: it was saved after step {after}")

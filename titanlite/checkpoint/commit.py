@@ -33,7 +33,7 @@ class CheckpointError(RuntimeError):
 
 
 MANIFEST = "manifest.json"
-SHARD = ".distcp"
+SHARD_SUFFIX = ".distcp"
 FORMAT = 4
 SLACK = 1.05  # free space needed per byte of tensors; metadata and metrics need some space, too
 
@@ -44,7 +44,7 @@ def partial_path(folder: Path, step: int) -> Path:
     return folder / f".partial-step-{step}-{uuid.uuid4().hex[:8]}"
 
 
-def committed(folder: Path) -> list[tuple[int, Path]]:
+def list_committed(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of the committed checkpoints, oldest first."""
     folders = [path for path in folder.glob("step-*") if path.is_dir()]
     return sorted((int(m[1]), path) for path in folders if (m := re.fullmatch(r"step-(\d+)", path.name)))
@@ -151,7 +151,7 @@ def fault(path: Path, step: int | None = None, sizes: bool = True) -> str | None
                 return f"{name} is not a regular file"
             if status.st_size != expected.size:
                 return f"{name} has {status.st_size:,} bytes, {expected.size:,} were written"
-        if extra := {p.name for p in path.glob(f"*{SHARD}")} - files.keys():
+        if extra := {p.name for p in path.glob(f"*{SHARD_SUFFIX}")} - files.keys():
             return f"{min(extra)} was not written with it"
     except FileNotFoundError as e:
         return f"{Path(e.filename).name} is missing"
@@ -184,7 +184,7 @@ def archive_after(folder: Path, after: int) -> list[Path]:
 
     The newest is moved first: if the process is killed between two moves, the remaining steps have no gap."""
     later = list_quarantined(folder) if after == 0 else []
-    later += [path for step, path in committed(folder) if step > after]
+    later += [path for step, path in list_committed(folder) if step > after]
     if not later:
         return []
     archive = _first_unused(folder / "archived-")
@@ -225,7 +225,7 @@ def retain(folder: Path, keep_latest: int, every: int = 0, keep: Collection[int]
     the steps in `keep`, and checkpoints with a keep file. Tries all deletions, then raises the first OSError.
     """
     errors, trash = [], []
-    for step, path in committed(folder)[:-keep_latest] if keep_latest else []:
+    for step, path in list_committed(folder)[:-keep_latest] if keep_latest else []:
         if step in keep or (every and step % every == 0) or is_kept(path):
             continue
         trash.append(folder / f".trash-{path.name}-{uuid.uuid4().hex[:8]}")

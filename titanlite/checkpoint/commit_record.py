@@ -56,7 +56,7 @@ class CommitRecord:
                 "otherwise put the checkpoints back"
             ) from None
 
-    def start(self, step: int | None) -> None:
+    def record_start(self, step: int | None) -> None:
         """Record that the run starts from the checkpoint of `step`, or None for a new run. Raises ConfigError
         if the disk is full."""
         try:
@@ -64,7 +64,7 @@ class CommitRecord:
         except OSError as e:
             raise ConfigError(f"{self._file} cannot be written: {e}", "job.dump_folder") from None
 
-    def committed(self, step: int) -> None:
+    def record_commit(self, step: int) -> None:
         """Record that the checkpoint of `step` is committed. An error of the disk is only a warning, because
         the checkpoint exists and the next commit or start writes the file."""
         try:
@@ -77,7 +77,7 @@ class CommitRecord:
         write_atomically(self._file, json.dumps(last._asdict()) + "\n")
         sync(self._run_folder)
 
-    def restarts(self) -> bool:
+    def restart_is_due(self) -> bool:
         """Whether this start carries out checkpoint.restart. That happens once: a later start with the same
         arguments resumes from the checkpoints saved since. It also happens if the file is damaged: a restart
         archives the earlier run and deletes nothing."""

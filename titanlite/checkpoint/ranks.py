@@ -1,4 +1,4 @@
-"""Decisions that all ranks of a run take together, over a gloo group that training does not use."""
+"""Ranks: work of rank 0 whose result or error all ranks get, over a gloo group that training does not use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Ranks:
         self.size = dist.get_world_size() if self.distributed else 1
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if self.distributed else None
 
-    def agree(self, act: Callable[[], T]) -> T:
+    def from_rank_zero(self, act: Callable[[], T]) -> T:
         """Call `act()` on rank 0, and return its result, or raise its error, on all ranks."""
         box: list[Any] = [None]
         if self.rank == 0:

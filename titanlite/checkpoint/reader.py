@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.futures import Future
 
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.state import Tensors, flattened
+from titanlite.checkpoint.state import Tensors, flattened, listed
 from titanlite.files import FileFault, check_regular, read_regular
 
 THREADS = 4  # each holds one tensor in host memory while it is copied to the device
@@ -149,12 +149,11 @@ def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> No
     another shape or dtype, CheckpointError if the checkpoint cannot be read."""
     ranks = ranks or Ranks(path, alone=True)
     try:
-        saved = ranks.agree(lambda: read_metadata(path))
+        saved = ranks.from_rank_zero(lambda: read_metadata(path))
         if differences := misfits(tensors, saved, ranks):
-            more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-            raise MisfitError(f"{path} does not fit this job: {'; '.join(differences[:3])}{more}")
+            raise MisfitError(f"{path} does not fit this job: {listed(differences, separator='; ')}")
         reader = SafeReader(path, saved)
-        load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=not ranks.distributed)
+        dcp_load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=not ranks.distributed)
     except CheckpointException as e:  # a BaseException that contains other errors
         for error, _ in e.failures.values():
             if not isinstance(error, Exception):

@@ -20,7 +20,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import FileDigest, first_fault, write_file
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.state import TRAIN, read_train
+from titanlite.checkpoint.state import TRAIN, listed, read_train
 from titanlite.config.component import ConfigError
 from titanlite.files import if_on_hub, make_folder, read_regular
 from titanlite.log import logger
@@ -46,7 +46,7 @@ def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
 
     Adds the damaged checkpoints that were tried to `faults`. Checks only the sizes of shards; Verification
     hashes them."""
-    for step, path in reversed(commit.committed(folder)):
+    for step, path in reversed(commit.list_committed(folder)):
         if load_step not in (-1, step) or path in dict(faults):
             continue
         reason = commit.fault(path, step, sizes=verify != "off") or first_fault(path, small_files(path))
@@ -65,7 +65,7 @@ def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
 def newest_healthy(folder: Path) -> int | None:
     """The step of the newest checkpoint whose train.json says that no steps were being skipped when it was
     saved; None if there is no such checkpoint."""
-    for step, path in reversed(commit.committed(folder)):
+    for step, path in reversed(commit.list_committed(folder)):
         with suppress(OSError, ValueError):  # a damaged checkpoint is not healthy
             if read_train(path)["healthy"]:
                 return step
@@ -81,7 +81,8 @@ def choose(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
     candidate = newest(folder, -1, faults, verify)
     if load_step == -1:
         return candidate
-    if candidate is not None and candidate.train.get("branch") == load_step < candidate.step:
+    has_gone_back = candidate is not None and candidate.train.get("branch") == load_step
+    if candidate is not None and has_gone_back and candidate.step > load_step:
         logger.info(f"load_step = {load_step} was already carried out; resuming from step {candidate.step}")
         return candidate
     if candidate := newest(folder, load_step, faults, verify):
@@ -90,7 +91,7 @@ def choose(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
     archives = [path.parent for path in folder.glob(f"archived-*/step-{load_step}")]
     if archives and not detail:
         detail = f"; to use it, move it there from {archives[-1]}"
-    steps = ", ".join(str(step) for step, _ in commit.committed(folder)) or "none"
+    steps = ", ".join(str(step) for step, _ in commit.list_committed(folder)) or "none"
     raise CheckpointError(
         f"--checkpoint.load_step={load_step}: no usable checkpoint of that step in {folder}{detail} "
         f"(steps in the folder: {steps})"
@@ -100,7 +101,7 @@ def choose(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
 def small_files(path: Path) -> dict[str, FileDigest]:
     """The digests of all files of a checkpoint except its shards."""
     files = commit.digests(commit.read_manifest(path))
-    return {name: digest for name, digest in files.items() if not name.endswith(commit.SHARD)}
+    return {name: digest for name, digest in files.items() if not name.endswith(commit.SHARD_SUFFIX)}
 
 
 def check_shared(candidate: Candidate, ranks: Ranks) -> None:
@@ -146,7 +147,9 @@ class Verification:
 
     def _first_fault(self) -> str | None:
         manifest = commit.read_manifest(self._path)
-        files = {name: d for name, d in commit.digests(manifest).items() if name.endswith(commit.SHARD)}
+        files = {
+            name: d for name, d in commit.digests(manifest).items() if name.endswith(commit.SHARD_SUFFIX)
+        }
         ranks = self._ranks
         return first_fault(self._path, files_to_hash(files, ranks.rank, ranks.size, manifest["ranks"]))
 
@@ -165,14 +168,14 @@ def files_to_hash(
 
 def check_storage(folder: Path, ranks: Ranks) -> None:
     """Raises ConfigError unless every rank can write into `folder` and rank 0 sees the files. Collective."""
-    probe = ranks.agree(lambda: _make_probe(folder))
+    probe = ranks.from_rank_zero(lambda: _make_probe(folder))
     problem = None
     try:
         write_file(probe / str(ranks.rank), b"")
     except OSError as e:
         problem = f"rank {ranks.rank} cannot write into {folder}: {e}"
     problems = [text for text in ranks.gather(problem) if text]
-    seen = ranks.agree(lambda: [file.name for file in probe.iterdir()])
+    seen = ranks.from_rank_zero(lambda: [file.name for file in probe.iterdir()])
     for rank in range(ranks.size):
         if str(rank) not in seen:
             problems.append(f"rank 0 does not see files that rank {rank} writes into {folder}")
@@ -181,7 +184,7 @@ def check_storage(folder: Path, ranks: Ranks) -> None:
             f"{problems[0]}; the run folder must be on storage that all ranks share and may write to",
             "job.dump_folder",
         )
-    ranks.agree(lambda: shutil.rmtree(probe))
+    ranks.from_rank_zero(lambda: shutil.rmtree(probe))
 
 
 def _make_probe(folder: Path) -> Path:
@@ -232,9 +235,8 @@ def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
     if not folders:
         raise ConfigError(f"{path} holds no checkpoint: give a run folder, or one of its step-N folders")
     if len(folders) > 1:
-        more = f", ... ({len(folders) - MAX_LISTED} more)" if len(folders) > MAX_LISTED else ""
-        listed = ", ".join(map(str, sorted(folders)[:MAX_LISTED])) + more
-        raise ConfigError(f"{path} holds the checkpoints of {len(folders)} runs; give one of them: {listed}")
+        runs = listed(sorted(map(str, folders)), MAX_LISTED)
+        raise ConfigError(f"{path} holds the checkpoints of {len(folders)} runs; give one of them: {runs}")
     if checkpoints := _saved(folders[0]):
         return checkpoints
     quarantined = commit.list_quarantined(folders[0])
@@ -260,7 +262,9 @@ def _checkpoint_folders(path: Path) -> Iterator[Path]:
 
 def _saved(folder: Path) -> list[tuple[int, Path]]:
     """The committed checkpoints in a folder, without Hugging Face exports, which have the same names."""
-    return [(step, path) for step, path in commit.committed(folder) if not (path / "config.json").exists()]
+    return [
+        (step, path) for step, path in commit.list_committed(folder) if not (path / "config.json").exists()
+    ]
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -26,7 +26,7 @@ class RunFolder:
 
     def is_new_run(self) -> bool:
         """Whether the run starts at step 1, because it has no checkpoint or restarts."""
-        return self._record.restarts() or not commit.committed(self._folder)
+        return self._record.restart_is_due() or not commit.list_committed(self._folder)
 
     def check_known_identity(self) -> None:
         """Raises ConfigError if the run in the folder has another run identity than this job. Reads only
@@ -54,7 +54,7 @@ class RunFolder:
         """The checkpoint to resume from; None for a new run. Does not use the checkpoints in `faults`, and
         adds further unusable ones. Raises ConfigError if the folder belongs to another run, CheckpointError
         if its run cannot be resumed."""
-        if self._record.restarts():
+        if self._record.restart_is_due():
             self._check_allowed()
             return None
         candidate = resume.choose(self._folder, self._config.load_step, faults, self._config.verify)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint.state import listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.json_file import read_object
@@ -18,8 +19,6 @@ from titanlite.config.json_file import read_object
 NUMBERING = ("training.", "data.")  # sections that decide which sequence has which number,
 NOT_NUMBERING = "data.mask_documents"  # except this key, which only masks documents from each other
 TOKENIZER, SOURCES = "data.tokenizer", "data.sources."
-REPACKING = (TOKENIZER, "data.packing", "training.seq_len")
-MAX_SHOWN = 3  # differences named in one message
 ABSENT = object()
 
 
@@ -75,14 +74,13 @@ def check_identity(
             f"--checkpoint.restart=true{'' if refused & fixed else advice}",
             "job.dump_folder",
         )
-    return list(changes.values())
+    return list(dict.fromkeys(changes.values()))
 
 
 def with_source_labels(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """A recorded run identity in the form that a job's identity has before its sources are opened: the list
     of source labels instead of shares by fingerprint. If the number of sources is the same, the labels are
-    taken
-    from `ours` and so not compared, because the data may have been moved."""
+    taken from `ours` and so not compared, because the data may have been moved."""
     names, labels = _names(theirs)[1], ours["data"]["sources"]
     flat = flatten({key: value for key, value in theirs.items() if key != "names"})
     uids = [key.removeprefix(SOURCES) for key in flat if key.startswith(SOURCES)]
@@ -135,44 +133,29 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(dotted key, sentence) for each difference. Differences of sources come last."""
+    """(dotted key, sentence) for each difference. Differences of sources come last. A source whose content
+    has changed is two differences, because its fingerprint has changed, with one sentence."""
     (old, old_names), (new, new_names) = _names(theirs), _names(ours)
     before, now = ({k: v for k, v in identity.items() if k != "names"} for identity in (theirs, ours))
-    shares: dict[str, tuple[Any, Any]] = {}
-    for key, a, b in differences(before, now):
+    names = old_names | new_names
+    for key, a, b in sorted(differences(before, now), key=lambda change: change[0].startswith(SOURCES)):
         if key.startswith(SOURCES):
-            shares[key.removeprefix(SOURCES)] = a, b
+            name = names.get(uid := key.removeprefix(SOURCES), uid)
+            in_both = name in old_names.values() and name in new_names.values()
+            if in_both and ABSENT in (a, b):
+                yield key, f"the sequences of {name} have changed"
+            else:
+                yield key, f"{name} was {_percent(a)} of the sequences, is {_percent(b)}"
         elif key == TOKENIZER and old and new:
             same_name = f"the tokenizer {new} has changed"
             yield key, same_name if old == new else f"the tokenizer was {old}, is {new}"
         else:
             yield key, f"{key} was {spell(a)}, is {spell(b)}"
-    # The fingerprints of all sources change with the tokenizer and with the packing.
-    is_explained = any(_at(before, key) != _at(now, key) for key in REPACKING)
-    yield from _source_changes(shares, old_names, new_names, is_explained)
 
 
-def _source_changes(
-    shares: dict[str, tuple[Any, Any]],
-    old_names: dict[str, str],
-    new_names: dict[str, str],
-    is_explained: bool,
-) -> Iterator[tuple[str, str]]:
-    """(dotted key, sentence) for each source that differs. `shares`: by fingerprint, the source's share of
-    the sequences before and now, in thousandths. `is_explained`: whether changed content follows from another
-    change, so that it needs no sentence."""
-    gone = {old_names.get(uid, uid): uid for uid, (_, b) in shares.items() if b is ABSENT}
-    for uid, (a, b) in shares.items():
-        name, key = (old_names if b is ABSENT else new_names).get(uid, uid), f"{SOURCES}{uid}"
-        if a is not ABSENT and b is not ABSENT:
-            yield key, f"{name} was {a / 10:g}% of the sequences, is {b / 10:g}%"
-        elif a is not ABSENT:
-            if name in gone:
-                yield key, f"{name} was {a / 10:g}% of the sequences, is no source now"
-        elif gone.pop(name, None) is None:
-            yield key, f"{name} is a new source, {b / 10:g}% of the sequences"
-        elif not is_explained:
-            yield key, f"the content of {name} has changed"
+def _percent(share: Any) -> str:
+    """A source's share of the sequences, in thousandths, for messages."""
+    return f"{0 if share is ABSENT else share / 10:g}%"
 
 
 def _names(identity: dict[str, Any]) -> tuple[str, dict[str, str]]:
@@ -189,13 +172,6 @@ def _covers(name: str, key: str) -> bool:
     return key == name or key.startswith(f"{name}.")
 
 
-def _at(tree: dict[str, Any], key: str) -> Any:
-    section, _, name = key.partition(".")
-    return tree.get(section, {}).get(name)
-
-
 def _first(changes: dict[str, str], keys: Collection[str]) -> str:
     """The first sentences about these keys, on one line."""
-    sentences = [text for key, text in changes.items() if key in keys]
-    more = f" (and {len(sentences) - MAX_SHOWN} more)" if len(sentences) > MAX_SHOWN else ""
-    return "; ".join(sentences[:MAX_SHOWN]) + more
+    return listed(list(dict.fromkeys(text for key, text in changes.items() if key in keys)), separator="; ")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from titanlite import __version__
 from titanlite.checkpoint import commit
@@ -54,7 +54,7 @@ class Saver:
         self._folder = ranks.folder
         self._host = HostBuffers()
         self._thread = ThreadPoolExecutor(1, "checkpoint", same_device())
-        self.in_flight: Future[None] | None = None  # the save whose outcome has not been read yet
+        self.task: Future[None] | None = None  # the save or allocation whose outcome is not checked yet
         self._error: BaseException | None = None  # the error of the last save
         self._num_failures = 0
 
@@ -70,23 +70,23 @@ class Saver:
             except OSError as e:
                 logger.warning(f"the free space of {self._folder} cannot be read: {e}")
         if self._config.async_mode == "async" and torch.cuda.is_available():
-            self.in_flight = self._thread.submit(self._allocate, tensors)
+            self.task = self._thread.submit(self._allocate, tensors)
 
     def save(self, snapshot: Snapshot, refuse: Callable[[], Exception | None]) -> None:
         """Save `snapshot`, after the save in flight has ended.
 
         `refuse` is collective and called on the saving thread. If it returns an error, nothing is saved, and
-        the error is raised here or in wait_for_save()."""
-        self.wait_for_save()
+        the error is raised here or in check_save()."""
+        self.check_save()
         problem = None
         if self._config.async_mode == "async":
             try:
                 snapshot = snapshot._replace(tensors=self._host.copy(snapshot.tensors))
             except CheckpointError as e:  # _save() tells the other ranks
                 problem = str(e)
-        self.in_flight = self._thread.submit(self._save, snapshot, refuse, problem)
+        self.task = self._thread.submit(self._save, snapshot, refuse, problem)
         if self._config.async_mode == "disabled":
-            self.wait_for_save()
+            self.check_save()
 
     def wait_until_staged(self) -> None:
         """Make the device wait until a save in flight has copied the state. Called before the weights change.
@@ -95,23 +95,22 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that the save in flight has failed. All ranks have to call wait_for_save()
+        """Whether this rank knows that the save in flight has failed. All ranks have to call check_save()
         then."""
-        pending = self.in_flight
-        return pending is not None and pending.done() and pending.exception() is not None
+        return self.task is not None and self.task.done() and self.task.exception() is not None
 
     def wait(self) -> None:
-        """Wait for the save in flight without reading its outcome. Not collective."""
-        if self.in_flight is not None:
-            wait([self.in_flight])
+        """Wait for the save in flight without checking its outcome. Not collective."""
+        if self.task is not None:
+            wait([self.task])
 
-    def wait_for_save(self) -> None:
+    def check_save(self) -> None:
         """Wait for the save in flight, if there is one. A failed save is logged and counted. Raises its
         CheckpointError if checkpoint.on_save_error says so, and any other error."""
-        pending, self.in_flight = self.in_flight, None
-        if pending is None:
+        task, self.task = self.task, None
+        if task is None:
             return
-        self._error = pending.exception()
+        self._error = task.exception()
         if self._error is None:
             self._num_failures = 0
             return
@@ -127,8 +126,8 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the last save. Raises its error if it failed. Not collective."""
-        pending, self.in_flight = self.in_flight, None
-        error = pending.exception() if pending is not None else self._error
+        task, self.task = self.task, None
+        error = task.exception() if task is not None else self._error
         if isinstance(error, CheckpointError):
             raise CheckpointError(f"{error}; the last save failed{self._newest_checkpoint()}") from error
         if error is not None:
@@ -141,17 +140,17 @@ class Saver:
         A single process waits until the save ends. With several ranks, another rank may hang or its node may
         be lost, which raises no error before the timeout of the process group; so a rank waits until no file
         has grown for STALL_S. A rank that has ended fails the save at once."""
-        if self.in_flight is None:
+        if self.task is None:
             return
         size, stalled_s = -1, 0.0
         try:
-            while not wait([self.in_flight], POLL_S).done:
+            while not wait([self.task], POLL_S).done:
                 before, size = size, commit.partial_size(self._folder)
                 stalled_s = stalled_s + POLL_S if size == before else 0.0
                 if self.ranks.size > 1 and stalled_s >= STALL_S:
                     raise TimeoutError(f"no file has grown for {STALL_S:.0f} s; does another rank hang?")
                 logger.warning(f"{reason}; waiting for the save in flight ({gib(size)} so far)")
-            self.in_flight.result()
+            self.task.result()
         except Exception as e:
             logger.error(f"the checkpoint that was being written is lost: {type(e).__name__}: {e}")
 
@@ -181,11 +180,11 @@ class Saver:
         if problems := [text for text in self.ranks.gather(problem) if text]:
             raise CheckpointError(f"step {step} could not be saved: {problems[0]}")
         size = total_bytes(snapshot.tensors, self.ranks)
-        partial = self.ranks.agree(lambda: self._begin(step, size))
+        partial = self.ranks.from_rank_zero(lambda: self._begin(step, size))
         writer = ShardWriter(partial)
         try:
             try:
-                save(
+                dcp_save(
                     snapshot.tensors,
                     storage_writer=writer,
                     process_group=self.ranks.group,
@@ -194,9 +193,9 @@ class Saver:
             except CheckpointException as e:  # a BaseException; DCP raises it on all ranks
                 raise CheckpointError(f"step {step} could not be saved: {cause(e)}") from e
             digests = self.ranks.gather(writer.files)
-            self.ranks.agree(lambda: self._commit(partial, snapshot, digests, began))
+            self.ranks.from_rank_zero(lambda: self._commit(partial, snapshot, digests, began))
         except CheckpointError:
-            self.ranks.agree(lambda: commit.discard(partial))
+            self.ranks.from_rank_zero(lambda: commit.discard(partial))
             raise
         if self.ranks.rank == 0:
             self._on_commit(step)
@@ -223,8 +222,8 @@ class Saver:
         logger.info(f"saved {path} ({gib(size)}, {time.perf_counter() - began:.1f} s)")
 
     def _newest_checkpoint(self) -> str:
-        committed = commit.committed(self._folder)
-        return f" (the newest checkpoint is {committed[-1][1].name})" if committed else ""
+        checkpoints = commit.list_committed(self._folder)
+        return f" (the newest checkpoint is {checkpoints[-1][1].name})" if checkpoints else ""
 
 
 @contextmanager

@@ -32,27 +32,21 @@ Tensors = dict[str, dict[str, torch.Tensor]]  # section, "model" or "optimizer" 
 
 @dataclass
 class TrainState:
-    """The state of a run, besides its tensors, after a finished step. `sequences`: number of sequences
-    consumed, which is the loader's state. `tokens`: number of target tokens trained on, an int64 scalar on
-    the device."""
+    """The state of a run besides its tensors. `step`: the newest step; train.py raises it when a step begins,
+    and the other two values when the step ends. `num_sequences`: number of sequences consumed, which is the
+    loader's state. `tokens`: number of target tokens trained on, an int64 scalar on the device."""
 
     step: int
-    sequences: int
+    num_sequences: int
     tokens: torch.Tensor
 
     def as_json(self) -> dict[str, int]:
         """The state as plain numbers. Waits for the device."""
-        return {"step": self.step, "sequences": self.sequences, "tokens": int(self.tokens)}
-
-    def consumed(self, loader: dict[str, int], tokens: torch.Tensor) -> None:
-        """Count a finished step. `loader`: the loader's state after the step. `tokens`: number of target
-        tokens of the step."""
-        self.sequences = loader["sequences"]
-        self.tokens += tokens
+        return {"step": self.step, "sequences": self.num_sequences, "tokens": int(self.tokens)}
 
     def restore(self, values: dict[str, Any]) -> None:
         """Set the state from the values of a train.json."""
-        self.step, self.sequences = values["step"], values["sequences"]
+        self.step, self.num_sequences = values["step"], values["sequences"]
         self.tokens.fill_(values["tokens"])
 
 
@@ -130,10 +124,10 @@ def non_finite(tensors: Tensors) -> list[str]:
     return [name for name, ok in zip(local, finite) if not ok]
 
 
-def listed(names: Sequence[str], num_shown: int = 3) -> str:
+def listed(names: Sequence[str], num_shown: int = 3, separator: str = ", ") -> str:
     """The first names and the number of all further names, for messages."""
-    more = f" and {len(names) - num_shown} more" if len(names) > num_shown else ""
-    return ", ".join(names[:num_shown]) + more
+    more = f" (and {len(names) - num_shown} more)" if len(names) > num_shown else ""
+    return separator.join(names[:num_shown]) + more
 
 
 def total_bytes(tensors: Tensors, ranks: Ranks) -> int:

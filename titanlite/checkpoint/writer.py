@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.commit import SHARD_SUFFIX, CheckpointError
 from titanlite.checkpoint.digest import FileDigest, HashingFile
 from titanlite.files import sync
-from titanlite.torch_compat import storage_info
+from titanlite.torch_compat import file_prefix, storage_info
 
 FILE_BYTES = 2 << 30  # a rank's shards are distributed over files of about this size, hashed in parallel
 MAX_FILES = 8  # per rank
@@ -83,7 +83,7 @@ class ShardWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items. Raises the error of any thread."""
         files = _files(plan.items)
-        names = [f"{plan.storage_data.prefix}{i}.distcp" for i in range(len(files))]
+        names = [f"{file_prefix(plan)}{i}{SHARD_SUFFIX}" for i in range(len(files))]
         with ThreadPoolExecutor(THREADS) as pool:
             results = list(pool.map(lambda name, items: self.write_file(name, items, planner), names, files))
         sync(self.path)

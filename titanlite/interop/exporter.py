@@ -45,7 +45,7 @@ class Exporter:
         saved, whose older export is replaced."""
         due = [
             (step, path)
-            for step, path in commit.committed(self._checkpoints)
+            for step, path in commit.list_committed(self._checkpoints)
             if self._is_due(step) and step not in self._failed
             if step == committed or not (self._exports / path.name).exists()
         ]

@@ -57,7 +57,7 @@ def open_weights(path: Path, family: ModelFamily) -> Weights:
         return open_meta(path, family)
     if is_foreign_dcp(path):
         return open_torchtitan(path, family)
-    if steps := [step for _, step in commit.committed(path) if is_foreign_dcp(step)]:
+    if steps := [step for _, step in commit.list_committed(path) if is_foreign_dcp(step)]:
         raise ConfigError(f"{path} has checkpoints of another program; give one, such as {steps[-1]}")
     if pickles := sorted(path.glob("pytorch_model*.bin")):
         raise ConfigError(f"{pickles[0]}: pickled weights are not supported; save them as safetensors")
@@ -87,7 +87,7 @@ def load_initial(path: Path, family: ModelFamily, net: nn.Module, ranks: Ranks) 
     """Read each rank's shards of the weights into `net`. Collective; an error of one rank is raised on all
     ranks."""
     # One rank decides: a run that is still training may save another step meanwhile.
-    path = ranks.agree(lambda: _resolved(path, family))
+    path = ranks.from_rank_zero(lambda: _resolved(path, family))
     problem: tuple[bool, str] | None = None
     error: Exception | None = None
     kind = ""

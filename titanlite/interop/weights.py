@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.state import model_tensors
+from titanlite.checkpoint.state import listed, model_tensors
 from titanlite.config.component import ConfigError
-from titanlite.mesh import local_shard
+from titanlite.mesh import local_shard_and_offsets
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.tokenizers.base import Tokenizer
 
@@ -27,7 +27,6 @@ Region = tuple[slice, ...]  # begin and end along each dimension of a tensor
 
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 HEAD = "lm_head.weight"
-SHOWN = 3  # mismatches named in one message
 
 
 class Chunk(NamedTuple):
@@ -127,7 +126,9 @@ def check(weights: Weights, family: ModelFamily) -> None:
     if contradictions(family.config.architecture_fields(), weights.architecture):
         raise ConfigError(f"{weights.path} is not the job's model: {_differences(weights, net, family)}")
     if differences := mismatches(weights, net):
-        raise ConfigError(f"{weights.path} does not fit the job's model: {first_of(differences)}")
+        raise ConfigError(
+            f"{weights.path} does not fit the job's model: {listed(differences, separator='; ')}"
+        )
 
 
 def check_tokenizer(weights: Weights, tokenizer: Tokenizer, way_out: str) -> None:
@@ -174,7 +175,7 @@ def load_weights(weights: Weights, net: torch.nn.Module) -> None:
     """Read this rank's shard of each parameter of `net` in place, in the parameter's dtype. Rows of embedding
     and head that `weights` does not have keep their values. Not collective. check() must have passed."""
     for name, parameter in model_tensors(net).items():
-        local, offsets = local_shard(parameter)
+        local, offsets = local_shard_and_offsets(parameter)
         stored = weights.tensors[name]
         stops = [min(o + n, size) for o, n, size in zip(offsets, local.shape, stored.shape)]
         if all(start < stop for start, stop in zip(offsets, stops)):
@@ -213,9 +214,3 @@ def _have_equal_values(a: LazyTensor, b: LazyTensor | None) -> bool:
     if b is None or a.shape != b.shape or not a.shape:
         return False
     return all(torch.equal(a.read(region), b.read(region)) for region in a.row_blocks(a.shape[0]))
-
-
-def first_of(differences: Sequence[str]) -> str:
-    """Return the first SHOWN differences on one line."""
-    more = f" (and {len(differences) - SHOWN} more)" if len(differences) > SHOWN else ""
-    return "; ".join(differences[:SHOWN]) + more

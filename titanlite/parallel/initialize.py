@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from titanlite.mesh import local_shard
+from titanlite.mesh import local_shard_and_offsets
 
 CHUNK = 1 << 22  # elements per chunk, to limit the memory of int64 temporaries
 
@@ -24,7 +24,7 @@ def fill_normal(
 ) -> None:
     """Fill a parameter, or this rank's shard of a DTensor, with values of normal(mean, std). `device`
     computes the values; default: the parameter's device."""
-    local, offsets = local_shard(parameter)
+    local, offsets = local_shard_and_offsets(parameter)
     if std == 0.0 or local.numel() == 0:
         local.fill_(mean)
         return

@@ -251,7 +251,7 @@ def _checkpoints(folder: Path, job: dict[str, Any]) -> list[SavedCheckpoint]:
     if not isinstance(name, str):
         name = "checkpoint"
     try:
-        committed = commit.committed(folder / name)
+        committed = commit.list_committed(folder / name)
     except (OSError, ValueError):
         return []
     return [_checkpoint(step, path) for step, path in committed]

@@ -73,17 +73,12 @@ class Runtime:
         """Start to combine flags over all ranks: each is true if it is true on any rank."""
         return Vote(flags, self.device, self.world_size)
 
-    def check_equal(self, name: str, value: str) -> None:
-        """Raises ConfigError on every rank if the value called `name` differs between ranks."""
-        values: list[Any] = [None] * self.world_size
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in the order of the ranks, on every rank."""
+        values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
-            different = [r for r, v in enumerate(values) if v != values[0]]
-            if different:
-                other = different[0]
-                raise ConfigError(
-                    f"{name} differ between rank {other} and rank 0: {values[other]}, {values[0]}"
-                )
+        return values
 
     @contextmanager
     def rank_zero_first(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ LOOK_S = 1.0  # seconds between two looks for the STOP file
 
 
 class Stopped(BaseException):
-    """The run was asked to stop before there was a step to save.
+    """The run was asked to stop and takes no further step. The message says where it stopped.
 
     Derived from BaseException, because it may be raised anywhere and must not be handled as an error there.
     """

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         net = build_on_meta(job)
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None
-    print(startup.annotated(job, [*startup.summary(job, net, num_ids), *about]), end="")
+    print(startup.job_toml_text(job, [*startup.summary(job, net, num_ids), *about]), end="")
     return 0
 
 

@@ -20,7 +20,7 @@ from titanlite.config.component import ConfigError
 from titanlite.generate import CachedLogits, Generation, before_any, next_tokens
 from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.huggingface import open_hugging_face
-from titanlite.interop.weights import Weights, first_of, load_weights, mismatches, skeleton
+from titanlite.interop.weights import Weights, load_weights, mismatches, skeleton
 from titanlite.job import load_recorded_job
 from titanlite.log import for_terminal, set_up_logging, tell
 from titanlite.models.base import Decoder, ModelFamily
@@ -147,7 +147,9 @@ def _load(weights: Weights, family: ModelFamily, device: torch.device) -> Decode
     """Build the family's model with exactly these weights."""
     net = skeleton(weights, family)
     if faults := mismatches(weights, net, all_rows=True):
-        raise CheckpointError(f"{weights.path} does not fit its own configuration: {first_of(faults)}")
+        raise CheckpointError(
+            f"{weights.path} does not fit its own configuration: {listed(faults, separator='; ')}"
+        )
     net.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     net.to_empty(device=device)
     net.fill_buffers()

@@ -88,8 +88,8 @@ def test_what_a_killed_run_left_is_cleaned_and_never_resumed_from(tmp_path: Path
     (folder / "step-2").rename(folder / ".partial-step-3")
     (folder / ".trash-step-0").mkdir()
     run = open_run(tmp_path)
-    assert run.resumed is not None
-    assert run.resumed["step"] == 1
+    assert run.resumed_train is not None
+    assert run.resumed_train["step"] == 1
     assert names(tmp_path) == ["step-1"]
 
 
@@ -111,8 +111,8 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_used(tmp_path: P
     save_steps(tmp_path, 2)
     damage(tmp_path / "checkpoint/step-2")
     run, toy = open_run(tmp_path), Toy()
-    assert run.resumed is not None
-    assert run.resumed["step"] == 1
+    assert run.resumed_train is not None
+    assert run.resumed_train["step"] == 1
     assert names(tmp_path) == ["step-1", "step-2"]  # step 1 might be damaged, too
     run.load(toy.net, toy.optimizer, toy.state)
     assert names(tmp_path) == ["quarantined-step-2-0", "step-1"]
@@ -136,7 +136,7 @@ def test_another_run_identity_is_refused_by_name_unless_allowed(tmp_path: Path) 
     ):
         open_run(tmp_path, changed)
     run = open_run(tmp_path, changed, allow_changed=["model.dim"])
-    assert run.resumed is not None
+    assert run.resumed_train is not None
 
 
 def test_a_new_run_knows_what_it_allows_to_change(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_new_run_knows_what_it_allows_to_change(tmp_path: Path) -> None:
             assert error.value.key == "checkpoint.allow_changed"
     assert [p.name for p in tmp_path.iterdir()] == ["LOCK"]
     save_steps(tmp_path, 1, allow_changed=["model", "data.seed", "data.sources"])[1].close()
-    assert open_run(tmp_path, allow_changed=["model.gone"]).resumed is not None
+    assert open_run(tmp_path, allow_changed=["model.gone"]).resumed_train is not None
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_failed_save_is_an_error_soon_after(tmp_path: Path, monkeypatch: pytes
         time.sleep(0.01)
     with pytest.raises(CheckpointError, match="No space left"):
         run.close()
-    assert commit.committed(tmp_path / "checkpoint") == []
+    assert commit.list_committed(tmp_path / "checkpoint") == []
 
 
 def test_a_save_in_flight_becomes_whole_after_an_error_elsewhere(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_save_in_flight_becomes_whole_after_an_error_elsewhere(tmp_path: Path)
     toy.step()
     run.save(toy.net, toy.optimizer, toy.state, EXTRA)
     run.close_after_error()
-    assert [step for step, _ in commit.committed(tmp_path / "checkpoint")] == [1]
+    assert [step for step, _ in commit.list_committed(tmp_path / "checkpoint")] == [1]
 
 
 def look_often(monkeypatch: pytest.MonkeyPatch, size: Callable[[Path], int]) -> None:
@@ -253,7 +253,7 @@ def test_of_several_ranks_a_save_is_waited_for_while_it_grows(
 
     look_often(monkeypatch, size)
     run = open_run(tmp_path)
-    run.saver.in_flight, run.saver.ranks.size = save, 2
+    run.saver.task, run.saver.ranks.size = save, 2
     run.close_after_error()
     lost = "the checkpoint that was being written is lost: TimeoutError: no file has grown for"
     assert (lost in capsys.readouterr().err) == (not grows)
@@ -280,7 +280,7 @@ def test_a_refused_run_touches_nothing(tmp_path: Path) -> None:
 
 def test_the_identity_of_a_run_without_checkpoints_counts_too(tmp_path: Path) -> None:
     (tmp_path / "run_identity.json").write_text(json.dumps(IDENTITY))
-    assert open_run(tmp_path).resumed is None
+    assert open_run(tmp_path).resumed_train is None
     with pytest.raises(ConfigError, match=r"model\.dim was 4, is 5"):
         open_run(tmp_path, {**IDENTITY, "model": {"dim": 5}}, enable=False)
 
@@ -441,7 +441,7 @@ def test_a_second_run_starts_when_the_first_has_ended(
     if child:
         os.kill(child, 0)  # it lives, and has the file
         assert any(os.readlink(f) == str(tmp_path / "LOCK") for f in Path(f"/proc/{child}/fd").iterdir())
-    assert run.resumed is not None
+    assert run.resumed_train is not None
     assert str(os.getpid()) in (tmp_path / "LOCK").read_text()
     run.close()
 

@@ -43,7 +43,7 @@ def content(path: Path) -> dict[str, bytes]:
 
 
 def steps(folder: Path) -> list[int]:
-    return [step for step, _ in commit.committed(folder)]
+    return [step for step, _ in commit.list_committed(folder)]
 
 
 # ---- the manifest
@@ -310,7 +310,9 @@ class History:
         return {s for s in there if self.is_kept(s)} | set(sorted(there)[-k:] if k else there)
 
     def look(self) -> None:
-        whole = [step for step, path in commit.committed(self.folder) if commit.fault(path, step) is None]
+        whole = [
+            step for step, path in commit.list_committed(self.folder) if commit.fault(path, step) is None
+        ]
         assert whole == steps(self.folder)
         assert whole or not self.expected
         assert {s for s in self.expected if self.is_kept(s)} <= set(whole)
@@ -380,7 +382,7 @@ class History:
         self.pinned = {
             s for s in self.pinned if s in self.expected or (self.folder / f"step-{s}.keep").exists()
         }
-        assert (self.run.resumed or {"step": None})["step"] == self.origin
+        assert (self.run.resumed_train or {"step": None})["step"] == self.origin
         self.toy.state.step = self.origin or 0  # a run without a checkpoint starts afresh
         assert not list(self.folder.glob(".*"))
 
@@ -441,7 +443,7 @@ def test_random_histories_never_lose_the_run(
         patch.setattr(commit, "write_file", history.change(write_file))
         for module in (saver, resume, digest):
             patch.setattr(module, "ThreadPoolExecutor", Inline)
-        patch.setattr(saver, "save", history.save_shard)
+        patch.setattr(saver, "dcp_save", history.save_shard)
         patch.setattr(checkpointer, "load_tensors", lambda *args: None)
         patch.setattr(saver, "MAX_FAILURES", 1 << 30)
         for action, *values in actions:

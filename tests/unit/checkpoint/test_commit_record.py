@@ -48,7 +48,7 @@ def test_each_commit_is_recorded_outside_the_checkpoint_folder(tmp_path: Path) -
     for step in (1, 2):
         toy.step()
         run.save(toy.net, toy.optimizer, toy.state, EXTRA)
-        run.wait_for_save()
+        run.check_save()
         assert recorded(tmp_path) == {"step": step, "folder": "checkpoint", "restarted": False}
     run.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LOCK", "checkpoint", RECORD]
@@ -87,7 +87,7 @@ def test_another_checkpoint_folder_is_told_where_the_checkpoints_are(tmp_path: P
     (tmp_path / "checkpoint").rename(tmp_path / "other")  # the user renamed the folder
     run, toy = Checkpointer(other, tmp_path, IDENTITY, "[job]\n"), Toy()
     run.load(toy.net, toy.optimizer, toy.state)
-    assert run.resumed is not None
+    assert run.resumed_train is not None
     run.close()
     assert recorded(tmp_path) == {"step": 3, "folder": "other", "restarted": False}
 
@@ -194,7 +194,7 @@ def test_a_whole_run_restarts(tmp_path: Path, corpus: Path) -> None:
     assert [row["step"] for row in metrics_of(job)] == list(range(1, 7))
     assert (job.folder / "metrics.superseded.jsonl").read_text() == first
     assert archived(job.folder) == [[4, 8]]
-    assert [step for step, _ in commit.committed(job.folder / "checkpoint")] == [4, 6]
+    assert [step for step, _ in commit.list_committed(job.folder / "checkpoint")] == [4, 6]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.support.foreign import random_tensors, reference_logits, write_meta, 
 from tests.support.jobs import make_job, write_toml
 from tests.support.models import SCALED, family, row, tensors_in
 from titanlite import cli
-from titanlite.checkpoint.commit import CheckpointError, committed
+from titanlite.checkpoint.commit import CheckpointError, list_committed
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
 from titanlite.commands import parse_size
@@ -227,7 +227,7 @@ def test_a_run_that_is_stopped_gives_its_exports_up(
         r"not exported yet: step 4.*; the next start of the run exports it\n", capfd.readouterr().err
     )
     assert not list((job.folder / "hf").iterdir())
-    steps = [step for step, _ in committed(job.folder / "checkpoint")]
+    steps = [step for step, _ in list_committed(job.folder / "checkpoint")]
     monkeypatch.undo()
     again = make_job(tmp_path, corpus, "--checkpoint.export_hf=true", "--checkpoint.export_hf_interval=4",
         f"--training.steps={steps[-1]}", "--lr_scheduler.total_steps=4000")  # fmt: skip
@@ -308,7 +308,7 @@ def test_an_error_outside_of_a_single_export_is_not_lost(
     monkeypatch.setattr(exporter.Exporter, "make", fail)
     with pytest.raises(RuntimeError, match="Input/output error"):
         train(job)
-    assert committed(job.folder / "checkpoint")
+    assert list_committed(job.folder / "checkpoint")
 
 
 @pytest.mark.parametrize(

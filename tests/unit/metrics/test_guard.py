@@ -40,7 +40,7 @@ def files_of(job: Job, step: int) -> dict[str, bytes]:
 
 
 def saved_steps(job: Job) -> list[int]:
-    return [step for step, _ in commit.committed(job.folder / "checkpoint")]
+    return [step for step, _ in commit.list_committed(job.folder / "checkpoint")]
 
 
 # ---- decisions

@@ -138,7 +138,7 @@ def test_of_many_runs_the_first_are_listed(run: Path, capsys: pytest.CaptureFixt
     for i in range(12):
         shutil.copytree(run / "checkpoint/step-1", run.parent / f"many/{i:02}/checkpoint/step-1")
     (line,) = output(capsys, "list", run.parent / "many", code=2)
-    assert line.endswith(f"{run.parent}/many/09/checkpoint, ... (2 more)")
+    assert line.endswith(f"{run.parent}/many/09/checkpoint (and 2 more)")
     assert "12 runs" in line
 
 
