@@ -16,6 +16,7 @@ Ints = NDArray[np.int64]
 
 MAD_TO_SIGMA = 1.4826  # standard deviation of a normal distribution per median absolute deviation
 MEDIAN_ERROR = 1.2533  # standard error of a median per standard error of a mean, sqrt(pi / 2)
+MAX_ELEMENTS = 1 << 22  # of windows that are copied at a time
 MAX_BLOCK = 64  # longest correlation, in points, that the error of a trend allows for
 
 
@@ -72,21 +73,24 @@ def windows(values: Floats, size: int) -> Floats:
     return np.lib.stride_tricks.sliding_window_view(values, size)
 
 
-def rolling_median(values: Floats, size: int) -> Floats:
-    """Return the median of each window of `size` consecutive values."""
-    return np.median(windows(values, size), axis=1)
+def rolling_median(values: Floats, size: int, every: int = 1) -> Floats:
+    """Return the median of each window of `size` consecutive values; with `every` only of each so many
+    windows, counted back from the last."""
+    rows = windows(values, size)[::-1][::every][::-1]
+    num = max(1, MAX_ELEMENTS // size)  # rows at a time, because the median makes a copy
+    medians = [np.median(rows[i : i + num], axis=1) for i in range(0, len(rows), num)]
+    return np.concatenate(medians) if medians else np.empty(0)
 
 
-def centred_median(values: Floats, size: int) -> Floats:
-    """Return for each value the median of the window around it, of which up to half is missing at both
-    ends."""
-    size = min(size | 1, len(values) - (len(values) + 1) % 2)
-    if size < 3:
-        return values
-    half = size // 2
-    first = [np.median(values[: i + half + 1]) for i in range(half)]
-    last = [np.median(values[i - half :]) for i in range(len(values) - half, len(values))]
-    return np.concatenate([first, rolling_median(values, size), last])
+def smooth(series: Series, max_points: int = 700) -> tuple[Ints, Floats]:
+    """Return medians over 3% of a series, at least 15 points, around at most `max_points` of its points, and
+    the indices of these points. Up to half of a window is missing at both ends."""
+    num = len(series)
+    half = max(15, num // 33) // 2
+    at = (
+        np.unique(np.linspace(0, num - 1, min(num, max_points)).astype(np.int64)) if num else np.empty(0, int)
+    )
+    return at, np.array([np.median(series.values[max(0, i - half) : i + half + 1]) for i in at])
 
 
 def mean_with_error(values: Floats) -> Estimate:

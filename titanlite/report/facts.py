@@ -22,6 +22,7 @@ LAYOUT = {
     "pipeline_parallel_degree": "pp",
     "expert_parallel_degree": "ep",
 }
+MAX_DEPTH = 50  # of tables in job.toml
 NOT_COMPARED = {"job.dump_folder", "job.description"}
 
 
@@ -32,12 +33,11 @@ def facts(run: RunFolder) -> dict[str, str]:
     speeds = run.series("throughput/tokens_per_second").finite().values
     mfu = run.series("throughput/mfu").finite().values
     hours, tokens = timeline(run).hours, run.last("progress/total_tokens")
-    batch, seq_len = run.setting("training.global_batch_size"), run.setting("training.seq_len")
     return {
         "model": run.about[0] if run.about else _text(run.setting("model.name")),
         "steps": f"{last:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""),
         "tokens": short(tokens) if tokens is not None else "",
-        "batch": f"{_text(batch)} sequences of {_text(seq_len)} tokens" if batch and seq_len else "",
+        "batch": _batch(run),
         "optimizer": f"{_text(optimizer[0])}, peak learning rate {_text(optimizer[1])}"
         if optimizer[0]
         else "",
@@ -99,6 +99,8 @@ def changed_keys(runs: Sequence[RunFolder]) -> dict[str, list[str]]:
 
 def flatten(node: Any, prefix: str = "") -> dict[str, str]:
     """Return the values of a tree as text under dotted keys."""
+    if prefix.count(".") > MAX_DEPTH:
+        return {prefix: "nested too deep"}
     if isinstance(node, dict):
         return {k: v for key, child in node.items() for k, v in flatten(child, f"{prefix}{key}.").items()}
     if isinstance(node, list) and any(isinstance(item, dict) for item in node):
@@ -110,6 +112,14 @@ def _text(value: Any) -> str:
     if value is None:
         return "unknown"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _batch(run: RunFolder) -> str:
+    """The size of a step; global_batch_size = -1 follows from the number of ranks."""
+    size, seq_len = run.setting("training.global_batch_size"), run.setting("training.seq_len")
+    if not isinstance(size, int) or not isinstance(seq_len, int):
+        return ""
+    return f"{size} sequences of {seq_len} tokens" if size > 0 else f"sequences of {seq_len} tokens"
 
 
 def _layout(run: RunFolder) -> str:

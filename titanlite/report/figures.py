@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from titanlite.report.charts import Chart, Line, Mark, downsample
-from titanlite.report.estimates import Floats, Series, noise
+from titanlite.report.estimates import Floats, Series, noise, smooth
 from titanlite.report.pairs import difference
 from titanlite.report.run_folder import RunFolder
 from titanlite.report.timeline import timeline
-from titanlite.report.verdicts import smooth
 
 LOSS, VALIDATION = "train/loss", "eval/loss"
 SPEED = "throughput/tokens_per_second"
@@ -63,7 +62,14 @@ def other_charts(runs: Sequence[RunFolder]) -> tuple[list[Chart], list[str]]:
 
 def x_label(runs: Sequence[RunFolder]) -> str:
     """Return the name of the usual x axis."""
-    return "tokens" if all(run.has_tokens for run in runs) else "steps"
+    have = {run.has_tokens for run in runs}
+    return (
+        "tokens, or steps where tokens are not recorded"
+        if len(have) == 2
+        else "tokens"
+        if True in have
+        else "steps"
+    )
 
 
 def loss_by_tokens(runs: Sequence[RunFolder]) -> Chart:
@@ -85,10 +91,8 @@ def loss_lines(run: int, loss: Series, x: Floats) -> list[Line]:
     loss, x = loss[is_finite], x[is_finite]
     if len(loss) < 50:
         return [Line(run, *downsample(x, loss.values))] if len(loss) else []
-    return [
-        Line(run, *downsample(x, loss.values), "raw"),
-        Line(run, *downsample(x, smooth(loss).values, SMALL), "smooth"),
-    ]
+    at, medians = smooth(loss)
+    return [Line(run, *downsample(x, loss.values), "raw"), Line(run, x[at], medians, "smooth")]
 
 
 def metric_chart(runs: Sequence[RunFolder], key: str, title: str, unit: str) -> Chart:

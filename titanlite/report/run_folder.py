@@ -76,6 +76,15 @@ class RunFolder:
 
     def series(self, key: str) -> Series:
         """Return the series of one metric at the steps that have it."""
+        if key not in self._series:
+            self._series[key] = self._make_series(key)
+        return self._series[key]
+
+    @cached_property
+    def _series(self) -> dict[str, Series]:
+        return {}
+
+    def _make_series(self, key: str) -> Series:
         values = [number(record.get(key)) for record in self.records]
         at = np.array([i for i, value in enumerate(values) if value is not None], np.int64)
         steps = np.array([record["step"] for record in self.records], np.int64)

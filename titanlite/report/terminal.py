@@ -8,10 +8,11 @@ import numpy as np
 
 from titanlite.log import printable
 from titanlite.report.charts import short
+from titanlite.report.estimates import Series, smooth
 from titanlite.report.facts import all_verdicts, changed_keys, facts, one_line
 from titanlite.report.run_folder import RunFolder
 from titanlite.report.timeline import duration, timeline
-from titanlite.report.verdicts import nats, smooth
+from titanlite.report.verdicts import nats
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens that all runs have trained on
 MAX_CELL = 44  # characters
@@ -42,7 +43,7 @@ def _facts(runs: Sequence[RunFolder]) -> str:
 
 def _losses(runs: Sequence[RunFolder]) -> str:
     """The smoothed losses at equal numbers of tokens, and the differences to the first run."""
-    curves = [smooth(run.series("train/loss")) for run in runs]
+    curves = [_smoothed(run.series("train/loss").finite()) for run in runs]
     if any(len(curve) < 2 for curve in curves):
         return ""
     start = max(curve.tokens[0] for curve in curves)
@@ -62,6 +63,11 @@ def _losses(runs: Sequence[RunFolder]) -> str:
         deltas = [nats(loss - losses[0]) for loss in losses[1:]]
         rows.append([short(tokens), *(f"{loss:.4f}" for loss in losses), *deltas])
     return table(rows)
+
+
+def _smoothed(loss: Series) -> Series:
+    at, medians = smooth(loss)
+    return Series(loss.steps[at], loss.tokens[at], medians)
 
 
 def _times(runs: Sequence[RunFolder]) -> str:

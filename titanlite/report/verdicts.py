@@ -7,17 +7,19 @@ loss, because noise cannot be told from a trend.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from titanlite.report.estimates import (
+    MAD_TO_SIGMA,
+    MAX_ELEMENTS,
     MEDIAN_ERROR,
     Estimate,
     Floats,
     Series,
-    centred_median,
     noise,
     rolling_median,
     slope_with_error,
@@ -59,7 +61,7 @@ def verdicts_of(run: RunFolder) -> list[Verdict]:
         *noisier(loss),
         *skipped(run.series("train/skipped_steps")),
         *clipping(run.series("train/grad_norm"), max_norm if isinstance(max_norm, (int, float)) else 0.0),
-        *slower(run.series("throughput/tokens_per_second"), run.series("time/data_wait_pct")),
+        *slower(run.series("throughput/tokens_per_second"), run.series("time/data_wait_pct"), run.resumes()),
     ]
     order = {"bad": 0, "note": 1, "good": 2}
     return sorted(verdicts, key=lambda verdict: (order[verdict.weight], verdict.step or 0))
@@ -130,12 +132,13 @@ def _level_before(values: Floats) -> tuple[Floats, Floats]:
     """For each value, the median of the SPIKE_WINDOW values before it and the deviation of the noise there;
     the level is infinite for the first values, which have fewer before them."""
     level, sigma = np.full(len(values), np.inf), np.ones(len(values))
-    rows = windows(values, SPIKE_WINDOW)[:-1]
-    level[SPIKE_WINDOW:] = np.median(rows, axis=1)
-    own = np.median(np.abs(np.diff(rows, 2, axis=1)), axis=1) / np.sqrt(6)
-    slow = np.median(np.abs(rows - level[SPIKE_WINDOW:, None]), axis=1)
-    local = 1.4826 * np.maximum(own, slow)
-    sigma[SPIKE_WINDOW:] = np.maximum(local, noise(values))
+    level[SPIKE_WINDOW:] = rolling_median(values, SPIKE_WINDOW)[:-1]
+    rows, num, whole = windows(values, SPIKE_WINDOW)[:-1], MAX_ELEMENTS // SPIKE_WINDOW, noise(values)
+    for i in range(0, len(rows), num):
+        part, at = rows[i : i + num], slice(SPIKE_WINDOW + i, SPIKE_WINDOW + min(i + num, len(rows)))
+        own = np.median(np.abs(np.diff(part, 2, axis=1)), axis=1) / np.sqrt(6)
+        slow = np.median(np.abs(part - level[at, None]), axis=1)  # also sees changes over several points
+        sigma[at] = np.maximum(MAD_TO_SIGMA * np.maximum(own, slow), whole)
     return level, sigma
 
 
@@ -161,16 +164,18 @@ def diverged(loss: Series) -> list[Verdict]:
     if len(loss) < MIN_POINTS:
         return []
     size = max(10, len(loss) // 20)
-    medians = rolling_median(loss.values, size)
-    at = int(np.argmin(medians))
-    lowest, last = medians[at], medians[-1]
+    every = max(1, size // 16)
+    medians = rolling_median(loss.values, size, every)
+    starts = np.arange(len(loss) - size, -1, -every)[::-1]  # of the windows
+    at = int(starts[np.argmin(medians)])
+    lowest, last = medians.min(), medians[-1]
     sigma = max(noise(loss.values), spread(loss.values[at : at + size]))
     threshold = max(10 * MEDIAN_ERROR * sigma * np.sqrt(2 / size), 0.2)
     if last <= lowest + threshold:
         return []
     # The first window of the final part that stays above the threshold.
     inside = np.flatnonzero(medians <= lowest + threshold)
-    step = int(loss.steps[inside[-1] + size])
+    step = int(loss.steps[starts[inside[-1]] + size])
     evidence = (
         f"median of the last {size} logged losses {last:.4g}, of those from step {loss.steps[at]} "
         f"{lowest:.4g}; a rise above {threshold:.2g} is no noise"
@@ -300,9 +305,9 @@ def clipping(grad_norm: Series, max_norm: float) -> list[Verdict]:
     return [Verdict("clipping always", "gradients are clipped in most steps", evidence, None, "note")]
 
 
-def slower(throughput: Series, data_wait: Series) -> list[Verdict]:
+def slower(throughput: Series, data_wait: Series, resumes: Sequence[int] = ()) -> list[Verdict]:
     """The median throughput of 50 logged steps stays more than 5% below the run's fast parts for 100 logged
-    steps in a row."""
+    steps in a row. `resumes`: the steps after which the run was started again, perhaps on another machine."""
     throughput = throughput.finite()
     if len(throughput) < MIN_POINTS:
         return []
@@ -326,10 +331,6 @@ def slower(throughput: Series, data_wait: Series) -> list[Verdict]:
     if inside.any() and not inside.all():
         there, elsewhere = np.median(waits.values[inside]), np.median(waits.values[~inside])
         evidence += f"; waiting for data {there:.1f}% of the time there, {elsewhere:.1f}% elsewhere"
+    if starts := [step for step in resumes if first - 1 <= step <= last]:
+        evidence += f"; resumed after step {', '.join(map(str, starts[:5]))}"
     return [Verdict("slower", headline, evidence, first, "note")]
-
-
-def smooth(loss: Series) -> Series:
-    """Return the loss as medians over 3% of the run, at least 15 points, for a curve that can be read."""
-    loss = loss.finite()
-    return Series(loss.steps, loss.tokens, centred_median(loss.values, max(15, len(loss) // 33)))
