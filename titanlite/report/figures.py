@@ -35,7 +35,8 @@ NOT_SHOWN = {
 }  # fmt: skip
 MAX_OTHERS = 60  # charts of metrics that have no place of their own
 MAX_MARKS = 300  # of each kind and run
-SMALL = 700  # points of a line that is not a loss
+SMALL = 700  # points of a line without noise
+MANY = 200  # points from which on a noisy metric also has a smoothed line
 
 
 def main_charts(runs: Sequence[RunFolder]) -> list[Chart]:
@@ -77,22 +78,22 @@ def loss_by_tokens(runs: Sequence[RunFolder]) -> Chart:
     lines, marks = list[Line](), list[Mark]()
     for i, run in enumerate(runs):
         loss = run.series(LOSS)
-        lines += loss_lines(i, loss, loss.tokens)
+        lines += noisy_lines(i, loss, loss.tokens)
         marks += [mark for mark in marks_of(run, i) if mark.kind != "saved"]
     note = "thin: logged steps; thick: median over 3% of the run" if _has_smooth(lines) else ""
     note += ("; " if note else "") + "dashed: resumed; cross: skipped steps" if marks else ""
     return Chart("Training loss", x_label(runs), lines, "nats", note, marks)
 
 
-def loss_lines(run: int, loss: Series, x: Floats) -> list[Line]:
-    """Return the line of the logged losses, and above it the smoothed one if there are enough points.
-    `x`: the place of each point of `loss`."""
-    is_finite = np.isfinite(loss.values)
-    loss, x = loss[is_finite], x[is_finite]
-    if len(loss) < 50:
-        return [Line(run, *downsample(x, loss.values))] if len(loss) else []
-    at, medians = smooth(loss)
-    return [Line(run, *downsample(x, loss.values), "raw"), Line(run, x[at], medians, "smooth")]
+def noisy_lines(run: int, series: Series, x: Floats) -> list[Line]:
+    """Return the line of the logged values, and above it the smoothed one if there are enough points.
+    `x`: the place of each point of `series`."""
+    is_finite = np.isfinite(series.values)
+    series, x = series[is_finite], x[is_finite]
+    if len(series) < 50:
+        return [Line(run, *downsample(x, series.values))] if len(series) else []
+    at, medians = smooth(series)
+    return [Line(run, *downsample(x, series.values), "raw"), Line(run, x[at], medians, "smooth")]
 
 
 def metric_chart(runs: Sequence[RunFolder], key: str, title: str, unit: str) -> Chart:
@@ -100,7 +101,11 @@ def metric_chart(runs: Sequence[RunFolder], key: str, title: str, unit: str) -> 
     lines = []
     for i, run in enumerate(runs):
         series = run.series(key).finite()
-        if len(series) > 1:
+        if len(series) < 2:
+            continue
+        if len(series) >= MANY and noise(series.values) > 0.01 * np.ptp(series.values):
+            lines += noisy_lines(i, series, series.tokens)
+        else:
             lines.append(Line(i, *downsample(series.tokens, series.values, SMALL)))
     return Chart(title, x_label(runs), lines, unit)
 
@@ -132,7 +137,7 @@ def _differences(runs: Sequence[RunFolder]) -> list[Chart]:
     for i, run in enumerate(runs[1:], 1):
         delta = difference(first, run.series(LOSS))
         if len(delta) > 1:
-            lines += loss_lines(i, delta, delta.tokens)
+            lines += noisy_lines(i, delta, delta.tokens)
             bands.append(2 * noise(delta.values))
     if not lines:
         return []
@@ -155,7 +160,7 @@ def _by_cost(runs: Sequence[RunFolder]) -> list[Chart]:
         lines = list[Line]()
         for i, (run, x) in enumerate(zip(runs, places)):
             if x is not None:
-                lines += loss_lines(i, run.series(LOSS), x)[-1:]  # the smoothed line only
+                lines += noisy_lines(i, run.series(LOSS), x)[-1:]  # the smoothed line only
         note = "median over 3% of the run" if _has_smooth(lines) else ""
         charts.append(Chart(title, label, lines, "nats", note))
     return charts

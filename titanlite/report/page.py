@@ -26,11 +26,12 @@ MAX_CHECKPOINTS = 30  # the newest ones of each run
 def report(runs: Sequence[RunFolder]) -> str:
     """Return the page on one or several runs."""
     others, too_many = other_charts(runs)
-    charts, title = main_charts(runs), "titanlite report: " + ", ".join(run.name for run in runs)
+    names = ", ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs"
+    charts, title = main_charts(runs), f"titanlite report: {names}"
     numbers = count()
     body = [
         f"<h1>{text(title)}</h1>",
-        _runs_line(runs),
+        _legend(runs) if len(runs) > 1 else "",
         "<h2>Verdicts</h2>",
         _verdicts(runs),
         _problems(runs),
@@ -42,8 +43,9 @@ def report(runs: Sequence[RunFolder]) -> str:
         *(_figure(chart, next(numbers)) for chart in charts),
         "</div>",
         _other_metrics(others, too_many, numbers),
-        "<h2>Time</h2>",
+        '<h2>Time</h2>\n<div class="columns">',
         *(_time(run, i) for i, run in enumerate(runs)),
+        "</div>",
         _samples(runs),
         _changed_keys(runs),
         _checkpoints(runs),
@@ -84,9 +86,9 @@ def _swatch(index: int) -> str:
     return f'<span class="swatch run{index % NUM_COLORS}"></span>'
 
 
-def _runs_line(runs: Sequence[RunFolder]) -> str:
-    items = [f"{_swatch(i)}{text(run.name)}" for i, run in enumerate(runs)]
-    return f"<p>{' &nbsp; '.join(items)}</p>"
+def _legend(runs: Sequence[RunFolder]) -> str:
+    items = [f"<span>{_swatch(i)}{text(run.name)}</span>" for i, run in enumerate(runs)]
+    return f'<p class="legend">{" ".join(items)}</p>'
 
 
 def _verdicts(runs: Sequence[RunFolder]) -> str:
@@ -158,7 +160,7 @@ def _time(run: RunFolder, index: int) -> str:
     spent = timeline(run)
     title = f"<h3>{_swatch(index)}{text(run.name)}</h3>"
     if not spent.total_s:
-        return f'{title}<p class="faint">The metrics have no times.</p>'
+        return f'<div>{title}<p class="faint">The metrics have no times.</p></div>'
     bars, rows = [], []
     for i, (cause, seconds) in enumerate(spent.seconds.items()):
         share = seconds / spent.total_s
@@ -167,7 +169,7 @@ def _time(run: RunFolder, index: int) -> str:
             f'<tr><td><span class="swatch cause{i}"></span>{text(cause)}</td><td>{duration(seconds)}</td>'
             f"<td>{share:.1%}</td></tr>"
         )
-    return f'{title}<div class="bar">{"".join(bars)}</div><table>{"".join(rows)}</table>'
+    return f'<div>{title}<div class="bar">{"".join(bars)}</div><table>{"".join(rows)}</table></div>'
 
 
 def _samples(runs: Sequence[RunFolder]) -> str:

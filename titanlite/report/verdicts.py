@@ -83,9 +83,9 @@ def not_finite(loss: Series) -> list[Verdict]:
     if not len(bad):
         return []
     first, last, num = bad.steps[0], bad.steps[-1], len(bad)
-    where = f"step {first}" if num == 1 else f"steps {first} to {last}"
+    where = f"step {first:,}" if num == 1 else f"steps {first:,} to {last:,}"
     text = f"the loss of {num} logged step{'s' if num > 1 else ''} is not finite"
-    return [Verdict("not finite", text, f"{num} of {len(loss)} logged losses, {where}", int(first), "bad")]
+    return [Verdict("not finite", text, f"{num} of {len(loss):,} logged losses, {where}", int(first), "bad")]
 
 
 def skipped(skipped_steps: Series) -> list[Verdict]:
@@ -95,7 +95,7 @@ def skipped(skipped_steps: Series) -> list[Verdict]:
         return []
     num, first = int(skipped_steps.values[-1]), int(skipped_steps.steps[rises[0]])
     text = f"{num} step{'s' if num > 1 else ''} skipped"
-    shown = ", ".join(str(step) for step in skipped_steps.steps[rises[:10]])
+    shown = ", ".join(f"{step:,}" for step in skipped_steps.steps[rises[:10]])
     more = ", ..." if len(rises) > 10 else ""
     return [
         Verdict("skipped steps", text, f"the count rose before logged steps {shown}{more}", first, "note")
@@ -145,14 +145,14 @@ def _level_before(values: Floats) -> tuple[Floats, Floats]:
 def _spike(loss: Series, start: int, end: int, level: float, sigma: float) -> Verdict:
     top = start + int(np.argmax(loss.values[start:end]))
     height, step = loss.values[top] - level, int(loss.steps[start])
-    headline = f"the loss spiked by {height:.3g} nats at step {step}"
+    headline = f"the loss spiked by {height:.3g} nats at step {step:,}"
     if end == len(loss):
         back = "it did not return by the last logged step"
     else:
-        back = f"it was back within 2 standard deviations after {loss.steps[end] - step} steps"
+        back = f"it was back within 2 standard deviations after {loss.steps[end] - step:,} steps"
     evidence = (
         f"from {level:.4g} (median of the {SPIKE_WINDOW} logged losses before) to {loss.values[top]:.4g} "
-        f"at step {loss.steps[top]}, {height / sigma:.0f} standard deviations of the noise ({sigma:.2g}); "
+        f"at step {loss.steps[top]:,}, {height / sigma:.0f} standard deviations of the noise ({sigma:.2g}); "
         f"{back}"
     )
     return Verdict("spike", headline, evidence, step, "bad")
@@ -177,7 +177,7 @@ def diverged(loss: Series) -> list[Verdict]:
     inside = np.flatnonzero(medians <= lowest + threshold)
     step = int(loss.steps[starts[inside[-1]] + size])
     evidence = (
-        f"median of the last {size} logged losses {last:.4g}, of those from step {loss.steps[at]} "
+        f"median of the last {size} logged losses {last:.4g}, of those from step {loss.steps[at]:,} "
         f"{lowest:.4g}; a rise above {threshold:.2g} is no noise"
     )
     return [
@@ -200,7 +200,7 @@ def trend(loss: Series, learning_rate: Series) -> list[Verdict]:
     decays = is_decaying(learning_rate.after(int(end.steps[0])))
     beside = "; the learning rate fell meanwhile, which lowers the loss by itself" if decays else ""
     evidence = (
-        f"from step {end.steps[0]} on, {len(end)} logged losses against the logarithm of tokens: "
+        f"from step {end.steps[0]:,} on, {len(end):,} logged losses against the logarithm of tokens: "
         f"{interval(slope)} nats per doubling{beside}"
     )
     headline = f"the loss is still falling, by {-slope.value:.2g} nats per doubling of tokens"
@@ -222,10 +222,10 @@ def _plateau(loss: Series, learning_rate: Series) -> Verdict | None:
         if is_flat and len(rates) and not is_decaying(rates):
             step = int(end.steps[0])
             evidence = (
-                f"from step {step} on, {len(end)} logged losses against the logarithm of tokens: "
+                f"from step {step:,} on, {len(end):,} logged losses against the logarithm of tokens: "
                 f"{interval(slope)} nats per doubling, and the learning rate did not fall"
             )
-            return Verdict("plateau", f"the loss has not fallen since step {step}", evidence, step, "bad")
+            return Verdict("plateau", f"the loss has not fallen since step {step:,}", evidence, step, "bad")
     return None
 
 
@@ -260,8 +260,8 @@ def overfitting(loss: Series, validation: Series) -> list[Verdict]:
     if fall < max(rise, 3 * error):
         return []
     evidence = (
-        f"means of {size} validations: {means[at]:.4g} at steps {first} to {last}, {means[-1]:.4g} at the "
-        f"end; meanwhile the training loss changed by {nats(-fall)}"
+        f"means of {size} validations: {means[at]:.4g} at steps {first:,} to {last:,}, {means[-1]:.4g} at "
+        f"the end; meanwhile the training loss changed by {nats(-fall)}"
     )
     headline = f"the validation loss is {rise:.3g} nats above its lowest, the training loss fell"
     return [Verdict("overfitting", headline, evidence, int(last), "bad")]
@@ -284,7 +284,9 @@ def noisier(loss: Series) -> list[Verdict]:
     if sigmas[0] <= 0 or np.log(max(sigmas[1], 1e-12) / sigmas[0]) <= least:
         return []
     step = int(last.steps[0])
-    evidence = f"standard deviation {sigmas[1]:.3g} since step {step}, {sigmas[0]:.3g} in the quarter before"
+    evidence = (
+        f"standard deviation {sigmas[1]:.3g} since step {step:,}, {sigmas[0]:.3g} in the quarter before"
+    )
     headline = f"the loss is {sigmas[1] / sigmas[0]:.1f} times as noisy as before"
     return [Verdict("noisier", headline, evidence, step, "note")]
 
@@ -299,7 +301,7 @@ def clipping(grad_norm: Series, max_norm: float) -> list[Verdict]:
     if share <= 0.5 + SURE * 0.5 / np.sqrt(len(norms)):
         return []
     evidence = (
-        f"{share:.0%} of {len(norms)} logged gradient norms are above training.max_norm = {max_norm:g}; "
+        f"{share:.0%} of {len(norms):,} logged gradient norms are above training.max_norm = {max_norm:g}; "
         f"their median is {np.median(norms):.3g}"
     )
     return [Verdict("clipping always", "gradients are clipped in most steps", evidence, None, "note")]
@@ -324,7 +326,7 @@ def slower(throughput: Series, data_wait: Series, resumes: Sequence[int] = ()) -
     a, b = max(stretches, key=lambda pair: pair[1] - pair[0])
     first, last = int(throughput.steps[a]), int(throughput.steps[b + 48])
     slow = float(np.median(medians[a:b]))
-    headline = f"training was {1 - slow / best:.0%} slower from step {first} to {last}"
+    headline = f"training was {1 - slow / best:.0%} slower from step {first:,} to {last:,}"
     evidence = f"{slow:,.0f} tokens/s there, {best:,.0f} in the run's fast parts (medians of 50 logged steps)"
     waits = data_wait.finite()
     inside = (waits.steps >= first) & (waits.steps <= last)
