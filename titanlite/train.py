@@ -82,7 +82,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     job_toml = startup.job_toml_text(job, about)
     checkpoints = Checkpointer(job.checkpoint, job.folder, identity, job_toml, exports)
     startup.check_global_batch(job, rt.batch.global_size, checkpoints.resumed_train)
-    startup.describe_sources(job, rt, sequences, checkpoints.resumed_train)
+    startup.describe_sources(job, rt, sequences, checkpoints.resumed_train)  # checks max_epochs
 
     startup.log_start(job, rt, about, sequences, kernel)
     with building(num_parameters, rt.mesh.shards):

@@ -147,13 +147,7 @@ class Checkpointer:
         self._saved_step = state.step
         tensors = tensors_of(net, optimizer)
         branch = self.config.load_step if self.config.load_step != -1 else None
-        train = {
-            **state.as_json(),
-            **extra_state,
-            "finite": True,
-            "branch": branch,
-            "identity": self.identity,
-        }
+        train = state.as_json() | extra_state | {"finite": True, "branch": branch, "identity": self.identity}
         snapshot = Snapshot(
             state.step,
             tensors,

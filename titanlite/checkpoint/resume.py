@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlite.checkpoint import commit
-from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.commit import SHARD_SUFFIX, CheckpointError
 from titanlite.checkpoint.digest import FileDigest, first_fault, write_file
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import TRAIN, listed, read_train
@@ -101,7 +101,7 @@ def choose(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
 def small_files(path: Path) -> dict[str, FileDigest]:
     """The digests of all files of a checkpoint except its shards."""
     files = commit.digests(commit.read_manifest(path))
-    return {name: digest for name, digest in files.items() if not name.endswith(commit.SHARD_SUFFIX)}
+    return {name: digest for name, digest in files.items() if not name.endswith(SHARD_SUFFIX)}
 
 
 def check_shared(candidate: Candidate, ranks: Ranks) -> None:
@@ -147,9 +147,7 @@ class Verification:
 
     def _first_fault(self) -> str | None:
         manifest = commit.read_manifest(self._path)
-        files = {
-            name: d for name, d in commit.digests(manifest).items() if name.endswith(commit.SHARD_SUFFIX)
-        }
+        files = {name: d for name, d in commit.digests(manifest).items() if name.endswith(SHARD_SUFFIX)}
         ranks = self._ranks
         return first_fault(self._path, files_to_hash(files, ranks.rank, ranks.size, manifest["ranks"]))
 
@@ -262,9 +260,8 @@ def _checkpoint_folders(path: Path) -> Iterator[Path]:
 
 def _saved(folder: Path) -> list[tuple[int, Path]]:
     """The committed checkpoints in a folder, without Hugging Face exports, which have the same names."""
-    return [
-        (step, path) for step, path in commit.list_committed(folder) if not (path / "config.json").exists()
-    ]
+    checkpoints = commit.list_committed(folder)
+    return [(step, path) for step, path in checkpoints if not (path / "config.json").exists()]
 
 
 def find_checkpoint(path: Path) -> Path:

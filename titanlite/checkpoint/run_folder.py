@@ -1,5 +1,6 @@
-"""Checks of a run folder before anything is written: which checkpoint the run resumes from, and whether the
-folder belongs to this run. `titanlite config --ranks` makes the same checks without starting a run."""
+"""Checks of a run folder before anything is written: whether the folder belongs to this run, and which
+checkpoint the run resumes from. startup.py makes the first check before the data is opened, Checkpointer
+makes all of them, and `titanlite config --ranks` makes them without starting a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints, one at a time, on a thread.
+"""Saver: writes checkpoints, one at a time, on a thread.
 
 An asynchronous save copies the state to host memory and lets training continue while the thread writes the
 copy. A synchronous save waits for the thread. Both run the same code and write the same bytes."""
