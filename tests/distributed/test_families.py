@@ -175,9 +175,3 @@ def test_a_run_resumes_on_another_layout(
     for key in ("train/loss", "train/grad_norm"):
         expected = [step[key] for step in metrics_of(whole)]
         assert [step[key] for step in steps] == pytest.approx(expected, abs=2e-5)
-
-
-def test_the_documentation_shows_the_family_that_is_tested() -> None:
-    shown = (ROOT / "docs" / "models.md").read_text()
-    code = (ROOT / "tests" / "support" / "parallel_residual.py").read_text()
-    assert f"```python\n{code}```" in shown

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "docs/extending.md"]
+PAGES = [ROOT / "docs/extending.md", ROOT / "docs/models.md"]
 QUOTE = re.compile(r"(<!-- (\S+\.py) -->\n)(?:\n```python\n.*?\n```\n)?", re.DOTALL)
 
 
