@@ -41,11 +41,11 @@ class Degrees(NamedTuple):
         return " x ".join(axes) or "unsharded"
 
 
-SHARD = "data_parallel_shard_degree"
+SHARD_KEY = "data_parallel_shard_degree"
 KEYS = (  # one per field of Degrees, in the same order
     "pipeline_parallel_degree",
     "data_parallel_replicate_degree",
-    SHARD,
+    SHARD_KEY,
     "context_parallel_degree",
     "tensor_parallel_degree",
 )
@@ -87,8 +87,9 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP frees gathered parameters after the forward and gathers them again for the backward.
     `always`: yes, except for the last block and the head, with which the backward begins. `never`: no.
-    `default`: no if the gathered parameters fit into 5% of the GPU's memory or if pipeline parallel would
-    gather them for each micro-batch; otherwise yes."""
+    `default`: yes with training.enable_cpu_offload. Otherwise no if there is only one shard, if the gathered
+    parameters fit into 5% of the GPU's memory, or if pipeline parallel would gather them for each
+    micro-batch; in all other cases yes."""
     fsdp_reduce: Literal["step", "micro_batch"] = "step"
     """When gradients are summed over ranks. `step`: once per step, which is faster, but every rank keeps
     gradients of the whole model while micro-batches accumulate. `micro_batch`: after each micro-batch; every
@@ -97,8 +98,8 @@ class Parallelism:
     def __post_init__(self) -> None:
         for key in KEYS:
             degree = getattr(self, key)
-            if degree < 1 and (degree != -1 or key != SHARD):
-                reason = "neither -1 nor at least 1" if key == SHARD else "below 1"
+            if degree < 1 and (degree != -1 or key != SHARD_KEY):
+                reason = "neither -1 nor at least 1" if key == SHARD_KEY else "below 1"
                 raise ConfigError(f"{degree} is {reason}", key)
         check_at_least(
             self, 0, "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers"
@@ -131,14 +132,14 @@ class Parallelism:
         degrees = Degrees(*(getattr(self, key) for key in KEYS))
         product = " x ".join(f"{key} {degree}" for key, degree in zip(KEYS, degrees) if degree > 1)
         if degrees.dp_shard == -1:
-            others = -math.prod(degrees)
+            others = -math.prod(degrees)  # the product of all other degrees, because dp_shard is -1
             if world_size % others:
                 raise ConfigError(f"{world_size} ranks are no multiple of {product}", "parallelism")
             return degrees._replace(dp_shard=world_size // others)
         if math.prod(degrees) != world_size:
             raise ConfigError(
                 f"{product or 'no degree above 1'} makes {math.prod(degrees)} ranks, there are {world_size}; "
-                f"{SHARD} = -1 uses all ranks",
+                f"{SHARD_KEY} = -1 uses all ranks",
                 "parallelism",
             )
         return degrees

@@ -152,7 +152,7 @@ class Run:
             "train/skipped_steps": self.guard.skipped_steps(),
             "train/learning_rate": learning_rate(self.job, self.state.step),
             "progress/total_tokens": int(self.state.tokens),
-            "data/batch_sha": self.rt.sum_u64(sum(batch.sha for batch in micro_batches)),
+            "data/batch_sha": self.rt.sum_u64(sum(batch.hash for batch in micro_batches)),
             **self.model_metrics(),
             **self.compilations.since_last(),
         }

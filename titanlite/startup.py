@@ -94,7 +94,7 @@ def check_interop(job: Job, tokenizer: Tokenizer) -> None:
 def check_run_folder(job: Job, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if the run folder holds a run that this job cannot continue, as far as this can
     be known before any source is opened."""
-    data = job.data.identity(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+    data = job.data.label_identity(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     RunFolder(job.checkpoint, job.folder, job.identity(data, {})).check_known_identity()
 
 

@@ -137,18 +137,18 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             return run.end_without_data(e, first_step, requests)
         state.step += 1
         set_lr(optimizer, job.lr_scheduler.checked_factor(state.step, last_step))
-        tokens = rt.count(sum(batch.num_targets for batch in micro_batches))
+        num_targets = rt.count(sum(batch.num_targets for batch in micro_batches))
         vote = rt.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
-        loss = model.forward_backward(micro_batches, tokens)
+        loss = model.forward_backward(micro_batches, num_targets)
         norm = grad_norm(model.net.parameters(), rt.mesh.pp)
         loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())
-        ok = guard.judge(loss, norm, bad_norms, state.step, state.num_sequences, rt.batch.global_size)
+        apply = guard.judge(loss, norm, bad_norms, state.step, state.num_sequences, rt.batch.global_size)
         checkpoints.wait_until_staged()  # a save may still be copying the weights
-        guarded_step(optimizer, ok, clip_divisor(norm, job.training.max_norm))
+        guarded_step(optimizer, apply, clip_divisor(norm, job.training.max_norm))
         optimizer.zero_grad()
-        model.after_step(ok)
+        model.after_step(apply)
         state.num_sequences = loader.state_dict()["sequences"]
-        state.tokens += tokens
+        state.tokens += num_targets
         meter.step_done()
         profiler.step_done()
         rt.collect_garbage(state.step)

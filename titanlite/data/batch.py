@@ -22,14 +22,14 @@ class Batch:
 
     `positions`: int64 [sequences, seq_len], restarting from 0 at each of the `num_documents` documents and at
     the start of each sequence; None unless documents are masked from each other. `num_targets`: number of
-    targets that count, known on the host before the forward. `sha`: sum of the sequences' 64-bit hashes mod
-    2^64. The sum of `sha` over the micro-batches and ranks of a step identifies the global batch on any
+    targets that count, known on the host before the forward. `hash`: sum of the sequences' 64-bit hashes mod
+    2^64. The sum of `hash` over the micro-batches and ranks of a step identifies the global batch on any
     layout."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
     num_targets: int
-    sha: int
+    hash: int
     positions: torch.Tensor | None = None
     num_documents: int = 0
 
@@ -88,9 +88,11 @@ def make_batch(
             latest_start[i, inner] = inner
             num_documents += len(inner)
     positions = np.arange(seq_len) - np.maximum.accumulate(latest_start, axis=1) if with_positions else None
-    sha = sum(sequence_hash(number, sequence.tokens) for number, sequence in zip(numbers, sequences)) % _U64
+    total_hash = (
+        sum(sequence_hash(number, sequence.tokens) for number, sequence in zip(numbers, sequences)) % _U64
+    )
     return Batch(
-        torch.from_numpy(inputs), torch.from_numpy(targets), targets.size - num_ignored, sha,
+        torch.from_numpy(inputs), torch.from_numpy(targets), targets.size - num_ignored, total_hash,
         None if positions is None else torch.from_numpy(positions), num_documents,
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.background import Background
 from titanlite.data.batch import Batch, make_batch
-from titanlite.data.order import BLOCK, Mixture, key_of, permute, quotas
+from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, PackedSequences, TokenSequence
 from titanlite.data.sources import Source
 from titanlite.tokenizers.base import Tokenizer
@@ -69,14 +69,15 @@ class Data:
         input."""
         packed = self._open(self.sources, tokenizer, seq_len, "data.sources")
         validation = self._open(self.validation_sources, tokenizer, seq_len, "data.validation_sources")
-        if both := {source.uid for source in packed} & {source.uid for source in validation}:
-            path = next(source.shards.path for source in packed if source.uid in both)
+        for_validation = {sequences.fingerprint for sequences in validation}
+        if both := [sequences for sequences in packed if sequences.fingerprint in for_validation]:
+            path = both[0].shards.path
             raise ConfigError(f"{path} is also a training source", "data.validation_sources")
-        identity = self.identity(tokenizer, seq_len=seq_len, seed=seed)
-        by_uid = sorted(zip(packed, self.sources), key=lambda pair: pair[0].uid)  # whatever the order in TOML
-        return SequenceDataset(by_uid, validation, self.holdout_sequences, seed, identity)
+        identity = self.label_identity(tokenizer, seq_len=seq_len, seed=seed)
+        pairs = sorted(zip(packed, self.sources), key=lambda pair: pair[0].fingerprint)  # not in TOML's order
+        return SequenceDataset(pairs, validation, self.holdout_sequences, seed, identity)
 
-    def identity(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> dict[str, Any]:
+    def label_identity(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> dict[str, Any]:
         """Return SequenceDataset.identity as known before the sources are opened: `sources` lists the
         sources' labels instead of fingerprints of their contents."""
         return {
@@ -141,12 +142,13 @@ class SequenceDataset(Dataset):
     ):
         self._packed, self._sources = [p for p, _ in sources], [s for _, s in sources]
         weights = [source.weight for source in self._sources]
-        shares = quotas(weights, BLOCK)
+        shares = quotas(weights, MIXING_BLOCK)
         if 0 in shares:
             k = shares.index(0)
             raise ConfigError(
-                f"{self._packed[k].shards.path}: the weight {weights[k]:g} is too small a share of "
-                f"{sum(weights):g}; the smallest share is 1/{BLOCK}. Raise the weight or remove the source",
+                f"{self._packed[k].shards.path}: the weight {weights[k]:g} is too small a share "
+                f"of {sum(weights):g}; the smallest share is 1/{MIXING_BLOCK}. Raise the weight or remove "
+                "the source",
                 "data.sources",
             )
         held = quotas(shares, holdout)  # from the shares, so that equal identities hold out equal sequences
@@ -156,19 +158,19 @@ class SequenceDataset(Dataset):
                     f"cannot hold out {num_held} sequences of {packed.shards.path}, which has {len(packed)}",
                     "data.holdout_sequences",
                 )
-        self._held = np.cumsum([0, *held])
-        self._validation = sorted(validation, key=lambda packed: packed.uid)
+        self._held_ends = np.cumsum([0, *held])
+        self._validation = sorted(validation, key=lambda packed: packed.fingerprint)
         self._validation_ends = np.cumsum([0, *map(len, self._validation)])
         self.sizes = [len(packed) - num_held for packed, num_held in zip(self._packed, held)]
-        uids = [source.uid for source in self._packed]
-        self._mixture = Mixture(self.sizes, uids, shares, seed)
+        fingerprints = [packed.fingerprint for packed in self._packed]
+        self._mixture = Mixture(self.sizes, fingerprints, shares, seed)
         self._blocks: dict[int, np.ndarray] = {}
-        self.identity = identity | {"sources": dict(zip(uids, shares))}
+        self.identity = identity | {"sources": dict(zip(fingerprints, shares))}
 
     @property
     def names(self) -> dict[str, str]:
         """The sources' labels, for messages, by their fingerprints in `identity`."""
-        return {packed.uid: source.label for packed, source in zip(self._packed, self._sources)}
+        return {packed.fingerprint: source.label for packed, source in zip(self._packed, self._sources)}
 
     @property
     def seq_len(self) -> int:
@@ -178,7 +180,7 @@ class SequenceDataset(Dataset):
     @property
     def num_held_out(self) -> int:
         """Number of sequences to validate on."""
-        return int(self._validation_ends[-1] if self._validation else self._held[-1])
+        return int(self._validation_ends[-1] if self._validation else self._held_ends[-1])
 
     def describe(self, num_sequences: int) -> list[str]:
         """Describe the share and the epochs of each source in a run of `num_sequences` sequences, one line
@@ -209,49 +211,53 @@ class SequenceDataset(Dataset):
     def held_out(self, numbers: np.ndarray) -> list[TokenSequence]:
         """Return held-out sequences by number in [0, num_held_out) (int64 [n])."""
         if self._validation:
-            key = key_of("validation", *(packed.uid for packed in self._validation))
+            key = key_of("validation", *(packed.fingerprint for packed in self._validation))
             shuffled = permute(np.asarray(numbers), self.num_held_out, key)
-            sources = np.searchsorted(self._validation_ends, shuffled, side="right") - 1
-            sequences, all_packed = shuffled - self._validation_ends[sources], self._validation
+            source_index = np.searchsorted(self._validation_ends, shuffled, side="right") - 1
+            local_numbers, all_packed = shuffled - self._validation_ends[source_index], self._validation
         else:
-            sources = np.searchsorted(self._held, numbers, side="right") - 1
-            sequences, all_packed = self._shuffled(sources, numbers - self._held[sources]), self._packed
+            source_index = np.searchsorted(self._held_ends, numbers, side="right") - 1
+            local_numbers = self._shuffled(source_index, numbers - self._held_ends[source_index])
+            all_packed = self._packed
         return [
-            self._read(all_packed[k], sequence, "held-out ", number)
-            for k, sequence, number in zip(sources.tolist(), sequences.tolist(), numbers)
+            self._read(all_packed[k], local_number, "held-out ", number)
+            for k, local_number, number in zip(source_index.tolist(), local_numbers.tolist(), numbers)
         ]
 
-    def _read(self, packed: PackedSequences, sequence: int, kind: str, number: int) -> TokenSequence:
+    def _read(self, packed: PackedSequences, local_number: int, kind: str, number: int) -> TokenSequence:
+        """Read a sequence by its number in its source. `kind` and its global number are for messages."""
         try:
-            return packed[sequence]
+            return packed[local_number]
         except ConfigError as e:
             raise ConfigError(f"{kind}sequence {number}: {e}") from None
 
     def origin(self, number: int) -> tuple[PackedSequences, int]:
         """Return the source of a training sequence, and the sequence's number in that source."""
-        k, sequence = self._block(number // BLOCK)[:, number % BLOCK].tolist()
-        return self._packed[k], sequence
+        k, local_number = self._mixing_block(number // MIXING_BLOCK)[:, number % MIXING_BLOCK].tolist()
+        return self._packed[k], local_number
 
-    def _block(self, b: int) -> np.ndarray:
+    def _mixing_block(self, b: int) -> np.ndarray:
         """Return the source of each training sequence in a mixing block, and its number in that source: int64
-        [2, BLOCK]. Permuting a thousand numbers costs little more than permuting a single number, so whole
-        blocks are computed, and the last few are cached."""
+        [2, MIXING_BLOCK]. Permuting a thousand numbers costs little more than permuting a single number, so
+        whole blocks are computed, and the last few are cached."""
         if b not in self._blocks:
-            sources, sequences = self._mixture.locate(np.arange(b * BLOCK, (b + 1) * BLOCK))
-            self._blocks[b] = np.stack(
-                [sources, self._shuffled(sources, sequences + np.diff(self._held)[sources])]
-            )
+            numbers = np.arange(b * MIXING_BLOCK, (b + 1) * MIXING_BLOCK)
+            source_index, local_numbers = self._mixture.locate(numbers)
+            shuffled = self._shuffled(source_index, local_numbers + np.diff(self._held_ends)[source_index])
+            self._blocks[b] = np.stack([source_index, shuffled])
             if len(self._blocks) > 4:
                 self._blocks.pop(next(iter(self._blocks)))
         return self._blocks[b]
 
-    def _shuffled(self, sources: np.ndarray, sequences: np.ndarray) -> np.ndarray:
-        # A shuffle of each source's sequences, keyed by content: the first sequences are held out, all others
-        # are trained on.
-        shuffled = np.empty_like(sequences)
-        for k in np.unique(sources):
-            packed, mask = self._packed[k], sources == k
-            shuffled[mask] = permute(sequences[mask], len(packed), key_of("holdout", packed.uid))
+    def _shuffled(self, source_index: np.ndarray, local_numbers: np.ndarray) -> np.ndarray:
+        """Shuffle the sequences of each source by a key of its content.
+
+        There are two permutations: this one is the same for all seeds and sets the first sequences aside for
+        validation. Mixture's permutation, keyed by seed and epoch, orders all others."""
+        shuffled = np.empty_like(local_numbers)
+        for k in np.unique(source_index):
+            packed, mask = self._packed[k], source_index == k
+            shuffled[mask] = permute(local_numbers[mask], len(packed), key_of("holdout", packed.fingerprint))
         return shuffled
 
     def batch(
@@ -289,8 +295,9 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         size = self.micro_batch_size
-        for step in count(self.first_sequence, self.global_batch_size):
-            for begin in range(step + self.rank * size, step + self.global_batch_size, size * self.num_ranks):
+        for first in count(self.first_sequence, self.global_batch_size):
+            end = first + self.global_batch_size
+            for begin in range(first + self.rank * size, end, size * self.num_ranks):
                 yield list(range(begin, begin + size))
 
 

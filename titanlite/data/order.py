@@ -3,8 +3,9 @@
 `permute` is a keyed bijection on [0, n): a balanced Feistel network with cycle walking (Black & Rogaway
 2002), which costs O(1) per index and no memory. For small n, where a Feistel network is measurably biased, it
 sorts random keys instead. `Mixture` maps the number of a training sequence to a source and a sequence in that
-source; every block of BLOCK training sequences holds each source's exact quota. numpy's random generators are
-not used, because their values may change between versions (NEP 19). Tests pin golden values."""
+source; every block of MIXING_BLOCK training sequences holds each source's exact quota. numpy's random
+generators are not used, because their values may change between versions (NEP 19). Tests pin golden
+values."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-BLOCK = 1000  # sequences in a mixing block: weights are exact to 1/1000
+MIXING_BLOCK = 1000  # sequences in a mixing block: weights are exact to 1/1000
 ROUNDS = 8  # Feistel rounds; with 4 to 6 the statistics match a random permutation's at n >= 1000
 TABLE = 4096  # largest n whose permutation is a table
 
@@ -22,7 +23,7 @@ _U64 = np.uint64
 
 
 def key_of(*purpose: object) -> int:
-    """Return a 64-bit key for a named purpose, such as `key_of("epoch", seed, uid, epoch)`."""
+    """Return a 64-bit key for a named purpose, such as `key_of("epoch", seed, fingerprint, epoch)`."""
     return int.from_bytes(hashlib.sha256(repr(purpose).encode()).digest()[:8], "little")
 
 
@@ -79,22 +80,24 @@ class Mixture:
     """Maps the number of a training sequence to a source and a sequence in that source.
 
     `sizes`: number of sequences in each source. Every epoch of a source contains each of its sequences once,
-    in a new order. The orders are keyed by `uids` (content fingerprints), so a source keeps its order if
-    sources are added or rearranged."""
+    in a new order. The orders are keyed by the `fingerprints` of their contents, so a source keeps its order
+    if sources are added or rearranged."""
 
-    def __init__(self, sizes: Sequence[int], uids: Sequence[str], weights: Sequence[float], seed: int):
-        self.sizes, self.uids, self.seed = list(sizes), list(uids), seed
-        self.quotas = quotas(weights, BLOCK)
+    def __init__(
+        self, sizes: Sequence[int], fingerprints: Sequence[str], weights: Sequence[float], seed: int
+    ):
+        self.sizes, self.fingerprints, self.seed = list(sizes), list(fingerprints), seed
+        self.quotas = quotas(weights, MIXING_BLOCK)
         self._cumulative = np.cumsum([0, *self.quotas])
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source (int64 [n]) and the sequence within that source (int64 [n]) for global sequence
         numbers (int64 [n])."""
-        block, place = np.divmod(np.asarray(numbers, dtype=np.int64), BLOCK)
+        block, place = np.divmod(np.asarray(numbers, dtype=np.int64), MIXING_BLOCK)
         source, taken = np.zeros_like(block), np.zeros_like(block)
         for b in np.unique(block):
             here = block == b
-            sources, before = self._block(int(b))
+            sources, before = self._places(int(b))
             source[here] = k = sources[place[here]]
             taken[here] = int(b) * np.asarray(self.quotas)[k] + before[place[here]]
         sequence = np.zeros_like(block)
@@ -103,19 +106,19 @@ class Mixture:
             sequence[here] = self._epoch_sequence(int(k), taken[here])
         return source, sequence
 
-    def _block(self, b: int) -> tuple[np.ndarray, np.ndarray]:
+    def _places(self, b: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each place in block `b`, and how many earlier places in the block have the
         same source."""
-        shuffled = permute(np.arange(BLOCK), BLOCK, key_of("mix", self.seed, b))
+        shuffled = permute(np.arange(MIXING_BLOCK), MIXING_BLOCK, key_of("mix", self.seed, b))
         sources = np.searchsorted(self._cumulative, shuffled, side="right") - 1
-        before = np.empty(BLOCK, dtype=np.int64)
+        before = np.empty(MIXING_BLOCK, dtype=np.int64)
         by_source = np.argsort(sources, kind="stable")
-        before[by_source] = np.arange(BLOCK) - self._cumulative[sources[by_source]]
+        before[by_source] = np.arange(MIXING_BLOCK) - self._cumulative[sources[by_source]]
         return sources, before
 
     def taken(self, num_sequences: int) -> list[int]:
         """Count how many of training sequences [0, num_sequences) come from each source."""
-        whole, rest = divmod(num_sequences, BLOCK)
+        whole, rest = divmod(num_sequences, MIXING_BLOCK)
         sources, _ = self.locate(np.arange(num_sequences - rest, num_sequences))
         counts = np.bincount(sources, minlength=len(self.sizes))
         return [whole * quota + int(more) for quota, more in zip(self.quotas, counts)]
@@ -126,6 +129,6 @@ class Mixture:
         for e in np.unique(epoch):
             here = epoch == e
             sequence[here] = permute(
-                index[here], self.sizes[k], key_of("epoch", self.seed, self.uids[k], int(e))
+                index[here], self.sizes[k], key_of("epoch", self.seed, self.fingerprints[k], int(e))
             )
         return sequence

@@ -59,7 +59,7 @@ class PackedSequences:
         raise NotImplementedError
 
     @property
-    def uid(self) -> str:
+    def fingerprint(self) -> str:
         """A fingerprint of the sequences' content, the key of shuffles."""
         return self.shards.fingerprint
 
@@ -108,7 +108,7 @@ class BestFitSequences(PackedSequences):
         return self.index.spans(number)
 
     @property
-    def uid(self) -> str:
+    def fingerprint(self) -> str:
         return f"{self.shards.fingerprint}-{self.index.fingerprint}"
 
     @property

@@ -94,12 +94,14 @@ class TokenShards:
         self.path = Path(path)
         description = _read_description(self.path)
         self.num_tokens, self.num_documents = description["tokens"], description["documents"]
-        self.tokenizer, self.vocab_size = description["tokenizer"], description["vocab_size"]
+        self.tokenizer_fingerprint = description["tokenizer"]
+        self.vocab_size: int = description["vocab_size"]
         self.prepared: dict[str, Any] = description.get("prepared", {})
         self._dtype, self._shards = np.dtype(description["dtype"]), description["shards"]
         self._starts = np.cumsum([0] + [s["tokens"] for s in self._shards]).tolist()
         hashes = "".join(s["bin_sha256"] + s["idx_sha256"] for s in self._shards)
-        self.fingerprint = hashlib.sha256(f"{self.tokenizer}{self._dtype}{hashes}".encode()).hexdigest()[:16]
+        content = f"{self.tokenizer_fingerprint}{self._dtype}{hashes}"
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
         self._maps: dict[str, np.ndarray] = {}
         for shard in self._shards:
             self._check_size(f"{shard['name']}.bin", shard["tokens"] * self._dtype.itemsize)

@@ -66,14 +66,14 @@ class Tokens(Source, name="tokens"):
 
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
         shards = TokenShards(self.path)
-        if shards.tokenizer != tokenizer.fingerprint:
+        if shards.tokenizer_fingerprint != tokenizer.fingerprint:
             recorded = shards.prepared.get("tokenizer")
             made_with = label(str(recorded["name"]), str(recorded.get("path", ""))) if recorded else ""
             job_tokenizer = tokenizer.config.label if tokenizer.config else ""
             raise ConfigError(
-                f"{self.path} was made with tokenizer {made_with} ({shards.tokenizer}), but this job's "
-                f"tokenizer is {job_tokenizer} ({tokenizer.fingerprint}): use the same [tokenizer], or "
-                "prepare the data again"
+                f"{self.path} was made with tokenizer {made_with} ({shards.tokenizer_fingerprint}), but "
+                f"this job's tokenizer is {job_tokenizer} ({tokenizer.fingerprint}): use the same "
+                "[tokenizer], or prepare the data again"
             )
         if shards.vocab_size != tokenizer.vocab_size:
             raise ConfigError(

@@ -59,7 +59,7 @@ class StepGuard:
         self._streak = torch.zeros((), dtype=torch.int64, device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._unread: deque[_Decision] = deque()
-        self._last_streak: tuple[int, int] = (0, -1)  # first and last step of the newest streak known
+        self._last_streak: tuple[int, int] | None = None  # first and last step of the newest streak known
         self.diverged = False
 
     def judge(
@@ -113,9 +113,8 @@ class StepGuard:
         return self._streak.item() > 0
 
     def ended_in_streak(self, step: int) -> bool:
-        """Whether `step`, the newest step known to read() or load_state_dict(), was skipped."""
-        first, last = self._last_streak
-        return first <= last == step
+        """Whether `step` was skipped. It must be the newest step that read() or load_state_dict() knows."""
+        return self._last_streak is not None and self._last_streak[1] == step
 
     def skipped_steps(self) -> int:
         """Number of steps skipped since the beginning of the run. Waits for the device."""
@@ -123,6 +122,7 @@ class StepGuard:
 
     def reason(self) -> str:
         """Why the run ends, if it has diverged or its last step was skipped."""
+        assert self._last_streak is not None
         first, last = self._last_streak
         steps = f"step {last}" if first == last else f"{last - first + 1} steps in a row, {first} to {last},"
         return f"training has diverged: {steps} had a loss or gradient norm that is not finite"
@@ -137,4 +137,4 @@ class StepGuard:
         streak = state["streak"] if state["streak"] < self.config.limit else 0
         self._streak.fill_(streak)
         self._skipped.fill_(state["skipped_steps"])
-        self._last_streak = (step - state["streak"] + 1, step)
+        self._last_streak = (step - state["streak"] + 1, step) if state["streak"] else None

@@ -152,27 +152,28 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 @torch.no_grad()
-def guarded_step(optimizer: torch.optim.Optimizer, ok: torch.Tensor, divisor: torch.Tensor | None) -> None:
-    """If `ok`, take the optimizer's step with gradients divided by `divisor`. Otherwise weights and optimizer
-    state stay bit-identical.
+def guarded_step(optimizer: torch.optim.Optimizer, apply: torch.Tensor, divisor: torch.Tensor | None) -> None:
+    """If `apply`, take the optimizer's step with gradients divided by `divisor`. Otherwise weights and
+    optimizer state stay bit-identical.
 
-    `ok`: bool scalar on the device, equal on all ranks. `divisor`: scalar on the device; None: do not divide.
-    Optimizers that follow the protocol of torch.amp.GradScaler read `ok` and `divisor` as tensors and need no
-    host synchronisation: they set `_step_supports_amp_scaling`, and their step reads `found_inf` (1.0: skip)
-    and `grad_scale` (the divisor or None). torch's fused Adam, AdamW, SGD and Adagrad follow it. For all
-    other optimizers this function divides the gradients, and the host waits for `ok` once per step."""
+    `apply`: bool scalar on the device, equal on all ranks. `divisor`: scalar on the device; None: do not
+    divide. Optimizers that follow the protocol of torch.amp.GradScaler read `apply` and `divisor` as tensors
+    and need no host synchronisation: they set `_step_supports_amp_scaling`, and their step reads `found_inf`
+    (1.0: skip) and `grad_scale` (the divisor or None). torch's fused Adam, AdamW, SGD and Adagrad follow it.
+    For all other optimizers this function divides the gradients, and the host waits for `apply` once per
+    step."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device
     if takes_grad_scaler_tensors(optimizer) and device.type in ("cpu", "cuda"):
         # With CPU offload the copies to the CPU must block: the optimizer's CPU kernel would not wait for
         # them.
-        optimizer.found_inf = (~ok).float().to(device)  # type: ignore[attr-defined]
+        optimizer.found_inf = (~apply).float().to(device)  # type: ignore[attr-defined]
         optimizer.grad_scale = divisor if divisor is None else divisor.to(device)  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:
             del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
-    elif ok.item():
+    elif apply.item():
         for p in parameters if divisor is not None else []:
             if p.grad is not None:
                 p.grad.div_(divisor)

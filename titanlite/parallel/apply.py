@@ -21,7 +21,7 @@ from titanlite.parallel.float8 import Float8, apply_float8
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.pipeline_parallel import Pipeline, apply_pipeline_parallel
 from titanlite.parallel.precision import apply_precision
-from titanlite.parallel.sharded_model import Layout, ShardedModel
+from titanlite.parallel.sharded_model import ExecutionSettings, ShardedModel
 from titanlite.parallel.tensor_parallel import (
     apply_tensor_parallel,
     gather_logits,
@@ -76,12 +76,12 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
         pipeline = Pipeline(stages, schedule, mesh.pp, mesh.degrees.tp, dtype)
     # With a reduce_dtype other than fp32, FSDP would accumulate micro-batches in that dtype.
     every_micro_batch = parallelism.fsdp_reduce == "micro_batch" or settings.reduce_dtype != torch.float32
-    layout = Layout(
+    execution = ExecutionSettings(
         mesh=mesh,
         pipeline=pipeline,
-        logits=head_fn_for_logits,
+        head_fn_for_logits=head_fn_for_logits,
         reduce_every_micro_batch=every_micro_batch,
         gathers_float8=float8.gathers_float8 and mesh.device_mesh is not None,
         cpu_offload=offload,
     )
-    return ShardedModel(net, loss_function, settings.attention, layout)
+    return ShardedModel(net, loss_function, settings.attention, execution)

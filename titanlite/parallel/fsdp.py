@@ -40,8 +40,8 @@ def apply_fsdp(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     may_free = mesh.fsdp.shape[-1] > 1 and mesh.pp is None
-    default = cpu_offload or (may_free and not _is_small(net, param_dtype, mesh.fsdp.device_type))
-    reshard = {"always": True, "never": False, "default": default}[reshard_after_forward]
+    frees_by_default = cpu_offload or (may_free and not _is_small(net, param_dtype, mesh.fsdp.device_type))
+    reshard = {"always": True, "never": False, "default": frees_by_default}[reshard_after_forward]
     pinned = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type == "cuda")
     offload = pinned if cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)

@@ -23,17 +23,16 @@ from titanlite.parallel.pipeline_parallel import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The settings of a layout that are not transforms of the model's modules.
+class ExecutionSettings:
+    """What ShardedModel must know besides the transformed modules.
 
-    `pipeline`: None without pipeline parallel. `logits`: the head_fn that returns the logits of the whole
-    vocabulary. `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per step.
-    `gathers_float8`: FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory.
-    """
+    `pipeline`: None without pipeline parallel. `head_fn_for_logits`: the head_fn that returns the logits of
+    the whole vocabulary. `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per
+    step. `gathers_float8`: FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory."""
 
     mesh: Mesh = ALONE
     pipeline: Pipeline | None = None
-    logits: HeadFn = logits
+    head_fn_for_logits: HeadFn = logits
     reduce_every_micro_batch: bool = False
     gathers_float8: bool = False
     cpu_offload: bool = False
@@ -48,12 +47,12 @@ class ShardedModel:
         net: Decoder,
         loss: LossFunction,
         attention: AttentionBackend | None = None,
-        layout: Layout | None = None,
+        settings: ExecutionSettings | None = None,
     ):
         self.net, self.loss = net, loss
         self.attention = SDPA() if attention is None else attention
-        self.layout = Layout() if layout is None else layout
-        self.mesh, self.pipeline = self.layout.mesh, self.layout.pipeline
+        self.settings = ExecutionSettings() if settings is None else settings
+        self.mesh, self.pipeline = self.settings.mesh, self.settings.pipeline
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
         self.sharding = SequenceSharding(self.mesh.cp) if self.mesh.degrees.cp > 1 else None
 
@@ -62,8 +61,8 @@ class ShardedModel:
         for name, buffer in self.net.named_buffers():  # before memory is allocated for the weights
             if self.net.initial_buffer(name).shape != buffer.shape:
                 raise ConfigError(f"initial_buffer: {name!r} has shape {tuple(buffer.shape)}", "model.name")
-        self.net.to_empty(device="cpu" if self.layout.cpu_offload else device)
-        if self.layout.cpu_offload:  # only parameters are offloaded
+        self.net.to_empty(device="cpu" if self.settings.cpu_offload else device)
+        if self.settings.cpu_offload:  # only parameters are offloaded
             for module in self.net.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(device))
@@ -79,25 +78,24 @@ class ShardedModel:
             mean, std = self.net.init_normal(name)
             fill_normal(parameter, name, mean, std, seed, device)
 
-    def forward_backward(self, micro_batches: Sequence[Batch], tokens: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradient of (sum of token losses and auxiliary losses) / `tokens`. Returns this
-        rank's summand of (sum of token losses) / `tokens`, detached: the sum over all ranks is the loss.
+    def forward_backward(self, micro_batches: Sequence[Batch], num_targets: torch.Tensor) -> torch.Tensor:
+        """Accumulate the gradient of (sum of token losses and auxiliary losses) / `num_targets`. Returns this
+        rank's summand of (sum of token losses) / `num_targets`, detached: the sum over all ranks is the loss.
         Afterwards `auxiliary_losses` has this rank's summands of the auxiliary losses.
 
-        `tokens`: number of targets that count, over all ranks and micro-batches. Gradients are reduced in the
-        last backward, or in every backward.
-        """
+        `num_targets`: number of targets that count, over all ranks and micro-batches. Gradients are reduced
+        in the last backward, or in every backward."""
         if self.pipeline is not None:
             inputs = [self.model_inputs(b) for b in micro_batches]
-            return self._counted_once(self.pipeline.forward_backward(inputs, tokens))
-        total, auxiliary = torch.zeros((), device=tokens.device), dict[str, torch.Tensor]()
+            return self._counted_once(self.pipeline.forward_backward(inputs, num_targets))
+        total, auxiliary = torch.zeros((), device=num_targets.device), dict[str, torch.Tensor]()
         for i, batch in enumerate(micro_batches):
             is_last = i == len(micro_batches) - 1
-            sync_gradients(self.net, self.layout.reduce_every_micro_batch or is_last)
-            loss = self.net(*self.model_inputs(batch)) / tokens.clamp(min=1)
+            sync_gradients(self.net, self.settings.reduce_every_micro_batch or is_last)
+            loss = self.net(*self.model_inputs(batch)) / num_targets.clamp(min=1)
             total += loss.detach()
             for name, value in self.net.auxiliary_losses().items():
-                value = value / tokens.clamp(min=1)
+                value = value / num_targets.clamp(min=1)
                 auxiliary[name] = auxiliary.get(name, 0.0) + value.detach()
                 loss = loss + value
             loss.backward()
@@ -107,7 +105,7 @@ class ShardedModel:
     def weights_changed(self) -> None:
         """Update values that are derived from the weights. Call it after loading a checkpoint; `after_step`
         calls it after each step. Collective."""
-        if self.layout.gathers_float8:
+        if self.settings.gathers_float8:
             precompute_scales(self.net)
 
     def after_step(self, applied: torch.Tensor) -> None:
@@ -168,7 +166,7 @@ class ShardedModel:
                 attention = self.attention.for_context_parallel(self.sharding, tokens, whole)
                 positions = self.sharding.local_positions(padded, tokens.device)
                 tokens = tokens[:, positions]
-            logits = self._forward(Inputs(tokens, positions, attention, self.layout.logits))
+            logits = self._forward(Inputs(tokens, positions, attention, self.settings.head_fn_for_logits))
             if self.pipeline is not None:
                 shape = (*tokens.shape, self.net.vocab_size)
                 logits = self.pipeline.broadcast_from_last(logits, shape, tokens.device)

@@ -90,10 +90,11 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[PackedSequences, Tokeniz
     tree.setdefault("tokenizer", shards.prepared.get("tokenizer", {}))
     show = toml.build(Show, tree, locator)
     tokenizer = show.tokenizer.build()
-    if tokenizer.fingerprint != shards.tokenizer:
+    if tokenizer.fingerprint != shards.tokenizer_fingerprint:
         raise ConfigError(
-            f"{path} was made with tokenizer {shards.tokenizer}, this one is {tokenizer.fingerprint}: select "
-            "the right tokenizer with --tokenizer.name, --tokenizer.path, ..."
+            f"{path} was made with tokenizer {shards.tokenizer_fingerprint}, this one is "
+            f"{tokenizer.fingerprint}: select the right tokenizer with --tokenizer.name, --tokenizer.path, "
+            "..."
         )
     return PACKINGS[show.packing](shards, show.seq_len, Path(show.cache_dir), True), tokenizer
 

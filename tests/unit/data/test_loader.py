@@ -25,7 +25,7 @@ from tests.support.datasets import FakeTokenizer, write_dataset
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch, make_batch, sequence_hash
 from titanlite.data.loader import Data, MicroBatches, SequenceDataset, SequenceLoader
-from titanlite.data.order import BLOCK, quotas
+from titanlite.data.order import MIXING_BLOCK, quotas
 from titanlite.data.packing import TokenSequence
 from titanlite.data.sources import Tokens
 from titanlite.errors import LoaderError
@@ -88,7 +88,7 @@ def take(sequences: SequenceDataset, order: MicroBatches, number: int, num_worke
 
 
 def sha(batches: list[Batch]) -> int:
-    return sum(b.sha for b in batches) % U64
+    return sum(b.hash for b in batches) % U64
 
 
 def reference_sha(sequences: SequenceDataset, first: int, last: int) -> int:
@@ -102,7 +102,7 @@ def test_held_out_sequences_are_never_trained_on(folder: Path, sequences: Sequen
     """20,000 training sequences are at least two epochs of each source and contain every sequence."""
     held = contents(sequences.held_out(np.arange(sequences.num_held_out)))
     assert len(set(held)) == sequences.num_held_out == 30
-    trained = Counter(contents(sequences.training(np.arange(20 * BLOCK))))
+    trained = Counter(contents(sequences.training(np.arange(20 * MIXING_BLOCK))))
     assert not trained.keys() & set(held)
     everything = {chunk for name in SIZES for chunk in all_chunks(folder, name)}
     assert trained.keys() | set(held) == everything
@@ -146,11 +146,11 @@ def test_without_holdout_every_sequence_is_trained_on(folder: Path) -> None:
     sequences = make_sequences(folder, {"a": 1}, holdout_sequences=0)
     assert sequences.num_held_out == 0
     assert sequences.held_out(np.arange(0)) == []
-    assert set(contents(sequences.training(np.arange(3 * BLOCK)))) == all_chunks(folder, "a")
+    assert set(contents(sequences.training(np.arange(3 * MIXING_BLOCK)))) == all_chunks(folder, "a")
 
 
 def test_a_sequences_source_follows_the_weights(folder: Path, sequences: SequenceDataset) -> None:
-    trained = contents(sequences.training(np.arange(5 * BLOCK, 6 * BLOCK)))
+    trained = contents(sequences.training(np.arange(5 * MIXING_BLOCK, 6 * MIXING_BLOCK)))
     for name, quota in {"a": 500, "b": 167, "c": 333}.items():
         chunks = all_chunks(folder, name)
         assert sum(sequence in chunks for sequence in trained) == quota
@@ -159,7 +159,7 @@ def test_a_sequences_source_follows_the_weights(folder: Path, sequences: Sequenc
 def test_the_order_of_sources_in_the_file_does_not_matter(folder: Path, sequences: SequenceDataset) -> None:
     other = make_sequences(folder, {"c": 2, "b": 1, "a": 3})
     assert other.identity == sequences.identity
-    numbers = np.arange(2 * BLOCK)
+    numbers = np.arange(2 * MIXING_BLOCK)
     assert contents(other.training(numbers)) == contents(sequences.training(numbers))
     assert contents(other.held_out(np.arange(30))) == contents(sequences.held_out(np.arange(30)))
 
@@ -171,7 +171,7 @@ def test_a_batch_holds_its_sequences_shifted_by_one(sequences: SequenceDataset) 
     assert batch.inputs.tolist() == expected[:, :-1].tolist()
     assert batch.targets.tolist() == expected[:, 1:].tolist()
     assert batch.num_targets == 3 * SEQ_LEN
-    assert batch.sha == reference_sha(sequences, 5, 8)
+    assert batch.hash == reference_sha(sequences, 5, 8)
 
 
 def test_sequences_that_fill_up_a_batch_do_not_count(sequences: SequenceDataset) -> None:
@@ -181,9 +181,9 @@ def test_sequences_that_fill_up_a_batch_do_not_count(sequences: SequenceDataset)
     assert full.inputs.shape == full.targets.shape == (4, SEQ_LEN)
     assert full.targets[:2].tolist() == batch.targets.tolist()
     assert (full.targets[2:] == IGNORE).all()
-    assert (full.num_targets, full.sha) == (batch.num_targets, batch.sha) == (2 * SEQ_LEN, batch.sha)
+    assert (full.num_targets, full.hash) == (batch.num_targets, batch.hash) == (2 * SEQ_LEN, batch.hash)
     nothing = make_batch([], [], num_sequences=4, seq_len=SEQ_LEN)
-    assert (nothing.num_targets, nothing.sha) == (0, 0)
+    assert (nothing.num_targets, nothing.hash) == (0, 0)
 
 
 def test_the_hash_knows_tokens_and_places() -> None:
@@ -197,8 +197,8 @@ def test_the_hash_knows_tokens_and_places() -> None:
     assert len(hashes) == 4
     assert all(0 <= h < U64 for h in hashes)
     # a sum over sequences, and still not blind to their order
-    same = make_batch([0, 1], [TokenSequence(sequence), TokenSequence(other)], seq_len=4).sha
-    assert make_batch([0, 1], [TokenSequence(other), TokenSequence(sequence)], seq_len=4).sha != same
+    same = make_batch([0, 1], [TokenSequence(sequence), TokenSequence(other)], seq_len=4).hash
+    assert make_batch([0, 1], [TokenSequence(other), TokenSequence(sequence)], seq_len=4).hash != same
 
 
 SPLITS = [(dp, mb) for dp in (1, 2, 3, 4, 6) for mb in (1, 2, 4, 12, 24) if 24 % (dp * mb) == 0]
@@ -234,8 +234,8 @@ def test_workers_give_the_same_batches(sequences: SequenceDataset) -> None:
     for a, b in zip(alone, workers):
         assert torch.equal(a.inputs, b.inputs)
         assert torch.equal(a.targets, b.targets)
-        assert (a.sha, a.num_targets) == (b.sha, b.num_targets)
-    assert len({b.sha for b in alone}) == 7
+        assert (a.hash, a.num_targets) == (b.hash, b.num_targets)
+    assert len({b.hash for b in alone}) == 7
 
 
 # A global batch of 24 sequences over three changes of ranks, workers and micro-batch, by sequences that pass
@@ -265,7 +265,7 @@ def test_batch_sha_is_equal_for_any_ranks_and_workers(
     for rank in range(dp):
         order = MicroBatches(990, 24, micro_batch, rank, dp)
         for step, batch in enumerate(take(packed, order, 2, num_workers)):
-            actual[step] += batch.sha
+            actual[step] += batch.hash
     assert [f % U64 for f in actual] == expected
     assert expected[0] != expected[1]
 
@@ -312,7 +312,7 @@ def test_validation_sources_are_all_there_is_to_validate_on(folder: Path) -> Non
     assert len(held) == len(set(held))
     some = {name: sum(sequence in all_chunks(folder, name) for sequence in held[:60]) for name in "bc"}
     assert min(some.values()) > 5  # the first ones are of both
-    assert set(contents(sequences.training(np.arange(3 * BLOCK)))) == all_chunks(folder, "a")
+    assert set(contents(sequences.training(np.arange(3 * MIXING_BLOCK)))) == all_chunks(folder, "a")
     swapped = make_sequences(folder, {"a": 1}, validation_sources=sources[::-1], holdout_sequences=0)
     assert contents(swapped.held_out(numbers)) == held
     assert swapped.identity == sequences.identity
@@ -344,9 +344,11 @@ def test_max_epochs_refuses_a_run_that_passes_through_more_often(folder: Path) -
     data = Data(sources=sources, cache_dir=str(folder / "cache"))
     sequences = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=SEED)
     chunks = all_chunks(folder, "b")
-    seen = np.cumsum([sequence in chunks for sequence in contents(sequences.training(np.arange(BLOCK)))])
+    seen = np.cumsum(
+        [sequence in chunks for sequence in contents(sequences.training(np.arange(MIXING_BLOCK)))]
+    )
     enough = int(np.searchsorted(seen, 2 * len(chunks), side="right"))
-    assert 2 * len(chunks) < BLOCK
+    assert 2 * len(chunks) < MIXING_BLOCK
     assert len(sequences.describe(enough)) == 2
     with pytest.raises(ConfigError, match=r"b.*max_epochs = 2") as e:
         sequences.describe(enough + 1)
@@ -395,7 +397,7 @@ def test_random_number_generators_do_not_enter(folder: Path) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    first=st.one_of(st.integers(0, 3 * BLOCK), st.integers(0, 10**10)),
+    first=st.one_of(st.integers(0, 3 * MIXING_BLOCK), st.integers(0, 10**10)),
     runs=st.lists(st.integers(1, 3), min_size=4, max_size=4),
     dp=st.sampled_from([1, 2, 3]),
 )
@@ -409,12 +411,12 @@ def test_resuming_is_skipping(sequences: SequenceDataset, first: int, runs: list
         for steps in runs:
             resumed += take(sequences, MicroBatches(consumed, size, micro_batch, rank, dp), steps * per_step)
             consumed += steps * size
-        assert [b.sha for b in resumed] == [b.sha for b in straight]
+        assert [b.hash for b in resumed] == [b.hash for b in straight]
         assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(resumed, straight))
     late = take(
         sequences, MicroBatches(first + 1, size, micro_batch, 0, dp), 1
     )  # negative control: a sequence too far
-    assert late[0].sha != take(sequences, MicroBatches(first, size, micro_batch, 0, dp), 1)[0].sha
+    assert late[0].hash != take(sequences, MicroBatches(first, size, micro_batch, 0, dp), 1)[0].hash
 
 
 @settings(max_examples=15, deadline=None)
@@ -599,7 +601,9 @@ def test_the_identity_does_not_change_with_what_changes_no_sequence(
 def test_the_identity_is_json(sequences: SequenceDataset) -> None:
     assert json.loads(json.dumps(sequences.identity)) == sequences.identity
     assert (
-        sorted(sequences.identity["sources"].values()) == sorted(quotas([3, 1, 2], BLOCK)) == [167, 333, 500]
+        sorted(sequences.identity["sources"].values())
+        == sorted(quotas([3, 1, 2], MIXING_BLOCK))
+        == [167, 333, 500]
     )
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlite.data import order
-from titanlite.data.order import BLOCK, TABLE, Mixture, key_of, permute, quotas
+from titanlite.data.order import MIXING_BLOCK, TABLE, Mixture, key_of, permute, quotas
 
 # permute(i, n, key) for i = 0, 1, 2, 3, n // 2, n - 1 (mod n). A changed value changes the data of every run.
 GOLDEN = {
@@ -141,7 +141,7 @@ def test_fixed_points_are_as_many_as_chance_has() -> None:
 
 @given(
     st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=12),
-    st.one_of(st.just(BLOCK), st.integers(0, 10**6)),
+    st.one_of(st.just(MIXING_BLOCK), st.integers(0, 10**6)),
 )
 def test_quotas_sum_and_are_within_one_of_the_share(weights: list[float], total: int) -> None:
     counts = quotas(weights, total)
@@ -165,9 +165,9 @@ SIZES, UIDS, WEIGHTS = [7, 450, 6000], ["a", "b", "c"], [1, 2.5, 3]
 
 def test_every_block_holds_the_exact_quotas() -> None:
     mixture = Mixture(SIZES, UIDS, WEIGHTS, seed=3)
-    assert mixture.quotas == quotas(WEIGHTS, BLOCK)
+    assert mixture.quotas == quotas(WEIGHTS, MIXING_BLOCK)
     for block in (*range(20), 10**6, 10**9):
-        source, sequence = mixture.locate(np.arange(block * BLOCK, (block + 1) * BLOCK))
+        source, sequence = mixture.locate(np.arange(block * MIXING_BLOCK, (block + 1) * MIXING_BLOCK))
         assert np.bincount(source, minlength=3).tolist() == mixture.quotas
         assert (sequence >= 0).all()
         assert (sequence < np.asarray(SIZES)[source]).all()
@@ -178,7 +178,7 @@ def test_each_source_is_consumed_without_gaps() -> None:
     mixture = Mixture(SIZES, UIDS, WEIGHTS, seed=3)
     seen: list[Counter[int]] = [Counter() for _ in SIZES]
     for block in range(20):
-        source, sequence = mixture.locate(np.arange(block * BLOCK, (block + 1) * BLOCK))
+        source, sequence = mixture.locate(np.arange(block * MIXING_BLOCK, (block + 1) * MIXING_BLOCK))
         for k, size in enumerate(SIZES):
             seen[k].update(sequence[source == k].tolist())
             epochs, rest = divmod((block + 1) * mixture.quotas[k], size)
@@ -191,7 +191,7 @@ def test_a_source_is_read_in_the_order_of_its_own_key() -> None:
     """The closed form: b blocks take images 0 .. b * quota - 1 of the epoch's permutation."""
     size, seed = 10**6, 11
     mixture = Mixture([size, 500], ["big", "small"], [3, 1], seed)
-    source, sequence = mixture.locate(np.arange(4 * BLOCK))
+    source, sequence = mixture.locate(np.arange(4 * MIXING_BLOCK))
     taken = np.arange(4 * mixture.quotas[0])
     expected = permute(taken, size, key_of("epoch", seed, "big", 0))
     assert sorted(sequence[source == 0].tolist()) == sorted(expected.tolist())
@@ -237,8 +237,8 @@ def test_golden_places() -> None:
 
 def sequences_of(mixture: Mixture, uid: str, blocks: int) -> list[int]:
     """The sequences of a source in the first blocks, as a sorted list."""
-    source, sequence = mixture.locate(np.arange(blocks * BLOCK))
-    return sorted(sequence[source == mixture.uids.index(uid)].tolist())
+    source, sequence = mixture.locate(np.arange(blocks * MIXING_BLOCK))
+    return sorted(sequence[source == mixture.fingerprints.index(uid)].tolist())
 
 
 def test_other_sources_and_their_places_leave_a_source_its_order() -> None:
@@ -259,7 +259,7 @@ def test_other_sources_and_their_places_leave_a_source_its_order() -> None:
 
 
 def test_the_seed_changes_sources_and_sequences() -> None:
-    numbers = np.arange(5 * BLOCK)
+    numbers = np.arange(5 * MIXING_BLOCK)
     (source_a, sequence_a), (source_b, sequence_b) = (
         Mixture(SIZES, UIDS, WEIGHTS, seed).locate(numbers) for seed in (0, 1)
     )

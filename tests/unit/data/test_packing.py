@@ -213,7 +213,7 @@ def test_a_damaged_index_is_made_again_and_is_the_same(
     damage(packed.index.path / name, how)
     with caplog.at_level("WARNING", "titanlite"):
         again = BestFitSequences(shards, 32, tmp_path / "cache", True)
-    assert again.uid == packed.uid
+    assert again.fingerprint == packed.fingerprint
     assert [again[i].tokens.tolist() for i in range(len(again))] == sequences
     assert index_files(tmp_path / "cache") == files
     (said,) = caplog.messages
@@ -286,14 +286,14 @@ def test_sequences_travel_to_workers(shards: TokenShards, tmp_path: Path) -> Non
     for kind in PACKINGS:
         sequences = pack(kind, shards, 32)
         clone = pickle.loads(pickle.dumps(sequences))
-        assert clone.uid == sequences.uid
+        assert clone.fingerprint == sequences.fingerprint
         assert clone[3].tokens.tolist() == sequences[3].tokens.tolist()
         assert len(pickle.dumps(sequences)) < 4000
 
 
 def test_uids_tell_packings_apart(shards: TokenShards, tmp_path: Path) -> None:
     sequences = [pack(kind, shards, n) for kind, n in (("chunk", 32), ("best_fit", 32), ("best_fit", 31))]
-    assert len({r.uid for r in sequences}) == 3
+    assert len({r.fingerprint for r in sequences}) == 3
     assert isinstance(sequences[0], ChunkedSequences)
     assert isinstance(sequences[1], BestFitSequences)
 
@@ -360,5 +360,5 @@ def test_counts_are_those_of_the_tensors(sequences: list[tuple[set[int], int]]) 
         ours, theirs = getattr(clone, name), getattr(batch, name)
         assert torch.equal(ours, theirs)
         assert ours.dtype == torch.int64
-    for name in ("num_targets", "sha", "num_documents"):
+    for name in ("num_targets", "hash", "num_documents"):
         assert getattr(clone, name) == getattr(batch, name)

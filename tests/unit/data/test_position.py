@@ -87,7 +87,7 @@ def test_the_state_is_one_integer(sequences: SequenceDataset) -> None:
         assert json.loads(state) == {"sequences": position + 3 * MICRO_BATCH}
         resumed = loader_at(sequences, 5)
         resumed.load_state_dict(json.loads(state))
-        assert next(resumed).sha == next(running).sha
+        assert next(resumed).hash == next(running).hash
 
 
 def test_epochs_stay_complete_far_in(sequences: SequenceDataset) -> None:
@@ -96,7 +96,7 @@ def test_epochs_stay_complete_far_in(sequences: SequenceDataset) -> None:
     small = min(range(3), key=lambda k: sequences.sizes[k])
     assert sequences.sizes[small] == 6
     for block in (0, 10**6, 10**9):
-        numbers = np.arange(block * order.BLOCK, (block + 1) * order.BLOCK)
+        numbers = np.arange(block * order.MIXING_BLOCK, (block + 1) * order.MIXING_BLOCK)
         source, sequence = sequences._mixture.locate(numbers)
         counts = np.bincount(sequence[source == small], minlength=6)
         assert counts.sum() == sequences._mixture.quotas[small]

@@ -79,7 +79,7 @@ def test_it_gives_what_torchs_data_loader_gives(sequences: SequenceDataset, num_
     for mine, theirs in islice(zip(ours, plain), 12):
         assert torch.equal(mine.inputs, theirs.inputs)
         assert torch.equal(mine.targets, theirs.targets)
-        assert mine.sha == theirs.sha
+        assert mine.hash == theirs.hash
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -108,8 +108,8 @@ def test_a_run_goes_on_anywhere_with_other_ranks_workers_and_batches(sequences: 
         assert states == [states[0]] * ranks
         last = states[0]["sequences"]
         assert last == consumed + sum(len(batch.inputs) for batch in batches)
-        assert sum(batch.sha for batch in batches) % U64 == sha_of(sequences, consumed, last)
-        assert sum(batch.sha for batch in batches) % U64 != sha_of(
+        assert sum(batch.hash for batch in batches) % U64 == sha_of(sequences, consumed, last)
+        assert sum(batch.hash for batch in batches) % U64 != sha_of(
             sequences, consumed + 1, last + 1
         )  # the control
         consumed = last
@@ -119,11 +119,11 @@ def test_a_run_goes_on_anywhere_with_other_ranks_workers_and_batches(sequences: 
 def test_a_state_is_taken_up_by_a_loader_that_runs(sequences: SequenceDataset) -> None:
     """The workers end, and their prefetched batches are dropped."""
     loader = SequenceLoader(sequences, MicroBatches(0, STEP, 4, 0, 1), 2, pin_memory=False)
-    later = [next(loader).sha for _ in range(4)][2:]
+    later = [next(loader).hash for _ in range(4)][2:]
     before = multiprocessing.active_children()
     loader.load_state_dict({"sequences": 8})
     assert loader.state_dict() == {"sequences": 8}
-    assert [next(loader).sha for _ in range(2)] == later
+    assert [next(loader).hash for _ in range(2)] == later
     assert not [process for process in before if process.is_alive()]
 
 
@@ -143,10 +143,10 @@ def test_control_torchdatas_own_state_fits_one_layout_only(sequences: SequenceDa
     loader = torchdatas(sequences, 1, 0)
     assert len(list(islice(loader, STEP // 4))) == 6  # one step
     state = loader.state_dict()
-    same, other = (next(iter(torchdatas(sequences, ranks, 0, state))).sha for ranks in (1, 2))
-    assert same == next(loaders(sequences, STEP, 1, 4)[0]).sha
+    same, other = (next(iter(torchdatas(sequences, ranks, 0, state))).hash for ranks in (1, 2))
+    assert same == next(loaders(sequences, STEP, 1, 4)[0]).hash
     assert (
-        other == next(loaders(sequences, 2 * STEP, 2, 4)[0]).sha
+        other == next(loaders(sequences, 2 * STEP, 2, 4)[0]).hash
     )  # a step of 24 sequences is lost, in silence
     with pytest.raises(AssertionError):
         iter(torchdatas(sequences, 1, 2, state))

@@ -100,7 +100,7 @@ def test_prepare_reports_and_reads_tokenizer_overrides(
     assert prepare.main(argv) == 0
     shards, tokenizer = TokenShards(tmp_path / "out"), Tiktoken(path=path).build()
     assert shards.document(0).tolist() == [tokenizer.bos, *tokenizer.encode("hello world"), tokenizer.eos]
-    assert shards.tokenizer == tokenizer.fingerprint
+    assert shards.tokenizer_fingerprint == tokenizer.fingerprint
     assert f"1 documents, {shards.num_tokens} tokens" in capsys.readouterr().out
 
 
