@@ -36,6 +36,7 @@ def facts(run: RunFolder) -> dict[str, str]:
     return {
         "model": run.about[0] if run.about else _text(run.setting("model.name")),
         "steps": f"{last:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""),
+        "logged": _logged(run),
         "tokens": short(tokens) if tokens is not None else "",
         "batch": _batch(run),
         "optimizer": f"{_text(optimizer[0])}, peak learning rate {_text(optimizer[1])}"
@@ -120,6 +121,13 @@ def _batch(run: RunFolder) -> str:
     if not isinstance(size, int) or not isinstance(seq_len, int):
         return ""
     return f"{size} sequences of {seq_len} tokens" if size > 0 else f"sequences of {seq_len} tokens"
+
+
+def _logged(run: RunFolder) -> str:
+    steps = [record["step"] for record in run.records]
+    gap = float(np.median(np.diff(steps))) if len(steps) > 2 else 0
+    every = "" if gap == 0 else ", every step" if gap == 1 else f", every {gap:g} steps"
+    return f"{len(steps):,} times{every}"
 
 
 def _layout(run: RunFolder) -> str:

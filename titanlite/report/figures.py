@@ -113,7 +113,7 @@ def metric_chart(runs: Sequence[RunFolder], key: str, title: str, unit: str) -> 
 def marks_of(run: RunFolder, index: int) -> list[Mark]:
     """Return the marks of one run: resumes, saves, skipped steps and rewinds."""
     marks = [_mark(run, index, "resumed", step, f"resumed after step {step}") for step in run.resumes()]
-    saves = sorted({saved.step for saved in run.checkpoints})
+    saves = sorted(run.saves())
     marks += [_mark(run, index, "saved", step, f"saved step {step}") for step in saves[-MAX_MARKS:]]
     counts = {"skipped": "train/skipped_steps", "rewound": "guard/rewinds"}
     for kind, key in counts.items():

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +102,16 @@ class RunFolder:
         for part in key.split("."):
             node = node.get(part) if isinstance(node, dict) else None
         return node
+
+    def saves(self) -> set[int]:
+        """Return the steps after which the run was saved. For checkpoints that no longer exist it is the
+        logged step before the record that has the time of the save."""
+        steps = {saved.step for saved in self.checkpoints}
+        for before, record in pairwise(self.records):
+            is_known = any(before["step"] <= step < record["step"] for step in steps)
+            if not is_known and (number(record.get("checkpoint/stall_s")) or 0) > 0:
+                steps.add(before["step"])
+        return steps
 
     def resumes(self) -> list[int]:
         """Return the steps after which the run was started again."""

@@ -6,7 +6,8 @@ process and the start of the next is not known and not counted.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import sys
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 
@@ -51,14 +52,12 @@ def timeline(run: RunFolder) -> Timeline:
         return Timeline({}, np.zeros(0))
     typical_s = float(np.median(step_times))
     causes = Counter[str]()
-    resumes = run.resumes()
-    again = _superseded(run, resumes, typical_s, causes)
+    again = _superseded(run, typical_s, causes)
     hours, total, before = [], 0.0, 0
     for record in run.records:
         seconds = _seconds(record, record["step"] - before, typical_s)
         causes.update(seconds)
-        if number(record.get(FIRST_STEP)) is not None:
-            total += again.pop(record["step"] - 1, 0.0)
+        total += sum(again.pop(step) for step in sorted(again) if step <= record["step"])
         total += sum(seconds.values())
         hours.append(total / 3600)
         before = record["step"]
@@ -73,22 +72,22 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _superseded(
-    run: RunFolder, resumes: list[int], typical_s: float, causes: Counter[str]
-) -> dict[int, float]:
-    """Add the time of the steps that were trained again, and return it by the step after which the run was
-    resumed. Starts and saves of these steps count as what they are."""
-    by_resume, before = dict[int, float](), 0
+def _superseded(run: RunFolder, typical_s: float, causes: Counter[str]) -> dict[int, float]:
+    """Add the time of the steps that were trained again, and return it by the first step of each such part.
+    Starts, saves and the like among these steps count as what they are."""
+    steps, parts = [record["step"] for record in run.records], dict[int, float]()
+    first = before = sys.maxsize
     for record in run.superseded:
         step = record["step"]
-        at = bisect_right(resumes, step - 1)
-        resume = resumes[at - 1] if at else 0
-        seconds = _seconds(record, step - (before if resume < before < step else resume), typical_s)
+        if step <= before:  # the next part
+            first, at = step, bisect_left(steps, step)
+            before = steps[at - 1] if at else 0
+        seconds = _seconds(record, step - before, typical_s)
         seconds["steps trained again"] = sum(seconds.pop(k, 0.0) for k in ("training", "data wait"))
         causes.update(seconds)
-        by_resume[resume] = by_resume.get(resume, 0.0) + sum(seconds.values())
+        parts[first] = parts.get(first, 0.0) + sum(seconds.values())
         before = step
-    return by_resume
+    return parts
 
 
 def _seconds(record: Record, num_steps: int, typical_s: float) -> dict[str, float]:

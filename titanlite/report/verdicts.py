@@ -8,7 +8,7 @@ loss, because noise cannot be told from a trend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -55,7 +55,7 @@ def verdicts_of(run: RunFolder) -> list[Verdict]:
     verdicts = [
         *not_finite(loss),
         *diverged(loss),
-        *spikes(loss),
+        *spikes(loss, run.series("train/skipped_steps")),
         *trend(loss, run.series("train/learning_rate")),
         *overfitting(loss, run.series("eval/loss")),
         *noisier(loss),
@@ -102,9 +102,10 @@ def skipped(skipped_steps: Series) -> list[Verdict]:
     ]
 
 
-def spikes(loss: Series) -> list[Verdict]:
+def spikes(loss: Series, skipped_steps: Series | None = None) -> list[Verdict]:
     """Sudden rises of the loss: two of three consecutive logged losses lie more than six standard deviations
-    of the noise above the median of the 64 before, or one loss lies more than twenty above it."""
+    of the noise above the median of the 64 before, or one loss lies more than twenty above it.
+    `skipped_steps`: the number of skipped steps so far."""
     loss = loss.finite()
     if len(loss) < MIN_POINTS:
         return []
@@ -119,13 +120,23 @@ def spikes(loss: Series) -> list[Verdict]:
             continue
         below = np.flatnonzero(loss.values[start:] <= level[start] + 2 * sigma[start])
         end = start + int(below[0]) if len(below) else len(loss)
-        verdicts.append(_spike(loss, start, end, level[start], sigma[start]))
+        verdict = _spike(loss, start, end, level[start], sigma[start])
+        end_step = int(loss.steps[min(end, len(loss) - 1)])
+        skips = _skips(skipped_steps, int(loss.steps[start]), end_step)
+        verdicts.append(replace(verdict, evidence=verdict.evidence + skips))
     if len(verdicts) > MAX_SPIKES:
         rest = f"; {len(verdicts) - MAX_SPIKES} more spikes of this run are not listed"
         last = verdicts[MAX_SPIKES - 1]
-        last = Verdict(last.name, last.headline, last.evidence + rest, last.step, last.weight)
-        return [*verdicts[: MAX_SPIKES - 1], last]
+        return [*verdicts[: MAX_SPIKES - 1], replace(last, evidence=last.evidence + rest)]
     return verdicts
+
+
+def _skips(skipped_steps: Series | None, first: int, last: int) -> str:
+    """How many steps were skipped from step `first` to step `last`, as the end of a sentence."""
+    if skipped_steps is None or not len(skipped_steps):
+        return ""
+    counts = np.interp([first - 1, last], skipped_steps.steps, skipped_steps.values)
+    return f"; {int(counts[1] - counts[0])} of these steps were skipped" if counts[1] > counts[0] else ""
 
 
 def _level_before(values: Floats) -> tuple[Floats, Floats]:

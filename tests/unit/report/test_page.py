@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ import pytest
 
 from tests.support.curves import falling, noise_like, write_run
 from titanlite.cli import run
+from titanlite.metrics.sinks.jsonl import JsonLines
+from titanlite.metrics.sinks.samples import Samples
 from titanlite.report.charts import MAX_POINTS, Chart, Line, downsample, short, svg, ticks
 from titanlite.report.page import report
 from titanlite.report.run_folder import names_of, read_run
@@ -209,9 +214,62 @@ def test_the_time_of_a_killed_run_has_its_causes(tmp_path: Path) -> None:
     assert cells["data wait"] == "30.0 s"
     assert "after step 100" in page
     assert 'class="mark resumed run0"' in page
+    minutes = data_of(page)["charts"][1]["lines"][0]
+    assert minutes["x"][-1] == pytest.approx((20 + 30 + 198 * 1.5 + 12 + 4 + 60) / 60)
+
+
+def test_files_that_the_sinks_write_are_read(tmp_path: Path) -> None:
+    lines, samples = JsonLines(tmp_path / "metrics.jsonl", 0), Samples(tmp_path / "samples.txt", 0)
+    for step in (1, 2, 3, 4):
+        lines.write(step, {"train/loss": math.nan if step == 2 else 3.0, "checkpoint/stall_s": step == 4})
+    samples.sample(2, "one\n\nmore")
+    samples.sample(2, "two")
+    lines.close()
+    samples.close()
+    run = read_run(tmp_path, "run")
+    loss = run.series("train/loss")
+    assert loss.steps.tolist() == [1, 2, 3, 4]
+    assert np.isnan(loss.values).tolist() == [False, True, False, False]
+    assert run.samples == {2: ["one\n\nmore", "two"]}
+
+
+def test_saves_are_marked_also_when_the_checkpoint_is_gone(tmp_path: Path) -> None:
+    values = {"train/loss": [3.0] * 5, "checkpoint/stall_s": [None, None, 0.5, None, 0.5]}
+    folder = write_run(tmp_path / "run", values, every=10)
+    assert read_run(folder, "run").saves() == {20, 40}
+    page = page_of(folder)
+    assert page.count('class="mark saved') == 0  # no chart of the throughput
+    values["throughput/tokens_per_second"] = [1.0] * 5
+    assert page_of(write_run(folder, values, every=10)).count('class="mark saved') == 2
+
+
+def test_a_report_needs_no_torch() -> None:
+    code = "import sys, titanlite.tools.report, titanlite.tools.compare; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # ---- bad input
+
+
+def test_a_pipe_in_place_of_metrics_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert run(["report", str(tmp_path)]) == 2
+    assert "it is a named pipe, not a file" in capsys.readouterr().err
+
+
+def test_hostile_files_beside_the_metrics(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"train/loss": [3.0, 2.0]})
+    (folder / "job.toml").write_text(".".join("a" * 3000) + " = 1\n[training]\nsteps = []\nseq_len = {}\n")
+    (folder / "env.json").write_text('{"world_size": "<b>", "device": [[]], "torch": {}}')
+    os.mkfifo(folder / "metrics.superseded.jsonl")
+    manifest = folder / "checkpoint/step-1/manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text('{"format": 4, "step": 1, "saved_at": "<script>"}')
+    page = page_of(folder, folder)
+    Page(page)
+    assert "metrics.superseded.jsonl cannot be read: it is a named pipe" in page
+    assert "the manifest" in page or "SHA-256" in page
+    assert "<b>" not in page
 
 
 def test_holes_torn_lines_and_other_keys_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:

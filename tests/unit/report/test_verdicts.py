@@ -41,6 +41,8 @@ def test_a_spike_has_its_step_its_height_and_its_length() -> None:
     assert (verdict.name, verdict.step, verdict.weight) == ("spike", 251, "bad")
     assert float(verdict.headline.split("by ")[1].split()[0]) == pytest.approx(0.8, abs=0.1)
     assert "after 12 steps" in verdict.evidence
+    (verdict,) = verdicts.spikes(series(loss), series(np.repeat([0.0, 3.0], [252, 148])))
+    assert "3 of these steps were skipped" in verdict.evidence
     loss[250:262] -= 0.8
     assert verdicts.spikes(series(loss)) == []
 
