@@ -1,4 +1,5 @@
-"""Private and version-dependent APIs of torch and torchao. No other module uses such APIs.
+"""Private and version-dependent APIs of torch and torchao. Other modules do not use such APIs, except
+runtime/agent.py and runtime/rendezvous.py, which subclass torch's classes.
 
 Each function wraps one name that may be renamed or changed without notice, and its docstring states the
 behaviour that titanlite relies on. tests/unit/test_torch_compat.py has a test per function, which fails when
