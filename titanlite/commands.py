@@ -289,6 +289,11 @@ def _tokenizer_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] |
     return (words[0], overrides) if named else None
 
 
+def _metrics_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
+    words, overrides = split_words(take_flag(argv[1:], ALLOW_IMPORTS)[1])
+    return (str(Path(words[0]) / "job.toml"), overrides) if argv[0] == "push" and words else None
+
+
 def _prepare_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     words, overrides = split_words(argv)
     return (words[0] if words and words[0].endswith(".toml") else None), overrides
@@ -343,6 +348,13 @@ VERBS = {
         "train and show tokenizers",
         table="job",
         config_of=_tokenizer_config,
+        own=(ALLOW_IMPORTS,),
+    ),
+    "metrics": Verb(
+        "titanlite.tools.metrics",
+        "send the metrics of a run to experiment trackers",
+        table="job",
+        config_of=_metrics_config,
         own=(ALLOW_IMPORTS,),
     ),
     "migrate": Verb(

@@ -59,7 +59,7 @@ class JobInfo:
     imports: list[str] = field(default_factory=list)
     """Python modules to import before the rest of the file is read; they register components from outside
     the package. Modules in the current directory come first. `train` and `launch` import them; `config`,
-    `data`, `tokenizer`, `import`, `export` and `generate` need `--allow-imports`."""
+    `data`, `tokenizer`, `import`, `export`, `generate` and `metrics` need `--allow-imports`."""
 
     def __post_init__(self) -> None:
         if not self.dump_folder:

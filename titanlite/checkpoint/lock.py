@@ -23,9 +23,9 @@ WAIT_S = 120.0  # a restart may begin before the last process of the earlier sta
 
 class FolderLock:
     """The lock on `folder`, which is made if it is missing. The constructor raises ConfigError if another
-    process holds the lock for longer than WAIT_S, or if `folder` cannot be written to."""
+    process holds the lock for longer than `wait_s` (None: WAIT_S), or if `folder` cannot be written to."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, wait_s: float | None = None):
         self._path = folder / "LOCK"
         try:
             make_folder(folder)
@@ -34,14 +34,15 @@ class FolderLock:
             raise ConfigError(f"{self._path}: {e}; delete it", "job.dump_folder") from None
         except OSError as e:
             raise ConfigError(f"{folder} cannot be written to: {e}", "job.dump_folder") from None
-        deadline, has_warned = time.monotonic() + WAIT_S, False
+        wait_s = WAIT_S if wait_s is None else wait_s
+        deadline, has_warned = time.monotonic() + wait_s, False
         while not self._try():
             in_use = f"{folder} is in use by {self._holder()}"
             if time.monotonic() >= deadline:
                 self.close()
                 raise ConfigError(f"{in_use}; stop it, or choose another --job.dump_folder")
             if not has_warned:
-                logger.warning(f"{in_use}; waiting up to {WAIT_S:.0f} s for it to end")
+                logger.warning(f"{in_use}; waiting up to {wait_s:.0f} s for it to end")
                 has_warned = True
             time.sleep(0.2)
 

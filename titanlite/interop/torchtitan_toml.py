@@ -111,7 +111,6 @@ _REASONS = {  # reason why there is no counterpart: keys; a key that ends with a
     """,
     "training.deterministic makes non-deterministic operations errors": "debug.deterministic_warn_only",
     "activation_checkpoint decides": "float8.force_recompute_fp8_weight_in_bwd",
-    "add a [[metrics.sinks]] table": "metrics.enable_wandb",
     "files are below job.dump_folder": """
         metrics.save_tb_folder profiling.save_memory_snapshot_folder profiling.save_traces_folder
     """,

@@ -20,8 +20,11 @@ from titanlite.metrics.memory import peak_memory
 from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks
 from titanlite.metrics.sinks.console import Console
 from titanlite.metrics.sinks.jsonl import JsonLines
+from titanlite.metrics.sinks.mlflow import MLflow  # noqa: F401 -- registers the sink
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.metrics.sinks.tensorboard import TensorBoard
+from titanlite.metrics.sinks.trackio import Trackio  # noqa: F401 -- registers the sink
+from titanlite.metrics.sinks.wandb import WandB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class Metrics:
     """Steps between reports. The first and the last step always report."""
     enable_tensorboard: bool = True
     """Write TensorBoard files to <dump_folder>/tb, like `[[metrics.sinks]]` with name = "tensorboard"."""
+    enable_wandb: bool = False
+    """Send the run to Weights & Biases, like `[[metrics.sinks]]` with name = "wandb"."""
     sinks: list[Sink] = field(default_factory=list)
     """Sinks beside the console, metrics.jsonl and samples.txt."""
 
@@ -42,12 +47,20 @@ class Metrics:
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise ConfigError(f"{name!r} is named twice", f"sinks.{i}.name")
-            if name == TensorBoard.name and self.enable_tensorboard:
+            if name in [sink.name for sink in self._short_forms()]:
                 raise ConfigError(
-                    f"{name!r} is also on by metrics.enable_tensorboard; set that to false, or leave this "
+                    f"{name!r} is also on by metrics.enable_{name}; set that to false, or leave this "
                     "table out",
                     f"sinks.{i}.name",
                 )
+
+    def all_sinks(self) -> list[Sink]:
+        """The sinks that the keys of this section add."""
+        return [*self._short_forms(), *self.sinks]
+
+    def _short_forms(self) -> list[Sink]:
+        tensorboard = [TensorBoard()] if self.enable_tensorboard else []
+        return [*tensorboard, *([WandB()] if self.enable_wandb else [])]
 
     def open_sinks(self, run: RunInfo) -> Sinks:
         """All sinks of a run; for rank 0. Raises ConfigError for one that cannot work as it is set."""
@@ -58,7 +71,7 @@ class Metrics:
                 "samples.txt": Samples(run.folder / "samples.txt", run.resumed_step),
             }
         )
-        for sink in [*([TensorBoard()] if self.enable_tensorboard else []), *self.sinks]:
+        for sink in self.all_sinks():
             sinks.add(sink, run)
         return sinks
 

@@ -16,7 +16,7 @@ class Samples(Writer):
     """Each generated text under a line with its step."""
 
     def __init__(self, path: Path, from_step: int):
-        self._records = Records(path, partial(cut, path, _samples, _step_of_sample, from_step))
+        self._records = Records(path, partial(cut, path, split_samples, step_of_sample, from_step))
 
     def sample(self, step: int, text: str) -> None:
         self._records.append(f"--- step {step}\n{text}\n".encode(errors="replace"))
@@ -25,11 +25,13 @@ class Samples(Writer):
         self._records.close()
 
 
-def _samples(content: bytes) -> Sequence[bytes]:
+def split_samples(content: bytes) -> Sequence[bytes]:
+    """The samples of a file, each with its header."""
     return [s for s in re.split(rb"^(?=--- step \d+$)", content, flags=re.MULTILINE) if s]
 
 
-def _step_of_sample(sample: bytes) -> int:
+def step_of_sample(sample: bytes) -> int:
+    """The step of a sample; 0 for text before the first header. Raises ValueError for a damaged sample."""
     sample.decode()
     header = re.match(rb"--- step (\d+)$", sample, flags=re.MULTILINE)
     if header is None and b"\0" in sample:

@@ -1,0 +1,279 @@
+"""Pins the sinks wandb (offline), mlflow (a file store) and trackio (its local database) with the real
+libraries: a run that is killed, resumed and goes back, and `titanlite metrics push`. A test is skipped
+without its library; CI installs them."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.jobs import make_job
+from tests.support.trackers import RUN_ID, deliver, real, run_info, values
+from titanlite.config import toml
+from titanlite.config.component import ConfigError
+from titanlite.metrics.sinks.base import RunInfo
+from titanlite.metrics.sinks.jsonl import JsonLines
+from titanlite.metrics.sinks.mlflow import MLflow, MLflowClient
+from titanlite.metrics.sinks.trackio import Trackio, TrackioClient
+from titanlite.metrics.sinks.wandb import WandB, WandBClient
+from titanlite.tools import metrics as push
+from titanlite.train import train
+
+Rows = list[tuple[int, dict[str, Any]]]
+OFFLINE = {"mode": "offline", "project": "test"}
+
+
+@pytest.fixture(autouse=True)
+def _no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "MLFLOW_TRACKING_URI", "TRACKIO_SPACE_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb-config"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes seconds to make
+
+
+# ---- reading back
+
+
+def records_of(content: bytes) -> Iterator[bytes]:
+    """The records of a .wandb file: after 7 bytes, LevelDB's log format with blocks of 32 KiB."""
+    position, record = 7, b""
+    while position + 7 <= len(content):
+        length, kind = struct.unpack_from("<HB", content, position + 4)  # after the checksum
+        if 32768 - position % 32768 < 7 or kind == 0:
+            position += 32768 - position % 32768
+            continue
+        record += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last of several
+            yield record
+            record = b""
+
+
+def wandb_rows(folder: Path, run_id: str = RUN_ID) -> Rows:
+    """The history in a run's offline files, which a process of wandb's own completes after the run's end."""
+    rows: Rows = []
+    files = folder.glob(f"wandb/offline-run-*-{run_id}*/run-{run_id}.wandb")
+    for file in sorted(files, key=lambda file: file.stat().st_mtime_ns):
+        deadline = time.monotonic() + 60
+        while not (records := whole_file(file)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for record in records:
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                row = {i.key or i.nested_key[0]: json.loads(i.value_json) for i in items}
+                rows.append((row["step"], row))
+    return rows
+
+
+def whole_file(file: Path) -> list[Any]:
+    """The records of a .wandb file; none while the last one, the exit code, is missing."""
+    from wandb.proto import wandb_internal_pb2
+
+    records = [wandb_internal_pb2.Record.FromString(data) for data in records_of(file.read_bytes())]
+    is_whole = any(record.WhichOneof("record_type") == "exit" for record in records)
+    return records if is_whole else []
+
+
+def mlflow_uri(folder: Path) -> str:
+    return (folder / "mlruns").as_uri()
+
+
+def mlflow_run(folder: Path, run_id: str = RUN_ID) -> tuple[Any, Any]:
+    """The library's client, and a run."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(mlflow_uri(folder))
+    number = client.get_experiment_by_name("titanlite").experiment_id
+    (run,) = client.search_runs([number], f"tags.`titanlite.run_id` = '{run_id}'")
+    return client, run
+
+
+def mlflow_history(folder: Path, key: str = "train/loss", run_id: str = RUN_ID) -> list[tuple[int, float]]:
+    client, run = mlflow_run(folder, run_id)
+    return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)]
+
+
+def trackio_rows(name: str) -> Rows:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    return [(row["step"], row) for row in SQLiteStorage.get_logs("titanlite", name)]
+
+
+def steps_in(rows: Rows) -> list[int]:
+    return [step for step, row in rows if "train/loss" in row]
+
+
+# ---- kill, resume, going back
+
+
+def course(folder: Path, client: Any, resumed_step: int, last: int, lr: float = 0.1) -> Any:
+    """Take steps as a resumed run does; returns the open delivery."""
+    lines = JsonLines(folder / "metrics.jsonl", resumed_step)
+    delivery = deliver(folder, client, resumed_step)
+    delivery.event(resumed_step, "resumed")
+    for step in range(resumed_step + 1, last + 1):
+        lines.write(step, values(step, lr=lr))
+        delivery.write(step, values(step, lr=lr))
+    lines.close()
+    return delivery
+
+
+def all_courses(folder: Path, client: Callable[[], Any]) -> None:
+    """A run that ends after step 6, resumes at 4, and goes back to 8 with another learning rate."""
+    course(folder, client(), 0, 6).close()
+    delivery = course(folder, client(), 4, 9)
+    delivery.sample(9, 'once </pre> "upon"')
+    delivery.close()
+    course(folder, client(), 8, 10, lr=0.2).close()
+
+
+def test_wandb(tmp_path: Path) -> None:
+    real("wandb")
+    all_courses(tmp_path, lambda: WandBClient(tmp_path, OFFLINE))
+    rows = wandb_rows(tmp_path)
+    assert steps_in(rows) == list(range(1, 10))
+    assert rows[1][1]["train/loss"] == 9.0
+    assert [step for step, row in rows if "samples/0" in row] == [9]
+    (page,) = tmp_path.glob("wandb/offline-run-*/files/media/html/samples/0_*.html")
+    assert page.read_text() == "<pre>once &lt;/pre&gt; &quot;upon&quot;</pre>"
+    assert steps_in(wandb_rows(tmp_path, f"{RUN_ID}-b1")) == list(range(1, 11))
+
+
+def test_mlflow(tmp_path: Path) -> None:
+    real("mlflow")
+    all_courses(tmp_path, lambda: MLflowClient(mlflow_uri(tmp_path), "titanlite"))
+    assert mlflow_history(tmp_path) == [(step, 10.0 - step) for step in range(1, 10)]
+    assert [step for step, _ in mlflow_history(tmp_path, run_id=f"{RUN_ID}-b1")] == list(range(1, 11))
+    _, run = mlflow_run(tmp_path)
+    assert run.data.params["training.steps"] == "10"
+    assert (run.info.run_name, run.info.status) == (tmp_path.name, "KILLED")
+    branch = mlflow_run(tmp_path, f"{RUN_ID}-b1")[1]
+    assert (branch.info.run_name, branch.info.status) == (f"{tmp_path.name}@8", "FINISHED")
+    assert branch.data.params["branched_from"] == RUN_ID
+
+
+def test_mlflow_keeps_samples_and_changed_keys(tmp_path: Path) -> None:
+    real("mlflow")
+    deliver(tmp_path, MLflowClient(mlflow_uri(tmp_path), "titanlite"), interval=1).sample(3, "once")
+    deliver(tmp_path, MLflowClient(mlflow_uri(tmp_path), "titanlite"), interval=2).write(1, {"a": math.nan})
+    _, run = mlflow_run(tmp_path)
+    assert run.data.params["checkpoint.interval"] == "1"
+    assert run.data.tags["changed.checkpoint.interval"] == "2"
+    folder = Path(run.info.artifact_uri.removeprefix("file://"))
+    assert (folder / "samples/step-00000003-0.txt").read_text() == "once"
+
+
+def test_mlflow_knows_what_it_has_without_the_journal(tmp_path: Path) -> None:
+    real("mlflow")
+    course(tmp_path, MLflowClient(mlflow_uri(tmp_path), "titanlite"), 0, 6)
+    (tmp_path / "trackers/fake.jsonl").unlink()
+    course(tmp_path, MLflowClient(mlflow_uri(tmp_path), "titanlite"), 4, 8)
+    assert [step for step, _ in mlflow_history(tmp_path)] == list(range(1, 9))
+
+
+@pytest.fixture
+def trackio_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of trackio's database, which its modules have read from the environment."""
+    real("trackio")
+    from trackio import sqlite_storage, utils
+
+    folder = tmp_path / "trackio"
+    for module in (sqlite_storage, utils, sys.modules["trackio"]):
+        if hasattr(module, "TRACKIO_DIR"):
+            monkeypatch.setattr(module, "TRACKIO_DIR", folder)
+    return folder
+
+
+def test_trackio(tmp_path: Path, trackio_folder: Path) -> None:
+    all_courses(tmp_path, lambda: TrackioClient("titanlite", ""))
+    assert trackio_folder.is_dir()
+    rows = trackio_rows(f"{tmp_path.name}-01234567")
+    assert steps_in(rows) == list(range(1, 10))
+    (sample,) = (row["samples/0"] for _, row in rows if "samples/0" in row)
+    assert 'once </pre> "upon"' in str(sample)
+    assert steps_in(trackio_rows(f"{tmp_path.name}@8-01234567-b1")) == list(range(1, 11))
+
+
+# ---- a whole run
+
+
+def sinks(folder: Path) -> str:
+    wandb = "{name = 'wandb', mode = 'offline', project = 'test'}"
+    mlflow = f"{{name = 'mlflow', tracking_uri = '{mlflow_uri(folder)}'}}"
+    return f"--metrics.sinks=[{wandb}, {mlflow}, {{name = 'trackio'}}]"
+
+
+def test_a_run_and_a_push_to_all_three(
+    tmp_path: Path, corpus: Path, trackio_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("wandb", "mlflow"):
+        real(name)
+    assert train(make_job(tmp_path, corpus, "--training.steps=2")) == 0
+    job = make_job(tmp_path, corpus, "--training.steps=4", sinks(tmp_path))
+    assert train(job) == 0
+    run_id = (job.folder / "run_id.txt").read_text().strip()
+    assert steps_in(wandb_rows(job.folder, run_id)) == [1, 2, 3, 4]
+    assert [step for step, _ in mlflow_history(tmp_path, run_id=run_id)] == [1, 2, 3, 4]
+    assert steps_in(trackio_rows(f"run-{run_id[:8]}")) == [1, 2, 3, 4]
+    assert train(make_job(tmp_path, corpus, "--training.steps=6")) == 0
+    capsys.readouterr()
+    for number in (2, 0):
+        assert push.main(["push", str(job.folder), sinks(tmp_path)]) == 0
+        sent = f"{number} of 6 logged steps were missing; sent"
+        printed = [line for line in capsys.readouterr().out.splitlines() if "logged steps" in line]
+        assert printed == [
+            f"wandb (offline): {sent}",
+            f"mlflow ({mlflow_uri(tmp_path)} titanlite): {sent}",
+            f"trackio (local titanlite): {sent}",
+        ]
+    assert steps_in(wandb_rows(job.folder, run_id)) == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in mlflow_history(tmp_path, run_id=run_id)] == [1, 2, 3, 4, 5, 6]
+    assert steps_in(trackio_rows(f"run-{run_id[:8]}")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_wandb_without_a_key_is_offline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    real("wandb")
+    client = WandB().client(run_info(tmp_path))
+    assert client._options["mode"] == "offline"  # type: ignore[attr-defined]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("wandb has no API key")
+
+
+def test_the_clients_of_the_sinks(tmp_path: Path) -> None:
+    made: list[tuple[Any, RunInfo]] = [(sink, run_info(tmp_path)) for sink in (MLflow(), Trackio())]
+    for sink, run in made:
+        real(sink.name)
+        assert sink.client(run) is not None
+
+
+# ---- push: what bad input gets
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pull"], "unknown action 'pull' .known: push."),
+        (["push"], "takes one run folder"),
+        (["push", "nowhere"], "nowhere is not a run folder: it has no job.toml"),
+        (["push", "RUN"], "names no tracker; add --metrics.enable_wandb"),
+        (["push", "RUN", "--metrics.enable_wandb"], "has no steps to send"),
+    ],
+)
+def test_push_refuses(tmp_path: Path, corpus: Path, arguments: list[str], message: str) -> None:
+    job = make_job(tmp_path, corpus)
+    job.folder.mkdir()
+    (job.folder / "job.toml").write_text(toml.dump(job))
+    with pytest.raises(ConfigError, match=message):
+        push.main([str(job.folder) if word == "RUN" else word for word in arguments])

@@ -1,0 +1,102 @@
+"""The journal of a tracker: which records of a run were sent, so that a resumed run sends none twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from titanlite.config import json_file
+from titanlite.files import FileFault, read_regular
+from titanlite.log import logger
+from titanlite.metrics.records import Records, move_aside
+
+
+class Branch(NamedTuple):
+    """One course of training in a run folder. A run that goes back to `step` and continues with other data or
+    another learning rate begins the next branch there. `run_id`: of the run folder. `parent`: tracker id
+    of the branch before it."""
+
+    run_id: str
+    number: int = 0
+    step: int = 0
+    parent: str = ""
+
+    @property
+    def tracker_id(self) -> str:
+        """The id of the branch's run in the tracker."""
+        return f"{self.run_id}-b{self.number}" if self.number else self.run_id
+
+    def next_at(self, step: int) -> Branch:
+        """The branch that begins when the run goes back to `step`."""
+        return Branch(self.run_id, self.number + 1, step, self.tracker_id)
+
+
+class Journal:
+    """A file of JSON lines. A line with `run` begins a run of the tracker; each line after it is the key of a
+    record that was sent to that run, with the record's signature."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._branches = list[tuple[Branch, str]]()  # with their targets, oldest first
+        self._sent = dict[tuple[str, str], dict[str, str]]()  # by tracker id and target
+        path.parent.mkdir(exist_ok=True)
+        try:
+            content = read_regular(path)
+        except FileNotFoundError:
+            content = b""
+        except (OSError, FileFault) as e:
+            move_aside(path, str(e))
+            content = b""
+        self._read(content)
+        self._records = Records(path, lambda: None)
+        if content and not content.endswith(b"\n"):  # a kill has cut the last line short
+            self._records.append(b"\n")
+
+    def _read(self, content: bytes) -> None:
+        sent, num_damaged = dict[str, str](), 0
+        for line in content.split(b"\n"):
+            try:
+                entry = json_file.parse(line.decode()) if line else None
+                if entry is not None and "run" in entry:
+                    json_file.expect(entry, run=str, branch=int, step=int, parent=str, target=str)
+                    branch = Branch(entry["run"], entry["branch"], entry["step"], entry["parent"])
+                    sent = self._add(branch, entry["target"])
+                elif entry is not None:
+                    json_file.expect(entry, sent=str, signature=str)
+                    sent[entry["sent"]] = entry["signature"]
+            except ValueError:
+                num_damaged += 1
+        if num_damaged > 1:  # one may be the line that a kill has cut short
+            logger.warning(f"{self._path}: {num_damaged} damaged lines are ignored")
+
+    def _add(self, branch: Branch, target: str) -> dict[str, str]:
+        self._branches.append((branch, target))
+        return self._sent.setdefault((branch.tracker_id, target), {})
+
+    def newest(self, run_id: str) -> Branch:
+        """The newest branch of a run, in any tracker."""
+        return next((b for b, _ in reversed(self._branches) if b.run_id == run_id), Branch(run_id))
+
+    def sent(self, branch: Branch) -> dict[str, str]:
+        """Keys and signatures of the records of a branch, from its newest tracker."""
+        targets = [target for other, target in self._branches if other.tracker_id == branch.tracker_id]
+        return self._sent[branch.tracker_id, targets[-1]] if targets else {}
+
+    def begin(self, branch: Branch, target: str) -> dict[str, str]:
+        """Note that the next records go to `branch` in the tracker at `target`. Returns keys and signatures
+        of the records that were sent there before."""
+        run_id, number, step, parent = branch
+        self._append({"run": run_id, "branch": number, "step": step, "parent": parent, "target": target})
+        return self._add(branch, target)
+
+    def note(self, key: str, signature: str) -> None:
+        """Note that a record was sent."""
+        self._append({"sent": key, "signature": signature})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._records.close()
+
+    def _append(self, entry: dict[str, object]) -> None:
+        self._records.append(json.dumps(entry).encode() + b"\n")

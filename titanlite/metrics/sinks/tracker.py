@@ -1,0 +1,261 @@
+"""Sinks that send a run to an experiment tracker, such as Weights & Biases.
+
+The tracker gets every step once. A run that was killed and resumed does not send the steps again that it
+repeats, and sends the steps that the killed process did not send, from metrics.jsonl. A run that goes back
+and continues with other data or another learning rate begins a new run of the tracker, a branch, which gets
+the steps before the branch, too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from titanlite.config import json_file
+from titanlite.config.component import ConfigError
+from titanlite.files import FileFault, open_regular, read_regular
+from titanlite.metrics.sinks.background import Background
+from titanlite.metrics.sinks.base import Event, RunInfo, Sink, Values, Writer
+from titanlite.metrics.sinks.journal import Branch, Journal
+from titanlite.metrics.sinks.samples import split_samples, step_of_sample
+
+Numbers = Mapping[str, float]
+NOT_FINITE = ("nan", "inf", "-inf")  # strings in metrics.jsonl
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerRun:
+    """A run of the tracker."""
+
+    id: str
+    """The id of the run folder; branches have `-b1`, `-b2`, ... at the end."""
+    name: str
+    """For people."""
+    config: dict[str, Any]
+    """The job, as a tree, with run_id, and branched_from and branched_at_step for a branch."""
+
+
+class Client(ABC):
+    """The client of a tracker's library. All calls come from one thread, and may wait or raise."""
+
+    @abstractmethod
+    def begin(self, run: TrackerRun) -> str:
+        """Open a run of the tracker, or continue it if it exists; an open one is ended first. Returns the
+        target: where the records go, for the journal."""
+
+    def known_steps(self, sent: set[int]) -> set[int]:
+        """The steps whose metrics the tracker has. `sent`: those that were sent to it before, which it may
+        have lost."""
+        return sent
+
+    @abstractmethod
+    def log(self, step: int, numbers: Numbers) -> None:
+        """Send numbers of a step."""
+
+    @abstractmethod
+    def sample(self, step: int, index: int, text: str) -> None:
+        """Send a generated text. `index`: its number among the texts of the step."""
+
+    @abstractmethod
+    def end(self, is_complete: bool) -> None:
+        """Flush, and end the run. `is_complete`: it has taken its last step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracker(Sink):
+    """Base class of the sinks that send a run to a tracker."""
+
+    run_name: str = ""
+    """Name of the run in the tracker; empty: the name of the run folder."""
+
+    @abstractmethod
+    def client(self, run: RunInfo) -> Client:
+        """The client of the tracker, not connected yet. Raises ConfigError for a library that is missing and
+        for a setting that cannot work."""
+
+    def build(self, run: RunInfo) -> Writer:
+        remedy = f"; `titanlite metrics push {run.folder}` sends the steps that are missing"
+        return Background(self.name, partial(self.delivery, run, self.client(run)), remedy)
+
+    def delivery(self, run: RunInfo, client: Client) -> Delivery:
+        """Open the run in the tracker, and send what it lacks. Waits for the tracker."""
+        return Delivery(client, run, self.run_name, run.folder / "trackers" / f"{self.name}.jsonl")
+
+
+class Delivery(Writer):
+    """Sends the records of a run to a tracker, each record once."""
+
+    def __init__(self, client: Client, run: RunInfo, name: str, journal: Path):
+        self.num_sent = 0
+        """Number of records of metrics that were sent."""
+        self.target = ""
+        """Where the records go."""
+        self._client, self._run, self._name = client, run, name or run.folder.absolute().name
+        self._journal = Journal(journal)
+        self._last_step = run.resumed_step
+        self._sample = (0, 0)  # step and index of the last one
+        self._sent = dict[str, str]()
+        self._begin(self._branch_at_start())
+
+    def write(self, step: int, values: Values) -> None:
+        if self._differs(step, values):
+            self._begin(self._branch.next_at(self._last_step))
+        self._send_metrics(step, values)
+        self._last_step = step
+
+    def sample(self, step: int, text: str) -> None:
+        index = self._sample[1] + 1 if self._sample[0] == step else 0
+        self._sample = (step, index)
+        self._send_sample(step, index, text)
+
+    def event(self, step: int, event: Event) -> None:
+        key = f"{step} {event}"
+        if key not in self._sent:
+            self._client.log(step, {f"events/{event}": 1})
+            self._note(key)
+
+    def close(self) -> None:
+        try:
+            self._catch_up()  # with what a full queue or a failure has left out
+        finally:
+            self._client.end(is_complete=self._last_step >= self._run.total_steps)
+            self._journal.close()
+
+    def _branch_at_start(self) -> Branch:
+        """The branch that the run continues: a new one if it has gone back with load_step, or if records were
+        written in the meantime that differ from those that were sent."""
+        run, branch = self._run, self._journal.newest(self._run.run_id)
+        self._sent = self._journal.sent(branch)
+        steps = [int(key) for key in self._sent if key.isdecimal()]
+        went_back = run.job.get("checkpoint", {}).get("load_step") == run.resumed_step != branch.step
+        if went_back and max(steps, default=0) > run.resumed_step:
+            return branch.next_at(run.resumed_step)
+        last_equal = 0
+        for step, values in metrics_of(run.folder, run.resumed_step):
+            if self._differs(step, values):
+                return branch.next_at(last_equal)
+            last_equal = step
+        return branch
+
+    def _begin(self, branch: Branch) -> None:
+        """Open a branch's run in the tracker, and send what it lacks up to the last step."""
+        config = self._run.job | {"run_id": self._run.run_id}
+        sinkless = {key: value for key, value in config.get("metrics", {}).items() if key != "sinks"}
+        config |= {"metrics": sinkless}  # an address in [[metrics.sinks]] may hold a password
+        name = self._name
+        if branch.number:
+            name = f"{name}@{branch.step}"
+            config |= {"branched_from": branch.parent, "branched_at_step": branch.step}
+        self.target = self._client.begin(TrackerRun(id=branch.tracker_id, name=name, config=config))
+        self._branch, self._sent = branch, self._journal.begin(branch, self.target)
+        sent = {int(key) for key in self._sent if key.isdecimal()}
+        known = self._client.known_steps(sent)
+        for step in sent - known:
+            del self._sent[str(step)]
+        for step in known - sent:
+            self._sent[str(step)] = ""
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Send the records in the run folder up to the last step that the tracker lacks."""
+        for step, values in metrics_of(self._run.folder, self._last_step):
+            self._send_metrics(step, values)
+        for step, index, text in samples_of(self._run.folder, self._last_step):
+            self._send_sample(step, index, text)
+
+    def _differs(self, step: int, values: Values) -> bool:
+        """Whether other metrics were sent for this step."""
+        return self._sent.get(str(step), "") not in ("", _signature(values))
+
+    def _send_metrics(self, step: int, values: Values) -> None:
+        key = str(step)
+        if key not in self._sent:
+            self._client.log(step, numbers_of(values))
+            self._note(key, _signature(values))
+            self.num_sent += 1
+
+    def _send_sample(self, step: int, index: int, text: str) -> None:
+        key = f"{step} sample {index}"
+        if key not in self._sent:
+            self._client.sample(step, index, text.encode(errors="replace").decode())
+            self._note(key)
+
+    def _note(self, key: str, signature: str = "") -> None:
+        self._sent[key] = signature
+        self._journal.note(key, signature)
+
+
+def _signature(values: Values) -> str:
+    """What decides which training a step belongs to, and is equal on every layout: its data and its learning
+    rate."""
+    return f"{values.get('data/batch_sha')} {values.get('train/learning_rate')}"
+
+
+def numbers_of(values: Values) -> dict[str, float]:
+    """The metrics that are numbers; text values are left to metrics.jsonl."""
+    finite = {k: float(v) if v in NOT_FINITE else v for k, v in values.items()}
+    return {k: v for k, v in finite.items() if isinstance(v, (int, float))}
+
+
+def metrics_of(folder: Path, last_step: float = math.inf) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Step and values of the records in metrics.jsonl up to a step. Damaged lines are left out."""
+    try:
+        file = open_regular(folder / "metrics.jsonl")
+    except (OSError, FileFault):
+        return
+    with file:
+        for line in file:
+            try:
+                values = json_file.parse(line)
+                json_file.expect(values, step=int)
+            except ValueError:
+                continue
+            if (step := values.pop("step")) <= last_step:
+                yield step, values
+
+
+def samples_of(folder: Path, last_step: int) -> Iterator[tuple[int, int, str]]:
+    """Step, index and text of the samples in samples.txt up to a step."""
+    try:
+        content = read_regular(folder / "samples.txt")
+    except (OSError, FileFault):
+        return
+    index = Counter[int]()
+    for sample in split_samples(content):
+        try:
+            step = step_of_sample(sample)
+        except ValueError:
+            continue
+        if 0 < step <= last_step:
+            yield step, index[step], re.sub(r"\A.*\n", "", sample.decode(errors="replace")).removesuffix("\n")
+            index[step] += 1
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys of a configuration, and their values as text."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
+
+
+@contextmanager
+def package(name: str) -> Iterator[None]:
+    """Turns an ImportError of the body into a ConfigError with the command that installs `name`."""
+    try:
+        yield
+    except ImportError as e:
+        raise ConfigError(
+            f"sink {name}: its package cannot be imported ({e}); pip install 'titanlite[{name}]'",
+            "metrics.sinks",
+        ) from None
