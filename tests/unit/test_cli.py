@@ -184,6 +184,7 @@ def test_no_verb_is_a_mistake_that_shows_the_help(run):
         "prepare",
         "data",
         "tokenizer",
+        "metrics",
         "migrate",
         "report",
         "compare",
