@@ -6,24 +6,26 @@ from __future__ import annotations
 
 import json
 import math
-import struct
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.jobs import make_job
+from tests.support.jobs import ROOT, make_job, tiny_arguments
 from tests.support.trackers import RUN_ID, deliver, real, run_info, values
+from titanlite.checkpoint.lock import FolderLock
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.metrics.sinks.base import RunInfo
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.mlflow import MLflow, MLflowClient
 from titanlite.metrics.sinks.trackio import Trackio, TrackioClient
-from titanlite.metrics.sinks.wandb import WandB, WandBClient
+from titanlite.metrics.sinks.wandb import WandB, WandBClient, records_of
 from titanlite.tools import metrics as push
 from titanlite.train import train
 
@@ -46,28 +48,14 @@ def _no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- reading back
 
 
-def records_of(content: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file: after 7 bytes, LevelDB's log format with blocks of 32 KiB."""
-    position, record = 7, b""
-    while position + 7 <= len(content):
-        length, kind = struct.unpack_from("<HB", content, position + 4)  # after the checksum
-        if 32768 - position % 32768 < 7 or kind == 0:
-            position += 32768 - position % 32768
-            continue
-        record += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last of several
-            yield record
-            record = b""
-
-
-def wandb_rows(folder: Path, run_id: str = RUN_ID) -> Rows:
-    """The history in a run's offline files, which a process of wandb's own completes after the run's end."""
+def wandb_rows(folder: Path, run_id: str = RUN_ID, wait_s: float = 60) -> Rows:
+    """The history in a run's offline files, which a process of wandb's own completes after the run's end. The
+    files of a run that was killed are never complete; `wait_s`: how long to wait for that."""
     rows: Rows = []
     files = folder.glob(f"wandb/offline-run-*-{run_id}*/run-{run_id}.wandb")
     for file in sorted(files, key=lambda file: file.stat().st_mtime_ns):
-        deadline = time.monotonic() + 60
-        while not (records := whole_file(file)) and time.monotonic() < deadline:
+        deadline = time.monotonic() + wait_s
+        while not is_whole(records := all_records(file)) and time.monotonic() < deadline:
             time.sleep(0.02)
         for record in records:
             if record.WhichOneof("record_type") == "history":
@@ -77,13 +65,16 @@ def wandb_rows(folder: Path, run_id: str = RUN_ID) -> Rows:
     return rows
 
 
-def whole_file(file: Path) -> list[Any]:
-    """The records of a .wandb file; none while the last one, the exit code, is missing."""
+def all_records(file: Path) -> list[Any]:
+    """The records of a .wandb file."""
     from wandb.proto import wandb_internal_pb2
 
-    records = [wandb_internal_pb2.Record.FromString(data) for data in records_of(file.read_bytes())]
-    is_whole = any(record.WhichOneof("record_type") == "exit" for record in records)
-    return records if is_whole else []
+    return [wandb_internal_pb2.Record.FromString(data) for data in records_of(file.read_bytes())]
+
+
+def is_whole(records: list[Any]) -> bool:
+    """Whether the exit code is there, which is the last record."""
+    return any(record.WhichOneof("record_type") == "exit" for record in records)
 
 
 def mlflow_uri(folder: Path) -> str:
@@ -243,6 +234,34 @@ def test_a_run_and_a_push_to_all_three(
     assert steps_in(trackio_rows(f"run-{run_id[:8]}")) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.full
+def test_after_kills_all_three_have_every_step_once(tmp_path: Path, corpus: Path) -> None:
+    for name in ("wandb", "mlflow", "trackio"):
+        real(name)
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(ROOT)}
+    arguments = [*tiny_arguments(tmp_path, corpus), "--training.steps=60", "--lr_scheduler.total_steps=60"]
+    arguments += ["--checkpoint.interval=10", "--checkpoint.async_mode=disabled", sinks(tmp_path)]
+    command = [sys.executable, "-m", "titanlite.cli", "train", *arguments]
+    lines = tmp_path / "run/metrics.jsonl"
+    for step in (17, 34, 61):  # killed, killed, left alone
+        process = subprocess.Popen(command, env=environment)
+        while process.poll() is None and not (lines.exists() and f'{{"step": {step},' in lines.read_text()):
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    run_id = (tmp_path / "run/run_id.txt").read_text().strip()
+    steps = list(range(1, 61))
+    assert sorted(step for step, _ in mlflow_history(tmp_path, run_id=run_id)) == steps
+    code = (
+        "from trackio.sqlite_storage import SQLiteStorage as s; "
+        f"print([row['step'] for row in s.get_logs('titanlite', 'run-{run_id[:8]}') if 'train/loss' in row])"
+    )
+    printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert sorted(json.loads(printed)) == steps
+    assert sorted(steps_in(wandb_rows(tmp_path / "run", run_id, wait_s=1))) == steps
+
+
 def test_wandb_without_a_key_is_offline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     real("wandb")
     client = WandB().client(run_info(tmp_path))
@@ -277,3 +296,14 @@ def test_push_refuses(tmp_path: Path, corpus: Path, arguments: list[str], messag
     (job.folder / "job.toml").write_text(toml.dump(job))
     with pytest.raises(ConfigError, match=message):
         push.main([str(job.folder) if word == "RUN" else word for word in arguments])
+
+
+def test_push_refuses_a_run_that_is_training(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, corpus)
+    job.folder.mkdir()
+    (job.folder / "job.toml").write_text(toml.dump(job))
+    monkeypatch.setattr(FolderLock, "_try", lambda self: False)  # as if another process had it
+    with pytest.raises(ConfigError, match="run is in use by another process"):
+        push.main(["push", str(job.folder), "--metrics.enable_wandb"])
