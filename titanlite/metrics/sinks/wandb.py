@@ -102,11 +102,12 @@ def steps_in_files(folder: Path, run_id: str, open_folder: Path) -> set[int]:
     up to 32 KiB, which a process that is killed does not write."""
     deadline, steps = time.monotonic() + FLUSH_S, set[int]()
     for file in folder.glob(f"wandb/offline-run-*-{run_id}*/run-{run_id}.wandb"):
-        while file.parent.name != open_folder.name:
-            is_whole, in_file = _read(file)
-            if is_whole or time.monotonic() >= deadline:
-                break
+        if file.parent.name == open_folder.name:
+            continue
+        is_whole, in_file = _read(file)
+        while not is_whole and time.monotonic() < deadline:
             time.sleep(0.05)
+            is_whole, in_file = _read(file)
         steps |= in_file
     return steps
 
