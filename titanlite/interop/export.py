@@ -35,6 +35,18 @@ MAX_SHARD_BYTES = 5 * 10**9  # the default of transformers
 BLOCK_BYTES = 32 << 20  # size of the blocks in which values are converted to another dtype
 
 
+class ExportFormat(NamedTuple):
+    """The form of an exported model. `dtype`: dtype of the written floating-point tensors; None: each keeps
+    its own. `keep_padding`: also write the rows of embedding and head without a token id."""
+
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    keep_padding: bool = False
+
+
+DEFAULT_FORMAT = ExportFormat()
+
+
 class _Output(NamedTuple):
     """A tensor of an export: the first `shape[0]` rows of `stored`, in `dtype`."""
 
@@ -52,23 +64,20 @@ def write_directory(
     weights: Weights,
     target: Path,
     model: ModelAndTokenizer,
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    keep_padding: bool = False,
+    form: ExportFormat = DEFAULT_FORMAT,
     replace: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Write `weights` as the new directory `target`. Returns the size of its tensors in bytes.
 
-    `dtype`: dtype of the written floating-point tensors; None: each keeps its own. Rows of embedding and head
-    without a token id are left out, unless `keep_padding`. `replace`: replace an existing `target` when the
-    new one is complete. `should_stop`: polled while files are written; the export stops when it returns True.
+    `replace`: replace an existing `target` when the new one is complete. `should_stop`: polled while files
+    are written; the export stops when it returns True.
     Raises ConfigError if the weights belong to another model or `target` exists, CheckpointError if `target`
     cannot be written. An error leaves nothing on the disk."""
     check(weights, model.family)
     if not replace and (target.exists() or target.is_symlink()):
         raise ConfigError(f"{target} exists; choose another directory, or delete it")
-    outputs, vocab_size = _outputs(weights, model, dtype, keep_padding)
+    outputs, vocab_size = _outputs(weights, model, form)
     small = _small_files(model, outputs, vocab_size)
     size = sum(output.size for output in outputs)
     partial = target.with_name(f".partial-{target.name}-{uuid.uuid4().hex[:8]}")
@@ -78,7 +87,7 @@ def write_directory(
         commit.check_space(target.parent, size, "the export")
         for name, content in small.items():
             write_file(partial / name, content)
-        _write_shards(partial, _in_shards(outputs, max_shard_bytes), size, should_stop)
+        _write_shards(partial, _in_shards(outputs, form.max_shard_bytes), size, should_stop)
         sync(partial)
         _rename(partial, target, replace)
     except OSError as e:
@@ -105,9 +114,7 @@ def _rename(partial: Path, target: Path, replace: bool) -> None:
     commit.discard(old)
 
 
-def _outputs(
-    weights: Weights, model: ModelAndTokenizer, dtype: torch.dtype | None, keep_padding: bool
-) -> tuple[list[_Output], int]:
+def _outputs(weights: Weights, model: ModelAndTokenizer, form: ExportFormat) -> tuple[list[_Output], int]:
     """Return the tensors of the export in the model's order, and the size of its vocabulary."""
     net = model.family.build_on_meta()
     vocabulary, outputs, vocab_size = vocabulary_of(net), [], net.vocab_size
@@ -118,9 +125,9 @@ def _outputs(
             num_ids = model.tokenizer.vocab_size
             if shape[0] < num_ids:
                 raise ConfigError(f"{weights.path}: {name} has {shape[0]} rows, the tokenizer {num_ids} ids")
-            vocab_size = shape[0] if keep_padding else num_ids
+            vocab_size = shape[0] if form.keep_padding else num_ids
             shape = (vocab_size, *shape[1:])
-        written = dtype if dtype and stored.dtype.is_floating_point else stored.dtype
+        written = form.dtype if form.dtype and stored.dtype.is_floating_point else stored.dtype
         outputs.append(_Output(name, stored, shape, written))
     return outputs, vocab_size
 

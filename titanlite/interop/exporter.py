@@ -14,7 +14,7 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
 from titanlite.interop.dcp import check_hashes, open_titanlite
-from titanlite.interop.export import DTYPES, write_directory
+from titanlite.interop.export import DTYPES, ExportFormat, write_directory
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.log import logger
 
@@ -86,7 +86,7 @@ class Exporter:
                 open_titanlite(checkpoint, self._model.family),
                 target,
                 self._model,
-                DTYPES[self._config.export_dtype],
+                ExportFormat(DTYPES[self._config.export_dtype]),
                 replace=True,
                 should_stop=self._should_stop,
             )

@@ -11,7 +11,7 @@ from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.commands import parser
 from titanlite.config.paths import check_new
 from titanlite.interop.dcp import check_hashes, open_titanlite
-from titanlite.interop.export import DTYPES, write_directory
+from titanlite.interop.export import DTYPES, ExportFormat, write_directory
 from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
 from titanlite.job import load_recorded_job
 from titanlite.log import set_up_logging, tell
@@ -32,13 +32,7 @@ def main(argv: Sequence[str]) -> int:
     advice = f"{now} has changed; if the tokenizer has moved, run `{command}` with the run's CONFIG.toml"
     check_tokenizer(weights, tokenizer, advice)
     tell(f"using {path}")
-    size = write_directory(
-        weights,
-        options.target,
-        ModelAndTokenizer(job.model, tokenizer),
-        DTYPES.get(options.dtype),
-        options.max_shard_size,
-        options.keep_padding,
-    )
+    form = ExportFormat(DTYPES.get(options.dtype), options.max_shard_size, options.keep_padding)
+    size = write_directory(weights, options.target, ModelAndTokenizer(job.model, tokenizer), form)
     print(f"{options.target}: {job.model.name} {job.model.flavor} from {path}, {gib(size)}")
     return 0

@@ -26,7 +26,7 @@ from titanlite.commands import parse_size
 from titanlite.config.component import ConfigError
 from titanlite.interop import export, exporter
 from titanlite.interop.dcp import open_titanlite
-from titanlite.interop.export import write_directory
+from titanlite.interop.export import ExportFormat, write_directory
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.weights import ModelAndTokenizer, mismatches
 from titanlite.job import Job
@@ -456,10 +456,12 @@ def peak_of_an_export(
     """In a process of its own: bytes that an export in files of `limit` bytes needs at its peak, beyond what
     the export of a tiny model has left."""
     small, large = (ModelAndTokenizer(family(**shape), Bytes().build()) for shape in (tiny, model_family))
-    write_directory(open_titanlite(warm, small.family), target.with_name("warm"), small, torch.bfloat16)
+    write_directory(
+        open_titanlite(warm, small.family), target.with_name("warm"), small, ExportFormat(torch.bfloat16)
+    )
     Path("/proc/self/clear_refs").write_text("5")  # the most there was is what there is now
     before = kib("VmRSS")
-    write_directory(open_titanlite(step, large.family), target, large, torch.bfloat16, limit)
+    write_directory(open_titanlite(step, large.family), target, large, ExportFormat(torch.bfloat16, limit))
     return (kib("VmHWM") - before) * 1024
 
 

@@ -21,7 +21,7 @@ from titanlite import cli
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import MicroBatches, SequenceLoader
-from titanlite.interop.export import write_directory
+from titanlite.interop.export import ExportFormat, write_directory
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.initial import check_initial, open_weights
 from titanlite.interop.weights import ModelAndTokenizer, check, load_weights
@@ -79,7 +79,7 @@ def test_logits_of_an_export_equal_ours_at_every_position(tmp_path: Path, varian
     hugging_face(model_family).save_pretrained(tmp_path / "theirs")
     weights, pair = open_hugging_face(tmp_path / "theirs"), ModelAndTokenizer(model_family, Bytes().build())
     write_directory(weights, tmp_path / "fp32", pair)
-    write_directory(weights, tmp_path / "bf16", pair, torch.bfloat16, max_shard_bytes=20_000)
+    write_directory(weights, tmp_path / "bf16", pair, ExportFormat(torch.bfloat16, max_shard_bytes=20_000))
     assert (tmp_path / "bf16/model.safetensors.index.json").exists()
     tokens = row(256)
     exact = imported(tmp_path / "theirs", model_family)
@@ -166,7 +166,7 @@ def test_rows_that_no_id_needs_are_dropped(tmp_path: Path) -> None:
     hugging_face(model_family).save_pretrained(tmp_path / "padded")
     weights, pair = open_hugging_face(tmp_path / "padded"), ModelAndTokenizer(model_family, Bytes().build())
     write_directory(weights, tmp_path / "dropped", pair)
-    write_directory(weights, tmp_path / "kept", pair, keep_padding=True)
+    write_directory(weights, tmp_path / "kept", pair, ExportFormat(keep_padding=True))
     padded, dropped, kept = (tensors_in(tmp_path / name) for name in ("padded", "dropped", "kept"))
     assert all(torch.equal(kept[name], padded[name]) for name in padded)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
