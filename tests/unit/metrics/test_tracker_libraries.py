@@ -130,6 +130,7 @@ def all_courses(folder: Path, client: Callable[[], Any]) -> None:
     course(folder, client(), 8, 10, lr=0.2).close()
 
 
+@pytest.mark.full
 def test_wandb(tmp_path: Path) -> None:
     real("wandb")
     all_courses(tmp_path, lambda: WandBClient(tmp_path, OFFLINE))
@@ -142,6 +143,7 @@ def test_wandb(tmp_path: Path) -> None:
     assert steps_in(wandb_rows(tmp_path, f"{RUN_ID}-b1")) == list(range(1, 11))
 
 
+@pytest.mark.full
 def test_mlflow(tmp_path: Path) -> None:
     real("mlflow")
     all_courses(tmp_path, lambda: MLflowClient(mlflow_uri(tmp_path), "titanlite"))
@@ -155,6 +157,7 @@ def test_mlflow(tmp_path: Path) -> None:
     assert branch.data.params["branched_from"] == RUN_ID
 
 
+@pytest.mark.full
 def test_mlflow_keeps_samples_and_changed_keys(tmp_path: Path) -> None:
     real("mlflow")
     deliver(tmp_path, MLflowClient(mlflow_uri(tmp_path), "titanlite"), interval=1).sample(3, "once")
@@ -166,6 +169,7 @@ def test_mlflow_keeps_samples_and_changed_keys(tmp_path: Path) -> None:
     assert (folder / "samples/step-00000003-0.txt").read_text() == "once"
 
 
+@pytest.mark.full
 def test_mlflow_knows_what_it_has_without_the_journal(tmp_path: Path) -> None:
     real("mlflow")
     course(tmp_path, MLflowClient(mlflow_uri(tmp_path), "titanlite"), 0, 6)
@@ -187,6 +191,7 @@ def trackio_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_trackio(tmp_path: Path, trackio_folder: Path) -> None:
     all_courses(tmp_path, lambda: TrackioClient("titanlite", ""))
     assert trackio_folder.is_dir()
@@ -206,6 +211,7 @@ def sinks(folder: Path) -> str:
     return f"--metrics.sinks=[{wandb}, {mlflow}, {{name = 'trackio'}}]"
 
 
+@pytest.mark.full
 def test_a_run_and_a_push_to_all_three(
     tmp_path: Path, corpus: Path, trackio_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,6 +270,7 @@ def test_after_kills_all_three_have_every_step_once(tmp_path: Path, corpus: Path
     assert sorted(steps_in(wandb_rows(tmp_path / "run", run_id, wait_s=1))) == steps
 
 
+@pytest.mark.full
 def test_wandb_without_a_key_is_offline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     real("wandb")
     client = WandB().client(run_info(tmp_path))
@@ -272,6 +279,7 @@ def test_wandb_without_a_key_is_offline(tmp_path: Path, caplog: pytest.LogCaptur
     assert record.getMessage().startswith("wandb has no API key")
 
 
+@pytest.mark.full
 def test_the_clients_of_the_sinks(tmp_path: Path) -> None:
     made: list[tuple[Any, RunInfo]] = [(sink, run_info(tmp_path)) for sink in (MLflow(), Trackio())]
     for sink, run in made:
