@@ -110,8 +110,8 @@ RESUME = {
     "half of env.json": Point(WRITE_NEW, "half", 1, "env.json"),
     "half of run_identity.json": Point(WRITE_NEW, "half", 1, "run_identity.json"),
     "run_identity.json not renamed": Point("os:replace", "before", 1, "run_identity.json"),
-    "before metrics are cut": Point("os:truncate", "before", 1, "metrics"),
-    "metrics cut": Point("os:truncate", "after", 1, "metrics"),
+    "before metrics are cut": Point("os:replace", "before", 1, "metrics.jsonl"),
+    "metrics cut": Point("os:replace", "after", 1, "metrics.jsonl"),
     "first step": Point("titanlite.train:grad_norm", shared=True),
 }
 REWIND = {
