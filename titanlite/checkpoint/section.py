@@ -42,7 +42,7 @@ class Checkpoint:
     files, and the sizes of the shards. `off`: SHA-256 of the small files. If loading fails, all files are
     checked."""
     on_save_error: Literal["continue", "stop"] = "continue"
-    """What to do after a failed save, for example on a full disk. `continue`: train on, and stop after the
+    """The reaction to a failed save, for example on a full disk. `continue`: train on, and stop after the
     third failed save in a row. `stop`: stop at once."""
     initial_load_path: str = ""
     """Directory with the weights that a new run starts from: a Hugging Face model, a titanlite checkpoint or

@@ -24,7 +24,7 @@ from titanlite.parallel.pipeline_parallel import Pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSettings:
-    """What ShardedModel must know besides the transformed modules.
+    """The settings of ShardedModel that are not in the transformed modules.
 
     `pipeline`: None without pipeline parallel. `head_fn_for_logits`: the head_fn that returns the logits of
     the whole vocabulary. `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per

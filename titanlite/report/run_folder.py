@@ -40,7 +40,7 @@ class SavedCheckpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What the files of one run say. `records` have one entry per logged step, in the order of steps.
+    """The content of the files of one run. `records` have one entry per logged step, in the order of steps.
     `superseded` are records of steps that the run took again after a resume, in the order of the file."""
 
     name: str

@@ -195,8 +195,8 @@ class Delivery(Writer):
 
 
 def _signature(values: Values) -> str:
-    """What decides which training a step belongs to, and is equal on every layout: its data and its learning
-    rate."""
+    """Data and learning rate of a step, as one text: equal on every layout, and different after the run went
+    back and continued with other data or another learning rate."""
     return f"{values.get('data/batch_sha')} {values.get('train/learning_rate')}"
 
 
