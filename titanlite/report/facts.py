@@ -10,7 +10,7 @@ import numpy as np
 
 from titanlite.report.charts import short
 from titanlite.report.pairs import difference, pair_verdicts
-from titanlite.report.run_folder import RunFolder
+from titanlite.report.recorded_run import RecordedRun
 from titanlite.report.timeline import duration, timeline
 from titanlite.report.verdicts import MIN_POINTS, Verdict, verdicts_of
 
@@ -26,7 +26,7 @@ MAX_DEPTH = 50  # of tables in job.toml
 NOT_COMPARED = {"job.dump_folder", "job.description"}
 
 
-def facts(run: RunFolder) -> dict[str, str]:
+def facts(run: RecordedRun) -> dict[str, str]:
     """Return what a table says about a run; unknown facts are empty."""
     last, planned = (run.records[-1]["step"] if run.records else 0), run.setting("training.steps")
     optimizer = [run.setting("optimizer.name"), run.setting("optimizer.lr")]
@@ -54,7 +54,7 @@ def facts(run: RunFolder) -> dict[str, str]:
     }
 
 
-def all_verdicts(runs: Sequence[RunFolder]) -> list[tuple[str, list[Verdict], str]]:
+def all_verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Verdict], str]]:
     """Return for each run, and for each later run against the first: its title, its verdicts, and a note if
     there are none."""
     sections = []
@@ -80,7 +80,7 @@ def all_verdicts(runs: Sequence[RunFolder]) -> list[tuple[str, list[Verdict], st
     return sections
 
 
-def have_same_sequences(first: RunFolder, other: RunFolder) -> bool:
+def have_same_sequences(first: RecordedRun, other: RecordedRun) -> bool:
     """Whether two runs trained on the same sequences in all steps that both have logged."""
     key = "data/batch_sha"
     hashes = {r["step"]: r[key] for r in first.records if isinstance(r.get(key), str)}
@@ -88,7 +88,7 @@ def have_same_sequences(first: RunFolder, other: RunFolder) -> bool:
     return bool(pairs) and all(a == b for a, b in pairs)
 
 
-def changed_keys(runs: Sequence[RunFolder]) -> dict[str, list[str]]:
+def changed_keys(runs: Sequence[RecordedRun]) -> dict[str, list[str]]:
     """Return the keys of job.toml that differ between runs, each with its value in each run."""
     flats = [flatten(run.job) for run in runs if run.job]
     if len(flats) < len(runs):
@@ -115,7 +115,7 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _batch(run: RunFolder) -> str:
+def _batch(run: RecordedRun) -> str:
     """The size of a step; global_batch_size = -1 follows from the number of ranks."""
     size, seq_len = run.setting("training.global_batch_size"), run.setting("training.seq_len")
     if not isinstance(size, int) or not isinstance(seq_len, int):
@@ -123,14 +123,14 @@ def _batch(run: RunFolder) -> str:
     return f"{size} sequences of {seq_len} tokens" if size > 0 else f"sequences of {seq_len} tokens"
 
 
-def _logged(run: RunFolder) -> str:
+def _logged(run: RecordedRun) -> str:
     steps = [record["step"] for record in run.records]
     gap = float(np.median(np.diff(steps))) if len(steps) > 2 else 0
     every = "" if gap == 0 else ", every step" if gap == 1 else f", every {gap:g} steps"
     return f"{len(steps):,} times{every}"
 
 
-def _layout(run: RunFolder) -> str:
+def _layout(run: RecordedRun) -> str:
     section = run.setting("parallelism")
     section = section if isinstance(section, dict) else {}
     degrees = {name: section.get(key) for key, name in LAYOUT.items()}
@@ -141,12 +141,12 @@ def _layout(run: RunFolder) -> str:
     return ", ".join(parts) or "unsharded"
 
 
-def _versions(run: RunFolder) -> str:
+def _versions(run: RecordedRun) -> str:
     parts = [f"{name} {run.env[name]}" for name in ("torch", "cuda", "python") if run.env.get(name)]
     return ", ".join(parts)
 
 
-def _end_of_loss(run: RunFolder) -> str:
+def _end_of_loss(run: RecordedRun) -> str:
     loss = run.series("train/loss").finite().values
     if not len(loss):
         return ""
@@ -154,7 +154,7 @@ def _end_of_loss(run: RunFolder) -> str:
     return f"{np.median(loss[-num:]):.4f}" + (f" (median of the last {num})" if num > 1 else "")
 
 
-def _validation(run: RunFolder) -> str:
+def _validation(run: RecordedRun) -> str:
     series = run.series("eval/loss").finite()
     if not len(series):
         return ""

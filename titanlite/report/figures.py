@@ -10,7 +10,7 @@ import numpy as np
 from titanlite.report.charts import Chart, Line, Mark, downsample
 from titanlite.report.estimates import Floats, Series, noise, smooth
 from titanlite.report.pairs import difference
-from titanlite.report.run_folder import RunFolder
+from titanlite.report.recorded_run import RecordedRun
 from titanlite.report.timeline import timeline
 
 LOSS, VALIDATION = "train/loss", "eval/loss"
@@ -39,7 +39,7 @@ SMALL = 700  # points of a line without noise
 MANY = 200  # points from which on a noisy metric also has a smoothed line
 
 
-def main_charts(runs: Sequence[RunFolder]) -> list[Chart]:
+def main_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Return the charts of the loss, and those of metrics that most runs have."""
     charts = [loss_by_tokens(runs), *_differences(runs), *_by_cost(runs)]
     for key, title, unit in KNOWN:
@@ -51,7 +51,7 @@ def main_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     return [chart for chart in charts if chart.lines]
 
 
-def other_charts(runs: Sequence[RunFolder]) -> tuple[list[Chart], list[str]]:
+def other_charts(runs: Sequence[RecordedRun]) -> tuple[list[Chart], list[str]]:
     """Return charts of all other metrics that some run has more than once, and the names of the metrics for
     which there are too many."""
     shown = NOT_SHOWN | {key for key, _, _ in KNOWN}
@@ -61,7 +61,7 @@ def other_charts(runs: Sequence[RunFolder]) -> tuple[list[Chart], list[str]]:
     return [charts[key] for key in changing[:MAX_OTHERS]], changing[MAX_OTHERS:]
 
 
-def x_label(runs: Sequence[RunFolder]) -> str:
+def x_label(runs: Sequence[RecordedRun]) -> str:
     """Return the name of the usual x axis."""
     have = {run.has_tokens for run in runs}
     return (
@@ -73,7 +73,7 @@ def x_label(runs: Sequence[RunFolder]) -> str:
     )
 
 
-def loss_by_tokens(runs: Sequence[RunFolder]) -> Chart:
+def loss_by_tokens(runs: Sequence[RecordedRun]) -> Chart:
     """Return the main chart."""
     lines, marks = list[Line](), list[Mark]()
     for i, run in enumerate(runs):
@@ -96,7 +96,7 @@ def noisy_lines(run: int, series: Series, x: Floats) -> list[Line]:
     return [Line(run, *downsample(x, series.values), "raw"), Line(run, x[at], medians, "smooth")]
 
 
-def metric_chart(runs: Sequence[RunFolder], key: str, title: str, unit: str) -> Chart:
+def metric_chart(runs: Sequence[RecordedRun], key: str, title: str, unit: str) -> Chart:
     """Return the chart of one metric; it has no lines if no run has the metric twice."""
     lines = []
     for i, run in enumerate(runs):
@@ -110,7 +110,7 @@ def metric_chart(runs: Sequence[RunFolder], key: str, title: str, unit: str) -> 
     return Chart(title, x_label(runs), lines, unit)
 
 
-def marks_of(run: RunFolder, index: int) -> list[Mark]:
+def marks_of(run: RecordedRun, index: int) -> list[Mark]:
     """Return the marks of one run: resumes, saves, skipped steps and rewinds."""
     marks = [_mark(run, index, "resumed", step, f"resumed after step {step}") for step in run.resumes()]
     saves = sorted(run.saves())
@@ -125,13 +125,13 @@ def marks_of(run: RunFolder, index: int) -> list[Mark]:
     return marks
 
 
-def _mark(run: RunFolder, index: int, kind: str, step: int, text: str) -> Mark:
+def _mark(run: RecordedRun, index: int, kind: str, step: int, text: str) -> Mark:
     every = run.series("train/loss") if len(run.series("train/loss")) else run.series("time/step_s")
     x = float(np.interp(step, every.steps, every.tokens)) if len(every) else float(step)
     return Mark(index, x, kind, f"{run.name}: {text}")  # type: ignore[arg-type]
 
 
-def _differences(runs: Sequence[RunFolder]) -> list[Chart]:
+def _differences(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Return the chart of each run's loss minus that of the first run."""
     first, lines, bands = runs[0].series(LOSS), list[Line](), [0.0]
     for i, run in enumerate(runs[1:], 1):
@@ -146,7 +146,7 @@ def _differences(runs: Sequence[RunFolder]) -> list[Chart]:
     return [Chart(title, x_label(runs), lines, "nats", note, band=max(bands))]
 
 
-def _by_cost(runs: Sequence[RunFolder]) -> list[Chart]:
+def _by_cost(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Return the loss by time and by FLOPs, as far as the runs have recorded them."""
     hours = [_hours_at(run) for run in runs]
     is_short = max((x[-1] for x in hours if x is not None and len(x)), default=0) < 2
@@ -166,7 +166,7 @@ def _by_cost(runs: Sequence[RunFolder]) -> list[Chart]:
     return charts
 
 
-def _hours_at(run: RunFolder) -> Floats | None:
+def _hours_at(run: RecordedRun) -> Floats | None:
     """The hours that a run had taken at each logged loss."""
     hours = timeline(run).hours
     if not len(hours):
@@ -175,7 +175,7 @@ def _hours_at(run: RunFolder) -> Floats | None:
     return np.array([by_step[step] for step in run.series(LOSS).steps.tolist()])
 
 
-def _flops_at(run: RunFolder) -> Floats | None:
+def _flops_at(run: RecordedRun) -> Floats | None:
     """The model FLOPs of a run at each logged loss: tokens times FLOPs per token, by its throughput."""
     flops, tokens = run.series("throughput/tflops"), run.series("throughput/tokens_per_second_per_device")
     if not run.has_tokens or len(flops) != len(tokens) or not len(flops):

@@ -14,7 +14,7 @@ from titanlite.log import printable
 from titanlite.report.charts import NUM_COLORS, Chart, data, svg
 from titanlite.report.facts import all_verdicts, changed_keys, facts
 from titanlite.report.figures import main_charts, other_charts
-from titanlite.report.run_folder import RunFolder
+from titanlite.report.recorded_run import RecordedRun
 from titanlite.report.timeline import duration, timeline
 from titanlite.report.verdicts import Verdict
 
@@ -23,7 +23,7 @@ MAX_CHARACTERS = 3000  # of one sample
 MAX_CHECKPOINTS = 30  # the newest ones of each run
 
 
-def report(runs: Sequence[RunFolder]) -> str:
+def report(runs: Sequence[RecordedRun]) -> str:
     """Return the page on one or several runs."""
     others, too_many = other_charts(runs)
     names = ", ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs"
@@ -86,12 +86,12 @@ def _swatch(index: int) -> str:
     return f'<span class="swatch run{index % NUM_COLORS}"></span>'
 
 
-def _legend(runs: Sequence[RunFolder]) -> str:
+def _legend(runs: Sequence[RecordedRun]) -> str:
     items = [f"<span>{_swatch(i)}{text(run.name)}</span>" for i, run in enumerate(runs)]
     return f'<p class="legend">{" ".join(items)}</p>'
 
 
-def _verdicts(runs: Sequence[RunFolder]) -> str:
+def _verdicts(runs: Sequence[RecordedRun]) -> str:
     parts = []
     for i, (title, verdicts, note) in enumerate(all_verdicts(runs)):
         swatch = _swatch(i) if i < len(runs) else ""
@@ -111,7 +111,7 @@ def _verdict(verdict: Verdict) -> str:
     )
 
 
-def _problems(runs: Sequence[RunFolder]) -> str:
+def _problems(runs: Sequence[RecordedRun]) -> str:
     items = [f"<li>{text(run.name)}: {text(problem)}</li>" for run in runs for problem in run.problems]
     return f"<h2>Gaps in the files</h2>\n<ul>{''.join(items)}</ul>" if items else ""
 
@@ -129,11 +129,11 @@ def _table(head: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]], is_co
     )
 
 
-def _heads(runs: Sequence[RunFolder]) -> list[str]:
+def _heads(runs: Sequence[RecordedRun]) -> list[str]:
     return ["", *(f"{_swatch(i)}{text(run.name)}" for i, run in enumerate(runs))]
 
 
-def _facts(runs: Sequence[RunFolder]) -> str:
+def _facts(runs: Sequence[RecordedRun]) -> str:
     columns = [facts(run) for run in runs]
     rows = [(key, [column[key] for column in columns]) for key in columns[0]]
     return _table(_heads(runs), [(key, cells) for key, cells in rows if any(cells)])
@@ -156,7 +156,7 @@ def _other_metrics(charts: Sequence[Chart], too_many: Sequence[str], numbers: It
     return f'<h2>Other metrics</h2>\n<div class="grid-of-charts">\n{figures}\n</div>{more}'
 
 
-def _time(run: RunFolder, index: int) -> str:
+def _time(run: RecordedRun, index: int) -> str:
     spent = timeline(run)
     title = f"<h3>{_swatch(index)}{text(run.name)}</h3>"
     if not spent.total_s:
@@ -172,7 +172,7 @@ def _time(run: RunFolder, index: int) -> str:
     return f'<div>{title}<div class="bar">{"".join(bars)}</div><table>{"".join(rows)}</table></div>'
 
 
-def _samples(runs: Sequence[RunFolder]) -> str:
+def _samples(runs: Sequence[RecordedRun]) -> str:
     steps = sorted({step for run in runs for step in run.samples})
     if not steps:
         return ""
@@ -195,7 +195,7 @@ def _samples(runs: Sequence[RunFolder]) -> str:
     return "\n".join(parts)
 
 
-def _changed_keys(runs: Sequence[RunFolder]) -> str:
+def _changed_keys(runs: Sequence[RecordedRun]) -> str:
     if len(runs) < 2:
         return ""
     changed = changed_keys(runs)
@@ -205,7 +205,7 @@ def _changed_keys(runs: Sequence[RunFolder]) -> str:
     return f"<h2>Keys that differ</h2>\n{table}"
 
 
-def _checkpoints(runs: Sequence[RunFolder]) -> str:
+def _checkpoints(runs: Sequence[RecordedRun]) -> str:
     parts = []
     for i, run in enumerate(runs):
         if not run.checkpoints:

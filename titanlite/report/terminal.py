@@ -10,7 +10,7 @@ from titanlite.log import printable
 from titanlite.report.charts import short
 from titanlite.report.estimates import Series, smooth
 from titanlite.report.facts import all_verdicts, changed_keys, facts, one_line
-from titanlite.report.run_folder import RunFolder
+from titanlite.report.recorded_run import RecordedRun
 from titanlite.report.timeline import duration, timeline
 from titanlite.report.verdicts import nats
 
@@ -18,13 +18,13 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens that all runs have trained
 MAX_CELL = 44  # characters
 
 
-def comparison(runs: Sequence[RunFolder]) -> str:
+def comparison(runs: Sequence[RecordedRun]) -> str:
     """Return the comparison of runs; the first one is the one that the others are compared with."""
     parts = [_verdicts(runs), _facts(runs), _losses(runs), _times(runs), _keys(runs), _problems(runs)]
     return printable("\n\n".join(part for part in parts if part)) + "\n"
 
 
-def _verdicts(runs: Sequence[RunFolder]) -> str:
+def _verdicts(runs: Sequence[RecordedRun]) -> str:
     lines = []
     for title, verdicts, note in all_verdicts(runs):
         lines.append(title)
@@ -35,13 +35,13 @@ def _verdicts(runs: Sequence[RunFolder]) -> str:
     return "\n".join(lines)
 
 
-def _facts(runs: Sequence[RunFolder]) -> str:
+def _facts(runs: Sequence[RecordedRun]) -> str:
     columns = [facts(run) for run in runs]
     rows = [[key, *(column[key] for column in columns)] for key in columns[0]]
     return table([["", *(run.name for run in runs)], *(row for row in rows if any(row[1:]))])
 
 
-def _losses(runs: Sequence[RunFolder]) -> str:
+def _losses(runs: Sequence[RecordedRun]) -> str:
     """The smoothed losses at equal numbers of tokens, and the differences to the first run."""
     curves = [_smoothed(run.series("train/loss").finite()) for run in runs]
     if any(len(curve) < 2 for curve in curves):
@@ -70,7 +70,7 @@ def _smoothed(loss: Series) -> Series:
     return Series(loss.steps[at], loss.tokens[at], medians)
 
 
-def _times(runs: Sequence[RunFolder]) -> str:
+def _times(runs: Sequence[RecordedRun]) -> str:
     spent = [timeline(run).seconds for run in runs]
     causes = list(dict.fromkeys(cause for seconds in spent for cause in seconds))
     if not causes:
@@ -79,7 +79,7 @@ def _times(runs: Sequence[RunFolder]) -> str:
     return table([["time", *(run.name for run in runs)], *rows])
 
 
-def _keys(runs: Sequence[RunFolder]) -> str:
+def _keys(runs: Sequence[RecordedRun]) -> str:
     if not all(run.job for run in runs):
         return "Keys that differ are not known: a job.toml is missing or damaged."
     changed = changed_keys(runs)
@@ -89,7 +89,7 @@ def _keys(runs: Sequence[RunFolder]) -> str:
     return table([head, *([key, *values] for key, values in changed.items())])
 
 
-def _problems(runs: Sequence[RunFolder]) -> str:
+def _problems(runs: Sequence[RecordedRun]) -> str:
     return "\n".join(f"{run.name}: {problem}" for run in runs for problem in run.problems)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titanlite.report.estimates import Floats
-from titanlite.report.run_folder import Record, RunFolder, number
+from titanlite.report.recorded_run import Record, RecordedRun, number
 
 # Causes of time that is not spent on new steps, with the metric that records them.
 PAUSES = {
@@ -45,7 +45,7 @@ class Timeline:
         return sum(self.seconds.values())
 
 
-def timeline(run: RunFolder) -> Timeline:
+def timeline(run: RecordedRun) -> Timeline:
     """Return the timeline of a run."""
     step_times = run.series(STEP).finite().values
     if not len(step_times):
@@ -72,7 +72,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _superseded(run: RunFolder, typical_s: float, causes: Counter[str]) -> dict[int, float]:
+def _superseded(run: RecordedRun, typical_s: float, causes: Counter[str]) -> dict[int, float]:
     """Add the time of the steps that were trained again, and return it by the first step of each such part.
     Starts, saves and the like among these steps count as what they are."""
     steps, parts = [record["step"] for record in run.records], dict[int, float]()

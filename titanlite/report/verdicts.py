@@ -26,7 +26,7 @@ from titanlite.report.estimates import (
     spread,
     windows,
 )
-from titanlite.report.run_folder import RunFolder
+from titanlite.report.recorded_run import RecordedRun
 
 MIN_POINTS = 200  # logged values; fewer give no verdict
 SURE = 4.0  # standard errors of a trend; 3 would be enough for independent noise, correlated noise needs 4
@@ -49,7 +49,7 @@ class Verdict:
     weight: Literal["bad", "note", "good"]
 
 
-def verdicts_of(run: RunFolder) -> list[Verdict]:
+def verdicts_of(run: RecordedRun) -> list[Verdict]:
     """Return all verdicts on one run, the bad ones first, then in the order of steps."""
     loss, max_norm = run.series("train/loss"), run.setting("training.max_norm")
     verdicts = [

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from titanlite import commands
 from titanlite.config.component import ConfigError
-from titanlite.report.run_folder import names_of, read_run
+from titanlite.report.recorded_run import names_of, read_run
 from titanlite.report.terminal import comparison
 
 

@@ -11,7 +11,7 @@ from titanlite import commands
 from titanlite.config.component import ConfigError
 from titanlite.files import write_atomically
 from titanlite.report.page import report
-from titanlite.report.run_folder import names_of, read_run
+from titanlite.report.recorded_run import names_of, read_run
 
 
 def main(argv: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.report.charts import MAX_POINTS, Chart, Line, downsample, short, svg, ticks
 from titanlite.report.page import report
-from titanlite.report.run_folder import names_of, read_run
+from titanlite.report.recorded_run import names_of, read_run
 
 JOB = """# llama3 debug: 1,836,160 parameters
 

@@ -15,7 +15,7 @@ from tests.support.tiers import full
 from titanlite.report import verdicts
 from titanlite.report.estimates import Series, mean_with_error, noise, slope_with_error
 from titanlite.report.pairs import difference, pair_verdicts
-from titanlite.report.run_folder import read_run
+from titanlite.report.recorded_run import read_run
 from titanlite.report.verdicts import Verdict, verdicts_of
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results"

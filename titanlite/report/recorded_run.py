@@ -1,4 +1,4 @@
-"""Reading the files of a run folder. Whatever can be read is returned; the rest is named in `problems`."""
+"""Reads the files of a run folder: all readable records are returned, and all faults are named in `problems`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunFolder:
+class RecordedRun:
     """The content of the files of one run. `records` have one entry per logged step, in the order of steps.
     `superseded` are records of steps that the run took again after a resume, in the order of the file."""
 
@@ -128,7 +128,7 @@ def number(value: Any) -> float | None:
     return float(value) if abs(value) < 1e300 else math.copysign(math.inf, value)
 
 
-def read_run(folder: Path, name: str) -> RunFolder:
+def read_run(folder: Path, name: str) -> RecordedRun:
     """Read a run folder. Raises ConfigError if it has no metrics.jsonl that could be read."""
     if folder.name == METRICS:
         folder = folder.parent
@@ -143,7 +143,7 @@ def read_run(folder: Path, name: str) -> RunFolder:
     superseded = _records(_bytes(folder / SUPERSEDED, problems) or b"", SUPERSEDED, problems)
     _name_holes(records, problems)
     job, about = _job(folder, problems)
-    return RunFolder(
+    return RecordedRun(
         name=name,
         folder=folder,
         records=records,
