@@ -1,4 +1,4 @@
-"""Reads the files of a run folder: all readable records are returned, and all faults are named in `problems`."""
+"""Reads the files of a run folder: returns all readable records, and names all faults in `problems`."""
 
 from __future__ import annotations
 
