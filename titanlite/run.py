@@ -157,6 +157,10 @@ class Run:
             **self.compilations.since_last(),
         }
 
+    def detail_values(self) -> dict[str, Any]:
+        """The additional metrics of a step with a detailed report. Waits for the device. Collective."""
+        return {}
+
     def model_metrics(self) -> dict[str, float]:
         """The model's auxiliary losses and statistics in this step. Waits for the device. Collective."""
         shares = {f"train/{name}": value for name, value in self.model.auxiliary_losses.items()}

@@ -137,6 +137,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             return run.end_without_data(e, first_step, requests)
         state.step += 1
         set_lr(optimizer, job.lr_scheduler.checked_factor(state.step, last_step))
+        with_detail = job.metrics.detail_is_due(state.step, last_step)
         num_targets = rt.count(sum(batch.num_targets for batch in micro_batches))
         vote = rt.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
         loss = model.forward_backward(micro_batches, num_targets)
@@ -164,9 +165,10 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         if due(job.generation.freq, state.step, last_step):
             run.sample()
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
-        logged = evaluation or stop or state.step == first_step
+        logged = with_detail or evaluation or stop or state.step == first_step
         if logged or due(job.metrics.log_freq, state.step, last_step):
-            meter.report(state.step, run.values(loss, norm, micro_batches) | evaluation)
+            detail = run.detail_values() if with_detail else {}
+            meter.report(state.step, run.values(loss, norm, micro_batches) | detail | evaluation)
         if save_failed:
             checkpoints.check_save()
         if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):

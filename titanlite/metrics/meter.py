@@ -34,6 +34,10 @@ class Metrics:
 
     log_freq: int = 10
     """Steps between reports. The first and the last step always report."""
+    detail_freq: int = 100
+    """Steps between detailed reports, which cost more: norms of every parameter, statistics of the tokens'
+    losses, a breakdown of the step's time, the state of the hardware. The first and the last step of the run
+    have them, too; 0: none."""
     enable_tensorboard: bool = True
     """Write TensorBoard files to <dump_folder>/tb, like `[[metrics.sinks]]` with name = "tensorboard"."""
     enable_wandb: bool = False
@@ -43,6 +47,7 @@ class Metrics:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "log_freq")
+        check_at_least(self, 0, "detail_freq")
         names = [sink.name for sink in self.sinks]
         for i, name in enumerate(names):
             if name in names[:i]:
@@ -53,6 +58,10 @@ class Metrics:
                     "table out",
                     f"sinks.{i}.name",
                 )
+
+    def detail_is_due(self, step: int, last_step: int) -> bool:
+        """Whether `step` has a detailed report."""
+        return self.detail_freq > 0 and (step in (1, last_step) or step % self.detail_freq == 0)
 
     def all_sinks(self) -> list[Sink]:
         """The sinks that the keys of this section add."""
