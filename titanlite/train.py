@@ -143,12 +143,13 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         loss = model.forward_backward(micro_batches, num_targets)
         norm = grad_norm(model.net.parameters(), rt.mesh.pp)
         loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())
-        apply = guard.judge(loss, norm, bad_norms, state.step, state.num_sequences, rt.batch.global_size)
+        next_sequence = loader.state_dict()["sequences"]
+        apply = guard.judge(loss, norm, bad_norms, state.step, state.num_sequences, next_sequence)
         checkpoints.wait_until_staged()  # a save may still be copying the weights
         guarded_step(optimizer, apply, clip_divisor(norm, job.training.max_norm))
         optimizer.zero_grad()
         model.after_step(apply)
-        state.num_sequences = loader.state_dict()["sequences"]
+        state.num_sequences = next_sequence
         state.tokens += num_targets
         meter.step_done()
         profiler.step_done()

@@ -69,13 +69,14 @@ class StepGuard:
         bad_norms: torch.Tensor,
         step: int,
         first_sequence: int,
-        num_sequences: int,
+        next_sequence: int,
     ) -> torch.Tensor:
         """Whether to apply this step's update: bool scalar on the device; no host synchronisation.
 
         `loss`: loss of the whole step. `bad_norms`: number of ranks whose gradient norm is not finite; ranks
         with copies of one gradient differ if a copy is damaged. Both are equal on all ranks, and so is the
-        decision. `grad_norm`, `first_sequence` and `num_sequences` are for the log.
+        decision. `grad_norm` is for the log, and so are `first_sequence` and `next_sequence`: the step's
+        sequences are the sequences from `first_sequence` to before `next_sequence`.
         """
         finite = loss.isfinite() & (bad_norms == 0)
         allowed = self._streak < self.config.limit  # at the limit, no update is applied any more
@@ -85,8 +86,7 @@ class StepGuard:
         self._skipped = self._skipped + (~apply)
         norm = torch.where(bad_norms == 0, grad_norm.to(loss), torch.nan)
         values = torch.stack([(~apply).float(), self._streak.float(), loss, norm])
-        last = first_sequence + num_sequences - 1
-        self._unread.append(_Decision(step, first_sequence, last, HostCopy(values)))
+        self._unread.append(_Decision(step, first_sequence, next_sequence - 1, HostCopy(values)))
         return apply
 
     def read(self, leave: int = 0) -> list[int]:

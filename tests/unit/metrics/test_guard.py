@@ -94,7 +94,7 @@ def test_a_guard_goes_on_from_its_state() -> None:
     judged(guard, math.nan, 1.0, math.nan, math.nan)
     other.load_state_dict(guard.state_dict(), step=4)
     assert other.state_dict() == {"streak": 2, "skipped_steps": 3}
-    assert not other.judge(torch.tensor(math.nan), torch.tensor(1.0), GOOD, 5, 32, 8)
+    assert not other.judge(torch.tensor(math.nan), torch.tensor(1.0), GOOD, 5, 32, 40)
     other.read()
     assert other.diverged
     assert "3 steps in a row, 3 to 5," in other.reason()
