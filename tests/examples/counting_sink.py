@@ -35,10 +35,13 @@ class CountingWriter(Writer):
 
     def __init__(self, path: Path, resumed_step: int):
         self.path, self.counts = path, Counter[str]()
-        # A resumed run trains the steps after `resumed_step` again: drop what the file has of them.
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= resumed_step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        self._drop_after(resumed_step)
+
+    def _drop_after(self, step: int) -> None:
+        """Drop the lines of later steps, which the run trains again."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        self.path.write_text("".join(f"{line}\n" for line in kept))
 
     def write(self, step: int, values: Values) -> None:
         with self.path.open("a") as file:
@@ -48,5 +51,7 @@ class CountingWriter(Writer):
     def sample(self, step: int, text: str) -> None:
         self.counts["samples"] += 1
 
-    def event(self, step: int, event: Event) -> None:
+    def event(self, step: int, event: Event, about: Values) -> None:
+        if event == "rewound":
+            self._drop_after(step)
         self.counts[event] += 1

@@ -24,25 +24,30 @@ MAX_WAITING = 10_000  # records kept in memory: some MiB
 class Records:
     """A file of records. Each record is written whole or not at all.
 
-    `prepare` is called before the file is opened, and again later if it raises OSError.
+    `prepare`: see the method prepare; the first call, before the file is opened.
     """
 
-    def __init__(self, path: Path, prepare: Callable[[], None]):
-        self._path, self._prepare = path, prepare
-        self._prepared = False
+    def __init__(self, path: Path, prepare: Callable[[], None] | None = None):
+        self._path = path
         self._file: IO[str] | None = None
-        self._waiting = deque[bytes]()
+        self._waiting = deque[bytes | Callable[[], None]]()  # records and preparations, in order
         self._num_lost = 0
         self._fails = False
+        if prepare is not None:
+            self.prepare(prepare)
+
+    def prepare(self, change: Callable[[], None]) -> None:
+        """Call `change` when all records before it are written, with the file closed; again later if it
+        raises OSError."""
+        self._waiting.append(change)
         self.append()
 
     def append(self, *records: bytes) -> None:
         """Write the records, or keep them in memory until they can be written."""
         self._waiting.extend(records)
-        while len(self._waiting) > MAX_WAITING:
-            self._waiting.popleft()
+        while (num_waiting := self._num_waiting()) > MAX_WAITING:
+            del self._waiting[next(i for i, item in enumerate(self._waiting) if isinstance(item, bytes))]
             self._num_lost += 1
-        num_waiting = len(self._waiting)
         try:
             self._write_waiting()
         except (OSError, FileFault) as e:
@@ -56,23 +61,31 @@ class Records:
             self._fails, self._num_lost = False, 0
 
     def _write_waiting(self) -> None:
-        if not self._prepared:
-            self._prepare()
-            self._prepared = True
-        if self._waiting and self._file is None:
-            self._file = open_own(self._path)
-        while self._waiting and self._file is not None:
-            _write_whole(self._file, self._waiting[0])
+        while self._waiting:
+            item = self._waiting[0]
+            if isinstance(item, bytes):
+                self._file = self._file or open_own(self._path)
+                _write_whole(self._file, item)
+            else:
+                self._close_file()
+                item()
             self._waiting.popleft()
+
+    def _num_waiting(self) -> int:
+        return sum(isinstance(item, bytes) for item in self._waiting)
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
 
     def close(self) -> None:
         """Try once more to write the waiting records, and close the file."""
         self.append()
-        if self._waiting:
-            logger.error(f"{self._path}: its last {len(self._waiting)} records could not be written")
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
+        if num_waiting := self._num_waiting():
+            logger.error(f"{self._path}: its last {num_waiting} records could not be written")
+        self._close_file()
 
 
 def cut(

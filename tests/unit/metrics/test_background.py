@@ -139,7 +139,7 @@ class Kept(Writer):
         self.gate.wait()
         self.calls.append(step)
 
-    def event(self, step: int, event: str) -> None:
+    def event(self, step: int, event: str, about: Any) -> None:
         self.calls.append(event)
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ def test_a_writer_that_cannot_be_opened_is_tried_again(
         return kept
 
     sink = Background("kept", opened)
-    sink.event(0, "resumed")
+    sink.event(0, "resumed", {})
     sink.write(1, {})
     is_open.wait()
     sink.close()
@@ -219,7 +219,7 @@ def test_a_run_that_logs_nothing_opens_nothing() -> None:
     Background("kept", open_writer).close()
     assert not opened
     sink = Background("kept", open_writer)
-    sink.event(3, "resumed")
+    sink.event(3, "resumed", {})
     assert not opened  # the loader forks its workers after this event
     sink.close()
     assert len(opened) == 1

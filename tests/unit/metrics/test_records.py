@@ -163,6 +163,26 @@ def test_what_is_cut_is_not_written_through_a_pipe(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.superseded.jsonl").read_bytes() == line(2)
 
 
+# ---- a rewind
+
+
+def test_a_rewind_moves_the_records_of_later_steps(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    for sink, record, name in (
+        (JsonLines(tmp_path / "metrics.jsonl", 0), line, "metrics{}.jsonl"),
+        (Samples(tmp_path / "samples.txt", 0), sample, "samples{}.txt"),
+    ):
+        for step in (1, 2, 3):
+            sink.write(step, {"train/loss": 2.5})
+            sink.sample(step, "once")
+        sink.event(3, "saved", {})
+        sink.event(1, "rewound", {})
+        assert (tmp_path / name.format("")).read_bytes() == record(1)
+        write(sink, 2)
+        assert (tmp_path / name.format("")).read_bytes() == record(1) + record(2)
+        assert (tmp_path / name.format(".superseded")).read_bytes() == record(2) + record(3)
+    assert log.messages == []
+
+
 # ---- a full disk
 
 
@@ -233,6 +253,28 @@ def test_a_disk_that_stays_full(tmp_path: Path, disk: FullDisk, log: pytest.LogC
     write(sink, 2, 3)
     assert path.read_bytes() == line(1)
     assert log.messages[1:] == [f"{path}: its last 2 records could not be written"]
+
+
+def test_a_rewind_on_a_full_disk(
+    tmp_path: Path, disk: FullDisk, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records that wait are cut, too, and the limit of what is kept drops records, never the cut."""
+    monkeypatch.setattr(records, "MAX_WAITING", 3)
+    path, superseded = tmp_path / "metrics.jsonl", tmp_path / "metrics.superseded.jsonl"
+    sink = JsonLines(path, 0)
+    sink.write(1, {"train/loss": 2.5})
+    disk.room = 0
+    for step in (2, 3):
+        sink.write(step, {"train/loss": 2.5})
+    sink.event(1, "rewound", {})
+    for step in (2, 3):
+        sink.write(step, {"train/loss": 2.5})
+    assert path.read_bytes() == line(1)
+    disk.room = 1 << 40
+    write(sink, 4)
+    assert path.read_bytes() == line(1) + line(2) + line(3) + line(4)
+    assert not superseded.exists()  # lines 2 and 3 of the first attempt were the oldest of five
+    assert log.messages[-1].endswith("; 3 kept records are written; 2 older ones are lost")
 
 
 def test_a_start_on_a_full_disk(tmp_path: Path, disk: FullDisk) -> None:

@@ -42,8 +42,8 @@ class Kept(Writer):
     def sample(self, step: int, text: str) -> None:
         self._take("sample", step, text)
 
-    def event(self, step: int, event: str) -> None:
-        self._take(event, step)
+    def event(self, step: int, event: str, about: Any) -> None:
+        self._take(event, step, *([dict(about)] if about else []))
 
     def close(self) -> None:
         self._take("close")
@@ -195,8 +195,10 @@ def test_the_other_sinks_get_what_one_refuses() -> None:
     sinks.write(1, LOSS)
     sinks.sample(1, "once")
     sinks.event(1, "saved")
+    sinks.event(2, "spike", {"loss": 9.0})
     sinks.close()
-    assert before.calls == after.calls == bad.calls != []
+    assert before.calls == after.calls == bad.calls
+    assert ("spike", 2, {"loss": 9.0}) in after.calls
 
 
 def test_a_package_that_is_missing_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

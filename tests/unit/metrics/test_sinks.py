@@ -200,6 +200,20 @@ def test_tensorboard_drops_what_the_resumed_run_never_writes_again(tmp_path):
     assert shown["eval/loss"] == [(3, 9.0)]
 
 
+def test_tensorboard_hides_the_steps_after_a_rewind(tmp_path):
+    file = EventFile(tmp_path, 0)
+    for step in range(1, 7):
+        file.write(step, {"train/loss": 1.0} | ({"eval/loss": 9.0} if step in (3, 6) else {}))
+    file.event(5, "spike", {"loss": 1.0})  # hides nothing
+    file.event(3, "rewound", {})
+    for step in range(4, 6):
+        file.write(step, {"train/loss": 2.0})
+    file.close()
+    shown = scalars(tmp_path)
+    assert shown["train/loss"] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
+    assert shown["eval/loss"] == [(3, 9.0)]
+
+
 # ---- the console
 
 

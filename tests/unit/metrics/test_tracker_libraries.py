@@ -113,7 +113,7 @@ def course(folder: Path, client: Any, resumed_step: int, last: int, lr: float = 
     """Take steps as a resumed run does; returns the open delivery."""
     lines = JsonLines(folder / "metrics.jsonl", resumed_step)
     delivery = deliver(folder, client, resumed_step)
-    delivery.event(resumed_step, "resumed")
+    delivery.event(resumed_step, "resumed", {})
     for step in range(resumed_step + 1, last + 1):
         lines.write(step, values(step, lr=lr))
         delivery.write(step, values(step, lr=lr))

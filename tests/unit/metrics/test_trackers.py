@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from tests.support.trackers import RUN_ID, FakeClient, Server, deliver, values
+from titanlite.metrics.sinks.base import Event, Values
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
-from titanlite.metrics.sinks.tracker import Delivery, flatten, numbers_of
+from titanlite.metrics.sinks.tracker import Delivery, TrackerRun, flatten, numbers_of
 
 BRANCH = f"{RUN_ID}-b1"
 
@@ -32,6 +34,16 @@ class Course:
                 self.delivery.write(step, values(step, data, lr))
         return self
 
+    def event(self, step: int, event: Event, about: Values = MappingProxyType({})) -> Course:
+        for sink in (self.lines, self.texts, self.delivery):
+            sink.event(step, event, about)
+        return self
+
+    def texts_of(self, step: int) -> None:
+        for text in ("once", "upon"):
+            self.texts.sample(step, text)
+            self.delivery.sample(step, text)
+
 
 def test_a_run_is_sent_with_its_configuration_samples_and_events(tmp_path: Path) -> None:
     server = Server()
@@ -39,15 +51,17 @@ def test_a_run_is_sent_with_its_configuration_samples_and_events(tmp_path: Path)
     delivery.write(1, values(1) | {"eval/loss": float("nan")})
     delivery.sample(1, "once")
     delivery.sample(1, "upon \ud800")
-    delivery.event(1, "saved")
+    delivery.event(1, "saved", {})
+    delivery.event(2, "spike", {"loss": 9.0, "reason": "high"})
     delivery.close()
     assert server.runs[RUN_ID].name == tmp_path.name
     assert server.runs[RUN_ID].config == {
         "training": {"steps": 10}, "checkpoint": {}, "metrics": {}, "run_id": RUN_ID,
     }  # fmt: skip
-    (first, saved) = server.metrics[RUN_ID]
+    (first, saved, spike) = server.metrics[RUN_ID]
     assert str(first) == "(1, {'train/loss': 9.0, 'train/learning_rate': 0.1, 'eval/loss': nan})"
     assert saved == (1, {"events/saved": 1})
+    assert spike == (2, {"events/spike": 1, "events/spike_loss": 9.0})
     assert server.samples[RUN_ID] == [(1, 0, "once"), (1, 1, "upon ?")]
     assert server.ended == [(RUN_ID, False)]
 
@@ -87,7 +101,7 @@ def test_samples_and_events_are_there_once(tmp_path: Path) -> None:
         for sink in (course.texts, course.delivery):
             for text in ("a", "b\nc") if resumed_step < 4 else ():
                 sink.sample(4, text)
-        course.delivery.event(4, "saved")
+        course.delivery.event(4, "saved", {})
     assert server.samples[RUN_ID] == [(4, 0, "a"), (4, 1, "b\nc")]
     assert [step for step, numbers in server.metrics[RUN_ID] if "events/saved" in numbers] == [4]
 
@@ -121,12 +135,54 @@ def test_other_data_or_learning_rate_begin_a_branch_with_the_steps_before(
 def test_a_rewind_in_the_process_begins_a_branch(tmp_path: Path) -> None:
     server = Server()
     course = Course(tmp_path, FakeClient(server)).steps(1, 8)
-    course.lines.close()
-    course.lines = JsonLines(tmp_path / "metrics.jsonl", 4)
-    course.steps(5, 5).steps(6, 10, data="b")
+    course.texts_of(8)
+    course.event(4, "rewound", {"reason": "spike"}).steps(5, 8, data="b")
+    course.texts_of(8)
+    course.steps(9, 10, data="b").delivery.close()
     assert server.steps() == list(range(1, 9))
     assert server.steps(BRANCH) == list(range(1, 11))
-    assert server.metrics[BRANCH][5][1] == numbers_of(values(6, "b"))
+    shown = [numbers for _, numbers in server.metrics[BRANCH]]
+    assert shown[4:6] == [{"events/rewound": 1}, numbers_of(values(5, "b"))]
+    assert server.samples[RUN_ID] == server.samples[BRANCH] == [(8, 0, "once"), (8, 1, "upon")]
+
+
+def test_a_rewind_of_which_the_tracker_has_nothing_begins_no_branch(tmp_path: Path) -> None:
+    server = Server()
+    Course(tmp_path, FakeClient(server)).steps(1, 4).event(4, "rewound").steps(5, 6, data="b")
+    assert server.runs.keys() == {RUN_ID}
+    assert server.steps() == list(range(1, 7))
+
+
+def test_a_rewind_that_is_lost_to_a_full_queue_begins_a_branch(tmp_path: Path) -> None:
+    server = Server()
+    course = Course(tmp_path, FakeClient(server)).steps(1, 8)
+    course.lines.event(4, "rewound", {})
+    course.steps(5, 10, data="b")
+    assert server.steps() == list(range(1, 9))
+    assert server.steps(BRANCH) == list(range(1, 11))
+
+
+def test_a_branch_that_cannot_begin_is_tried_again(tmp_path: Path) -> None:
+    class Refusing(FakeClient):
+        def begin(self, run: TrackerRun) -> str:
+            if self.broken:
+                raise ConnectionError
+            return super().begin(run)
+
+    server = Server()
+    client = Refusing(server)
+    course = Course(tmp_path, client).steps(1, 6)
+    client.broken = True
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            course.event(4, "rewound")
+    with pytest.raises(ConnectionError):
+        course.steps(5, 5, data="b")
+    client.broken = False
+    course.steps(6, 9, data="b").delivery.close()
+    assert server.steps() == list(range(1, 7))
+    assert sorted(server.steps(BRANCH)) == list(range(1, 10))
+    assert server.runs.keys() == {RUN_ID, BRANCH}
 
 
 def test_going_back_with_load_step_begins_one_branch(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ class Background(Writer):
         self._put(lambda writer: writer.sample(step, text))
         self._start()
 
-    def event(self, step: int, event: Event) -> None:
-        self._put(lambda writer: writer.event(step, event))
+    def event(self, step: int, event: Event, about: Values) -> None:
+        self._put(lambda writer: writer.event(step, event, about))
 
     def close(self) -> None:
         """Wait up to CLOSE_S until the writer has taken everything and is closed."""

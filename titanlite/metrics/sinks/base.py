@@ -1,7 +1,7 @@
 """The contract of a metric sink. Only rank 0 has sinks.
 
-A run that resumes after step s takes the later steps again. A sink should then drop or mark its records of
-those steps, so that no step is shown twice.
+A run that resumes after step s, or rewinds to it, takes the later steps again. A sink should then drop or
+mark its records of those steps, so that no step is shown twice.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from titanlite.config.component import Component, ConfigError
@@ -18,7 +19,7 @@ from titanlite.config.imports import error_with_place
 from titanlite.log import logger
 
 Values = Mapping[str, Any]  # metric name: int, float or str
-Event = Literal["resumed", "skipped", "saved"]
+Event = Literal["resumed", "skipped", "spike", "rewound", "saved"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +48,13 @@ class Writer:
     def sample(self, step: int, text: str) -> None:
         """Take one generated text."""
 
-    def event(self, step: int, event: Event) -> None:
-        """Take an event: `resumed` (the run continues after `step`; a sink should drop its records of later
-        steps), `skipped` (the update of `step` was not applied, because its loss or gradient norm was not
-        finite), `saved` (the checkpoint of `step` is complete; with asynchronous saves this comes some steps
-        later)."""
+    def event(self, step: int, event: Event, about: Values) -> None:
+        """Take an event: `resumed` (a new process continues the run after `step`), `rewound` (the run went
+        back to `step` within the process and continues after it; as after `resumed`, a sink should drop its
+        records of later steps), `skipped` (the update of `step` was not applied), `spike` (the loss has
+        spiked, which was detected at `step`), `saved` (the checkpoint of `step` is complete; with
+        asynchronous saves this comes some steps later). `about`: numbers and texts that explain the event,
+        such as loss, grad_norm, first_sequence, last_sequence and reason; may be empty."""
 
     def close(self) -> None:
         """Flush; the last call."""
@@ -98,9 +101,9 @@ class Sinks:
         """Send a generated text to all sinks."""
         self._each(lambda writer: writer.sample(step, text))
 
-    def event(self, step: int, event: Event) -> None:
+    def event(self, step: int, event: Event, about: Values = MappingProxyType({})) -> None:
         """Send an event to all sinks."""
-        self._each(lambda writer: writer.event(step, event))
+        self._each(lambda writer: writer.event(step, event, about))
 
     def close(self) -> None:
         """Flush and close all sinks."""

@@ -49,7 +49,7 @@ class Journal:
             move_aside(path, str(e))
             content = b""
         self._read(content)
-        self._records = Records(path, lambda: None)
+        self._records = Records(path)
         if content and not content.endswith(b"\n"):  # a kill has cut the last line short
             self._records.append(b"\n")
 

@@ -1,5 +1,5 @@
-"""The sink metrics.jsonl: one JSON object per logged step. At a resume after step s, the lines of later steps
-move to metrics.superseded.jsonl."""
+"""The sink metrics.jsonl: one JSON object per logged step. At a resume after step s and a rewind to it,
+the lines of later steps move to metrics.superseded.jsonl."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from pathlib import Path
 
 from titanlite.config import json_file
 from titanlite.metrics.records import Records, cut
-from titanlite.metrics.sinks.base import Values, Writer
+from titanlite.metrics.sinks.base import Event, Values, Writer
 
 
 class JsonLines(Writer):
     """One JSON object per logged step, written at once. NaN and infinity are strings."""
 
     def __init__(self, path: Path, from_step: int):
-        self._records = Records(path, partial(cut, path, _lines, _step_of_line, from_step))
+        self._cut = partial(cut, path, _lines, _step_of_line)
+        self._records = Records(path, partial(self._cut, from_step))
 
     def write(self, step: int, values: Values) -> None:
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in values.items()}
         self._records.append(json.dumps({"step": step, **finite}).encode() + b"\n")
+
+    def event(self, step: int, event: Event, about: Values) -> None:
+        if event == "rewound":
+            self._records.prepare(partial(self._cut, step))
 
     def close(self) -> None:
         self._records.close()

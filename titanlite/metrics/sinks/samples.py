@@ -1,5 +1,5 @@
-"""The sink samples.txt: the generated texts. At a resume after step s, the texts of later steps move to
-samples.superseded.txt."""
+"""The sink samples.txt: the generated texts. At a resume after step s and a rewind to it, the texts of
+later steps move to samples.superseded.txt."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from functools import partial
 from pathlib import Path
 
 from titanlite.metrics.records import Records, cut
-from titanlite.metrics.sinks.base import Writer
+from titanlite.metrics.sinks.base import Event, Values, Writer
 
 
 class Samples(Writer):
     """Each generated text under a line with its step."""
 
     def __init__(self, path: Path, from_step: int):
-        self._records = Records(path, partial(cut, path, split_samples, step_of_sample, from_step))
+        self._cut = partial(cut, path, split_samples, step_of_sample)
+        self._records = Records(path, partial(self._cut, from_step))
 
     def sample(self, step: int, text: str) -> None:
         self._records.append(f"--- step {step}\n{text}\n".encode(errors="replace"))
+
+    def event(self, step: int, event: Event, about: Values) -> None:
+        if event == "rewound":
+            self._records.prepare(partial(self._cut, step))
 
     def close(self) -> None:
         self._records.close()

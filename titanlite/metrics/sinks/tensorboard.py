@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.metrics.records import Records, move_aside
+from titanlite.metrics.sinks import base as sinks
 from titanlite.metrics.sinks.base import RunInfo, Sink, Values, Writer
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard(Sink, name="tensorboard"):
-    """TensorBoard files in <dump_folder>/tb. After a resume from step s TensorBoard hides what earlier files
-    have of later steps. metrics.enable_tensorboard is a short form."""
+    """TensorBoard files in <dump_folder>/tb. After a resume from step s and a rewind to it, TensorBoard
+    hides what was written of later steps before. metrics.enable_tensorboard is a short form."""
 
     def build(self, run: RunInfo) -> Writer:
         return EventFile(run.folder / "tb", run.resumed_step)
@@ -30,12 +31,11 @@ class EventFile(Writer):
     """
 
     def __init__(self, folder: Path, from_step: int):
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import Event
 
         self._records = Records(folder / f"events.out.tfevents.{time.time_ns()}", partial(_make, folder))
-        now, start = time.time(), SessionLog(status=SessionLog.START)  # hides other files' later steps
-        self._append(Event(wall_time=now, file_version="brain.Event:2"))
-        self._append(Event(wall_time=now, step=from_step + 1, session_log=start))
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._hide_after(from_step)
 
     def write(self, step: int, values: Values) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -44,6 +44,17 @@ class EventFile(Writer):
         numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
         scalars = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
         self._append(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+
+    def event(self, step: int, event: sinks.Event, about: Values) -> None:
+        if event == "rewound":
+            self._hide_after(step)
+
+    def _hide_after(self, step: int) -> None:
+        """Hide what this file and earlier ones have of steps after `step`."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        start = SessionLog(status=SessionLog.START)
+        self._append(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def _append(self, event: Any) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter

@@ -1,9 +1,9 @@
 """Sinks that send a run to an experiment tracker, such as Weights & Biases.
 
 The tracker gets every step once. A run that was killed and resumed does not send the steps again that it
-repeats, and sends the steps that the killed process did not send, from metrics.jsonl. A run that goes back
-and continues with other data or another learning rate begins a new run of the tracker, a branch, which gets
-the steps before the branch, too.
+repeats, and sends the steps that the killed process did not send, from metrics.jsonl. A run that rewinds, or
+goes back and continues with other data or another learning rate, begins a new run of the tracker, a branch,
+which gets the steps before the branch, too.
 """
 
 from __future__ import annotations
@@ -104,27 +104,35 @@ class Delivery(Writer):
         self._last_step = run.resumed_step
         self._sample = (0, 0)  # step and index of the last one
         self._sent = dict[str, str]()
+        self._is_begun = False
         self._begin(self._branch_at_start())
 
     def write(self, step: int, values: Values) -> None:
         if self._differs(step, values):
-            self._begin(self._branch.next_at(self._last_step))
+            self._go_back(min(self._last_step, step - 1))
+        self._begin_again()
         self._send_metrics(step, values)
         self._last_step = step
 
     def sample(self, step: int, text: str) -> None:
         index = self._sample[1] + 1 if self._sample[0] == step else 0
         self._sample = (step, index)
+        self._begin_again()
         self._send_sample(step, index, text)
 
-    def event(self, step: int, event: Event) -> None:
+    def event(self, step: int, event: Event, about: Values) -> None:
+        if event == "rewound":
+            self._go_back(step)
+        self._begin_again()
         key = f"{step} {event}"
         if key not in self._sent:
-            self._client.log(step, {f"events/{event}": 1})
+            numbers = {f"events/{event}_{name}": number for name, number in numbers_of(about).items()}
+            self._client.log(step, {f"events/{event}": 1, **numbers})
             self._note(key)
 
     def close(self) -> None:
         try:
+            self._begin_again()
             self._catch_up()  # with what a full queue or a failure has left out
         finally:
             self._client.end(is_complete=self._last_step >= self._run.total_steps)
@@ -146,8 +154,21 @@ class Delivery(Writer):
             last_equal = step
         return branch
 
+    def _go_back(self, step: int) -> None:
+        """Continue after `step`: in a branch, if the tracker has something of later steps."""
+        self._last_step, self._sample = step, (0, 0)
+        if any(int(key.split()[0]) > step for key in self._sent):
+            again = self._branch._replace(step=step)  # it could not be begun
+            self._begin(self._branch.next_at(step) if self._is_begun else again)
+
+    def _begin_again(self) -> None:
+        """Try again to begin the branch, if that has failed."""
+        if not self._is_begun:
+            self._begin(self._branch)
+
     def _begin(self, branch: Branch) -> None:
         """Open a branch's run in the tracker, and send what it lacks up to the last step."""
+        self._branch, self._is_begun = branch, False
         config = self._run.job | {"run_id": self._run.run_id}
         sinkless = {key: value for key, value in config.get("metrics", {}).items() if key != "sinks"}
         config |= {"metrics": sinkless}  # an address in [[metrics.sinks]] may hold a password
@@ -156,13 +177,14 @@ class Delivery(Writer):
             name = f"{name}@{branch.step}"
             config |= {"branched_from": branch.parent, "branched_at_step": branch.step}
         self.target = self._client.begin(TrackerRun(id=branch.tracker_id, name=name, config=config))
-        self._branch, self._sent = branch, self._journal.begin(branch, self.target)
+        self._sent = self._journal.begin(branch, self.target)
         sent = {int(key) for key in self._sent if key.isdecimal()}
         known = self._client.known_steps(sent)
         for step in sent - known:
             del self._sent[str(step)]
         for step in known - sent:
             self._sent[str(step)] = ""
+        self._is_begun = True
         self._catch_up()
 
     def _catch_up(self) -> None:
