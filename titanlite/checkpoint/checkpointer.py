@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from titanlite.checkpoint.commit_record import CommitRecord
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import MisfitError, load_tensors
-from titanlite.checkpoint.resume import Candidate, Fault, newest_healthy
+from titanlite.checkpoint.resume import Candidate, Fault, healthy_steps, newest_healthy
 from titanlite.checkpoint.run_folder import RunFolder
 from titanlite.checkpoint.run_identity import check_optimizer
 from titanlite.checkpoint.saver import Saver, Snapshot
@@ -33,6 +33,13 @@ from titanlite.log import logger
 from titanlite.optim.base import make_state
 
 EXPORT_POLL_S = 60.0  # far below the timeout of the ranks that wait for rank 0, which exports
+
+
+def steps_for_rewind(healthy: Sequence[int], last_step: int) -> set[int]:
+    """The checkpoints to keep for a rewind, from the `healthy` steps in ascending order: the newest of step
+    `last_step` or earlier, and the one after it, which takes its place when that one is old enough."""
+    old = [step for step in healthy if step <= last_step]
+    return {*old[-1:], *healthy[len(old) : len(old) + 1]}
 
 
 class Exports(Protocol):
@@ -55,7 +62,9 @@ class Checkpointer:
     that save or load are collective.
 
     `identity`: the run identity, nested plain values that a resumed run must share. `job_toml`: stored in
-    every checkpoint. `exports`: makes exports of committed checkpoints; None for a run without exports."""
+    every checkpoint. `exports`: makes exports of committed checkpoints; None for a run without exports.
+    `rewind_distance`: one healthy checkpoint that is at least so many steps older than the newest checkpoint
+    is kept, because the run may rewind; None for a run that never rewinds."""
 
     def __init__(
         self,
@@ -64,9 +73,10 @@ class Checkpointer:
         identity: dict[str, Any],
         job_toml: str,
         exports: Exports | None = None,
+        rewind_distance: int | None = None,
     ):
         self.config, self.folder = config, dump_folder / config.folder
-        self.identity, self.job_toml = identity, job_toml
+        self.identity, self.job_toml, self._rewind_distance = identity, job_toml, rewind_distance
         self._run_folder = dump_folder
         self._record = CommitRecord(dump_folder, config)
         self._run_folder_checks = RunFolder(config, dump_folder, identity)
@@ -117,6 +127,56 @@ class Checkpointer:
         state.restore(candidate.train)
         self._saved_step = candidate.step
         logger.info(f"resumed from {candidate.path}")
+
+    def rewind(
+        self, last_step: int, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState
+    ) -> bool:
+        """Restore `net`, `optimizer` and `state` in place from the newest healthy checkpoint of step
+        `last_step` or earlier, and archive all later checkpoints and exports. Returns whether there is such a
+        checkpoint; if not, nothing changes.
+
+        Nothing else records the rewind: a run that is killed before its next save resumes from this
+        checkpoint, or from a later one that was not archived yet, meets the same steps again and rewinds
+        again."""
+        self.check_save()
+        candidate = self.ranks.from_rank_zero(lambda: self._newest_healthy(last_step))
+        if candidate is None:
+            return False
+        tensors = tensors_of(net, optimizer)
+        while reason := self._load(candidate, tensors):
+            candidate = self.ranks.from_rank_zero(
+                functools.partial(self._healthy_before, candidate, reason, last_step)
+            )
+        step = candidate.step
+        self.ranks.from_rank_zero(lambda: self._finish_rewind(step))
+        self._candidate, self._saved_step = candidate, step
+        state.restore(candidate.train)
+        return True
+
+    def _newest_healthy(self, last_step: int) -> Candidate | None:
+        """The newest healthy checkpoint of step `last_step` or earlier that is not damaged. Called on rank
+        0."""
+        for step in reversed(healthy_steps(self.folder)):
+            if step <= last_step and (
+                candidate := resume.newest(self.folder, step, self._faults, self.config.verify)
+            ):
+                return candidate
+        return None
+
+    def _healthy_before(self, damaged: Candidate, reason: str, last_step: int) -> Candidate:
+        """The newest healthy checkpoint before a damaged one. Called on rank 0. Raises CheckpointError if
+        none is left: the state in memory has been overwritten."""
+        self._faults.append((damaged.path, reason))
+        candidate = self._newest_healthy(last_step)
+        if candidate is None:
+            raise CheckpointError(f"the run cannot rewind: {damaged.path}: {reason}")
+        return candidate
+
+    def _finish_rewind(self, step: int) -> None:
+        """Record the new start, and archive the checkpoints and exports after `step`. Called on rank 0. The
+        saving thread archives, because it may be exporting or deleting checkpoints."""
+        self._record_start(step)
+        self.saver.submit(lambda: self._archive(after=step)).result()
 
     def due(
         self, step: int, last_step: int, asked: bool = False, in_streak: Callable[[], bool] = lambda: False
@@ -272,8 +332,13 @@ class Checkpointer:
         return True
 
     def _retain(self) -> None:
-        resumed_step = self._candidate.step if self._candidate else None
-        keep = {step for step in (resumed_step, newest_healthy(self.folder)) if step is not None}
+        healthy = healthy_steps(self.folder)
+        keep = set(healthy[-1:])
+        if self._candidate is not None:
+            keep.add(self._candidate.step)
+        if self._rewind_distance is not None:
+            newest_step = commit.list_committed(self.folder)[-1][0]
+            keep |= steps_for_rewind(healthy, newest_step - self._rewind_distance)
         try:
             commit.retain(self.folder, self.config.keep_latest_k, self.config.keep_every_n_steps, keep)
         except OSError as e:  # not an error of the save: the new checkpoint exists
@@ -333,6 +398,7 @@ class Checkpointer:
         """Rename damaged checkpoints and record the start. Called on rank 0 when a checkpoint was loaded and
         verified, or the run is new; until then a folder without a usable checkpoint stays as it is."""
         resume.quarantine_all(self._faults)
+        self._faults.clear()
         if not self._record.restart_is_due():  # otherwise _restart() records the start
             self._record.record_start(step)
 

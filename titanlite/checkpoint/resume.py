@@ -62,14 +62,20 @@ def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
     return None
 
 
-def newest_healthy(folder: Path) -> int | None:
-    """The step of the newest checkpoint whose train.json says that no steps were being skipped when it was
-    saved; None if there is no such checkpoint."""
-    for step, path in reversed(commit.list_committed(folder)):
+def healthy_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints whose train.json says that training was healthy when they were saved: no
+    steps were being skipped, and the loss was not in a spike. In ascending order."""
+    steps = []
+    for step, path in commit.list_committed(folder):
         with suppress(OSError, ValueError):  # a damaged checkpoint is not healthy
             if read_train(path)["healthy"]:
-                return step
-    return None
+                steps.append(step)
+    return steps
+
+
+def newest_healthy(folder: Path) -> int | None:
+    """The newest of healthy_steps(); None if there is none."""
+    return max(healthy_steps(folder), default=None)
 
 
 def choose(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Candidate | None:

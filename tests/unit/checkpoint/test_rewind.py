@@ -1,0 +1,114 @@
+"""Going back to an earlier healthy checkpoint within the process, and the checkpoints kept for that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.checkpoints import EXTRA, IDENTITY, Toy, archived, flip_a_shard, go, open_run
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.checkpointer import Checkpointer, steps_for_rewind
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.section import Checkpoint
+
+
+def take_steps(
+    run: Checkpointer, toy: Toy, to_step: int, unhealthy: Collection[int] = ()
+) -> list[list[torch.Tensor]]:
+    """Take and save steps up to `to_step`; return the state after each."""
+    values = []
+    while toy.state.step < to_step:
+        toy.step()
+        run.save(toy.net, toy.optimizer, toy.state, EXTRA | {"healthy": toy.state.step not in unhealthy})
+        values.append(toy.values())
+    return values
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [step for step, _ in commit.list_committed(folder / "checkpoint")]
+
+
+def test_a_rewind_restores_the_newest_healthy_checkpoint_and_archives_the_later_ones(tmp_path: Path) -> None:
+    run, toy = open_run(tmp_path), Toy()
+    values = take_steps(run, toy, 6, unhealthy=[3])
+    assert run.rewind(3, toy.net, toy.optimizer, toy.state)
+    assert toy.state.as_json() == {"step": 2, "sequences": 16, "tokens": 160}
+    assert equal(toy.values(), values[1])
+    assert not equal(toy.values(), values[2])
+    assert steps_in(tmp_path) == [1, 2]
+    assert archived(tmp_path) == [[3, 4, 5, 6]]
+    again = take_steps(run, toy, 4)
+    assert equal(again[-1], values[3])
+    run.close()
+    assert go(tmp_path, to_step=4) == 4
+
+
+def test_without_an_old_healthy_checkpoint_a_rewind_changes_nothing(tmp_path: Path) -> None:
+    run, toy = open_run(tmp_path), Toy()
+    values = take_steps(run, toy, 3, unhealthy=[1])
+    assert not run.rewind(1, toy.net, toy.optimizer, toy.state)
+    assert toy.state.step == 3
+    assert equal(toy.values(), values[2])
+    assert steps_in(tmp_path) == [1, 2, 3]
+    run.close()
+
+
+def test_a_rewind_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
+    run, toy = open_run(tmp_path), Toy()
+    values = take_steps(run, toy, 5)
+    run.check_save()
+    flip_a_shard(tmp_path / "checkpoint/step-3")
+    assert run.rewind(3, toy.net, toy.optimizer, toy.state)
+    assert equal(toy.values(), values[1])
+    assert steps_in(tmp_path) == [1, 2]
+    assert (tmp_path / "checkpoint/quarantined-step-3-0").exists()
+    take_steps(run, toy, 5)
+    assert run.rewind(4, toy.net, toy.optimizer, toy.state)  # what was quarantined is not met again
+    assert toy.state.step == 4
+    run.close()
+
+
+def test_if_the_only_old_checkpoint_is_damaged_the_run_ends(tmp_path: Path) -> None:
+    run, toy = open_run(tmp_path), Toy()
+    take_steps(run, toy, 2)
+    run.check_save()
+    flip_a_shard(tmp_path / "checkpoint/step-1")
+    with pytest.raises(CheckpointError, match=r"cannot rewind: .*step-1: "):
+        run.rewind(1, toy.net, toy.optimizer, toy.state)
+    run.close_after_error()
+
+
+@pytest.mark.parametrize(
+    ("distance", "unhealthy", "kept"),
+    [
+        (None, [], [8, 9]),
+        (5, [], [4, 7, 8, 9]),  # 7 takes the place of 4 when the newest checkpoint is 12
+        (3, [], [6, 7, 8, 9]),
+        (3, [4, 5, 6], [3, 7, 8, 9]),
+        (9, [], [1, 8, 9]),
+    ],
+)
+def test_healthy_checkpoints_for_a_rewind_are_kept(
+    tmp_path: Path, distance: int | None, unhealthy: list[int], kept: list[int]
+) -> None:
+    config = Checkpoint(interval=1, keep_latest_k=2)
+    run = Checkpointer(config, tmp_path, IDENTITY, "[job]\n", rewind_distance=distance)
+    take_steps(run, Toy(), 9, unhealthy)
+    run.close()
+    assert steps_in(tmp_path) == kept
+
+
+def test_a_checkpoint_for_a_rewind_is_never_older_than_twice_the_distance() -> None:
+    present: list[int] = []
+    for newest in range(1, 200):
+        present = sorted({*steps_for_rewind([*present, newest], newest - 10), newest - 1, newest} - {0})
+        old = [step for step in present if step <= newest - 10]
+        assert bool(old) == (newest > 10)
+        assert all(newest - 20 <= step for step in old)
