@@ -68,11 +68,12 @@ class Run:
         untimed = partial(self.meter.untimed, "time/profiling_s")
         return Profiler(self.job.profiling, folder, self.rt.rank, self.state.step + 1, steps, untimed)
 
-    def end_without_data(self, error: Stopped | LoaderError, first_step: int, requests: StopRequests) -> int:
+    def end_without_data(self, error: Stopped | LoaderError, num_steps: int, requests: StopRequests) -> int:
         """End a run that gets no more batches. A run on one rank saves the last finished step; with several
         ranks that is not possible, because some ranks may be waiting in a collective. Raises `error`, or
-        returns the exit code if the run was asked to stop after at least one step."""
-        step, num_steps = self.state.step, self.state.step - first_step + 1
+        returns the exit code if the run was asked to stop after at least one step. `num_steps`: number of
+        steps taken since the start of the program."""
+        step = self.state.step
         can_save = self.rt.world_size == 1 and num_steps and self.job.checkpoint.enable
         if can_save and not self.checkpoints.has(step):
             self.save()

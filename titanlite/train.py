@@ -124,9 +124,9 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
     """The training loop: take all steps that are left, and end the run. Returns its exit code."""
     job, rt, model, optimizer, state = run.job, run.rt, run.model, run.optimizer, run.state
     loader, meter, checkpoints, guard = run.loader, run.meter, run.checkpoints, run.guard
-    first_step, last_step = state.step + 1, job.training.steps
+    last_step, num_steps = job.training.steps, 0  # num_steps: steps taken since the start of the program
     stop, evaluation = False, dict[str, Any]()
-    loader.while_waiting = DataWait(rt, requests, lambda: state.step < first_step)
+    loader.while_waiting = DataWait(rt, requests, lambda: num_steps == 0)
     requests.begin(job.folder / "STOP" if rt.rank == 0 else None)
 
     while state.step < last_step and not stop:
@@ -134,8 +134,8 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             with meter.waiting_for_data():
                 micro_batches = [next(loader).to(rt.device) for _ in range(rt.batch.num_micro_batches)]
         except (Stopped, LoaderError) as e:
-            return run.end_without_data(e, first_step, requests)
-        state.step += 1
+            return run.end_without_data(e, num_steps, requests)
+        state.step, num_steps = state.step + 1, num_steps + 1
         set_lr(optimizer, job.lr_scheduler.checked_factor(state.step, last_step))
         with_detail = job.metrics.detail_is_due(state.step, last_step)
         num_targets = rt.count(sum(batch.num_targets for batch in micro_batches))
@@ -154,7 +154,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         meter.step_done()
         profiler.step_done()
         rt.collect_garbage(state.step)
-        if state.step == first_step:
+        if num_steps == 1:
             run.first_step_done()
         # Reading the newest step's decision would wait for the device.
         if reason := run.read_guard(leave=1):
@@ -166,7 +166,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         if due(job.generation.freq, state.step, last_step):
             run.sample()
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
-        logged = with_detail or evaluation or stop or state.step == first_step
+        logged = with_detail or evaluation or stop or num_steps == 1
         if logged or due(job.metrics.log_freq, state.step, last_step):
             detail = run.detail_values() if with_detail else {}
             meter.report(state.step, run.values(loss, norm, micro_batches) | detail | evaluation)
@@ -176,7 +176,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             run.save()  # after the step's metrics are written
         run.report_saves()
 
-    return run.finish(evaluation, num_steps=state.step - first_step + 1, requests=requests)
+    return run.finish(evaluation, num_steps, requests)
 
 
 def due(freq: int, step: int, last_step: int) -> bool:
