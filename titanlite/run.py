@@ -153,6 +153,7 @@ class Run:
             "train/skipped_steps": self.guard.skipped_steps(),
             "train/learning_rate": learning_rate(self.job, self.state.step),
             "progress/total_tokens": int(self.state.tokens),
+            "progress/sequences": self.state.num_sequences,
             "data/batch_sha": self.rt.sum_u64(sum(batch.hash for batch in micro_batches)),
             **self.model_metrics(),
             **self.compilations.since_last(),

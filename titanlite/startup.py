@@ -261,14 +261,15 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -
     return Meter(rt.device, sinks, cost, rt.synchronize, rt.began)
 
 
-def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
-    """Write job.toml, env.json and run_identity.json into the run folder, on rank 0."""
+def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences: SequenceDataset) -> None:
+    """Write job.toml, env.json, sources.json and run_identity.json into the run folder, on rank 0."""
     if rt.rank > 0:
         return
     job.folder.mkdir(parents=True, exist_ok=True)
     files = {
         "job.toml": checkpoints.job_toml,
         "env.json": json.dumps(environment(rt), indent=1) + "\n",
+        "sources.json": json.dumps(sequences.shares(), indent=1) + "\n",
         "run_identity.json": json.dumps(checkpoints.identity, indent=1) + "\n",
     }
     for name, text in files.items():

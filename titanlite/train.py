@@ -102,7 +102,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     startup.check_global_batch(job, rt.batch.global_size, checkpoints.resumed_train)
     about_sources = startup.describe_sources(job, rt, sequences, checkpoints.resumed_train)
     startup.log_changes(job, rt, checkpoints)
-    startup.write_run_files(job, rt, checkpoints)
+    startup.write_run_files(job, rt, checkpoints, sequences)
     startup.log_steps(job, state.step, about_sources)
     meter = startup.open_meter(job, rt, flops_per_token, state.step)
     return Run(

@@ -182,6 +182,14 @@ class SequenceDataset(Dataset):
         """Number of sequences to validate on."""
         return int(self._validation_ends[-1] if self._validation else self._held_ends[-1])
 
+    def shares(self) -> list[dict[str, Any]]:
+        """The sources as plain data: label, share of the training sequences, and number of sequences in an
+        epoch."""
+        return [
+            {"source": source.label, "share": quota / MIXING_BLOCK, "sequences": size}
+            for source, quota, size in zip(self._sources, self._mixture.quotas, self.sizes)
+        ]
+
     def describe(self, num_sequences: int) -> list[str]:
         """Describe the share and the epochs of each source in a run of `num_sequences` sequences, one line
         per source. Raises ConfigError if the run reads a source for more than its max_epochs."""

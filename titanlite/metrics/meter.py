@@ -19,6 +19,7 @@ from titanlite.config.component import ConfigError, check_at_least
 from titanlite.metrics.memory import peak_memory
 from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks
 from titanlite.metrics.sinks.console import Console
+from titanlite.metrics.sinks.events import EventLog
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.mlflow import MLflow  # noqa: F401 -- registers the sink
 from titanlite.metrics.sinks.samples import Samples
@@ -29,8 +30,8 @@ from titanlite.metrics.sinks.wandb import WandB
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Which metrics are reported, where and how often. The console, metrics.jsonl and samples.txt always get
-    them; `[[metrics.sinks]]` tables add more sinks. Naming a sink twice is an error."""
+    """Which metrics are reported, where and how often. The console, metrics.jsonl, events.jsonl and
+    samples.txt always get them; `[[metrics.sinks]]` tables add more sinks. Naming a sink twice is an error."""
 
     log_freq: int = 10
     """Steps between reports. The first and the last step always report."""
@@ -43,7 +44,7 @@ class Metrics:
     enable_wandb: bool = False
     """Send the run to Weights & Biases, like `[[metrics.sinks]]` with name = "wandb"."""
     sinks: list[Sink] = field(default_factory=list)
-    """Sinks beside the console, metrics.jsonl and samples.txt."""
+    """Sinks beside the console, metrics.jsonl, events.jsonl and samples.txt."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "log_freq")
@@ -77,6 +78,7 @@ class Metrics:
             {
                 "console": Console(run.total_steps),
                 "metrics.jsonl": JsonLines(run.folder / "metrics.jsonl", run.resumed_step),
+                "events.jsonl": EventLog(run.folder / "events.jsonl", run.resumed_step),
                 "samples.txt": Samples(run.folder / "samples.txt", run.resumed_step),
             }
         )

@@ -98,15 +98,7 @@ def cut(
     `split`: splits a file's content into records. `step_of`: the step of a record; raises ValueError for a
     damaged record.
     """
-    if not os.path.lexists(path):
-        return
-    try:
-        with open_own(path) as file, open(file.fileno(), "rb", closefd=False) as data:
-            data.seek(0)
-            content = data.read()
-    except (OSError, FileFault) as e:
-        move_aside(path, _reason(e))
-        return
+    content = read_own(path)
     kept, removed, num_damaged = list[bytes](), list[bytes](), 0
     for record in split(content):
         line_ended = record.endswith(b"\n")
@@ -123,6 +115,26 @@ def cut(
         write_atomically(path, remaining)
     if num_damaged:
         logger.warning(f"{path}: {num_damaged} damaged records were moved to {superseded.name}")
+
+
+def end_last_line(path: Path) -> None:
+    """End the last line of a file of lines, if a kill has cut it short, so that it damages no other line."""
+    if (content := read_own(path)) and not content.endswith(b"\n"):
+        _append(path, b"\n")
+
+
+def read_own(path: Path) -> bytes:
+    """The content of a file of the run folder; empty without one. Something else at its path, or a file that
+    cannot be read, is moved aside."""
+    if not os.path.lexists(path):
+        return b""
+    try:
+        with open_own(path) as file, open(file.fileno(), "rb", closefd=False) as data:
+            data.seek(0)
+            return data.read()
+    except (OSError, FileFault) as e:
+        move_aside(path, _reason(e))
+        return b""
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -81,7 +81,10 @@ def info(folder: Path) -> RunInfo:
 @pytest.mark.parametrize("tensorboard", [True, False])
 def test_what_a_run_opens(tmp_path: Path, tensorboard: bool) -> None:
     sinks = Metrics(enable_tensorboard=tensorboard).open_sinks(info(tmp_path))
-    assert [*sinks.writers] == ["console", "metrics.jsonl", "samples.txt"] + ["tensorboard"] * tensorboard
+    assert [*sinks.writers] == [
+        *("console", "metrics.jsonl", "events.jsonl", "samples.txt"),
+        *["tensorboard"] * tensorboard,
+    ]
     sinks.write(1, LOSS)
     sinks.sample(1, "once")
     sinks.close()

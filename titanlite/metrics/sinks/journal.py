@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.config import json_file
-from titanlite.files import FileFault, read_regular
 from titanlite.log import logger
-from titanlite.metrics.records import Records, move_aside
+from titanlite.metrics.records import Records, end_last_line, read_own
 
 
 class Branch(NamedTuple):
@@ -41,17 +41,8 @@ class Journal:
         self._branches = list[tuple[Branch, str]]()  # with their targets, oldest first
         self._sent = dict[tuple[str, str], dict[str, str]]()  # by tracker id and target
         path.parent.mkdir(exist_ok=True)
-        try:
-            content = read_regular(path)
-        except FileNotFoundError:
-            content = b""
-        except (OSError, FileFault) as e:
-            move_aside(path, str(e))
-            content = b""
-        self._read(content)
-        self._records = Records(path)
-        if content and not content.endswith(b"\n"):  # a kill has cut the last line short
-            self._records.append(b"\n")
+        self._read(read_own(path))
+        self._records = Records(path, partial(end_last_line, path))
 
     def _read(self, content: bytes) -> None:
         sent, num_damaged = dict[str, str](), 0

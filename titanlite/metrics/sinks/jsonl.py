@@ -16,15 +16,14 @@ from titanlite.metrics.sinks.base import Event, Values, Writer
 
 
 class JsonLines(Writer):
-    """One JSON object per logged step, written at once. NaN and infinity are strings."""
+    """One JSON object per logged step, written at once."""
 
     def __init__(self, path: Path, from_step: int):
         self._cut = partial(cut, path, _lines, _step_of_line)
         self._records = Records(path, partial(self._cut, from_step))
 
     def write(self, step: int, values: Values) -> None:
-        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in values.items()}
-        self._records.append(json.dumps({"step": step, **finite}).encode() + b"\n")
+        self._records.append(json_line({"step": step, **values}))
 
     def event(self, step: int, event: Event, about: Values) -> None:
         if event == "rewound":
@@ -32,6 +31,12 @@ class JsonLines(Writer):
 
     def close(self) -> None:
         self._records.close()
+
+
+def json_line(record: Values) -> bytes:
+    """A record as a line of JSON. NaN and infinity are strings."""
+    finite = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in record.items()}
+    return json.dumps(finite).encode() + b"\n"
 
 
 def _lines(content: bytes) -> Sequence[bytes]:

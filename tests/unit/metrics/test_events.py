@@ -1,0 +1,71 @@
+"""Pins events.jsonl: a history of which no start and no rewind removes a line."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from tests.support.jobs import make_job
+from tests.support.non_finite import bad_steps
+from titanlite.metrics.sinks.events import EventLog
+from titanlite.train import train
+
+
+def events_in(folder: Path) -> list[dict[str, Any]]:
+    """The events of a file, without their times, which must be of now and in UTC."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    for event in events:
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(event.pop("time"))
+        assert timedelta(0) <= age < timedelta(hours=1)
+    return events
+
+
+def test_no_start_and_no_rewind_removes_an_event(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", 0)
+    log.event(7, "skipped", {"loss": math.nan, "first_sequence": 48, "reason": "not finite"})
+    log.event(4, "rewound", {})
+    log.close()
+    log = EventLog(tmp_path / "events.jsonl", 2)
+    log.event(2, "resumed", {})
+    log.close()
+    assert events_in(tmp_path) == [
+        {"step": 0, "event": "started"},
+        {"step": 7, "event": "skipped", "loss": "nan", "first_sequence": 48, "reason": "not finite"},
+        {"step": 4, "event": "rewound"},
+        {"step": 2, "event": "resumed"},
+    ]
+
+
+def test_a_line_that_a_kill_has_cut_short_damages_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"ste')
+    EventLog(path, 0).close()
+    lines = path.read_bytes().splitlines()
+    assert lines[:2] == [b'{"step": 1}', b'{"ste']
+    assert json.loads(lines[2])["event"] == "started"
+
+
+def test_another_kind_of_file_is_moved_aside(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    EventLog(tmp_path / "events.jsonl", 0).close()
+    assert (tmp_path / "events.damaged-0.jsonl").is_dir()
+    assert events_in(tmp_path) == [{"step": 0, "event": "started"}]
+
+
+def test_a_run_records_its_events_and_sources(tmp_path: Path, corpus: Path) -> None:
+    synchronous = "--checkpoint.async_mode=disabled"
+    job = make_job(tmp_path, corpus, "--training.steps=2", synchronous)
+    assert train(job) == 0
+    with bad_steps({3}):
+        assert train(make_job(tmp_path, corpus, "--training.steps=4", synchronous)) == 0
+    events = [(event["event"], event["step"]) for event in events_in(job.folder)]
+    assert events == [("started", 0), ("saved", 2), ("resumed", 2), ("skipped", 3), ("saved", 4)]
+    sources = json.loads((job.folder / "sources.json").read_text())
+    assert {source["sequences"]: source["share"] for source in sources} == {13: 0.25, 294: 0.75}
+    assert all(str(corpus) in source["source"] for source in sources)
+    metrics = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]
+    per_step = metrics[0]["progress/sequences"]
+    assert [m["progress/sequences"] for m in metrics] == [per_step * m["step"] for m in metrics]
