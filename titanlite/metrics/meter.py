@@ -20,7 +20,7 @@ from titanlite.metrics.memory import peak_memory
 from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks
 from titanlite.metrics.sinks.console import Console
 from titanlite.metrics.sinks.events import EventLog
-from titanlite.metrics.sinks.jsonl import JsonLines
+from titanlite.metrics.sinks.jsonl import JsonLines, Tables
 from titanlite.metrics.sinks.mlflow import MLflow  # noqa: F401 -- registers the sink
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.metrics.sinks.tensorboard import TensorBoard
@@ -78,6 +78,7 @@ class Metrics:
             {
                 "console": Console(run.total_steps),
                 "metrics.jsonl": JsonLines(run.folder / "metrics.jsonl", run.resumed_step),
+                "tables": Tables(run.folder, run.resumed_step),
                 "events.jsonl": EventLog(run.folder / "events.jsonl", run.resumed_step),
                 "samples.txt": Samples(run.folder / "samples.txt", run.resumed_step),
             }

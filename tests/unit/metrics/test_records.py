@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from titanlite.log import logger
 from titanlite.metrics import records
 from titanlite.metrics.sinks.base import Writer
-from titanlite.metrics.sinks.jsonl import JsonLines
+from titanlite.metrics.sinks.jsonl import JsonLines, Tables
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.metrics.sinks.tensorboard import EventFile
 
@@ -181,6 +182,22 @@ def test_a_rewind_moves_the_records_of_later_steps(tmp_path: Path, log: pytest.L
         assert (tmp_path / name.format("")).read_bytes() == record(1) + record(2)
         assert (tmp_path / name.format(".superseded")).read_bytes() == record(2) + record(3)
     assert log.messages == []
+
+
+def test_tables_are_cut_like_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "probe.jsonl"
+    tables = Tables(tmp_path, from_step=0)
+    tables.write(1, {"train/loss": 2.5})
+    assert not path.exists()
+    for step in (1, 2, 3):
+        tables.table(step, "probe", {"blocks": [{"block": "0", "heads": [step, math.nan, -math.inf]}]})
+    tables.event(2, "rewound", {})
+    tables.close()
+    tables = Tables(tmp_path, from_step=1)  # of a resumed run that makes no tables
+    tables.close()
+    text = '{"step": %d, "blocks": [{"block": "0", "heads": [%d, "nan", "-inf"]}]}\n'
+    assert path.read_text() == text % (1, 1)
+    assert (tmp_path / "probe.superseded.jsonl").read_text() == text % (3, 3) + text % (2, 2)
 
 
 # ---- a full disk

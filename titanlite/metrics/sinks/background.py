@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from titanlite.config.imports import error_with_place
 from titanlite.log import logger
-from titanlite.metrics.sinks.base import Event, Values, Writer
+from titanlite.metrics.sinks.base import Event, Table, Values, Writer
 
 MAX_WAITING = 10_000  # calls kept in memory: some tens of MiB
 RETRY_S = 60.0  # between attempts to open the writer
@@ -46,6 +46,9 @@ class Background(Writer):
 
     def event(self, step: int, event: Event, about: Values) -> None:
         self._put(lambda writer: writer.event(step, event, about))
+
+    def table(self, step: int, kind: Table, values: Values) -> None:
+        self._put(lambda writer: writer.table(step, kind, values))
 
     def close(self) -> None:
         """Wait up to CLOSE_S until the writer has taken everything and is closed."""

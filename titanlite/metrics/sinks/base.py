@@ -20,6 +20,7 @@ from titanlite.log import logger
 
 Values = Mapping[str, Any]  # metric name: int, float or str
 Event = Literal["resumed", "skipped", "spike", "rewound", "saved"]
+Table = Literal["probe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,10 @@ class Writer:
         spiked, which was detected at `step`), `saved` (the checkpoint of `step` is complete; with
         asynchronous saves this comes some steps later). `about`: numbers and texts that explain the event,
         such as loss, grad_norm, first_sequence, last_sequence and reason; may be empty."""
+
+    def table(self, step: int, kind: Table, values: Values) -> None:
+        """Take a table of one step, whose values are too many for metrics: `probe`, statistics by block and
+        head. `values` may be nested."""
 
     def close(self) -> None:
         """Flush; the last call."""
@@ -104,6 +109,10 @@ class Sinks:
     def event(self, step: int, event: Event, about: Values = MappingProxyType({})) -> None:
         """Send an event to all sinks."""
         self._each(lambda writer: writer.event(step, event, about))
+
+    def table(self, step: int, kind: Table, values: Values) -> None:
+        """Send a table to all sinks."""
+        self._each(lambda writer: writer.table(step, kind, values))
 
     def close(self) -> None:
         """Flush and close all sinks."""
