@@ -155,6 +155,7 @@ class Run:
             "progress/total_tokens": int(self.state.tokens),
             "progress/sequences": self.state.num_sequences,
             "data/batch_sha": self.rt.sum_u64(sum(batch.hash for batch in micro_batches)),
+            **self.data_metrics(),
             **self.model_metrics(),
             **self.compilations.since_last(),
         }
@@ -162,6 +163,11 @@ class Run:
     def detail_values(self) -> dict[str, Any]:
         """The additional metrics of a step with a detailed report. Waits for the device. Collective."""
         return {}
+
+    def data_metrics(self) -> dict[str, int]:
+        """The number of sequences skipped so far, if the run skips any for good."""
+        skipped = self.state.skipped
+        return {"data/skipped_sequences": skipped.below(self.state.num_sequences).count()} if skipped else {}
 
     def model_metrics(self) -> dict[str, float]:
         """The model's auxiliary losses and statistics in this step. Waits for the device. Collective."""

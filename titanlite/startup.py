@@ -17,10 +17,11 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.run_folder import RunFolder
 from titanlite.checkpoint.run_identity import differences, spell
-from titanlite.checkpoint.state import listed
+from titanlite.checkpoint.state import TrainState, listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import MicroBatches, SequenceDataset, SequenceLoader
+from titanlite.data.skips import SkippedSequences
 from titanlite.files import FileFault, read_regular, write_atomically
 from titanlite.flops import peak_bf16_flops
 from titanlite.interop.exporter import Exporter
@@ -107,6 +108,26 @@ def exporter(job: Job, tokenizer: Tokenizer, requests: StopRequests) -> Exporter
     return Exporter(job.checkpoint, job.folder, model, job.training.steps, lambda: requests.stop)
 
 
+def check_data(
+    job: Job, global_batch_size: int, sequences: SequenceDataset | None, resumed_train: dict[str, Any] | None
+) -> list[str]:
+    """One line per source on how much of it the whole run reads, and a line on the sequences that the run
+    skips, if there are any. `sequences`: None if the sources are not open. `resumed_train`: the checkpoint's
+    train.json.
+
+    Raises ConfigError if the global batch size differs from the resumed run's only because the number of
+    ranks does, if the run has trained on sequences that it should skip, or if it reads a source for more than
+    its max_epochs."""
+    check_global_batch(job, global_batch_size, resumed_train)
+    skipped = skipped_sequences(job, resumed_train)
+    step, position = (resumed_train["step"], resumed_train["sequences"]) if resumed_train else (0, 0)
+    num_left = max(job.training.steps - step, 0) * global_batch_size
+    lines = sequences.describe(skipped.advance(position, num_left)) if sequences is not None else []
+    if skipped:
+        lines.append(f"{skipped.count():,} sequences are skipped for good: {_spelled(skipped)}")
+    return lines
+
+
 def check_global_batch(job: Job, size: int, resumed_train: dict[str, Any] | None) -> None:
     """Raises ConfigError if the global batch size differs from the resumed run's only because the number of
     ranks does. `resumed_train`: the checkpoint's train.json."""
@@ -120,15 +141,25 @@ def check_global_batch(job: Job, size: int, resumed_train: dict[str, Any] | None
         )
 
 
-def describe_sources(
-    job: Job, rt: Runtime, sequences: SequenceDataset, resumed_train: dict[str, Any] | None
-) -> list[str]:
-    """One line per source on how much of it the whole run reads. Raises ConfigError if that is more than the
-    source's max_epochs. `resumed_train`: the checkpoint's train.json."""
-    step, num_sequences = 0, 0
-    if resumed_train:
-        step, num_sequences = resumed_train["step"], resumed_train["sequences"]
-    return sequences.describe(num_sequences + max(job.training.steps - step, 0) * rt.batch.global_size)
+def skipped_sequences(job: Job, resumed_train: dict[str, Any] | None) -> SkippedSequences:
+    """The sequences that the run never trains on: those of data.skip_sequences, and those of the resumed run.
+    Raises ConfigError if the run has trained on sequences of data.skip_sequences. `resumed_train`: the
+    checkpoint's train.json."""
+    if resumed_train is None:
+        return job.data.skipped
+    before, position = SkippedSequences.of(resumed_train["skipped"]), resumed_train["sequences"]
+    if trained := job.data.skipped.below(position) - before:
+        raise ConfigError(
+            f"the run has already trained on sequences {_spelled(trained)}: after step "
+            f"{resumed_train['step']} it continues with sequence {position}. Name later sequences only, or "
+            "go back to a step before them with --checkpoint.load_step",
+            "data.skip_sequences",
+        )
+    return before | job.data.skipped
+
+
+def _spelled(skipped: SkippedSequences) -> str:
+    return listed([f"{first} to {last}" if last > first else f"{first}" for first, last in skipped.ranges])
 
 
 def check_same_identity(identity: dict[str, Any], rt: Runtime) -> None:
@@ -225,14 +256,15 @@ def run_id(folder: Path, is_new: bool) -> str:
     return made
 
 
-def open_loader(job: Job, rt: Runtime, sequences: SequenceDataset, first_sequence: int) -> SequenceLoader:
-    """The loader of this rank's micro-batches, beginning at the global number `first_sequence`."""
+def open_loader(job: Job, rt: Runtime, sequences: SequenceDataset, state: TrainState) -> SequenceLoader:
+    """The loader of this rank's micro-batches, which continues at the position of `state`."""
     micro_batches = MicroBatches(
-        first_sequence=first_sequence,
+        first_sequence=state.num_sequences,
         global_batch_size=rt.batch.global_size,
         micro_batch_size=rt.batch.micro_batch_size,
         rank=rt.mesh.dp_rank,
         num_ranks=rt.mesh.dp_size,
+        skipped=state.skipped,
     )
     pin_memory = rt.device.type == "cuda"
     return SequenceLoader(sequences, micro_batches, job.data.num_workers, pin_memory)
@@ -276,9 +308,9 @@ def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences:
         write_atomically(job.folder / name, text)
 
 
-def log_steps(job: Job, step: int, about_sources: Sequence[str]) -> None:
-    """Log how much of each source is read, and the steps after `step`, which the run will take."""
-    for line in about_sources:
+def log_steps(job: Job, step: int, about_data: Sequence[str]) -> None:
+    """Log the lines of `check_data`, and the steps after `step`, which the run will take."""
+    for line in about_data:
         logger.info(line)
     if step < job.training.steps:
         compiling = " (the first one compiles)" if job.compile.enable else ""

@@ -81,8 +81,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     exports = startup.exporter(job, tokenizer, requests)
     job_toml = startup.job_toml_text(job, about)
     checkpoints = Checkpointer(job.checkpoint, job.folder, identity, job_toml, exports)
-    startup.check_global_batch(job, rt.batch.global_size, checkpoints.resumed_train)
-    startup.describe_sources(job, rt, sequences, checkpoints.resumed_train)  # checks max_epochs
+    startup.check_data(job, rt.batch.global_size, sequences, checkpoints.resumed_train)
 
     startup.log_start(job, rt, about, sequences, kernel)
     with building(num_parameters, rt.mesh.shards):
@@ -90,7 +89,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
             logger.info("initialising the weights")
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(model.net, rt.mesh)
-        state = TrainState(step=0, num_sequences=0, tokens=rt.count(0))
+        state = TrainState(step=0, num_sequences=0, tokens=rt.count(0), skipped=job.data.skipped)
         if checkpoints.resumed_train is None and job.checkpoint.initial_load_path:
             load_initial(Path(job.checkpoint.initial_load_path), job.model, model.net, checkpoints.ranks)
         checkpoints.load(model.net, optimizer, state)
@@ -99,18 +98,17 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         if checkpoints.resumed_train is not None:
             guard.load_state_dict(checkpoints.resumed_train["guard"], state.step)
     # Again, because load() may have fallen back to an older checkpoint with another batch size.
-    startup.check_global_batch(job, rt.batch.global_size, checkpoints.resumed_train)
-    about_sources = startup.describe_sources(job, rt, sequences, checkpoints.resumed_train)
+    about_data = startup.check_data(job, rt.batch.global_size, sequences, checkpoints.resumed_train)
     startup.log_changes(job, rt, checkpoints)
     startup.write_run_files(job, rt, checkpoints, sequences)
-    startup.log_steps(job, state.step, about_sources)
+    startup.log_steps(job, state.step, about_data)
     meter = startup.open_meter(job, rt, flops_per_token, state.step)
     return Run(
         job=job,
         rt=rt,
         tokenizer=tokenizer,
         sequences=sequences,
-        loader=startup.open_loader(job, rt, sequences, state.num_sequences),
+        loader=startup.open_loader(job, rt, sequences, state),
         model=model,
         optimizer=optimizer,
         state=state,
@@ -143,8 +141,9 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         loss = model.forward_backward(micro_batches, num_targets)
         norm = grad_norm(model.net.parameters(), rt.mesh.pp)
         loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())
+        first_sequence = state.skipped.next(state.num_sequences)
         next_sequence = loader.state_dict()["sequences"]
-        apply = guard.judge(loss, norm, bad_norms, state.step, state.num_sequences, next_sequence)
+        apply = guard.judge(loss, norm, bad_norms, state.step, first_sequence, next_sequence)
         checkpoints.wait_until_staged()  # a save may still be copying the weights
         guarded_step(optimizer, apply, clip_divisor(norm, job.training.max_norm))
         optimizer.zero_grad()

@@ -34,7 +34,7 @@ class CheckpointError(RuntimeError):
 
 MANIFEST = "manifest.json"
 SHARD_SUFFIX = ".distcp"
-FORMAT = 4
+FORMAT = 5
 SLACK = 1.05  # free space needed per byte of tensors; metadata and metrics need some space, too
 
 

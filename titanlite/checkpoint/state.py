@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect, load_object
+from titanlite.data.skips import SkippedSequences
 from titanlite.torch_compat import foreach_norm, is_persistent, plain_tensor
 
 TRAIN = "train.json"
 TRAIN_KEYS: dict[str, type] = {
     "step": int, "sequences": int, "tokens": int, "global_batch_size": int, "guard": dict, "healthy": bool,
-    "finite": bool, "identity": dict,
+    "finite": bool, "identity": dict, "skipped": list,
 }  # fmt: skip
 Tensors = dict[str, dict[str, torch.Tensor]]  # section, "model" or "optimizer" -> name -> tensor
 
@@ -33,21 +34,30 @@ Tensors = dict[str, dict[str, torch.Tensor]]  # section, "model" or "optimizer" 
 @dataclass
 class TrainState:
     """The state of a run besides its tensors. `step`: the newest step; train.py raises it when a step begins,
-    and the other two values when the step ends. `num_sequences`: number of sequences consumed, which is the
-    loader's state. `tokens`: number of target tokens trained on, an int64 scalar on the device."""
+    and the next two values when the step ends. `num_sequences`: number of sequences of the data order that
+    were trained on or skipped, which is the loader's state. `tokens`: number of target tokens trained on, an
+    int64 scalar on the device. `skipped`: all sequences, before and after the position, that the run never
+    trains on."""
 
     step: int
     num_sequences: int
     tokens: torch.Tensor
+    skipped: SkippedSequences = field(default_factory=SkippedSequences)
 
-    def as_json(self) -> dict[str, int]:
-        """The state as plain numbers. Waits for the device."""
-        return {"step": self.step, "sequences": self.num_sequences, "tokens": int(self.tokens)}
+    def as_json(self) -> dict[str, Any]:
+        """The state as plain values. Waits for the device."""
+        return {
+            "step": self.step,
+            "sequences": self.num_sequences,
+            "tokens": int(self.tokens),
+            "skipped": self.skipped.as_lists(),
+        }
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Set the state from the values of a train.json."""
+        """Set the state from the values of a train.json. Sequences that were skipped before stay skipped."""
         self.step, self.num_sequences = values["step"], values["sequences"]
         self.tokens.fill_(values["tokens"])
+        self.skipped |= SkippedSequences.of(values["skipped"])
 
 
 def read_train(path: Path) -> dict[str, Any]:
@@ -56,6 +66,7 @@ def read_train(path: Path) -> dict[str, Any]:
     train = load_object(path / TRAIN)
     expect(train, **TRAIN_KEYS)
     expect(train["guard"], streak=int, skipped_steps=int)
+    SkippedSequences.of(train["skipped"])
     for key, value in {**train, **train["guard"]}.items():
         if type(value) is int and not 0 <= value < 1 << 63:
             raise ValueError(f"{key} is {value}")

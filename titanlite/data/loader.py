@@ -1,9 +1,10 @@
 """The section `[data]` and the loader: opens the sources, holds out validation sequences, and returns each
 rank's micro-batches.
 
-The only state is the number of sequences consumed. torchdata's StatefulDataLoader runs the workers over a
-map-style dataset addressed by global sequence number. Ranks, workers and micro-batches may therefore change
-on resume, and resuming costs the same at any position."""
+The only state is a position in the data order: the number of the sequence that the next step begins with.
+torchdata's StatefulDataLoader runs the workers over a map-style dataset addressed by global sequence number.
+Ranks, workers and micro-batches may therefore change on resume, and resuming costs the same at any
+position."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -28,6 +28,7 @@ from titanlite.data.background import Background
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, PackedSequences, TokenSequence
+from titanlite.data.skips import SkippedSequences, checked_range
 from titanlite.data.sources import Source
 from titanlite.tokenizers.base import Tokenizer
 
@@ -45,6 +46,10 @@ class Data:
     holdout_sequences: int = 0
     """Number of sequences of `data.sources` to hold out for validation, split over the sources by weight.
     They are never trained on. Cannot be combined with validation_sources."""
+    skip_sequences: list[list[int]] = field(default_factory=list)
+    """Ranges `[FIRST, LAST]` of training sequences that the run skips for good, by global number, both ends
+    included: `[[96, 111], [400, 415]]`. The log of a skipped step names its sequences. Only sequences that
+    the run has not trained on yet can be skipped."""
     packing: Literal["chunk", "best_fit"] = "chunk"
     """How documents become sequences: `chunk` splits the concatenated documents every seq_len tokens;
     `best_fit` puts whole documents together and splits only documents longer than a sequence."""
@@ -63,6 +68,16 @@ class Data:
         if self.holdout_sequences and self.validation_sources:
             raise ConfigError("cannot be combined with validation_sources", "holdout_sequences")
         check_at_least(self, 0, "holdout_sequences", "num_workers")
+        for i, numbers in enumerate(self.skip_sequences):
+            try:
+                checked_range(numbers)
+            except ValueError as e:
+                raise ConfigError(str(e), f"skip_sequences.{i}") from None
+
+    @property
+    def skipped(self) -> SkippedSequences:
+        """The sequences of `skip_sequences`."""
+        return SkippedSequences.of(self.skip_sequences)
 
     def build(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> SequenceDataset:
         """Open the sources; those of raw text are tokenised on first use. Raises ConfigError for unusable
@@ -191,8 +206,9 @@ class SequenceDataset(Dataset):
         ]
 
     def describe(self, num_sequences: int) -> list[str]:
-        """Describe the share and the epochs of each source in a run of `num_sequences` sequences, one line
-        per source. Raises ConfigError if the run reads a source for more than its max_epochs."""
+        """Describe the share and the epochs of each source in a run through the first `num_sequences`
+        sequences of the data order, skipped ones included, one line per source. Raises ConfigError if the run
+        reads a source for more than its max_epochs."""
         lines = []
         for packed, source, size, taken in zip(
             self._packed, self._sources, self.sizes, self._mixture.taken(num_sequences)
@@ -205,8 +221,8 @@ class SequenceDataset(Dataset):
                 enough = int(num_sequences * source.max_epochs / epochs)
                 raise ConfigError(
                     f"{packed.shards.path}: the run would read {epochs:.2f} epochs, more than max_epochs = "
-                    f"{source.max_epochs:g}. Lower training.steps to train on at most {enough:,} of the "
-                    f"{num_sequences:,} sequences, or lower the source's weight",
+                    f"{source.max_epochs:g}. Lower training.steps to end within the first {enough:,} "
+                    f"of the {num_sequences:,} sequences, or lower the source's weight",
                     "data.sources",
                 )
         return lines
@@ -291,22 +307,24 @@ class SequenceDataset(Dataset):
 class MicroBatches:
     """An endless iterator over the micro-batches of one rank, as lists of global sequence numbers.
 
-    Each step takes the next `global_batch_size` sequences, beginning at `first_sequence`. Within a step,
-    micro-batch a of rank r starts at sequence (a * num_ranks + r) * micro_batch_size, so every split over
-    ranks and micro-batches covers the same sequences."""
+    Each step takes the next `global_batch_size` sequences that are not skipped; the first step begins at
+    `first_sequence`. Of the sequences of a step, micro-batch a of rank r begins with number
+    (a * num_ranks + r) * micro_batch_size, so every split over ranks and micro-batches covers the same
+    sequences."""
 
     first_sequence: int
     global_batch_size: int
     micro_batch_size: int
     rank: int
     num_ranks: int
+    skipped: SkippedSequences = field(default_factory=SkippedSequences)
 
     def __iter__(self) -> Iterator[list[int]]:
-        size = self.micro_batch_size
-        for first in count(self.first_sequence, self.global_batch_size):
-            end = first + self.global_batch_size
-            for begin in range(first + self.rank * size, end, size * self.num_ranks):
-                yield list(range(begin, begin + size))
+        size, skipped, first = self.micro_batch_size, self.skipped, self.first_sequence
+        while True:
+            for place in range(self.rank * size, self.global_batch_size, size * self.num_ranks):
+                yield skipped.take(skipped.advance(first, place), size)
+            first = skipped.advance(first, self.global_batch_size)
 
 
 class SequenceLoader:
@@ -314,7 +332,8 @@ class SequenceLoader:
 
     torchdata's StatefulDataLoader runs the workers, prefetches and pins memory. Its own state is never used,
     because it counts batches of one rank, is bound to the number of workers and includes prefetched batches.
-    The state here is `{"sequences": n}`: all ranks together have returned sequences [0, n) of the data order.
+    The state here is `{"sequences": n}`: all ranks together have returned sequences [0, n) of the data order,
+    except the skipped ones. `order.skipped` is configuration here; train.json keeps it.
     """
 
     def __init__(self, sequences: SequenceDataset, order: MicroBatches, num_workers: int, pin_memory: bool):
@@ -326,18 +345,19 @@ class SequenceLoader:
         """Called twice per second while no batch arrives: see Background."""
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of sequences that all ranks have returned. Every rank computes the same number,
-        because all ranks return equally many micro-batches. The number is exact even within a step, so a run
-        may resume with other numbers of ranks and workers and other batch sizes."""
+        """Return the number after the last sequence that all ranks have returned. Every rank computes the
+        same number, because all ranks return equally many micro-batches. The number is exact even within a
+        step, so a run may resume with other numbers of ranks and workers and other batch sizes."""
         order = self._order
         num_returned = self._num_returned * order.micro_batch_size * order.num_ranks
-        return {"sequences": order.first_sequence + num_returned}
+        return {"sequences": order.skipped.advance(order.first_sequence, num_returned)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue with sequence `state["sequences"]`, at the same cost for any number. Running workers end;
-        the next `iter` or `next` starts new ones."""
+    def load_state_dict(self, state: dict[str, int], skipped: SkippedSequences | None = None) -> None:
+        """Continue with sequence `state["sequences"]`, at the same cost for any number, and skip `skipped`
+        from there on (None: as before). Running workers end; the next `iter` or `next` starts new ones."""
         self.close()
-        self._order = replace(self._order, first_sequence=state["sequences"])
+        skipped = self._order.skipped if skipped is None else skipped
+        self._order = replace(self._order, first_sequence=state["sequences"], skipped=skipped)
         self._num_returned = 0
 
     def __iter__(self) -> SequenceLoader:

@@ -79,13 +79,11 @@ def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
     startup.check_interop(job, tokenizer)
     batch = BatchLayout.of(job.training, job.parallelism.degrees(ranks).data_parallel)
     sequences = job.data.check(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
-    if sequences is not None:
-        sequences.describe(job.training.steps * batch.global_size)
-    else:
+    if sequences is None:
         unchecked.append("data that is tokenised or packed when a run first starts")
     identity = None if sequences is None else job.identity(sequences.identity, sequences.names)
     candidate = RunFolder(job.checkpoint, job.folder, identity).choose_checkpoint([])
-    startup.check_global_batch(job, batch.global_size, candidate.train if candidate else None)
+    startup.check_data(job, batch.global_size, sequences, candidate.train if candidate else None)
     return tokenizer.vocab_size, unchecked
 
 

@@ -37,7 +37,7 @@ def test_round_trip(tmp_path: Path, mode: str) -> None:
     other = Toy(seed=1)
     open_run(tmp_path).load(other.net, other.optimizer, other.state)
     assert all(torch.equal(a, b) for a, b in zip(other.values(), toy.values()))
-    assert other.state.as_json() == {"step": 3, "sequences": 24, "tokens": 240}
+    assert other.state.as_json() == {"step": 3, "sequences": 24, "tokens": 240, "skipped": []}
     step = tmp_path / "checkpoint/step-3"
     assert (step / "job.toml").read_text() == "[job]\n"
     assert json.loads((step / "train.json").read_text())["identity"] == IDENTITY

@@ -108,6 +108,13 @@ CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {
     "sequences below 0": (train_with(sequences=-5), "sequences is -5"),
     "tokens past 2^63": (train_with(tokens=1 << 63), "tokens is 9223372036854775808"),
     "no global_batch_size": (train_with(global_batch_size=None), "global_batch_size is missing"),
+    "no skipped": (train_with(skipped=None), "skipped is missing"),
+    "skipped an object": (train_with(skipped={"0": 5}), "skipped is .*, not a list"),
+    "skipped of one number": (train_with(skipped=[[5]]), r"\[5\] is not a range \[FIRST, LAST\]"),
+    "skipped backwards": (train_with(skipped=[[5, 4]]), r"\[5, 4\] is not a range"),
+    "skipped a text": (train_with(skipped=["ab"]), "'ab' is not a range"),
+    "skipped past 2^63": (train_with(skipped=[[5, 1 << 63]]), "is not a range"),
+    "skipped true": (train_with(skipped=[[False, True]]), "is not a range"),
     "no guard": (train_with(guard=None), "guard is missing"),
 }
 

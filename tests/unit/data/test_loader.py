@@ -353,7 +353,7 @@ def test_max_epochs_refuses_a_run_that_passes_through_more_often(folder: Path) -
     with pytest.raises(ConfigError, match=r"b.*max_epochs = 2") as e:
         sequences.describe(enough + 1)
     assert e.value.key == "data.sources"
-    advised = int(str(e.value).split("at most ")[1].split()[0].replace(",", ""))
+    advised = int(str(e.value).split("the first ")[1].split()[0].replace(",", ""))
     assert 0.98 * enough <= advised <= enough
 
 

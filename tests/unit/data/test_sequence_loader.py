@@ -10,7 +10,7 @@ import random
 import signal
 import warnings
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader, worker
 
 from titanlite.data.batch import sequence_hash
 from titanlite.data.loader import Data, MicroBatches, SequenceDataset, SequenceLoader
+from titanlite.data.skips import SkippedSequences
 from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes
 
@@ -49,14 +50,19 @@ def sequences(tmp_path_factory: pytest.TempPathFactory) -> SequenceDataset:
 
 
 def loaders(
-    sequences: SequenceDataset, first: int, ranks: int, micro_batch: int, num_workers: int = 0
+    sequences: SequenceDataset,
+    first: int,
+    ranks: int,
+    micro_batch: int,
+    num_workers: int = 0,
+    skipped: SkippedSequences | None = None,
 ) -> list[SequenceLoader]:
     """A loader for each rank, with the given state."""
     made = []
     for rank in range(ranks):
         order = MicroBatches(0, STEP, micro_batch, rank, ranks)
         made.append(SequenceLoader(sequences, order, num_workers, pin_memory=False))
-        made[-1].load_state_dict({"sequences": first})
+        made[-1].load_state_dict({"sequences": first}, skipped)
     return made
 
 
@@ -125,6 +131,42 @@ def test_a_state_is_taken_up_by_a_loader_that_runs(sequences: SequenceDataset) -
     assert loader.state_dict() == {"sequences": 8}
     assert [next(loader).hash for _ in range(2)] == later
     assert not [process for process in before if process.is_alive()]
+
+
+# ranges at the start of a step, inside one, and longer than a step of 24 sequences
+SKIPPED = SkippedSequences.of([[990, 995], [1010, 1010], [1030, 1080], [1200, 1300]])
+
+
+def test_skipped_sequences_are_left_out_with_any_ranks_workers_and_batches(
+    sequences: SequenceDataset,
+) -> None:
+    position, numbers = 990, (number for number in count(990) if number not in SKIPPED)
+    for ranks, micro_batch, num_workers, taken in PHASES:
+        group = loaders(sequences, position, ranks, micro_batch, num_workers, SKIPPED)
+        batches = [batch for loader in group for batch in islice(loader, taken)]
+        wanted = list(islice(numbers, ranks * micro_batch * taken))
+        shas = [sha_of(sequences, number, number + 1) for number in wanted]
+        assert sum(batch.hash for batch in batches) % U64 == sum(shas) % U64
+        position = wanted[-1] + 1
+        assert [loader.state_dict() for loader in group] == [{"sequences": position}] * ranks
+    assert position > 1081, "the phases pass three ranges"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_that_runs_goes_back_and_skips_from_there_on(
+    sequences: SequenceDataset, num_workers: int
+) -> None:
+    (loader,) = loaders(sequences, 900, 1, 4, num_workers)
+    first = [next(loader).hash for _ in range(30)]
+    loader.load_state_dict({"sequences": 980}, SKIPPED)
+    assert loader.state_dict() == {"sequences": 980}
+    later = [next(loader).hash for _ in range(5)]
+    assert later[:2] == first[20:22] == [sha_of(sequences, n, n + 4) for n in (980, 984)]
+    assert later[2] == (sha_of(sequences, 988, 990) + sha_of(sequences, 996, 998)) % U64
+    assert later[3:] == [sha_of(sequences, n, n + 4) for n in (998, 1002)]
+    assert loader.state_dict() == {"sequences": 1006}
+    loader.load_state_dict({"sequences": 988})
+    assert next(loader).hash == later[2], "ranges stay unless others are given"
 
 
 def torchdatas(
