@@ -250,6 +250,19 @@ def _migrate(options: Options) -> None:
 
 def _compare(options: Options) -> None:
     options.add("runs", type=Path, nargs="+", metavar="RUN", help="a run folder, which has metrics.jsonl")
+    options.add(
+        "--price-per-gpu-hour",
+        type=parse_price,
+        metavar="PRICE",
+        help="adds what the GPU hours of each run cost",
+    )
+
+
+def parse_price(text: str) -> float:
+    """Return `2.50` as a number. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"\d{1,9}(\.\d*)?|\.\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price such as 2.50")
+    return float(text)
 
 
 def _report(options: Options) -> None:

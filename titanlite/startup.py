@@ -301,7 +301,7 @@ def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences:
     files = {
         "job.toml": checkpoints.job_toml,
         "env.json": json.dumps(environment(rt), indent=1) + "\n",
-        "sources.json": json.dumps(sequences.shares(), indent=1) + "\n",
+        "sources.json": json.dumps({"sources": sequences.shares()}, indent=1) + "\n",
         "run_identity.json": json.dumps(checkpoints.identity, indent=1) + "\n",
     }
     for name, text in files.items():

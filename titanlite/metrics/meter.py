@@ -31,7 +31,8 @@ from titanlite.metrics.sinks.wandb import WandB
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
     """Which metrics are reported, where and how often. The console, metrics.jsonl, events.jsonl and
-    samples.txt always get them; `[[metrics.sinks]]` tables add more sinks. Naming a sink twice is an error."""
+    samples.txt always get them; `[[metrics.sinks]]` tables add more sinks. Naming a sink twice is an error.
+    """
 
     log_freq: int = 10
     """Steps between reports. The first and the last step always report."""

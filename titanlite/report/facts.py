@@ -11,7 +11,7 @@ import numpy as np
 from titanlite.report.charts import short
 from titanlite.report.pairs import difference, pair_verdicts
 from titanlite.report.recorded_run import RecordedRun
-from titanlite.report.timeline import duration, timeline
+from titanlite.report.timeline import duration, gpu_hours, timeline
 from titanlite.report.verdicts import MIN_POINTS, Verdict, verdicts_of
 
 LAYOUT = {
@@ -26,8 +26,8 @@ MAX_DEPTH = 50  # of tables in job.toml
 NOT_COMPARED = {"job.dump_folder", "job.description"}
 
 
-def facts(run: RecordedRun) -> dict[str, str]:
-    """Return what a table says about a run; unknown facts are empty."""
+def facts(run: RecordedRun, price: float | None = None) -> dict[str, str]:
+    """Return what a table says about a run; unknown facts are empty. `price`: of a GPU hour."""
     last, planned = (run.records[-1]["step"] if run.records else 0), run.setting("training.steps")
     optimizer = [run.setting("optimizer.name"), run.setting("optimizer.lr")]
     speeds = run.series("throughput/tokens_per_second").finite().values
@@ -50,6 +50,7 @@ def facts(run: RecordedRun) -> dict[str, str]:
         "throughput": f"{np.median(speeds):,.0f} tokens/s (median)" if len(speeds) else "",
         "MFU": f"{np.median(mfu):.1%} (median)" if len(mfu) else "",
         "time": duration(3600 * hours[-1]) if len(hours) else "",
+        "cost": _cost(gpu_hours(run), price),
         "resumed": ", ".join(f"after step {step}" for step in run.resumes()[:5]),
     }
 
@@ -107,6 +108,13 @@ def flatten(node: Any, prefix: str = "") -> dict[str, str]:
     if isinstance(node, list) and any(isinstance(item, dict) for item in node):
         return {k: v for i, item in enumerate(node) for k, v in flatten(item, f"{prefix}{i}.").items()}
     return {prefix.removesuffix("."): _text(node)}
+
+
+def _cost(hours: float | None, price: float | None) -> str:
+    if hours is None:
+        return ""
+    money = "" if price is None else f", {hours * price:,.2f} at {price:,.2f} per GPU hour"
+    return f"{hours:,.3g} GPU hours{money}" if hours < 1000 else f"{hours:,.0f} GPU hours{money}"
 
 
 def _text(value: Any) -> str:

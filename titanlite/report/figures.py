@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +24,8 @@ KNOWN = [
     ("train/grad_norm", "Gradient norm", ""),
     (SPEED, "Throughput", "tokens/s"),
     ("throughput/mfu", "Model FLOPs utilisation", ""),
+    ("train/accuracy", "Top-1 accuracy", ""),
+    ("train/noise_scale_sequences", "Gradient noise scale", "sequences"),
     ("memory/peak_reserved_gib", "Peak reserved memory", "GiB"),
     ("time/step_s", "Time per step", "s"),
     ("time/data_wait_pct", "Waiting for data", "%"),
@@ -29,14 +33,24 @@ KNOWN = [
 # Metrics that say nothing new, or that the table of lost time has.
 NOT_SHOWN = {
     "train/loss", "train/perplexity", "eval/perplexity", "eval/tokens", "progress/total_tokens",
-    "throughput/tokens_per_second_per_device", "throughput/tflops", "memory/peak_allocated_gib",
-    "time/to_first_step_s", "time/validation_s", "time/generation_s", "time/profiling_s",
+    "progress/sequences", "throughput/tokens_per_second_per_device", "throughput/tflops",
+    "memory/peak_allocated_gib", "time/to_first_step_s", "time/validation_s", "time/generation_s", "time/profiling_s",
     "checkpoint/stall_s", "compile/graphs", "compile/seconds",
 }  # fmt: skip
-MAX_OTHERS = 60  # charts of metrics that have no place of their own
-MAX_MARKS = 300  # of each kind and run
+MAX_OTHERS = 40  # charts of a group
+MAX_MARKS = 300  # of a run: of saves, and of other events
+MARKS = "dashed: resumed; dotted: rewound; cross: skipped step; triangle: spike"
 SMALL = 700  # points of a line without noise
 MANY = 200  # points from which on a noisy metric also has a smoothed line
+
+
+class Group(NamedTuple):
+    """The charts of metrics whose names begin with the same word, and the names of those without a chart,
+    because there are too many."""
+
+    name: str
+    charts: list[Chart]
+    too_many: list[str]
 
 
 def main_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
@@ -46,19 +60,22 @@ def main_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         chart = metric_chart(runs, key, title, unit)
         if key == SPEED:
             marks = [mark for i, run in enumerate(runs) for mark in marks_of(run, i)]
-            chart = replace(chart, marks=marks, note="dashed: resumed; tick: saved; cross: skipped steps")
+            chart = replace(chart, marks=marks, note=f"{MARKS}; tick: saved")
         charts.append(chart)
     return [chart for chart in charts if chart.lines]
 
 
-def other_charts(runs: Sequence[RecordedRun]) -> tuple[list[Chart], list[str]]:
-    """Return charts of all other metrics that some run has more than once, and the names of the metrics for
-    which there are too many."""
+def other_charts(runs: Sequence[RecordedRun]) -> list[Group]:
+    """Return charts of all other metrics that change in some run, by the first word of their names."""
     shown = NOT_SHOWN | {key for key, _, _ in KNOWN}
     keys = sorted({key for run in runs for key in run.keys} - shown)
     charts = {key: metric_chart(runs, key, key, "") for key in keys}
     changing = [key for key in keys if any(np.ptp(line.y) > 0 for line in charts[key].lines)]
-    return [charts[key] for key in changing[:MAX_OTHERS]], changing[MAX_OTHERS:]
+    groups = []
+    for name, members in groupby(changing, lambda key: key.partition("/")[0]):
+        inside = list(members)
+        groups.append(Group(name, [charts[key] for key in inside[:MAX_OTHERS]], inside[MAX_OTHERS:]))
+    return groups
 
 
 def x_label(runs: Sequence[RecordedRun]) -> str:
@@ -81,7 +98,7 @@ def loss_by_tokens(runs: Sequence[RecordedRun]) -> Chart:
         lines += noisy_lines(i, loss, loss.tokens)
         marks += [mark for mark in marks_of(run, i) if mark.kind != "saved"]
     note = "thin: logged steps; thick: median over 3% of the run" if _has_smooth(lines) else ""
-    note += ("; " if note else "") + "dashed: resumed; cross: skipped steps" if marks else ""
+    note += ("; " if note else "") + MARKS if marks else ""
     return Chart("Training loss", x_label(runs), lines, "nats", note, marks)
 
 
@@ -111,17 +128,17 @@ def metric_chart(runs: Sequence[RecordedRun], key: str, title: str, unit: str) -
 
 
 def marks_of(run: RecordedRun, index: int) -> list[Mark]:
-    """Return the marks of one run: resumes, saves, skipped steps and rewinds."""
+    """Return the marks of one run: resumes, saves, skipped steps, spikes and rewinds."""
     marks = [_mark(run, index, "resumed", step, f"resumed after step {step}") for step in run.resumes()]
     saves = sorted(run.saves())
     marks += [_mark(run, index, "saved", step, f"saved step {step}") for step in saves[-MAX_MARKS:]]
-    counts = {"skipped": "train/skipped_steps", "rewound": "guard/rewinds"}
-    for kind, key in counts.items():
-        counted = run.series(key)
-        rises = np.flatnonzero(np.diff(counted.values, prepend=0.0) > 0)
-        for i in rises[:MAX_MARKS]:
+    events = run.happened("skipped", "spike", "rewound")
+    marks += [_mark(run, index, event.kind, event.step, event.text) for event in events[:MAX_MARKS]]
+    if not run.events:  # a run of an older version: the count rises at logged steps
+        counted = run.series("train/skipped_steps")
+        for i in np.flatnonzero(np.diff(counted.values, prepend=0.0) > 0)[:MAX_MARKS]:
             step, num = int(counted.steps[i]), counted.values[i]
-            marks.append(_mark(run, index, kind, step, f"{kind}: {num:g} up to step {step}"))
+            marks.append(_mark(run, index, "skipped", step, f"skipped: {num:g} up to step {step}"))
     return marks
 
 

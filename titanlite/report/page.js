@@ -153,7 +153,9 @@
     drawMark(parent, mark, bottom) {
       const x = this.x.at(mark.x);
       if (!Number.isFinite(x)) return;
-      const shapes = { saved: `M${x} ${bottom}v-8`, skipped: `M${x - 3} ${TOP}l6 6m0 -6l-6 6` };
+      const shapes = {
+        saved: `M${x} ${bottom}v-8`, skipped: `M${x - 3} ${TOP}l6 6m0 -6l-6 6`, spike: `M${x - 4} ${TOP}h8l-4 7z`,
+      };
       const d = shapes[mark.kind] || `M${x} ${TOP}V${bottom}`;
       const node = add(parent, "path", { class: `mark ${mark.kind} run${mark.run % COLORS}`, d });
       add(node, "title", {}, mark.text);

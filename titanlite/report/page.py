@@ -13,19 +13,20 @@ from pathlib import Path
 from titanlite.log import printable
 from titanlite.report.charts import NUM_COLORS, Chart, data, svg
 from titanlite.report.facts import all_verdicts, changed_keys, facts
-from titanlite.report.figures import main_charts, other_charts
+from titanlite.report.figures import Group, main_charts, other_charts
 from titanlite.report.recorded_run import RecordedRun
 from titanlite.report.timeline import duration, timeline
 from titanlite.report.verdicts import Verdict
 
 MAX_SAMPLE_STEPS = 3  # the last steps with samples
 MAX_CHARACTERS = 3000  # of one sample
+MAX_EVENTS = 50  # the newest ones of each run
 MAX_CHECKPOINTS = 30  # the newest ones of each run
 
 
-def report(runs: Sequence[RecordedRun]) -> str:
-    """Return the page on one or several runs."""
-    others, too_many = other_charts(runs)
+def report(runs: Sequence[RecordedRun], price: float | None = None) -> str:
+    """Return the page on one or several runs. `price`: of a GPU hour."""
+    groups = other_charts(runs)
     names = ", ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs"
     charts, title = main_charts(runs), f"titanlite report: {names}"
     numbers = count()
@@ -36,21 +37,23 @@ def report(runs: Sequence[RecordedRun]) -> str:
         _verdicts(runs),
         _problems(runs),
         "<h2>Runs</h2>",
-        _facts(runs),
+        _facts(runs, price),
         "<h2>Charts</h2>",
         '<p class="faint">Drag over a chart to zoom in, double-click to see all of it again.</p>',
         '<div class="grid-of-charts">',
         *(_figure(chart, next(numbers)) for chart in charts),
         "</div>",
-        _other_metrics(others, too_many, numbers),
+        _detail(groups, numbers),
         '<h2>Time</h2>\n<div class="columns">',
         *(_time(run, i) for i, run in enumerate(runs)),
         "</div>",
+        _events(runs),
         _samples(runs),
         _changed_keys(runs),
         _checkpoints(runs),
     ]
-    content = {"runs": [printable(run.name) for run in runs], "charts": [data(c) for c in [*charts, *others]]}
+    shown = [*charts, *(chart for group in groups for chart in group.charts)]
+    content = {"runs": [printable(run.name) for run in runs], "charts": [data(chart) for chart in shown]}
     return _document(title, "\n".join(part for part in body if part), content)
 
 
@@ -133,8 +136,8 @@ def _heads(runs: Sequence[RecordedRun]) -> list[str]:
     return ["", *(f"{_swatch(i)}{text(run.name)}" for i, run in enumerate(runs))]
 
 
-def _facts(runs: Sequence[RecordedRun]) -> str:
-    columns = [facts(run) for run in runs]
+def _facts(runs: Sequence[RecordedRun], price: float | None) -> str:
+    columns = [facts(run, price) for run in runs]
     rows = [(key, [column[key] for column in columns]) for key in columns[0]]
     return _table(_heads(runs), [(key, cells) for key, cells in rows if any(cells)])
 
@@ -148,12 +151,37 @@ def _figure(chart: Chart, number: int) -> str:
     )
 
 
-def _other_metrics(charts: Sequence[Chart], too_many: Sequence[str], numbers: Iterable[int]) -> str:
-    if not charts:
+def _detail(groups: Sequence[Group], numbers: Iterable[int]) -> str:
+    if not groups:
         return ""
-    figures = "\n".join(_figure(chart, number) for chart, number in zip(charts, numbers))
-    more = f'<p class="faint">Not shown: {text(", ".join(too_many))}</p>' if too_many else ""
-    return f'<h2>Other metrics</h2>\n<div class="grid-of-charts">\n{figures}\n</div>{more}'
+    parts = ["<h2>Detail</h2>"]
+    for group in groups:
+        figures = "\n".join(_figure(chart, number) for chart, number in zip(group.charts, numbers))
+        more = f'<p class="faint">Not shown: {text(", ".join(group.too_many))}</p>' if group.too_many else ""
+        num = len(group.charts) + len(group.too_many)
+        parts.append(
+            f'<details><summary>{text(group.name)} <span class="faint">{num} metrics</span></summary>\n'
+            f'<div class="grid-of-charts">\n{figures}\n</div>{more}</details>'
+        )
+    return "\n".join(parts)
+
+
+def _events(runs: Sequence[RecordedRun]) -> str:
+    """The newest events of each run, without saves."""
+    parts = []
+    for i, run in enumerate(runs):
+        events = [event for event in run.events if event.kind not in ("saved", "started")]
+        if not events:
+            continue
+        rows = [
+            (f"{event.step:,}", [event.kind, event.details, event.time, "yes" if event.is_superseded else ""])
+            for event in events[-MAX_EVENTS:][::-1]
+        ]
+        parts.append(f"<h3>{_swatch(i)}{text(run.name)}</h3>")
+        parts.append(_table(["step", "event", "about", "time", "trained again later"], rows))
+        if len(events) > MAX_EVENTS:
+            parts.append(f'<p class="faint">{len(events) - MAX_EVENTS} older ones are in events.jsonl.</p>')
+    return "\n".join(["<h2>Events</h2>", *parts]) if parts else ""
 
 
 def _time(run: RecordedRun, index: int) -> str:

@@ -17,14 +17,24 @@ from titanlite.config import json_file, toml
 from titanlite.config.component import ConfigError
 from titanlite.files import FileFault, read_regular
 from titanlite.report.estimates import Series
+from titanlite.report.events import RunEvent, events_of
 
-METRICS, SUPERSEDED, SAMPLES = "metrics.jsonl", "metrics.superseded.jsonl", "samples.txt"
-TOKENS = "progress/total_tokens"
+METRICS, SUPERSEDED, EVENTS = "metrics.jsonl", "metrics.superseded.jsonl", "events.jsonl"
+SAMPLES, SOURCES = "samples.txt", "sources.json"
+TOKENS, SEQUENCES = "progress/total_tokens", "progress/sequences"
 MAX_STEP = 2**53
 MAX_NAMED = 5  # holes, lines and the like that are named one by one
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Record = dict[str, Any]  # one line of metrics.jsonl
+
+
+class SourceShare(NamedTuple):
+    """A source of the run's training sequences. `sequences`: their number in one epoch."""
+
+    label: str
+    share: float
+    sequences: int
 
 
 class SavedCheckpoint(NamedTuple):
@@ -54,6 +64,8 @@ class RecordedRun:
     env: dict[str, Any]
     samples: dict[int, list[str]]  # step: generated texts
     checkpoints: list[SavedCheckpoint]
+    events: list[RunEvent] = field(default_factory=list)
+    sources: list[SourceShare] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @cached_property
@@ -102,6 +114,20 @@ class RecordedRun:
         for part in key.split("."):
             node = node.get(part) if isinstance(node, dict) else None
         return node
+
+    def epochs(self, step: int) -> str:
+        """Return how many epochs of each source the run had read by a step, as text; empty if that is not
+        known."""
+        consumed = self.series(SEQUENCES)
+        if not len(consumed) or not self.sources:
+            return ""
+        num = float(np.interp(step, consumed.steps, consumed.values))
+        parts = [f"{num * s.share / s.sequences:.2f} of {s.label}" for s in self.sources[:MAX_NAMED]]
+        return ", ".join([*parts, *["..."] * (len(self.sources) > MAX_NAMED)])
+
+    def happened(self, *kinds: str) -> list[RunEvent]:
+        """Return the events of these kinds whose steps were not trained again later."""
+        return [event for event in self.events if event.kind in kinds and not event.is_superseded]
 
     def saves(self) -> set[int]:
         """Return the steps after which the run was saved. For checkpoints that no longer exist it is the
@@ -153,6 +179,8 @@ def read_run(folder: Path, name: str) -> RecordedRun:
         env=_env(folder, problems),
         samples=_samples(folder, problems),
         checkpoints=_checkpoints(folder, job),
+        events=events_of(_records(_bytes(folder / EVENTS, problems) or b"", EVENTS, problems)),
+        sources=_sources(folder, problems),
         problems=problems,
     )
 
@@ -251,6 +279,27 @@ def _env(folder: Path, problems: list[str]) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         problems.append(f"env.json cannot be read: {e}")
     return {}
+
+
+def _sources(folder: Path, problems: list[str]) -> list[SourceShare]:
+    """The sources in sources.json, which runs of older versions do not have."""
+    try:
+        tree = json_file.load_object(folder / SOURCES)
+        json_file.expect(tree, sources=list)
+        return [_source(entry) for entry in tree["sources"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as e:
+        problems.append(f"{SOURCES} cannot be read: {e}")
+        return []
+
+
+def _source(entry: Any) -> SourceShare:
+    json_file.expect(entry, source=str, sequences=int)
+    share = number(entry.get("share"))
+    if share is None or not 0 <= share <= 1 or not 0 < entry["sequences"] < MAX_STEP:
+        raise ValueError(f"{entry['source']} has no possible share and number of sequences")
+    return SourceShare(entry["source"], share, entry["sequences"])
 
 
 def _samples(folder: Path, problems: list[str]) -> dict[int, list[str]]:

@@ -18,9 +18,10 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens that all runs have trained
 MAX_CELL = 44  # characters
 
 
-def comparison(runs: Sequence[RecordedRun]) -> str:
-    """Return the comparison of runs; the first one is the one that the others are compared with."""
-    parts = [_verdicts(runs), _facts(runs), _losses(runs), _times(runs), _keys(runs), _problems(runs)]
+def comparison(runs: Sequence[RecordedRun], price: float | None = None) -> str:
+    """Return the comparison of runs; the first one is the one that the others are compared with. `price`: of
+    a GPU hour."""
+    parts = [_verdicts(runs), _facts(runs, price), _losses(runs), _times(runs), _keys(runs), _problems(runs)]
     return printable("\n\n".join(part for part in parts if part)) + "\n"
 
 
@@ -35,8 +36,8 @@ def _verdicts(runs: Sequence[RecordedRun]) -> str:
     return "\n".join(lines)
 
 
-def _facts(runs: Sequence[RecordedRun]) -> str:
-    columns = [facts(run) for run in runs]
+def _facts(runs: Sequence[RecordedRun], price: float | None) -> str:
+    columns = [facts(run, price) for run in runs]
     rows = [[key, *(column[key] for column in columns)] for key in columns[0]]
     return table([["", *(run.name for run in runs)], *(row for row in rows if any(row[1:]))])
 

@@ -65,6 +65,25 @@ def timeline(run: RecordedRun) -> Timeline:
     return Timeline({cause: causes[cause] for cause in order if causes[cause] > 0}, np.array(hours))
 
 
+def gpu_hours(run: RecordedRun) -> float | None:
+    """Return the hours of all GPUs together, by the number of ranks in each record; None for a run without
+    metrics of a GPU's memory or without times."""
+    hours = timeline(run).hours
+    if "memory/peak_reserved_gib" not in run.keys or not len(hours):
+        return None
+    ranks = np.array([_num_ranks(record) for record in run.records])
+    known = ranks[ranks > 0]
+    if not len(known):
+        return None
+    return float(np.sum(np.diff(hours, prepend=0.0) * np.where(ranks > 0, ranks, np.median(known))))
+
+
+def _num_ranks(record: Record) -> int:
+    """The number of ranks that took the steps of a record; 0 if it is not known."""
+    one = _of(record, "throughput/tokens_per_second_per_device")
+    return round(_of(record, "throughput/tokens_per_second") / one) if one > 0 else 0
+
+
 def duration(seconds: float) -> str:
     """Return a time in seconds, minutes or hours."""
     if seconds < 120:

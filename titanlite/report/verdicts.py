@@ -26,6 +26,7 @@ from titanlite.report.estimates import (
     spread,
     windows,
 )
+from titanlite.report.events import RunEvent
 from titanlite.report.recorded_run import RecordedRun
 
 MIN_POINTS = 200  # logged values; fewer give no verdict
@@ -35,6 +36,7 @@ MAX_SPIKES = 5  # verdicts on single spikes
 FLAT = 0.02  # nats per doubling of tokens: a trend that is surely weaker is a plateau
 FLAT_SHARE = 0.25  # and so is a trend that is surely weaker than this share of the run's earlier trend
 MIN_VALIDATIONS = 10
+MIN_GAPS, MAX_GAP = 5, 0.005  # differences to a loss in float32: their number, and their size in nats
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,13 @@ def verdicts_of(run: RecordedRun) -> list[Verdict]:
     verdicts = [
         *not_finite(loss),
         *diverged(loss),
-        *spikes(loss, run.series("train/skipped_steps")),
+        *rewound(run.events),
+        *low_precision(run.series("numerics/loss_minus_fp32")),
+        *spikes(loss, run.series("train/skipped_steps"), run.series("progress/sequences")),
         *trend(loss, run.series("train/learning_rate")),
-        *overfitting(loss, run.series("eval/loss")),
+        *_with_epochs(run, overfitting(loss, run.series("eval/loss"))),
         *noisier(loss),
-        *skipped(run.series("train/skipped_steps")),
+        *skipped(run.series("train/skipped_steps"), run.happened("skipped")),
         *clipping(run.series("train/grad_norm"), max_norm if isinstance(max_norm, (int, float)) else 0.0),
         *slower(run.series("throughput/tokens_per_second"), run.series("time/data_wait_pct"), run.resumes()),
     ]
@@ -88,24 +92,60 @@ def not_finite(loss: Series) -> list[Verdict]:
     return [Verdict("not finite", text, f"{num} of {len(loss):,} logged losses, {where}", int(first), "bad")]
 
 
-def skipped(skipped_steps: Series) -> list[Verdict]:
-    """Steps whose update was skipped. `skipped_steps`: their number so far."""
+def skipped(skipped_steps: Series, events: Sequence[RunEvent] = ()) -> list[Verdict]:
+    """Steps whose update was skipped. `skipped_steps`: their number so far. `events`: those of skipped
+    steps."""
     rises = np.flatnonzero(np.diff(skipped_steps.values, prepend=0.0) > 0)
     if not len(rises):
         return []
     num, first = int(skipped_steps.values[-1]), int(skipped_steps.steps[rises[0]])
     text = f"{num} step{'s' if num > 1 else ''} skipped"
     shown = ", ".join(f"{step:,}" for step in skipped_steps.steps[rises[:10]])
-    more = ", ..." if len(rises) > 10 else ""
-    return [
-        Verdict("skipped steps", text, f"the count rose before logged steps {shown}{more}", first, "note")
-    ]
+    evidence = f"the count rose before logged steps {shown}" + (", ..." if len(rises) > 10 else "")
+    if events:
+        evidence = _listed([event.text for event in events])
+    return [Verdict("skipped steps", text, evidence, events[0].step if events else first, "note")]
 
 
-def spikes(loss: Series, skipped_steps: Series | None = None) -> list[Verdict]:
+def rewound(events: Sequence[RunEvent]) -> list[Verdict]:
+    """Rewinds of the run, also those to steps that were trained again later. `events`: all of the run."""
+    rewinds = [event for event in events if event.kind == "rewound"]
+    if not rewinds:
+        return []
+    times = f"{len(rewinds)} times" if len(rewinds) > 1 else "once"
+    evidence = _listed([event.text for event in rewinds])
+    return [Verdict("rewound", f"the run rewound {times}", evidence, rewinds[0].step, "note")]
+
+
+def low_precision(loss_minus_fp32: Series) -> list[Verdict]:
+    """The loss differs from one that is computed in float32 by more than the rounding of the logits explains:
+    the median of the absolute differences of the last quarter, at least five, is above 0.005 nats."""
+    gaps = loss_minus_fp32.finite()
+    if len(gaps) < MIN_GAPS:
+        return []
+    last = gaps[-max(MIN_GAPS, len(gaps) // 4) :]
+    size = float(np.median(np.abs(last.values)))
+    if size <= MAX_GAP:
+        return []
+    evidence = (
+        f"median of the absolute difference to float32 over the last {len(last)} measurements {size:.2g}, "
+        f"mean difference {nats(float(np.mean(last.values)))}; rounding of bf16 logits explains about 0.001"
+    )
+    headline = f"the loss is computed in too low precision: it is off by {size:.2g} nats"
+    return [Verdict("low precision", headline, evidence, int(last.steps[0]), "bad")]
+
+
+def _listed(texts: Sequence[str], most: int = 5) -> str:
+    return " | ".join([*texts[:most], *([f"{len(texts) - most} more"] if len(texts) > most else [])])
+
+
+def spikes(
+    loss: Series, skipped_steps: Series | None = None, consumed: Series | None = None
+) -> list[Verdict]:
     """Sudden rises of the loss: two of three consecutive logged losses lie more than six standard deviations
     of the noise above the median of the 64 before, or one loss lies more than twenty above it.
-    `skipped_steps`: the number of skipped steps so far."""
+    `skipped_steps`: the number of skipped steps so far. `consumed`: the number of sequences consumed so far.
+    """
     loss = loss.finite()
     if len(loss) < MIN_POINTS:
         return []
@@ -122,13 +162,24 @@ def spikes(loss: Series, skipped_steps: Series | None = None) -> list[Verdict]:
         end = start + int(below[0]) if len(below) else len(loss)
         verdict = _spike(loss, start, end, level[start], sigma[start])
         end_step = int(loss.steps[min(end, len(loss) - 1)])
+        top = start + int(np.argmax(loss.values[start:end]))
+        data = _sequences(consumed, int(loss.steps[start - 1]), int(loss.steps[top]))
         skips = _skips(skipped_steps, int(loss.steps[start]), end_step)
-        verdicts.append(replace(verdict, evidence=verdict.evidence + skips))
+        verdicts.append(replace(verdict, evidence=verdict.evidence + data + skips))
     if len(verdicts) > MAX_SPIKES:
         rest = f"; {len(verdicts) - MAX_SPIKES} more spikes of this run are not listed"
         last = verdicts[MAX_SPIKES - 1]
         return [*verdicts[: MAX_SPIKES - 1], replace(last, evidence=last.evidence + rest)]
     return verdicts
+
+
+def _sequences(consumed: Series | None, before: int, last: int) -> str:
+    """The sequences of the steps after step `before` up to step `last`, as the end of a sentence."""
+    if consumed is None or not np.isin([before, last], consumed.steps).all():
+        return ""
+    first, end = map(int, consumed.values[np.searchsorted(consumed.steps, [before, last])])
+    steps = f"step {last:,}" if last == before + 1 else f"steps {before + 1:,} to {last:,}"
+    return f"; {steps} trained on sequences {first:,} to {end - 1:,}"
 
 
 def _skips(skipped_steps: Series | None, first: int, last: int) -> str:
@@ -276,6 +327,17 @@ def overfitting(loss: Series, validation: Series) -> list[Verdict]:
     )
     headline = f"the validation loss is {rise:.3g} nats above its lowest, the training loss fell"
     return [Verdict("overfitting", headline, evidence, int(last), "bad")]
+
+
+def _with_epochs(run: RecordedRun, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts, each with the epochs that the run had read at its step and at the end of the run."""
+    end = run.records[-1]["step"] if run.records else 0
+    given = []
+    for verdict in verdicts:
+        then, now = run.epochs(verdict.step or 0), run.epochs(end)
+        text = f"; epochs by step {verdict.step:,}: {then}; by the end: {now}" if now else ""
+        given.append(replace(verdict, evidence=verdict.evidence + text))
+    return given
 
 
 def noisier(loss: Series) -> list[Verdict]:

@@ -19,5 +19,5 @@ def main(argv: Sequence[str]) -> int:
     if len(options.runs) < 2:
         raise ConfigError("name at least two runs; `titanlite report RUN` reports on one")
     runs = [read_run(folder, name) for folder, name in zip(options.runs, names_of(options.runs))]
-    print(comparison(runs), end="")
+    print(comparison(runs, options.price_per_gpu_hour), end="")
     return 0

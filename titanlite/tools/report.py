@@ -22,6 +22,6 @@ def main(argv: Sequence[str]) -> int:
     if options.output.is_dir():
         raise ConfigError(f"{options.output} is a folder; name the file to write, such as report.html")
     runs = [read_run(folder, name) for folder, name in zip(options.runs, names_of(options.runs))]
-    write_atomically(options.output, report(runs))
+    write_atomically(options.output, report(runs, options.price_per_gpu_hour))
     print(options.output)
     return 0

@@ -63,7 +63,7 @@ def test_a_run_records_its_events_and_sources(tmp_path: Path, corpus: Path) -> N
         assert train(make_job(tmp_path, corpus, "--training.steps=4", synchronous)) == 0
     events = [(event["event"], event["step"]) for event in events_in(job.folder)]
     assert events == [("started", 0), ("saved", 2), ("resumed", 2), ("skipped", 3), ("saved", 4)]
-    sources = json.loads((job.folder / "sources.json").read_text())
+    sources = json.loads((job.folder / "sources.json").read_text())["sources"]
     assert {source["sequences"]: source["share"] for source in sources} == {13: 0.25, 294: 0.75}
     assert all(str(corpus) in source["source"] for source in sources)
     metrics = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text().splitlines()]

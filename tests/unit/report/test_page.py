@@ -18,9 +18,12 @@ import pytest
 
 from tests.support.curves import falling, noise_like, write_run
 from titanlite.cli import run
+from titanlite.metrics.sinks.events import EventLog
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.report.charts import MAX_POINTS, Chart, Line, downsample, short, svg, ticks
+from titanlite.report.facts import facts
+from titanlite.report.figures import other_charts
 from titanlite.report.page import report
 from titanlite.report.recorded_run import names_of, read_run
 
@@ -243,6 +246,65 @@ def test_saves_are_marked_also_when_the_checkpoint_is_gone(tmp_path: Path) -> No
     assert page_of(write_run(folder, values, every=10)).count('class="mark saved') == 2
 
 
+def test_events_are_marked_and_listed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", metrics(), job=JOB)
+    log = EventLog(folder / "events.jsonl", 0)
+    log.event(50, "skipped", {"loss": math.nan, "first_sequence": 784, "last_sequence": 799})
+    log.event(120, "skipped", {})
+    log.event(125, "spike", {"loss": 9.25})
+    log.event(100, "rewound", {"reason": "<b>spike"})
+    log.event(200, "spike", {})
+    log.close()
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"step": 1, "event": 7}\n{"step": "x"}\n{"eve')
+    page = page_of(folder)
+    marks = data_of(page)["charts"][0]["marks"]
+    assert [(mark["kind"], mark["text"], mark["x"]) for mark in marks] == [
+        ("skipped", "run: skipped step 50: loss nan; sequences 784 to 799", 5_000_000),
+        ("rewound", "run: rewound to step 100: <b>spike", 10_000_000),
+        ("spike", "run: spike at step 200", 20_000_000),
+    ]
+    assert page.count('class="mark spike run0"') == 2  # on the charts of the loss and of the throughput
+    table = page[page.index("<h2>Events</h2>") :]
+    rows = re.findall(
+        r"<tr><th>([\d,]+)</th><td>(\w+)</td><td>([^<]*)</td><td>[^<]+</td><td>(\w*)</td>", table
+    )
+    assert rows == [
+        ("200", "spike", "", ""),
+        ("100", "rewound", "&lt;b&gt;spike", ""),
+        ("125", "spike", "loss 9.25", "yes"),
+        ("120", "skipped", "", "yes"),
+        ("50", "skipped", "loss nan; sequences 784 to 799", ""),
+    ]
+    assert "the run rewound once" in page
+    assert "events.jsonl: damaged records are left out, in 2 lines: 8, 9" in page
+
+
+def test_gpu_hours_count_the_ranks_of_each_start(tmp_path: Path) -> None:
+    values = metrics(100) | {"time/step_s": np.full(100, 36.0), "time/to_first_step_s": [36.0]}
+    values["throughput/tokens_per_second"] = np.repeat([8000.0, 2000.0], 50)
+    folder = write_run(tmp_path / "run", values, job=JOB)
+    assert "GPU hours" not in page_of(folder)  # nothing says that the run was on a GPU
+    values["memory/peak_reserved_gib"] = np.full(100, 9.0)
+    run = read_run(write_run(folder, values, job=JOB), "run")
+    assert facts(run)["cost"] == "5 GPU hours"  # half an hour on 8, half an hour on 2
+    assert facts(run, 2.5)["cost"] == "5 GPU hours, 12.50 at 2.50 per GPU hour"
+
+
+def test_other_metrics_are_grouped_by_the_first_word(tmp_path: Path) -> None:
+    changing = np.arange(400.0)
+    values = metrics() | {f"norms/{i:02}": changing for i in range(45)}
+    values |= {"loss/source/a/b": changing, "loss/position_0": changing}
+    groups = {group.name: group for group in other_charts([read_run(write_run(tmp_path, values), "run")])}
+    assert groups.keys() == {"guard", "loss", "norms"}
+    assert [chart.title for chart in groups["loss"].charts] == ["loss/position_0", "loss/source/a/b"]
+    assert (len(groups["norms"].charts), groups["norms"].too_many[0]) == (40, "norms/40")
+    page = page_of(tmp_path)
+    assert '<summary>norms <span class="faint">45 metrics</span></summary>' in page
+    numbers = [int(number) for number in re.findall(r'data-chart="(\d+)"', page)]
+    assert numbers == list(range(len(data_of(page)["charts"])))
+
+
 def test_a_report_needs_no_torch() -> None:
     code = "import sys, titanlite.tools.report, titanlite.tools.compare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -262,12 +324,16 @@ def test_hostile_files_beside_the_metrics(tmp_path: Path) -> None:
     (folder / "job.toml").write_text(".".join("a" * 3000) + " = 1\n[training]\nsteps = []\nseq_len = {}\n")
     (folder / "env.json").write_text('{"world_size": "<b>", "device": [[]], "torch": {}}')
     os.mkfifo(folder / "metrics.superseded.jsonl")
+    os.mkfifo(folder / "events.jsonl")
+    (folder / "sources.json").write_text('{"sources": [{"source": "<b>", "share": 1, "sequences": 0}]}')
     manifest = folder / "checkpoint/step-1/manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.write_text('{"format": 4, "step": 1, "saved_at": "<script>"}')
     page = page_of(folder, folder)
     Page(page)
     assert "metrics.superseded.jsonl cannot be read: it is a named pipe" in page
+    assert "events.jsonl cannot be read: it is a named pipe" in page
+    assert "sources.json cannot be read: &lt;b&gt; has no possible share" in page
     assert "the manifest" in page or "SHA-256" in page
     assert "<b>" not in page
 
@@ -338,6 +404,7 @@ def test_the_verb_writes_the_page(folder: Path, tmp_path: Path, capsys: pytest.C
         (["first", "-o", "first"], "first is a folder"),
         (["first", "-o", "no/such/out.html"], "no/such: there is no such folder"),
         (["first", "--outptu=x"], "--outptu"),
+        (["first", "--price-per-gpu-hour=nan"], "'nan' is not a price such as 2.50"),
     ],
 )
 def test_bad_arguments_are_one_line(

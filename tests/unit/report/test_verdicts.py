@@ -14,6 +14,8 @@ from tests.support.curves import KINDS, falling, flat, noise_like, series, write
 from tests.support.tiers import full
 from titanlite.report import verdicts
 from titanlite.report.estimates import Series, mean_with_error, noise, slope_with_error
+from titanlite.report.events import events_of
+from titanlite.report.page import report
 from titanlite.report.pairs import difference, pair_verdicts
 from titanlite.report.recorded_run import read_run
 from titanlite.report.verdicts import Verdict, verdicts_of
@@ -43,6 +45,12 @@ def test_a_spike_has_its_step_its_height_and_its_length() -> None:
     assert "after 12 steps" in verdict.evidence
     (verdict,) = verdicts.spikes(series(loss), series(np.repeat([0.0, 3.0], [252, 148])))
     assert "3 of these steps were skipped" in verdict.evidence
+    consumed = series(np.arange(1, NUM + 1) * 16)
+    (verdict,) = verdicts.spikes(series(loss), consumed=consumed)
+    top = 251 + int(np.argmax(loss[250:262]))
+    steps = "step 251" if top == 251 else f"steps 251 to {top}"
+    assert f"; {steps} trained on sequences 4,000 to {top * 16 - 1:,}" in verdict.evidence
+    assert "sequences" not in verdicts.spikes(series(loss), consumed=consumed[:200])[0].evidence
     loss[250:262] -= 0.8
     assert verdicts.spikes(series(loss)) == []
 
@@ -92,6 +100,17 @@ def test_plateau_from_the_step_at_which_the_loss_stagnates() -> None:
     assert "plateau" not in names(verdicts.trend(series(noisy(falling, sigma=0.02)), CONSTANT_RATE))
 
 
+def test_a_stagnating_run_is_flagged_by_the_report(tmp_path: Path) -> None:
+    loss = noisy(falling, sigma=0.02)
+    rates = {"train/learning_rate": np.full(NUM, 1e-3)}
+    stagnating = np.concatenate([loss[:160], loss[150:160].mean() + 0.02 * noise_like("normal", 240, 1)])
+    run = read_run(write_run(tmp_path / "run", {"train/loss": stagnating, **rates}), "run")
+    assert "the loss has not fallen since step" in report([run])
+    assert names(verdicts_of(run))[0] == "plateau"
+    run = read_run(write_run(tmp_path / "run", {"train/loss": loss, **rates}), "run")
+    assert "plateau" not in names(verdicts_of(run))
+
+
 def test_a_run_that_never_learned_is_on_a_plateau() -> None:
     (verdict,) = verdicts.trend(series(noisy(flat)), CONSTANT_RATE)
     assert (verdict.name, verdict.step) == ("plateau", 81)
@@ -118,6 +137,43 @@ def test_overfitting() -> None:
     assert verdicts.overfitting(loss, healthy) == []
     both_rise = series(noisy(flat) + np.linspace(0, 0.5, NUM))
     assert verdicts.overfitting(both_rise, validation) == []
+
+
+def test_overfitting_says_the_epochs_of_each_source(tmp_path: Path) -> None:
+    held_out = falling(NUM) + np.maximum(0, np.linspace(-0.4, 0.4, NUM))
+    held_out += 0.005 * noise_like("normal", NUM, 1)
+    metrics = {
+        "train/loss": noisy(falling) - np.linspace(0, 0.5, NUM),
+        "eval/loss": [x if i % 20 == 19 else None for i, x in enumerate(held_out)],
+        "progress/sequences": np.arange(1, NUM + 1) * 16,
+    }
+    folder = write_run(tmp_path / "run", metrics)
+    assert "epochs" not in overfitting_of(folder).evidence
+    shares = [("text a", 0.75, 2400), ("text b", 0.25, 32_000)]
+    sources = [{"source": label, "share": share, "sequences": num} for label, share, num in shares]
+    (folder / "sources.json").write_text(json.dumps({"sources": sources}))
+    verdict = overfitting_of(folder)
+    assert verdict.step is not None
+    then = f"{verdict.step * 16 * 0.75 / 2400:.2f} of text a"
+    assert f"; epochs by step {verdict.step}: {then}, " in verdict.evidence
+    assert verdict.evidence.endswith("; by the end: 2.00 of text a, 0.05 of text b")
+
+
+def overfitting_of(folder: Path) -> Verdict:
+    (verdict,) = [v for v in verdicts_of(read_run(folder, "run")) if v.name == "overfitting"]
+    return verdict
+
+
+def test_low_precision_of_the_loss() -> None:
+    normal = 0.002 * noise_like("normal", 40, 0)
+    off = normal.copy()
+    off[25:] += 0.02
+    (verdict,) = verdicts.low_precision(series(off, every=100))
+    assert (verdict.name, verdict.weight, verdict.step) == ("low precision", "bad", 3100)
+    rounding = 0.02 * noise_like("normal", 5, 0)  # without a drift: the loss itself is rounded
+    assert names(verdicts.low_precision(series(rounding))) == ["low precision"]
+    assert verdicts.low_precision(series(off[:25])) == []
+    assert verdicts.low_precision(series(rounding[:4])) == []
 
 
 def test_noisier_only_with_the_same_batch() -> None:
@@ -158,8 +214,26 @@ def test_not_finite_and_skipped_steps() -> None:
     assert "steps 18 to 19" in verdict.evidence
     (verdict,) = verdicts.skipped(series(np.repeat([0.0, 2.0, 3.0], [17, 3, 380])))
     assert (verdict.headline, verdict.step) == ("3 steps skipped", 18)
+    events = events_of(
+        [{"step": 17, "event": "skipped", "loss": "nan", "first_sequence": 256, "last_sequence": 271}]
+    )
+    (verdict,) = verdicts.skipped(series(np.repeat([0.0, 1.0], [17, 383])), events)
+    assert (verdict.evidence, verdict.step) == ("skipped step 17: loss nan; sequences 256 to 271", 17)
     assert verdicts.not_finite(series(noisy(falling))) == []
     assert verdicts.skipped(series(np.zeros(NUM))) == []
+
+
+def test_rewinds_are_named_also_if_they_were_rewound_themselves() -> None:
+    records = [
+        {"step": 20, "event": "rewound", "reason": "the loss spiked at step 31"},
+        {"step": 10, "event": "rewound", "first_sequence": 160, "last_sequence": 511},
+    ]
+    (verdict,) = verdicts.rewound(events_of(records))
+    assert (verdict.name, verdict.headline, verdict.step) == ("rewound", "the run rewound 2 times", 20)
+    assert verdict.evidence == (
+        "rewound to step 20: the loss spiked at step 31 | rewound to step 10: sequences 160 to 511"
+    )
+    assert verdicts.rewound(events_of([{"step": 5, "event": "spike"}])) == []
 
 
 def test_runs_that_are_equal_tie_and_a_better_one_is_named() -> None:
@@ -225,6 +299,7 @@ def noise_verdicts(shape: Any, num: int, kind: str, sigma: float, seed: int, rat
         *verdicts.trend(loss, rate),
         *verdicts.overfitting(loss, series(held_out)[num // 20 - 1 :: num // 20]),
         *verdicts.noisier(loss),
+        *verdicts.low_precision(series(0.002 * noise_like(kind, num // 20, seed + 5 * 10**6))),
         *verdicts.clipping(norms, 1.0),
         *verdicts.slower(speed, series(np.ones(num))),
     ]
