@@ -24,8 +24,6 @@ KNOWN = [
     ("train/grad_norm", "Gradient norm", ""),
     (SPEED, "Throughput", "tokens/s"),
     ("throughput/mfu", "Model FLOPs utilisation", ""),
-    ("train/accuracy", "Top-1 accuracy", ""),
-    ("train/noise_scale_sequences", "Gradient noise scale", "sequences"),
     ("memory/peak_reserved_gib", "Peak reserved memory", "GiB"),
     ("time/step_s", "Time per step", "s"),
     ("time/data_wait_pct", "Waiting for data", "%"),
@@ -34,8 +32,8 @@ KNOWN = [
 NOT_SHOWN = {
     "train/loss", "train/perplexity", "eval/perplexity", "eval/tokens", "progress/total_tokens",
     "progress/sequences", "throughput/tokens_per_second_per_device", "throughput/tflops",
-    "memory/peak_allocated_gib", "time/to_first_step_s", "time/validation_s", "time/generation_s", "time/profiling_s",
-    "checkpoint/stall_s", "compile/graphs", "compile/seconds",
+    "memory/peak_allocated_gib", "time/to_first_step_s", "time/validation_s", "time/generation_s",
+    "time/profiling_s", "checkpoint/stall_s", "compile/graphs", "compile/seconds",
 }  # fmt: skip
 MAX_OTHERS = 40  # charts of a group
 MAX_MARKS = 300  # of a run: of saves, and of other events
