@@ -8,6 +8,7 @@ Shape suffixes: B batch, T tokens, D model dim, V vocabulary, N = B * T, C token
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from titanlite.config.component import Component, check_at_least
+from titanlite.config.component import Component, ConfigError, check_at_least
 from titanlite.torch_compat import loss_compile_options
 
 IGNORE = -100  # a target that does not count; torch's default of ignore_index
 
 
 # hidden [B, T, D], head weight [V, D], targets int64 [B, T] -> sum over the targets that count, fp32 scalar
+# (a vector if the loss has auxiliary losses)
 LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -67,12 +69,23 @@ class Loss(Component, makes=(Callable,)):  # type: ignore[arg-type]
         self, backend: str | None = None, vocabulary: VocabularyShard = WHOLE_VOCABULARY
     ) -> LossFunction:
         """A function of hidden [B, T, D], head weight [V, D] and targets int64 [B, T] that returns the sum of
-        the losses over the targets that count: fp32 scalar.
+        the losses over the targets that count: fp32 scalar (with `auxiliary_losses`, a vector).
 
         Logits have the dtype of the hidden states; the weight's gradient has the dtype of the weight.
         `backend`: the torch.compile backend that compiles the loss; None: run eagerly. `vocabulary`: this
         rank's shard of the vocabulary.
         """
+
+    @property
+    def auxiliary_losses(self) -> tuple[str, ...]:
+        """Names of losses that are minimised together with the token losses but reported beside them, as
+        `train/NAME`; train/loss and validation do not include them. Default: none.
+
+        With auxiliary losses the function returns a vector: the sum of the token losses, then the sum of each
+        auxiliary loss over the targets that count. The value of the first entry is that of the token losses
+        alone, its gradient is that of all entries together; the gradients of the other entries are not
+        used."""
+        return ()
 
     @property
     def objective(self) -> dict[str, Any]:
@@ -85,16 +98,38 @@ class Loss(Component, makes=(Callable,)):  # type: ignore[arg-type]
 class CrossEntropy(Loss, name="cross_entropy"):
     """Cross-entropy over the full logits, in fp32. Targets of -100 do not count."""
 
+    z_loss_multiplier: float = 0.0
+    """Weight of the z-loss, the mean over tokens of log(sum(exp(logits)))^2, which keeps the logits from
+    drifting (PaLM: 1e-4). It is minimised with the loss and logged as train/z_loss; train/loss and validation
+    do not include it. 0: no z-loss."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.z_loss_multiplier < math.inf:
+            raise ConfigError(f"{self.z_loss_multiplier} is not finite and at least 0", "z_loss_multiplier")
+
     def build(
         self, backend: str | None = None, vocabulary: VocabularyShard = WHOLE_VOCABULARY
     ) -> LossFunction:
         if not vocabulary.is_whole:
-            return gradient_in_forward(backend, vocabulary, num_chunks=lambda tokens: 1)
-        return torch.compile(cross_entropy, fullgraph=True, backend=backend) if backend else cross_entropy
+            return gradient_in_forward(backend, vocabulary, lambda tokens: 1, self.z_loss_multiplier)
+
+        def loss(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+            return cross_entropy(hidden_BTD, weight_VD, targets_BT, self.z_loss_multiplier)
+
+        return torch.compile(loss, fullgraph=True, backend=backend) if backend else loss
+
+    @property
+    def auxiliary_losses(self) -> tuple[str, ...]:
+        return ("z_loss",) if self.z_loss_multiplier else ()
+
+    @property
+    def objective(self) -> dict[str, Any]:
+        z_loss = {"z_loss_multiplier": self.z_loss_multiplier} if self.z_loss_multiplier else {}
+        return {"name": CrossEntropy.name, **z_loss}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
+class ChunkedCrossEntropy(CrossEntropy, name="chunked_cross_entropy"):
     """Cross-entropy computed in chunks of tokens. Value and gradient are those of cross_entropy, but the
     logits of all tokens are never in memory at once. Targets of -100 do not count."""
 
@@ -102,12 +137,13 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
     """Maximum number of tokens whose logits are in memory at once."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least(self, 1, "chunk_tokens")
 
     def build(
         self, backend: str | None = None, vocabulary: VocabularyShard = WHOLE_VOCABULARY
     ) -> LossFunction:
-        return gradient_in_forward(backend, vocabulary, self.num_chunks)
+        return gradient_in_forward(backend, vocabulary, self.num_chunks, self.z_loss_multiplier)
 
     def num_chunks(self, tokens: int) -> int:
         """The number of chunks for `tokens` tokens. Chunks have equal sizes if possible, so that one compiled
@@ -115,28 +151,36 @@ class ChunkedCrossEntropy(Loss, name="chunked_cross_entropy"):
         least = -(-tokens // self.chunk_tokens)
         return next((chunks for chunks in range(least, 2 * least) if tokens % chunks == 0), least)
 
-    @property
-    def objective(self) -> dict[str, Any]:
-        return CrossEntropy().objective
-
 
 def cross_entropy(
-    hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor
+    hidden_BTD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_BT: torch.Tensor,
+    z_loss_multiplier: float = 0.0,
 ) -> torch.Tensor:
-    """Sum of -log p(target): fp32 scalar, zero (not NaN) if no target counts. The B dim is optional."""
+    """Sum of -log p(target): fp32 scalar, zero (not NaN) if no target counts. With a z-loss, fp32 [2] as
+    Loss.auxiliary_losses describes. The B dim is optional."""
     logits_NV = F.linear(hidden_BTD, weight_VD.to(hidden_BTD.dtype)).float().flatten(0, -2)
-    return F.cross_entropy(logits_NV, targets_BT.flatten(), reduction="sum")
+    targets_N = targets_BT.flatten()
+    loss = F.cross_entropy(logits_NV, targets_N, reduction="sum")
+    if not z_loss_multiplier:
+        return loss
+    z_loss = z_loss_multiplier * _sum_of_squares(logits_NV.logsumexp(-1), targets_N != IGNORE)
+    return torch.stack([loss + (z_loss - z_loss.detach()), z_loss.detach()])
 
 
 def gradient_in_forward(
-    backend: str | None, vocabulary: VocabularyShard, num_chunks: Callable[[int], int]
+    backend: str | None,
+    vocabulary: VocabularyShard,
+    num_chunks: Callable[[int], int],
+    z_loss_multiplier: float = 0.0,
 ) -> LossFunction:
     """Cross-entropy that also computes its gradients in the forward, in `num_chunks(tokens)` chunks."""
 
     def chunk_loss(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
         if backend or not vocabulary.is_whole:
-            return loss_and_gradient_(logits_CV, targets_C, vocabulary)
-        return eager_loss_and_gradient_(logits_CV, targets_C)
+            return loss_and_gradient_(logits_CV, targets_C, vocabulary, z_loss_multiplier)
+        return eager_loss_and_gradient_(logits_CV, targets_C, z_loss_multiplier)
 
     if backend:
         options = loss_compile_options(backend)
@@ -152,16 +196,21 @@ def gradient_in_forward(
             return total + _KnownGradient.apply(weight_VD, d_weight_VD)
         weight_VD = weight_VD.to(hidden_ND.dtype)
         pairs = zip(hidden_ND.chunk(chunks), targets_N.chunk(chunks))
-        return torch.stack([chunk_loss(F.linear(h_CD, weight_VD), t_C) for h_CD, t_C in pairs]).sum()
+        return torch.stack([chunk_loss(F.linear(h_CD, weight_VD), t_C) for h_CD, t_C in pairs]).sum(0)
 
     return chunked_cross_entropy
 
 
 def loss_and_gradient_(
-    logits_CV: torch.Tensor, targets_C: torch.Tensor, vocabulary: VocabularyShard = WHOLE_VOCABULARY
+    logits_CV: torch.Tensor,
+    targets_C: torch.Tensor,
+    vocabulary: VocabularyShard = WHOLE_VOCABULARY,
+    z_loss_multiplier: float = 0.0,
 ) -> torch.Tensor:
-    """Sum of -log p(target), fp32 scalar. Overwrites the logits, which are those of this rank's shard of the
-    vocabulary, with their gradient. Logits of a token that does not count become an arbitrary finite number.
+    """Sum of -log p(target), fp32 scalar; with a z-loss, fp32 [2]: this sum and that of the z-loss c (log
+    Z)^2, Z = sum(exp(logits)). Overwrites the logits, which are those of this rank's shard of the vocabulary,
+    with the gradient of both: p (1 + 2 c log Z), minus 1 at the target. Logits of a token that does not count
+    become an arbitrary finite number.
 
     Written so that the compiler makes two kernels: one for maximum and sum, one for the gradient. Values per
     token are computed outside the second kernel, which works per element.
@@ -178,20 +227,41 @@ def loss_and_gradient_(
     losses_C1 = torch.where(counts_C1, top_C1 - target_C1 + sum_C1.log(), 0.0)
     share_C1, one_C1 = sum_C1.reciprocal(), here_C1.float()
     is_target_CV = torch.arange(x_CV.shape[1], device=x_CV.device, dtype=torch.int32) == row_C1.int()
+    total = losses_C1.sum()
+    if z_loss_multiplier:
+        log_z_C1 = top_C1 + sum_C1.log()
+        share_C1 = share_C1 * (1 + 2 * z_loss_multiplier * log_z_C1)
+        total = torch.stack([total, z_loss_multiplier * _sum_of_squares(log_z_C1, counts_C1)])
     logits_CV.copy_(powers_CV * share_C1 - torch.where(is_target_CV, one_C1, 0.0))
-    return losses_C1.sum()
+    return total
 
 
-def eager_loss_and_gradient_(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
+def eager_loss_and_gradient_(
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, z_loss_multiplier: float = 0.0
+) -> torch.Tensor:
     """loss_and_gradient_ for the whole vocabulary without compilation, in the fewest passes over the logits:
     torch's fused log-softmax and an exponential."""
     counts_C1 = (targets_C != IGNORE)[:, None]
     target_C1 = torch.where(counts_C1, targets_C[:, None], 0)
     log_p_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
     target_log_p_C1 = log_p_CV.gather(1, target_C1)
-    torch.exp(log_p_CV, out=logits_CV)
-    logits_CV.scatter_(1, target_C1, (target_log_p_C1.exp() - 1).to(logits_CV.dtype))
-    return torch.where(counts_C1, -target_log_p_C1, 0.0).sum()
+    total = torch.where(counts_C1, -target_log_p_C1, 0.0).sum()
+    if z_loss_multiplier:
+        log_z_C1 = logits_CV.gather(1, target_C1).float() - target_log_p_C1
+        total = torch.stack([total, z_loss_multiplier * _sum_of_squares(log_z_C1, counts_C1)])
+        factor_C1 = 1 + 2 * z_loss_multiplier * log_z_C1
+        torch.mul(log_p_CV.exp_(), factor_C1, out=logits_CV)
+        d_target_C1 = target_log_p_C1.exp() * factor_C1 - 1
+    else:
+        torch.exp(log_p_CV, out=logits_CV)
+        d_target_C1 = target_log_p_C1.exp() - 1
+    logits_CV.scatter_(1, target_C1, d_target_C1.to(logits_CV.dtype))
+    return total
+
+
+def _sum_of_squares(log_z_N: torch.Tensor, counts_N: torch.Tensor) -> torch.Tensor:
+    """The sum of (log Z)^2 over the tokens that count."""
+    return torch.where(counts_N, log_z_N.square(), 0.0).sum()
 
 
 class _Chunked(torch.autograd.Function):
@@ -217,7 +287,7 @@ class _Chunked(torch.autograd.Function):
             counts_C1 = (targets_C != IGNORE)[:, None]
             h_CD = torch.where(counts_C1, h_CD, 0.0)  # tokens that do not count add nothing to d_weight
             logits_CV = F.linear(h_CD, weight_VD)
-            total += chunk(logits_CV, targets_C)
+            total = total + chunk(logits_CV, targets_C)  # not in place: `chunk` may return a vector
             d_logits_CV = logits_CV  # `chunk` has overwritten the logits with their gradient
             torch.mm(d_logits_CV, weight_VD, out=d_h_CD)
             d_h_CD.masked_fill_(~counts_C1, 0.0)
@@ -230,7 +300,8 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *scales: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (d_hidden_ND,) = ctx.saved_tensors
-        d_hidden_ND.data.mul_(scales[0])  # .data, because autograd refuses in-place changes of saved tensors
+        scale = scales[0].flatten()[0]  # of the token losses, whose gradient is that of all losses
+        d_hidden_ND.data.mul_(scale)  # .data, because autograd refuses in-place changes of saved tensors
         return d_hidden_ND, None, None, None, None
 
 

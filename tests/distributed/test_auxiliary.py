@@ -117,3 +117,17 @@ def test_a_run_saves_and_restores_its_buffers(run_on, tmp_path: Path, corpus: Pa
     for key in ("train/loss", "train/hidden_norm", "model/applied_steps"):
         wanted = [line[key] for line in metrics_of(whole)]
         assert [line[key] for line in metrics_of(two)] == pytest.approx(wanted, rel=2e-5)
+
+
+def test_a_run_reports_the_z_loss_beside_its_loss(tmp_path: Path, corpus: Path) -> None:
+    z_loss = "--loss.z_loss_multiplier=0.01"
+    plain = run_in_hops(tmp_path, corpus, [3], name="plain")
+    job = run_in_hops(tmp_path, corpus, [1, 3], z_loss, "--validation.enable", name="z_loss")
+    lines, others = metrics_of(job), metrics_of(plain)
+    assert lines[0]["train/loss"] == others[0]["train/loss"], "the value is that of the tokens alone"
+    assert lines[2]["train/loss"] != others[2]["train/loss"], "the gradient is that of both"
+    assert all(0.2 < line["train/z_loss"] < 0.5 for line in lines), "0.01 log(258)^2 is 0.31"
+    assert lines[2]["eval/loss"] < lines[2]["train/loss"], "validation includes the z-loss"
+    assert "train/z_loss" not in others[0]
+    with pytest.raises(ConfigError, match=r"loss.z_loss_multiplier"):
+        run_in_hops(tmp_path, corpus, [4], name="z_loss")

@@ -87,6 +87,26 @@ def test_gradient_is_the_same_with_tensor_and_context_parallel(run_on, world_siz
         assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2},
+        *map(full, [{}, {"tp": 2, "compile": "aot_eager"}, {"tp": 2, "whole_logits": True}, {"cp": 2}]),
+    ],
+    ids=str,
+)
+def test_a_z_loss_is_the_same_on_every_layout(run_on, layout) -> None:
+    """Its gradient and its reported value; the reported loss is that of the tokens."""
+    whole, plain = gradients(1, 0, 1, whole_logits=True, z_loss=0.1), gradients(1, 0, 1)
+    assert torch.equal(whole["loss"], gradients(1, 0, 1, whole_logits=True)["loss"])
+    name = "model.embed_tokens.weight"
+    assert not torch.allclose(whole[name], plain[name], rtol=1e-2, atol=1e-6), "the z-loss has no gradient"
+    split = run_on(2, on_rank, 2, 2, {"z_loss": 0.1, **layout})[0]
+    assert split.keys() == whole.keys() == plain.keys() | {"z_loss"}
+    for name, value in whole.items():
+        assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
+
+
 def broken_on_rank(missing_sum: str) -> dict[str, torch.Tensor]:
     """The gradients without one of the sums over the tensor-parallel ranks."""
     with pytest.MonkeyPatch.context() as patch:

@@ -62,13 +62,16 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, schedule: str, degree: int) 
         {"cp": 2, "schedule": "InterleavedZeroBubble"},
         {"activation_checkpoint": "full", "schedule": "Interleaved1F1B"},
         full({"compile": "aot_eager", "schedule": "Interleaved1F1B"}),
+        full({"tp": 2, "z_loss": 0.01}),
+        full({"z_loss": 0.01, "schedule": "ZBVZeroBubble"}),
     ],
     ids=str,
 )
 def test_gradient_is_the_same_with_other_transforms(run_on, layout: dict[str, Any]) -> None:
     layout = {"layers": 4, "tied": False, **layout}
     by_rank = run_on(4, on_rank, 4, 2, {"pp": 2, **layout})
-    assert_same(union(by_rank), gradients(1, 0, 1, tied=False, layers=4))
+    z_loss = layout.get("z_loss", 0.0)
+    assert_same(union(by_rank), gradients(1, 0, 1, tied=False, layers=4, z_loss=z_loss))
 
 
 @pytest.mark.parametrize("recipe", [full("tensorwise"), "rowwise"])

@@ -1,5 +1,6 @@
 """A loss from outside the package: cross-entropy with a z-loss (PaLM, Chowdhery et al. 2022), which keeps the
-logits' log-sum-exp near zero. It also works with tensor parallel.
+logits' log-sum-exp near zero. It also works with tensor parallel. The built-in losses have a z-loss of their
+own, loss.z_loss_multiplier, which train/loss does not include.
 
 To use it, put this file into the current directory or install it, and write
 

@@ -75,7 +75,10 @@ def build(
         reduce_dtype=torch.float32,
         parallelism=parallelism,
     )
-    loss = CrossEntropy() if options.get("whole_logits") else ChunkedCrossEntropy(chunk_tokens=24)
+    z_loss = options.get("z_loss", 0.0)
+    loss = CrossEntropy(z_loss_multiplier=z_loss)
+    if not options.get("whole_logits"):
+        loss = ChunkedCrossEntropy(chunk_tokens=24, z_loss_multiplier=z_loss)
     model = parallelize(net, loss, mesh, settings)
     model.materialize(torch.device("cpu"), seed=0)
     for name, p in model.net.named_parameters():
@@ -95,16 +98,19 @@ def uneven_sequences() -> Batch:
 
 
 def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> dict[str, torch.Tensor]:
-    """Full gradients, loss and norm of one step over `uneven_sequences`, split over the ranks."""
+    """Full gradients, loss, auxiliary losses of the loss and norm of one step over `uneven_sequences`, split
+    over the ranks."""
     model, batch = build(world_size, rank, **layout), uneven_sequences()
     ranks = model.mesh.dp_size
     size = NUM_SEQUENCES // ranks // micro_batches
     starts = [(a * ranks + model.mesh.dp_rank) * size for a in range(micro_batches)]
     local = [Batch(batch.inputs[i : i + size], batch.targets[i : i + size], 0, 0) for i in starts]
     loss = model.forward_backward(local, torch.tensor(batch.num_targets))
+    auxiliary = {name: model.auxiliary_losses[name] for name in model.settings.auxiliary_losses}
     if world_size > 1:
-        torch.distributed.all_reduce(loss)
-    result = {"loss": loss, "norm": grad_norm(model.net.parameters(), model.mesh.pp)}
+        for value in (loss, *auxiliary.values()):
+            torch.distributed.all_reduce(value)
+    result = {"loss": loss, **auxiliary, "norm": grad_norm(model.net.parameters(), model.mesh.pp)}
     for name, p in model.net.named_parameters():
         result[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
     return result

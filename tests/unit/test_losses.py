@@ -1,6 +1,9 @@
-"""The losses against float64: value and gradients, whole and in chunks, with targets that do not count."""
+"""The losses against float64: value and gradients, whole and in chunks, with targets that do not count, with
+and without a z-loss."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,6 +150,98 @@ def test_a_token_that_does_not_count_adds_nothing_even_if_it_is_not_finite(backe
     value = loss(ignored, other, targets)
     assert value.isfinite()
     assert all(torch.equal(a, b) for a, b in zip(gradients(value, ignored, other), right))
+
+
+MULTIPLIER = 0.02  # large enough for the gradient of the z-loss to show
+
+
+def z_loss_in_float64(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, multiplier: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums of the token losses and of the z-loss, by the formula, differentiable."""
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    log_z = logits.logsumexp(-1)[targets.flatten() != -100]
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum"), multiplier * log_z.square().sum()
+
+
+def z_loss_agrees(loss: CrossEntropy, backend: str | None, multiplier: float = MULTIPLIER) -> bool:
+    """Whether values and gradients are those of the formula."""
+    hidden, weight, targets = inputs(torch.float32)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    token_loss, z_loss = z_loss_in_float64(*exact, targets, multiplier)
+    function = replace(loss, z_loss_multiplier=MULTIPLIER).build(backend)
+    values = function(hidden, weight, targets)
+    with torch.no_grad():
+        assert torch.allclose(function(hidden, weight, targets), values, rtol=1e-6), "in validation"
+    wanted = torch.stack([token_loss, z_loss]).detach()
+    pairs = zip(gradients(values[0], hidden, weight), gradients(token_loss + z_loss, *exact))
+    return torch.allclose(values.detach().double(), wanted, rtol=1e-6) and all(
+        (actual - right).abs().max() < 1e-5 * right.abs().max() for actual, right in pairs
+    )
+
+
+Z_LOSSES = {
+    "whole": CrossEntropy(),
+    "one chunk": ChunkedCrossEntropy(chunk_tokens=1000),
+    "7 chunks": ChunkedCrossEntropy(chunk_tokens=22),
+}
+
+
+@backends
+@pytest.mark.parametrize("loss", Z_LOSSES.values(), ids=Z_LOSSES.keys())
+def test_a_z_loss_has_the_gradient_of_its_formula(
+    loss: CrossEntropy, backend: str | None, request: pytest.FixtureRequest
+) -> None:
+    if backend == "inductor" and isinstance(loss, ChunkedCrossEntropy) and torch.__version__ < "2.12":
+        request.applymarker(pytest.mark.xfail(reason="KeyError: 'buf1' in inductor", strict=True))
+    assert z_loss_agrees(loss, backend)
+    assert not z_loss_agrees(loss, backend, 1.001 * MULTIPLIER), "control: another multiplier"
+
+
+@pytest.mark.parametrize("function", [losses.loss_and_gradient_, losses.eager_loss_and_gradient_])
+def test_bfloat16_gradients_of_a_z_loss_are_rounded_once(function) -> None:
+    """A product p (1 + 2 c log Z) of bf16 numbers would be rounded twice."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, VOCABULARY, generator=generator).bfloat16()
+    targets = torch.randint(0, VOCABULARY, (20,), generator=generator)
+    exact = logits.double().requires_grad_()
+    sum(z_loss_in_float64(exact[None], torch.eye(VOCABULARY).double(), targets, MULTIPLIER)).backward()
+    function(logits, targets, z_loss_multiplier=MULTIPLIER)
+    assert ((logits - exact.grad).abs() <= 1.01 * 2**-8 * exact.grad.abs()).all()
+
+
+@backends
+@pytest.mark.parametrize("name", ["whole", "chunks"])
+def test_a_z_loss_of_zero_is_no_z_loss(name: str, backend: str | None) -> None:
+    """The same operations: no entry of the result, no kernel, no change of the run's identity."""
+    loss = LOSSES[name]
+    assert isinstance(loss, CrossEntropy)
+    assert loss.auxiliary_losses == ()
+    assert replace(loss, z_loss_multiplier=1e-4).auxiliary_losses == ("z_loss",)
+    hidden, weight, targets = inputs(torch.float32)
+    values, all_gradients = [], []
+    for multiplier in (0.0, 1e-30):
+        h, w = (x.detach().requires_grad_() for x in (hidden, weight))
+        value = replace(loss, z_loss_multiplier=multiplier).build(backend)(h, w, targets)
+        assert value.shape == (() if multiplier == 0 else (2,))
+        values.append(value.flatten()[0].detach())
+        all_gradients.append(gradients(value.flatten()[0], h, w))
+    # 1e-30 is lost beside 1, so that only the path of the z-loss differs.
+    assert torch.equal(*values)
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-8) for a, b in zip(*all_gradients))
+
+
+def test_a_z_loss_belongs_to_the_objective() -> None:
+    chunked = ChunkedCrossEntropy(chunk_tokens=7, z_loss_multiplier=1e-4)
+    assert chunked.objective == CrossEntropy(z_loss_multiplier=1e-4).objective
+    assert chunked.objective == {"name": "cross_entropy", "z_loss_multiplier": 1e-4}
+
+
+@pytest.mark.parametrize("multiplier", [-1e-4, float("inf"), float("nan")])
+def test_a_z_loss_multiplier_is_finite_and_not_negative(multiplier: float) -> None:
+    with pytest.raises(ConfigError, match="is not finite and at least 0") as e:
+        ChunkedCrossEntropy(z_loss_multiplier=multiplier)
+    assert e.value.key == "z_loss_multiplier"
 
 
 class Largest(TorchDispatchMode):

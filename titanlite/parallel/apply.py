@@ -78,6 +78,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     every_micro_batch = parallelism.fsdp_reduce == "micro_batch" or settings.reduce_dtype != torch.float32
     execution = ExecutionSettings(
         mesh=mesh,
+        auxiliary_losses=loss.auxiliary_losses,
         pipeline=pipeline,
         head_fn_for_logits=head_fn_for_logits,
         reduce_every_micro_batch=every_micro_batch,

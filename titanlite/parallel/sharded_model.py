@@ -26,11 +26,13 @@ from titanlite.parallel.pipeline_parallel import Pipeline
 class ExecutionSettings:
     """The settings of ShardedModel that are not in the transformed modules.
 
-    `pipeline`: None without pipeline parallel. `head_fn_for_logits`: the head_fn that returns the logits of
-    the whole vocabulary. `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per
-    step. `gathers_float8`: FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory."""
+    `auxiliary_losses`: names of the auxiliary losses that the loss returns. `pipeline`: None without pipeline
+    parallel. `head_fn_for_logits`: the head_fn that returns the logits of the whole vocabulary.
+    `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per step. `gathers_float8`:
+    FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory."""
 
     mesh: Mesh = ALONE
+    auxiliary_losses: tuple[str, ...] = ()
     pipeline: Pipeline | None = None
     head_fn_for_logits: HeadFn = logits
     reduce_every_micro_batch: bool = False
@@ -54,6 +56,7 @@ class ShardedModel:
         self.settings = ExecutionSettings() if settings is None else settings
         self.mesh, self.pipeline = self.settings.mesh, self.settings.pipeline
         self.auxiliary_losses: dict[str, torch.Tensor] = {}
+        self._auxiliary_sums: list[torch.Tensor] = []  # of the loss's auxiliary losses, per micro-batch
         self.sharding = SequenceSharding(self.mesh.cp) if self.mesh.degrees.cp > 1 else None
 
     def materialize(self, device: torch.device, seed: int) -> None:
@@ -81,13 +84,17 @@ class ShardedModel:
     def forward_backward(self, micro_batches: Sequence[Batch], num_targets: torch.Tensor) -> torch.Tensor:
         """Accumulate the gradient of (sum of token losses and auxiliary losses) / `num_targets`. Returns this
         rank's summand of (sum of token losses) / `num_targets`, detached: the sum over all ranks is the loss.
-        Afterwards `auxiliary_losses` has this rank's summands of the auxiliary losses.
+        Afterwards `auxiliary_losses` has this rank's summands of the auxiliary losses, of the model and of
+        the loss.
 
         `num_targets`: number of targets that count, over all ranks and micro-batches. Gradients are reduced
         in the last backward, or in every backward."""
+        self._auxiliary_sums = []
         if self.pipeline is not None:
             inputs = [self.model_inputs(b) for b in micro_batches]
-            return self._counted_once(self.pipeline.forward_backward(inputs, num_targets))
+            total = self.pipeline.forward_backward(inputs, num_targets)
+            self.auxiliary_losses = self._auxiliary_losses_of_loss(num_targets)
+            return self._counted_once(total)
         total, auxiliary = torch.zeros((), device=num_targets.device), dict[str, torch.Tensor]()
         for i, batch in enumerate(micro_batches):
             is_last = i == len(micro_batches) - 1
@@ -99,7 +106,7 @@ class ShardedModel:
                 auxiliary[name] = auxiliary.get(name, 0.0) + value.detach()
                 loss = loss + value
             loss.backward()
-        self.auxiliary_losses = auxiliary
+        self.auxiliary_losses = auxiliary | self._auxiliary_losses_of_loss(num_targets)
         return self._counted_once(total)
 
     def weights_changed(self) -> None:
@@ -121,6 +128,14 @@ class ShardedModel:
         loss = self._forward(self.model_inputs(batch))
         reshard(self.net)
         return torch.zeros((), device=batch.inputs.device) if loss is None else self._counted_once(loss)
+
+    def _auxiliary_losses_of_loss(self, num_targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """This rank's summands of the loss's auxiliary losses: zero on ranks without the last pipeline stage,
+        so that all ranks have the same names."""
+        if not (names := self.settings.auxiliary_losses):
+            return {}
+        sums = sum(self._auxiliary_sums, torch.zeros(len(names), device=num_targets.device))
+        return dict(zip(names, self._counted_once(sums / num_targets.clamp(min=1))))
 
     def _counted_once(self, loss: torch.Tensor) -> torch.Tensor:
         """Zero on all tensor-parallel ranks but the first, so that a sum over ranks counts the loss once."""
@@ -146,7 +161,12 @@ class ShardedModel:
                 positions = torch.arange(tokens.shape[1], device=tokens.device)
 
         def head_fn(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-            return self.loss(hidden_BTD, weight_VD, targets)
+            loss = self.loss(hidden_BTD, weight_VD, targets)
+            if not self.settings.auxiliary_losses:
+                return loss
+            if torch.is_grad_enabled():  # not in validation
+                self._auxiliary_sums.append(loss[1:].detach())
+            return loss[0]
 
         return Inputs(tokens, positions, attention, head_fn)
 
