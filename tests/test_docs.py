@@ -54,8 +54,9 @@ def test_the_page_on_metrics_has_every_metric_of_the_code() -> None:
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "titanlite").rglob("*.py"))
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `([\w/]+)` \|", page, flags=re.MULTILINE))
-    assert listed - {"train/NAME", "model/NAME"} == set(NAME.findall(code))
+    assert listed - {"train/NAME", "train/z_loss", "model/NAME"} == set(NAME.findall(code))
     assert 'f"train/{name}"' in code
+    assert 'return ("z_loss",)' in code
     assert 'f"model/{name}"' in code
 
 
