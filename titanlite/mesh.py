@@ -235,6 +235,11 @@ def build_mesh(
     return Mesh(degrees, rank, mesh)
 
 
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_shard_and_offsets(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """This rank's shard of a tensor, and the index in the full tensor at which the shard begins, per dim."""
     if not isinstance(tensor, DTensor):

@@ -24,6 +24,7 @@ from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.memory import OutOfMemory, explain, phase
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.profiling import Profiler
+from titanlite.parallel.clip import Clipper
 from titanlite.parallel.compile import Compilations
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.runtime.runtime import Runtime
@@ -44,6 +45,7 @@ class Run:
     loader: SequenceLoader
     model: ShardedModel
     optimizer: torch.optim.Optimizer
+    clipper: Clipper
     state: TrainState
     checkpoints: Checkpointer
     meter: Meter

@@ -109,6 +109,11 @@ def foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> tuple[tor
     return torch._foreach_norm(list(tensors), ord)
 
 
+def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target, in few kernels."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor inside a wrapper subclass, such as torchao's class of weights that FSDP gathers in float8.
     Other tensors are returned unchanged. Shares memory with `tensor`; a DTensor stays a DTensor."""

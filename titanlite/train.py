@@ -27,7 +27,7 @@ from titanlite.metrics.memory import building
 from titanlite.metrics.profiling import Profiler
 from titanlite.optim.base import guarded_step, set_lr
 from titanlite.parallel.apply import parallelize
-from titanlite.parallel.clip import clip_divisor, grad_norm
+from titanlite.parallel.clip import Clipper, grad_norms
 from titanlite.run import Run
 from titanlite.runtime.data_wait import DataWait
 from titanlite.runtime.process import world_size
@@ -89,6 +89,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
             logger.info("initialising the weights")
         model.materialize(rt.device, job.training.seed)
         optimizer = job.optimizer.build(model.net, rt.mesh)
+        clipper = Clipper(job.training.clip, job.training.max_norm, model.net, optimizer)
         state = TrainState(step=0, num_sequences=0, tokens=rt.count(0), skipped=job.data.skipped)
         if checkpoints.resumed_train is None and job.checkpoint.initial_load_path:
             load_initial(Path(job.checkpoint.initial_load_path), job.model, model.net, checkpoints.ranks)
@@ -111,6 +112,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         loader=startup.open_loader(job, rt, sequences, state),
         model=model,
         optimizer=optimizer,
+        clipper=clipper,
         state=state,
         checkpoints=checkpoints,
         meter=meter,
@@ -139,13 +141,14 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         num_targets = rt.count(sum(batch.num_targets for batch in micro_batches))
         vote = rt.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
         loss = model.forward_backward(micro_batches, num_targets)
-        norm = grad_norm(model.net.parameters(), rt.mesh.pp)
+        norms = grad_norms(model.net, rt.mesh.pp)
+        norm = norms.total
         loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())
         first_sequence = state.skipped.next(state.num_sequences)
         next_sequence = loader.state_dict()["sequences"]
         apply = guard.judge(loss, norm, bad_norms, state.step, first_sequence, next_sequence)
         checkpoints.wait_until_staged()  # a save may still be copying the weights
-        guarded_step(optimizer, apply, clip_divisor(norm, job.training.max_norm))
+        guarded_step(optimizer, apply, run.clipper.clip(norms, apply, state.step))
         optimizer.zero_grad()
         model.after_step(apply)
         state.num_sequences = next_sequence

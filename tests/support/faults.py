@@ -279,7 +279,8 @@ def _scribble(planted: _Planted, args: tuple[Any, ...]) -> None:
     """Run after Checkpointer.save: overwrite all state, and restore it when the checkpoint is written."""
     import torch
 
-    from titanlite.checkpoint.state import flattened, local_shard, tensors_of
+    from titanlite.checkpoint.state import flattened, tensors_of
+    from titanlite.mesh import local_shard
 
     checkpointer, net, optimizer, state = args[:4]
     tensors = list(flattened(tensors_of(net, optimizer)).values())

@@ -17,7 +17,7 @@ from titanlite.mesh import Parallelism, build_mesh
 from titanlite.models.base import ModelFamily
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.apply import ParallelSettings, parallelize
-from titanlite.parallel.clip import grad_norm
+from titanlite.parallel.clip import grad_norms
 from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
 from titanlite.parallel.initialize import fill_normal
@@ -110,7 +110,7 @@ def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> 
     if world_size > 1:
         for value in (loss, *auxiliary.values()):
             torch.distributed.all_reduce(value)
-    result = {"loss": loss, **auxiliary, "norm": grad_norm(model.net.parameters(), model.mesh.pp)}
+    result = {"loss": loss, **auxiliary, "norm": grad_norms(model.net, model.mesh.pp).total}
     for name, p in model.net.named_parameters():
         result[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
     return result

@@ -212,6 +212,12 @@ def test_a_hook_runs_after_the_backward_of_weights(run_on: Any) -> None:
     assert run_on(2, weight_backwards) == [["weights", "after"]] * 2
 
 
+def test_several_tensors_are_copied() -> None:
+    targets, sources = [torch.zeros(()), torch.zeros(3)], [torch.ones(()), torch.arange(3.0)]
+    torch_compat.foreach_copy(targets, sources)
+    assert [target.tolist() for target in targets] == [1.0, [0.0, 1.0, 2.0]]
+
+
 def test_optimizers_that_read_the_tensors_of_a_grad_scaler() -> None:
     weight = [nn.Parameter(torch.ones(2))]
     fused = torch.optim.AdamW(weight, fused=True)

@@ -90,21 +90,28 @@ def with_source_labels(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str
 
 
 def check_optimizer(checkpoint: Path, job_toml: str) -> None:
-    """Raises ConfigError if the checkpoint's job has another [optimizer] than this job. Called when the
-    tensors of the checkpoint do not fit, which such a change explains."""
-    theirs = toml.read(checkpoint / "job.toml")[0].get("optimizer", {})
-    ours = toml.parse(job_toml).get("optimizer", {})
-    changes = [f"optimizer.{key} was {spell(a)}, is {spell(b)}" for key, a, b in differences(theirs, ours)]
+    """Raises ConfigError if the checkpoint's job has another [optimizer] or training.clip than this job, both
+    of which decide what optimizer state there is. Called when the tensors of the checkpoint do not fit."""
+    theirs = _optimizer_settings(toml.read(checkpoint / "job.toml")[0])
+    ours = _optimizer_settings(toml.parse(job_toml))
+    changes = list(differences(theirs, ours))
     if not changes:
         return
-    difference = f"other optimizer state: {', '.join(changes)}"
-    if theirs.get("name") != ours.get("name"):
-        difference = f"optimizer {theirs.get('name')}, this job has {ours.get('name')}"
+    texts = [f"{key} was {spell(before)}, is {spell(now)}" for key, before, now in changes]
+    difference = f"other optimizer state: {', '.join(texts)}"
+    names = [settings["optimizer"].get("name") for settings in (theirs, ours)]
+    if names[0] != names[1]:
+        difference = f"optimizer {names[0]}, this job has {names[1]}"
     raise ConfigError(
         f"{checkpoint} was saved with {difference}. Undo the change, or start a new run from the weights, in "
         f"another --job.dump_folder, with --checkpoint.initial_load_path={checkpoint}",
-        "optimizer.name",
+        "training.clip" if theirs["optimizer"] == ours["optimizer"] else "optimizer.name",
     )
+
+
+def _optimizer_settings(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    clip = job.get("training", {}).get("clip", "global")  # jobs from before the key have none
+    return {"optimizer": job.get("optimizer", {}), "training": {"clip": clip}}
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -15,7 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.state import Tensors, flattened, local_shard
+from titanlite.checkpoint.state import Tensors, flattened
+from titanlite.mesh import local_shard
 from titanlite.torch_compat import dtensor_like
 
 SEGMENT_BYTES = 256 << 20  # pinned in one call; a call blocks the driver, so memory is pinned in segments

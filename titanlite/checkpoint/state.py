@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect, load_object
 from titanlite.data.skips import SkippedSequences
+from titanlite.mesh import local_shard
 from titanlite.torch_compat import foreach_norm, is_persistent, plain_tensor
 
 TRAIN = "train.json"
@@ -107,11 +107,6 @@ def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 def flattened(tensors: Tensors) -> dict[str, torch.Tensor]:
     """The tensors by DCP's names for them, `<section>.<name>`, such as `model.norm.weight`."""
     return {f"{section}.{name}": t for section, by_name in tensors.items() for name, t in by_name.items()}
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def non_finite(tensors: Tensors) -> list[str]:

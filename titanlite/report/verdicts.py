@@ -54,6 +54,8 @@ class Verdict:
 def verdicts_of(run: RecordedRun) -> list[Verdict]:
     """Return all verdicts on one run, the bad ones first, then in the order of steps."""
     loss, max_norm = run.series("train/loss"), run.setting("training.max_norm")
+    if run.setting("training.clip") == "tensor":
+        max_norm = 0.0  # not used after the first 100 steps
     verdicts = [
         *not_finite(loss),
         *diverged(loss),

@@ -25,6 +25,10 @@ class Training:
     """Optimizer steps after which the run is done."""
     max_norm: float = 1.0
     """Gradients are scaled down to at most this total norm; 0: no clipping."""
+    clip: Literal["global", "tensor"] = "global"
+    """How gradients are clipped. `global`: all by one factor, to a total norm of max_norm. `tensor`: like
+    `global` in the first 100 steps of a run; then each parameter's gradient is scaled down to at most 1.05
+    times the running average of its own norm (AdaGC, arXiv 2502.11034), and max_norm is not used."""
     seed: int = 0
     """Seed of the initial weights and of the data order."""
     deterministic: bool = False
