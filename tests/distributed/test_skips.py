@@ -81,8 +81,10 @@ def test_control_a_run_that_skips_nothing_differs(whole: Job, tmp_path: Path, co
 def test_a_checkpoint_keeps_what_is_skipped(
     whole: Job, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second start does not name the ranges any more, and the last one names them again."""
-    run_in_hops(tmp_path, corpus, [3], SKIP)
+    """The second start does not name the ranges any more, and the last one names them again. The first loses
+    a step, as if it had been killed."""
+    job = run_in_hops(tmp_path, corpus, [3, 4], SKIP)
+    shutil.rmtree(job.folder / "checkpoint/step-4")
     capsys.readouterr()
     run_in_hops(tmp_path, corpus, [6])
     total = sum(last - first + 1 for first, last in RANGES)
@@ -144,3 +146,11 @@ def test_sequences_that_were_trained_on_cannot_be_skipped(whole: Job, tmp_path: 
         train(make_job(tmp_path, corpus, more, steps, "--checkpoint.load_step=4"))
     assert train(make_job(tmp_path, corpus, "--data.skip_sequences=[[92, 92]]", steps)) == 0
     assert read_train(tmp_path / "run/checkpoint/step-9")["sequences"] == 92 + 1 + BATCH
+
+
+def test_epochs_count_skipped_sequences(tmp_path: Path, corpus: Path) -> None:
+    """A run that jumps over sequences comes to a source's next epoch earlier."""
+    limit = "--data.sources.1.max_epochs=1.5"
+    with pytest.raises(ConfigError, match=r"would read 1\.[67]\d epochs, more than max_epochs = 1\.5"):
+        train(make_job(tmp_path, corpus, limit, SKIP))
+    assert train(make_job(tmp_path, corpus, limit)) == 0

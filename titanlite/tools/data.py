@@ -3,7 +3,8 @@ titanlite data show DIR --sequence=N [--packing=chunk] [--seq_len=2048] [--token
 titanlite data show CONFIG.toml --sequence=N [--section.key=value ...] [--allow-imports]
 
 `show` prints sequences as text, document by document: sequence N of a dataset, or training sequence N of a
-run (which is in step N // global_batch_size + 1). --num-sequences=K prints K sequences from N on.
+run. If a run skips none, sequence N is in step N // global_batch_size + 1; sequences that it skips, by
+data.skip_sequences or by its newest checkpoint, are marked. --num-sequences=K prints K sequences from N on.
 --allow-imports runs the modules that the configuration imports."""
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.resume import newest
 from titanlite.commands import take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.data.packing import PACKINGS, PackedSequences
 from titanlite.data.shards import TokenShards
-from titanlite.job import load_job
-from titanlite.log import for_terminal
+from titanlite.data.skips import SkippedSequences
+from titanlite.job import Job, load_job
+from titanlite.log import for_terminal, tell
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 
@@ -67,9 +71,11 @@ def _show(argv: Sequence[str]) -> int:
         job = load_job(path, overrides, None, allow)
         tokenizer = job.tokenizer.build()
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+        skipped = _skipped(job)
         for number in numbers:
             packed, local = sequences.origin(number)
-            print(f"==== training sequence {number:,}: sequence {local:,} of {packed.shards.path}")
+            mark = " (skipped)" if number in skipped else ""
+            print(f"==== training sequence {number:,}: sequence {local:,} of {packed.shards.path}{mark}")
             _print_sequence(packed, local, tokenizer)
         return 0
     packed, tokenizer = _open(path, overrides)
@@ -82,6 +88,16 @@ def _show(argv: Sequence[str]) -> int:
         print(f"==== sequence {number:,} of {len(packed):,}")
         _print_sequence(packed, number, tokenizer)
     return 0
+
+
+def _skipped(job: Job) -> SkippedSequences:
+    """The sequences that a run skips: those of its job, and those of the newest checkpoint in its folder."""
+    try:
+        candidate = newest(job.folder / job.checkpoint.folder, -1, [], job.checkpoint.verify)
+    except CheckpointError as e:  # of another format
+        tell(f"sequences that the run skips are marked from its configuration only: {e}")
+        candidate = None
+    return job.data.skipped | SkippedSequences.of(candidate.train["skipped"] if candidate else [])
 
 
 def _open(path: str, overrides: Sequence[str]) -> tuple[PackedSequences, Tokenizer]:

@@ -119,6 +119,7 @@ FILES = {
     "run of another seed": ["--training.seed=7"],
     "run of another model": ["--model.overrides.n_layers=3"],
     "another batch": ["--training.global_batch_size=-1"],
+    "trained on": ["--data.skip_sequences=[[3, 4], [900, 999]]"],
     "no such step": ["--checkpoint.load_step=77"],
     "ranks to profile": ["--profiling.enable_profiling", "--profiling.ranks=[3]"],
     "float8 layers": ["--float8.enable", "--float8.emulate", "--float8.filter_fqns=['nothing']"],

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.checkpoints import EXTRA, save_steps
 from tests.support.jobs import make_job, write_corpus
+from titanlite.checkpoint.commit import manifest_text
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.data.skips import SkippedSequences
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tools import data, prepare
 
@@ -62,6 +66,39 @@ def test_sequences_of_a_run_are_those_it_trains_on(
         text = "".join(line for line in lines[1:] if not line.startswith("----"))
         (sequence,) = sequences.training(np.array([number]))
         assert text == Bytes().build().decode(sequence.tokens.tolist())
+
+
+def marked(capsys: pytest.CaptureFixture[str], *argv: object) -> list[int]:
+    """The numbers of the first eight sequences that are marked as skipped."""
+    heads = [line for line in shown(capsys, *argv, "--num-sequences=8") if line.startswith("====")]
+    assert len(heads) == 8
+    return [n for n, line in enumerate(heads) if line.endswith(" (skipped)")]
+
+
+def test_sequences_that_a_run_skips_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the configuration, and those that only the newest checkpoint knows."""
+    job = make_job(tmp_path, write_corpus(tmp_path))
+    file = tmp_path / "resolved.toml"
+    file.write_text(toml.dump(job))
+    assert marked(capsys, file) == []
+    assert marked(capsys, file, "--data.skip_sequences=[[5, 6]]") == [5, 6]
+    toy, run = save_steps(job.folder, 1)
+    assert marked(capsys, file) == []
+    toy.step()
+    toy.state.skipped = SkippedSequences.of([[1, 3]])
+    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.close()
+    assert marked(capsys, file, "--data.skip_sequences=[[5, 6]]") == [1, 2, 3, 5, 6]
+    manifest_file = job.folder / "checkpoint/step-2/manifest.json"
+    manifest = json.loads(manifest_file.read_text()) | {"format": 4}
+    del manifest["sha256"]
+    manifest_file.write_text(manifest_text(manifest))
+    capsys.readouterr()
+    assert data.main(["show", str(file), "--data.skip_sequences=[[1, 1]]", "--sequence=1"]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0].endswith(" (skipped)")
+    assert "are marked from its configuration only" in said.err
+    assert "has checkpoint format 4" in said.err
 
 
 @pytest.mark.parametrize(
