@@ -126,13 +126,15 @@ class Run:
         self.checkpoints.warm_up(self.model.net, self.optimizer)
 
     def read_guard(self, leave: int = 0) -> str | None:
-        """Report skipped steps to the sinks; the newest `leave` steps are not read yet. Returns the reason if
-        training has diverged: too many steps in a row were skipped, or the last step of the run was."""
-        for step in self.guard.read(leave):
-            self.meter.sinks.event(step, "skipped")
+        """Report skipped steps and spikes to the sinks; the newest `leave` steps are not read yet. Returns
+        the reason if training has diverged: too many steps in a row were not finite, or the last step of the
+        run was not, or a spike is to end the run."""
+        for step, event, about in self.guard.read(leave):
+            self.meter.sinks.event(step, event, about)
         is_over = leave == 0 and self.state.step >= self.job.training.steps
         if self.guard.diverged or (is_over and self.guard.ended_in_streak(self.state.step)):
-            return f"{self.guard.reason()}; {self.checkpoints.recovery_advice()}"
+            reason, first_step = self.guard.reason(), self.guard.first_bad_step()
+            return f"{reason}; {self.checkpoints.recovery_advice(before=first_step)}"
         return None
 
     def report_saves(self) -> None:
@@ -181,11 +183,10 @@ class Run:
 
     def extra_state(self) -> dict[str, Any]:
         """The entries of train.json besides those of TrainState. Waits for the device."""
-        guard = self.guard.state_dict()
         return {
             "global_batch_size": self.rt.batch.global_size,
-            "guard": guard,
-            "healthy": guard["streak"] == 0,
+            "guard": self.guard.state_dict(),
+            "healthy": self.guard.is_healthy(),
         }
 
     def validate(self) -> dict[str, Any]:

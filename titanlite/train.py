@@ -95,7 +95,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
             load_initial(Path(job.checkpoint.initial_load_path), job.model, model.net, checkpoints.ranks)
         checkpoints.load(model.net, optimizer, state)
         model.weights_changed()
-        guard = StepGuard(job.guard, rt.device)
+        guard = StepGuard(job.guard, rt.device, rt.world_size)
         if checkpoints.resumed_train is not None:
             guard.load_state_dict(checkpoints.resumed_train["guard"], state.step)
     # Again, because load() may have fallen back to an older checkpoint with another batch size.
@@ -143,10 +143,10 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         loss = model.forward_backward(micro_batches, num_targets)
         norms = grad_norms(model.net, rt.mesh.pp)
         norm = norms.total
-        loss, bad_norms = rt.sum_scalars(loss, ~norm.isfinite())
+        loss, *norm_sums = rt.sum_scalars(loss, *guard.summands(norm))
         first_sequence = state.skipped.next(state.num_sequences)
         next_sequence = loader.state_dict()["sequences"]
-        apply = guard.judge(loss, norm, bad_norms, state.step, first_sequence, next_sequence)
+        apply = guard.judge(loss, norm, norm_sums, state.step, first_sequence, next_sequence)
         checkpoints.wait_until_staged()  # a save may still be copying the weights
         guarded_step(optimizer, apply, run.clipper.clip(norms, apply, state.step))
         optimizer.zero_grad()

@@ -16,8 +16,17 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.state import TrainState
+from titanlite.metrics.spikes import SpikeDetector
 
-EXTRA = {"global_batch_size": 8, "guard": {"streak": 0, "skipped_steps": 0}, "healthy": True}
+GUARD = {
+    "streak": 0,
+    "skipped_steps": 0,
+    "outliers": {"streak": 0, "losses": [], "log_norms": []},
+    "spikes": SpikeDetector().state_dict(),
+    "unreported_spikes": [],
+    "sequences": [[1, 0, 8]],
+}
+EXTRA = {"global_batch_size": 8, "guard": GUARD, "healthy": True}
 IDENTITY = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {"abc": 1000}}}
 
 

@@ -227,14 +227,15 @@ class Checkpointer:
             )
         return None
 
-    def recovery_advice(self) -> str:
+    def recovery_advice(self, before: int | None = None) -> str:
         """Advice to the user after training has diverged: the checkpoint to go back to, and the options that
-        do it. Waits for a save in flight, which may write that checkpoint."""
+        do it. `before`: the step at which it began to diverge. Waits for a save in flight, which may write
+        the checkpoint to go back to."""
         self.saver.wait()
-        return self._recovery_advice()
+        return self._recovery_advice(before)
 
-    def _recovery_advice(self) -> str:
-        healthy = newest_healthy(self.folder)
+    def _recovery_advice(self, before: int | None = None) -> str:
+        healthy = newest_healthy(self.folder, before)
         if healthy is None:
             return (
                 "no checkpoint was saved before; start again in another --job.dump_folder, for example with "

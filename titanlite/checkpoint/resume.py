@@ -73,9 +73,10 @@ def healthy_steps(folder: Path) -> list[int]:
     return steps
 
 
-def newest_healthy(folder: Path) -> int | None:
-    """The newest of healthy_steps(); None if there is none."""
-    return max(healthy_steps(folder), default=None)
+def newest_healthy(folder: Path, before: int | None = None) -> int | None:
+    """The newest of healthy_steps(), or of those before step `before`; None if there is none."""
+    steps = healthy_steps(folder)
+    return max((step for step in steps if before is None or step < before), default=None)
 
 
 def choose(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Candidate | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanlite.checkpoint.guard_state import check_guard
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect, load_object
@@ -65,9 +66,9 @@ def read_train(path: Path) -> dict[str, Any]:
     written."""
     train = load_object(path / TRAIN)
     expect(train, **TRAIN_KEYS)
-    expect(train["guard"], streak=int, skipped_steps=int)
+    check_guard(train["guard"])
     SkippedSequences.of(train["skipped"])
-    for key, value in {**train, **train["guard"]}.items():
+    for key, value in train.items():
         if type(value) is int and not 0 <= value < 1 << 63:
             raise ValueError(f"{key} is {value}")
     return train

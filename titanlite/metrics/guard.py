@@ -1,38 +1,69 @@
-"""The non-finite guard: a step whose loss or gradient norm is not finite changes neither weights nor
-optimizer state.
+"""The guard: decides which steps change nothing, and watches for spikes of the loss.
 
-The device decides, from two numbers that are equal on all ranks: no host synchronisation is needed, and all
-ranks decide alike. The host reads the decision one step later, to log it and to end a run that has diverged.
-In the meantime the device refuses all further updates.
+A step whose loss or gradient norm is not finite changes neither weights nor optimizer state, and neither does
+an outlier (outliers.py). The device decides, from numbers that are equal on all ranks: no host
+synchronisation is needed, and all ranks decide alike. The host reads each decision one step later, to log it,
+to pass the losses of accepted steps to the spike detector (spikes.py), and to end a run that has diverged. In
+the meantime the device refuses all further updates of such a run.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from titanlite.config.component import check_at_least
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.host_copy import HostCopy
 from titanlite.log import logger
+from titanlite.metrics.decisions import Decision, StepSequences
+from titanlite.metrics.outliers import NO_OUTLIERS, Evidence, Outliers
+from titanlite.metrics.sinks.base import Event
+from titanlite.metrics.spikes import Spike, SpikeDetector
+
+MAX_WINDOW = 10_000  # each checkpoint holds the window
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """The reaction to a step whose loss or gradient norm is not finite."""
+    """The reaction to steps whose loss or gradient norm is not finite or far too high, and to spikes of the
+    loss."""
 
     skip_non_finite: bool = True
-    """true: skip the update of such a step. Weights and optimizer state stay as they are, and the sequences
-    of the step count as consumed. false: the first such step ends the run with exit code 4; its update is
-    not applied."""
+    """true: skip the update of a step whose loss or gradient norm is not finite. Weights and optimizer state
+    stay as they are, and the sequences of the step count as consumed. false: the first such step ends the run
+    with exit code 4; its update is not applied."""
+    skip_sigma: float = 0.0
+    """Skip the update of an outlier, too: a step whose loss or logarithm of the gradient norm lies more than
+    this many standard deviations above the median of the accepted steps before it. The standard deviation is
+    estimated by the median absolute deviation, and is at least 0.01 for the loss and 0.05 for the logarithm.
+    6 skips almost no normal step. 0: off."""
+    window: int = 128
+    """Number of newest accepted steps with which skip_sigma compares a step."""
+    min_window: int = 64
+    """Number of accepted steps from which on skip_sigma applies."""
     max_consecutive: int = 8
-    """Number of skipped steps in a row after which the run ends with exit code 4, because training has
-    diverged."""
+    """Number of steps in a row that are not finite after which the run ends with exit code 4, because
+    training has diverged. After as many outliers in a row the next step is applied, and later steps are
+    compared with the steps from that one on."""
+    on_spike: Literal["log", "stop"] = "log"
+    """Reaction to a spike, which is a loss that rises and stays up: the median of the newest 16 accepted
+    losses lies above that of the 256 before, by more than 6 standard deviations and 0.1 nats, for 16 steps in
+    a row. `log`: log it, and tell the sinks. `stop`: also end the run with exit code 4, and name the
+    checkpoint to go back to."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_consecutive")
+        check_at_least(self, 1, "window", "min_window", "max_consecutive")
+        if not 0 <= self.skip_sigma < math.inf:
+            raise ConfigError(f"{self.skip_sigma} is not finite and at least 0", "skip_sigma")
+        if self.window > MAX_WINDOW:
+            raise ConfigError(f"{self.window} is above {MAX_WINDOW}", "window")
+        if self.min_window > self.window:
+            raise ConfigError(f"{self.min_window} is above guard.window = {self.window}", "min_window")
 
     @property
     def limit(self) -> int:
@@ -40,96 +71,194 @@ class Guard:
         return self.max_consecutive if self.skip_non_finite else 1
 
 
-class _Decision(NamedTuple):
+class GuardEvent(NamedTuple):
+    """An event for the sinks."""
+
+    step: int
+    event: Event
+    about: dict[str, Any]
+
+
+class _Unread(NamedTuple):
     """The device's decision on one step, not yet read by the host. `values`: skipped (0 or 1), streak, loss,
-    gradient norm."""
+    gradient norm, and the values of Evidence if outliers are looked for."""
 
     step: int
     first_sequence: int
     last_sequence: int
     values: HostCopy
 
+    def read(self) -> Decision:
+        """The decision. Waits for the device."""
+        skipped, streak, loss, grad_norm, *evidence = self.values.result().tolist()
+        return Decision(
+            self.step,
+            self.first_sequence,
+            self.last_sequence,
+            bool(skipped),
+            int(streak),
+            loss,
+            grad_norm,
+            Evidence(*evidence) if evidence else None,
+        )
+
 
 class StepGuard:
-    """Judges each step on the device. The state is two integers: the streak, which is the number of skipped
-    steps in a row up to the newest step, and the number of all skipped steps."""
+    """Judges each step on the device, and reads the decisions on the host. The state: the streak, which is
+    the number of non-finite steps in a row up to the newest step; the number of all skipped steps; the states
+    of the outliers and of the spike detector; the sequences of all steps."""
 
-    def __init__(self, config: Guard, device: torch.device):
-        self.config = config
+    def __init__(self, config: Guard, device: torch.device, world_size: int = 1):
+        self.config, self._world_size = config, world_size
         self._streak = torch.zeros((), dtype=torch.int64, device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._unread: deque[_Decision] = deque()
+        self._outliers: Outliers | None = None
+        if config.skip_sigma > 0:
+            sizes = config.window, config.min_window
+            self._outliers = Outliers(config.skip_sigma, sizes, config.max_consecutive, device)
+        self._spikes = SpikeDetector()
+        self._sequences = StepSequences()
+        self._unread = deque[_Unread]()
+        self._unreported: list[Decision | Spike] = []  # read, but not returned by read()
         self._last_streak: tuple[int, int] | None = None  # first and last step of the newest streak known
         self.diverged = False
+        self.spike: Spike | None = None
+        """The newest spike that read() has returned."""
+
+    def summands(self, grad_norm: torch.Tensor) -> list[torch.Tensor]:
+        """What judge() needs of the gradient norm, to be summed over all ranks: whether it is not finite, and
+        for outliers its share of the mean. Ranks with copies of one gradient may have norms that differ."""
+        not_finite = ~grad_norm.isfinite()
+        return [not_finite] if self._outliers is None else [not_finite, grad_norm / self._world_size]
 
     def judge(
         self,
         loss: torch.Tensor,
         grad_norm: torch.Tensor,
-        bad_norms: torch.Tensor,
+        norm_sums: Sequence[torch.Tensor],
         step: int,
         first_sequence: int,
         next_sequence: int,
     ) -> torch.Tensor:
         """Whether to apply this step's update: bool scalar on the device; no host synchronisation.
 
-        `loss`: loss of the whole step. `bad_norms`: number of ranks whose gradient norm is not finite; ranks
-        with copies of one gradient differ if a copy is damaged. Both are equal on all ranks, and so is the
-        decision. `grad_norm` is for the log, and so are `first_sequence` and `next_sequence`: the step's
-        sequences are the sequences from `first_sequence` to before `next_sequence`.
+        `loss`: loss of the whole step. `norm_sums`: the sums of summands(). Both are equal on all ranks, and
+        so is the decision. `grad_norm` is for the log, and so are `first_sequence` and `next_sequence`: the
+        step's sequences are the sequences from `first_sequence` to before `next_sequence`.
         """
+        bad_norms, *means = norm_sums
         finite = loss.isfinite() & (bad_norms == 0)
         allowed = self._streak < self.config.limit  # at the limit, no update is applied any more
         apply = finite & allowed
         streak = torch.where(finite, 0, self._streak + 1)
         self._streak = torch.where(allowed, streak, self._streak)
+        norm = torch.where(bad_norms == 0, means[0] if means else grad_norm.to(loss), torch.nan)
+        evidence: list[torch.Tensor] = []
+        if self._outliers is not None:
+            apply, values = self._outliers.judge(loss, norm, apply)
+            evidence = [values]
         self._skipped = self._skipped + (~apply)
-        norm = torch.where(bad_norms == 0, grad_norm.to(loss), torch.nan)
         values = torch.stack([(~apply).float(), self._streak.float(), loss, norm])
-        self._unread.append(_Decision(step, first_sequence, next_sequence - 1, HostCopy(values)))
+        copy = HostCopy(torch.cat([values, *evidence]) if evidence else values)
+        self._unread.append(_Unread(step, first_sequence, next_sequence - 1, copy))
+        self._sequences.add(step, first_sequence, next_sequence)
         return apply
 
-    def read(self, leave: int = 0) -> list[int]:
-        """Read the decisions on all steps but the newest `leave`. Returns and logs the steps that were
-        skipped; sets `diverged` if as many in a row as the limit were. With `leave` = 1 this waits for no
-        work that was just queued."""
-        skipped_steps = []
+    def read(self, leave: int = 0) -> list[GuardEvent]:
+        """Read the decisions on all steps but the newest `leave`. Logs and returns the steps that were
+        skipped, and the spikes; sets `diverged` after as many non-finite steps in a row as the limit, or
+        after a spike that is to end the run. With `leave` = 1 this waits for no work that was just queued."""
+        self._take(leave)
+        events = []
+        for finding in self._unreported:
+            if isinstance(finding, Spike):
+                events.append(self._report_spike(finding))
+                continue
+            sigma = self._outliers.sigma if self._outliers else 0.0
+            logger.info(finding.describe(self.config.limit, sigma))  # a warning would be logged by every rank
+            if finding.skipped:
+                events.append(GuardEvent(finding.step, "skipped", finding.about()))
+        self._unreported = []
+        return events
+
+    def _take(self, leave: int) -> None:
+        """Read the decisions on all steps but the newest `leave`, without reporting them."""
         while len(self._unread) > leave:
-            step, first, last, values = self._unread.popleft()
-            skipped, streak, loss, grad_norm = values.result().tolist()
-            if skipped and not self.diverged:
-                logger.info(  # not a warning, which every rank would log
-                    f"step {step} is skipped: loss {loss:g}, gradient norm {grad_norm:g}; its sequences are "
-                    f"{first} to {last} (skipped step {streak:.0f} in a row, the run ends at "
-                    f"{self.config.limit})"
-                )
-                self._last_streak = (step - int(streak) + 1, step)
-                self.diverged = streak >= self.config.limit
-                skipped_steps.append(step)
-        return skipped_steps
+            decision = self._unread.popleft().read()
+            if self.diverged:
+                continue
+            if decision.skipped or decision.restarted:
+                self._unreported.append(decision)
+            if decision.skipped and not decision.is_finite:
+                self._last_streak = (decision.step - decision.streak + 1, decision.step)
+                self.diverged = decision.streak >= self.config.limit
+            if not decision.skipped and (spike := self._spikes.add(decision.step, decision.loss)):
+                self._unreported.append(spike)
+
+    def _report_spike(self, spike: Spike) -> GuardEvent:
+        first, last = self.sequences_of(spike.start_step, spike.detected_step)
+        logger.info(f"{spike}; the sequences of these steps are {first} to {last}")
+        self.spike = spike
+        self.diverged = self.diverged or self.config.on_spike == "stop"
+        about = asdict(spike) | {"first_sequence": first, "last_sequence": last}
+        return GuardEvent(spike.detected_step, "spike", about)
+
+    def sequences_of(self, first_step: int, last_step: int) -> tuple[int, int]:
+        """The first sequence of one step and the last sequence of another. All steps of the run that were
+        judged are known, also those before a resume; a step before step 1 counts as step 1."""
+        return self._sequences.between(first_step, last_step)
 
     def in_streak(self) -> bool:
         """Whether the newest step was skipped. Waits for the device."""
-        return self._streak.item() > 0
+        return self._streak.item() > 0 or (self._outliers is not None and self._outliers.in_streak())
+
+    def is_healthy(self) -> bool:
+        """Whether the newest step was not skipped, and the loss is not so high that a spike may have begun or
+        lasts. Waits for the device."""
+        self._take(0)
+        return not self.in_streak() and not self._spikes.is_high
 
     def ended_in_streak(self, step: int) -> bool:
-        """Whether `step` was skipped. It must be the newest step that read() or load_state_dict() knows."""
+        """Whether `step` was skipped because it was not finite. It must be the newest step that read() or
+        load_state_dict() knows."""
         return self._last_streak is not None and self._last_streak[1] == step
 
     def skipped_steps(self) -> int:
         """Number of steps skipped since the beginning of the run. Waits for the device."""
         return int(self._skipped.item())
 
+    def _spike_ends_the_run(self) -> Spike | None:
+        return self.spike if self.config.on_spike == "stop" else None
+
     def reason(self) -> str:
-        """Why the run ends, if it has diverged or its last step was skipped."""
+        """Why the run ends, if it has diverged or its last step was not finite."""
+        if spike := self._spike_ends_the_run():
+            first, last = self.sequences_of(spike.start_step, spike.detected_step)
+            return f"training has diverged: {spike} (sequences {first} to {last})"
         assert self._last_streak is not None
         first, last = self._last_streak
         steps = f"step {last}" if first == last else f"{last - first + 1} steps in a row, {first} to {last},"
         return f"training has diverged: {steps} had a loss or gradient norm that is not finite"
 
-    def state_dict(self) -> dict[str, int]:
-        """Plain numbers for train.json. Waits for the device."""
-        return {"streak": int(self._streak.item()), "skipped_steps": self.skipped_steps()}
+    def first_bad_step(self) -> int:
+        """The first step of what reason() names."""
+        if spike := self._spike_ends_the_run():
+            return spike.start_step
+        assert self._last_streak is not None
+        return self._last_streak[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for train.json, with the decision on the newest step. Waits for the device."""
+        self._take(0)
+        spikes = [asdict(finding) for finding in self._unreported if isinstance(finding, Spike)]
+        return {
+            "streak": int(self._streak.item()),
+            "skipped_steps": self.skipped_steps(),
+            "outliers": self._outliers.state_dict() if self._outliers else NO_OUTLIERS,
+            "spikes": self._spikes.state_dict(),
+            "unreported_spikes": spikes,
+            "sequences": self._sequences.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Continue from `state`, saved after `step`. A streak at the limit has ended the run that saved it,
@@ -137,4 +266,11 @@ class StepGuard:
         streak = state["streak"] if state["streak"] < self.config.limit else 0
         self._streak.fill_(streak)
         self._skipped.fill_(state["skipped_steps"])
+        if self._outliers is not None:
+            self._outliers.load_state_dict(state["outliers"])
+        self._spikes.load_state_dict(state["spikes"])
+        self._sequences.load_state_dict(state["sequences"])
+        self._unread.clear()
+        self._unreported = [Spike(**spike) for spike in state["unreported_spikes"]]
         self._last_streak = (step - state["streak"] + 1, step) if state["streak"] else None
+        self.diverged, self.spike = False, None

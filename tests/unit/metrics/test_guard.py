@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.checkpoints import GUARD
 from tests.support.jobs import make_job, metrics_of
 from tests.support.non_finite import FAULTS, bad_steps
 from titanlite import cli
@@ -48,7 +49,7 @@ def saved_steps(job: Job) -> list[int]:
 
 def judged(guard: StepGuard, *losses: float) -> list[bool]:
     norm = torch.tensor(1.0)
-    return [bool(guard.judge(torch.tensor(x), norm, GOOD, step, 0, 8)) for step, x in enumerate(losses, 1)]
+    return [bool(guard.judge(torch.tensor(x), norm, [GOOD], step, 0, 8)) for step, x in enumerate(losses, 1)]
 
 
 def test_a_step_is_applied_only_if_loss_and_norms_are_finite() -> None:
@@ -59,7 +60,7 @@ def test_a_step_is_applied_only_if_loss_and_norms_are_finite() -> None:
         (1.0, 1.0, False),
     ]:
         apply = StepGuard(Guard(), CPU).judge(
-            torch.tensor(loss), torch.tensor(1.0), torch.tensor(bad_norms), 1, 0, 8
+            torch.tensor(loss), torch.tensor(1.0), [torch.tensor(bad_norms)], 1, 0, 8
         )
         assert bool(apply) is wanted
 
@@ -93,8 +94,9 @@ def test_a_guard_goes_on_from_its_state() -> None:
     guard, other = StepGuard(Guard(max_consecutive=3), CPU), StepGuard(Guard(max_consecutive=3), CPU)
     judged(guard, math.nan, 1.0, math.nan, math.nan)
     other.load_state_dict(guard.state_dict(), step=4)
-    assert other.state_dict() == {"streak": 2, "skipped_steps": 3}
-    assert not other.judge(torch.tensor(math.nan), torch.tensor(1.0), GOOD, 5, 32, 40)
+    assert other.state_dict() == guard.state_dict()
+    assert (other.state_dict()["streak"], other.skipped_steps()) == (2, 3)
+    assert not other.judge(torch.tensor(math.nan), torch.tensor(1.0), [GOOD], 5, 32, 40)
     other.read()
     assert other.diverged
     assert "3 steps in a row, 3 to 5," in other.reason()
@@ -102,7 +104,7 @@ def test_a_guard_goes_on_from_its_state() -> None:
 
 def test_a_run_that_is_started_again_after_its_end_has_a_new_count() -> None:
     guard = StepGuard(Guard(max_consecutive=2), CPU)
-    guard.load_state_dict({"streak": 2, "skipped_steps": 2}, step=9)
+    guard.load_state_dict(GUARD | {"streak": 2, "skipped_steps": 2}, step=9)
     assert judged(guard, 1.0) == [True]
 
 
@@ -446,4 +448,7 @@ def test_a_checkpoint_of_skipped_steps_alone_has_its_state(
 def test_train_json_records_what_a_resume_needs(idle: Job) -> None:
     record = json.loads((idle.folder / "checkpoint/step-8/train.json").read_text())
     assert (record["finite"], record["healthy"]) == (True, True)
-    assert record["guard"] == {"streak": 0, "skipped_steps": 0}
+    guard = record["guard"]
+    assert (guard["streak"], guard["skipped_steps"], guard["sequences"]) == (0, 0, [[1, 0, 8]])
+    assert guard["outliers"] == {"streak": 0, "losses": [], "log_norms": []}
+    assert len(guard["spikes"]["losses"]) == 8

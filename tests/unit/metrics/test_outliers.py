@@ -1,0 +1,239 @@
+"""Outlier steps are skipped, and only those: the decisions of the device equal those of a reference, and
+survive a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from titanlite.config.component import ConfigError
+from titanlite.metrics.guard import Guard, StepGuard
+from titanlite.metrics.outliers import FLOORS, Outliers
+
+CPU = torch.device("cpu")
+CONFIG = Guard(skip_sigma=6.0)
+
+
+def noise(num: int, seed: int = 0) -> np.ndarray:
+    """Losses that do not fall, with normal noise."""
+    return 3 + 0.05 * np.random.default_rng(seed).normal(size=num)
+
+
+def decide(guard: StepGuard, losses: Iterable[float], norms: Iterable[float] | None = None) -> list[bool]:
+    """Whether each step is applied."""
+    losses = list(losses)
+    applied = []
+    for i, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses)), 1):
+        loss_, norm_ = torch.tensor(loss, dtype=torch.float32), torch.tensor(norm, dtype=torch.float32)
+        applied.append(bool(guard.judge(loss_, norm_, guard.summands(norm_), i, 8 * i, 8 * i + 8)))
+    return applied
+
+
+def skipped(applied: Sequence[bool]) -> list[int]:
+    return [i for i, ok in enumerate(applied) if not ok]
+
+
+class Reference:
+    """The same decisions in NumPy, with a list as the window."""
+
+    def __init__(self, config: Guard):
+        self.config, self.window, self.streak, self.bad = config, list[np.ndarray](), 0, 0
+
+    def judge(self, loss: float, norm: float) -> bool:
+        config = self.config
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if self.bad >= config.limit:
+            return False
+        self.bad = 0 if finite else self.bad + 1
+        if not finite:
+            return False
+        values = np.array([loss, torch.tensor(norm).log().item()], np.float32)
+        if len(self.window) >= config.min_window:
+            window = np.array(self.window)
+            median = np.median(window, axis=0)
+            deviation = np.float32(1.4826) * np.median(np.abs(window - median), axis=0)
+            sigmas = (values - median) / np.maximum(deviation, np.array(FLOORS, np.float32))
+            if np.any(sigmas > config.skip_sigma):
+                if self.streak < config.max_consecutive:
+                    self.streak += 1
+                    return False
+                self.window = []
+        self.streak = 0
+        self.window = [*self.window, values][-config.window :]
+        return True
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_decisions_equal_those_of_the_reference(seed: int) -> None:
+    """With noise, single outliers, streaks, level shifts, NaN and infinity."""
+    rng = np.random.default_rng(seed)
+    config = Guard(
+        skip_sigma=[3.0, 6.0][seed % 2], window=[16, 33][seed % 2], min_window=[16, 5, 1][seed % 3],
+        max_consecutive=4,
+    )  # fmt: skip
+    losses, norms = noise(300, seed), np.exp(rng.normal(size=300) / 4)
+    losses[rng.integers(300, size=12)] += rng.exponential(size=12)
+    norms[rng.integers(300, size=12)] *= 9
+    losses[150:] += 1
+    norms[200:207] *= 20
+    losses[rng.integers(300, size=3)] = [math.nan, math.inf, -math.inf]
+    norms[rng.integers(300, size=3)] = [math.nan, math.inf, 1e30]
+    losses, norms = losses.astype(np.float32), norms.astype(np.float32)
+    reference = Reference(config)
+    wanted = [reference.judge(float(loss), float(norm)) for loss, norm in zip(losses, norms)]
+    assert decide(StepGuard(config, CPU), losses.tolist(), norms.tolist()) == wanted
+    assert wanted.count(False) > 10
+
+
+def test_a_nan_does_not_poison_the_window() -> None:
+    losses = noise(600)
+    losses[300] = math.nan
+    assert skipped(decide(StepGuard(CONFIG, CPU), losses)) == [300]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_step_of_clean_noise_is_skipped(seed: int) -> None:
+    norms = np.exp(0.3 * np.random.default_rng(seed).normal(size=600))
+    assert skipped(decide(StepGuard(CONFIG, CPU), noise(600, seed), norms.tolist())) == []
+
+
+def test_low_steps_are_no_outliers() -> None:
+    losses, norms = noise(200), np.ones(200)
+    losses[100], norms[110:120] = 0.0, 0.0
+    assert skipped(decide(StepGuard(CONFIG, CPU), losses, norms.tolist())) == []
+
+
+def test_a_streak_is_skipped_up_to_its_limit_and_then_applied() -> None:
+    losses = noise(300)
+    losses[200:220] += 2
+    assert skipped(decide(StepGuard(CONFIG, CPU), losses)) == [*range(200, 208)]
+
+
+def test_a_level_shift_does_not_lock_the_run_up(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = noise(600)
+    losses[300:] += 0.5
+    losses[450] += 3  # the window works again
+    guard = StepGuard(CONFIG, CPU)
+    assert skipped(decide(guard, losses)) == [*range(300, 308), 450]
+
+
+BURSTS = noise(1000)
+for start in range(200, 1000, 8):
+    BURSTS[start : start + 7] += 2  # most steps are outliers
+
+
+def test_outliers_do_not_enter_the_window() -> None:
+    assert skipped(decide(StepGuard(CONFIG, CPU), BURSTS)) == [i for i in range(200, 1000) if i % 8 != 7]
+
+
+def test_control_a_window_with_the_outliers_in_it_lets_them_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = Outliers._accept
+
+    def poisoned(self: Outliers, values: torch.Tensor, apply: torch.Tensor, restart: torch.Tensor) -> None:
+        accept(self, values, torch.ones_like(apply), restart)
+
+    monkeypatch.setattr(Outliers, "_accept", poisoned)
+    assert len(skipped(decide(StepGuard(CONFIG, CPU), BURSTS))) < 200
+
+
+def test_non_finite_steps_and_outliers_are_counted_apart() -> None:
+    losses = noise(200)
+    losses[100:110] = [9, math.nan] * 5
+    guard = StepGuard(Guard(skip_sigma=6, max_consecutive=4), CPU)
+    # The streak of outliers goes on over steps that are not finite: the run cannot skip for ever.
+    assert skipped(decide(guard, losses)) == [*range(100, 108), 109]
+    assert guard.skipped_steps() == 9
+    guard.read()
+    assert not guard.diverged
+
+
+def test_a_step_says_why_it_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    losses, norms = noise(200), np.ones(200)
+    losses[150], norms[150], norms[151] = 5, 20, 30
+    losses[160:169] += 3
+    guard = StepGuard(CONFIG, CPU)
+    decide(guard, losses, norms.tolist())
+    with caplog.at_level("INFO", "titanlite"):
+        events = guard.read()
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0].startswith("step 151 is skipped: loss 5 is ")
+    assert " standard deviations above the median 3" in lines[0]
+    assert "; gradient norm 20 is 59.9 standard deviations above the median 1; its sequences are" in lines[0]
+    assert lines[0].endswith("1208 to 1215 (outlier 1 in a row)")
+    assert lines[1].startswith("step 152 is skipped: gradient norm 30 is 68.0 standard deviations above")
+    assert lines[1].endswith("(outlier 2 in a row)")
+    assert lines[-1].startswith("step 169 is an outlier and is applied, because too many in a row were")
+    assert [event.event for event in events] == ["skipped"] * 10
+    about = events[0].about
+    assert about["reason"] == "outlier"
+    assert about["grad_norm_median"] == 1
+    assert (about["first_sequence"], about["last_sequence"]) == (1208, 1215)
+    assert about["loss_sigmas"] > 6
+
+
+def stopped_at(step: int, change: Any = None) -> list[bool]:
+    """The decisions of a run that is stopped and resumed after `step`; `change` is applied to its state."""
+    first, second = StepGuard(CONFIG, CPU), StepGuard(CONFIG, CPU)
+    applied = decide(first, BURSTS[:step])
+    state = json.loads(json.dumps(first.state_dict()))
+    if change:
+        change(state)
+    second.load_state_dict(state, step)
+    applied += decide(second, BURSTS[step:])
+    assert second.skipped_steps() == applied.count(False)
+    return applied
+
+
+@pytest.mark.parametrize("step", [30, 150, 555])
+def test_a_resumed_run_decides_as_the_uninterrupted_one(step: int) -> None:
+    whole = StepGuard(CONFIG, CPU)
+    assert stopped_at(step) == decide(whole, BURSTS)
+
+
+def test_control_a_run_that_lost_its_window_does_not() -> None:
+    def lose(state: dict[str, Any]) -> None:
+        state["outliers"] |= {"losses": [], "log_norms": []}
+
+    assert stopped_at(555, lose) != stopped_at(555)
+
+
+def test_a_shorter_window_keeps_the_newest_steps() -> None:
+    long, short = StepGuard(CONFIG, CPU), StepGuard(Guard(skip_sigma=6, window=20, min_window=2), CPU)
+    decide(long, noise(300))
+    short.load_state_dict(long.state_dict(), 300)
+    state = short.state_dict()["outliers"]
+    assert state["losses"] == noise(300).astype(np.float32)[-20:].tolist()
+    long.load_state_dict(short.state_dict(), 300)
+    assert long.state_dict()["outliers"] == state
+
+
+def test_without_the_key_no_work_is_queued() -> None:
+    guard = StepGuard(Guard(), CPU)
+    assert guard._outliers is None
+    norm = torch.tensor(1.0)
+    assert len(guard.summands(norm)) == 1
+    assert skipped(decide(guard, BURSTS)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("skip_sigma", {"skip_sigma": -1.0}),
+        ("skip_sigma", {"skip_sigma": math.inf}),
+        ("skip_sigma", {"skip_sigma": math.nan}),
+        ("window", {"window": 20_000}),
+        ("window", {"window": 0}),
+        ("min_window", {"window": 10, "min_window": 11}),
+        ("min_window", {"min_window": 0}),
+    ],
+)
+def test_wrong_values_are_refused(key: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as error:
+        Guard(**values)
+    assert error.value.key == key
