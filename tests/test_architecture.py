@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "titanlite"
 LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"files", "errors"},
-    {"config", "log", "host_copy", "torch_compat"},
+    {"config", "log", "host_copy", "step_clock", "torch_compat"},
     {"progress", "commands"},
     {"attention", "tokenizers", "losses", "mesh", "flops"},
     {"data", "models"},

@@ -21,9 +21,11 @@ from titanlite.generate import generate
 from titanlite.job import Job
 from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
+from titanlite.metrics.hardware import Hardware
 from titanlite.metrics.memory import OutOfMemory, explain, phase
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.profiling import Profiler
+from titanlite.metrics.slow_ranks import SlowRanks, time_breakdown
 from titanlite.parallel.clip import Clipper
 from titanlite.parallel.compile import Compilations
 from titanlite.parallel.sharded_model import ShardedModel
@@ -51,6 +53,11 @@ class Run:
     meter: Meter
     guard: StepGuard
     compilations: Compilations = field(default_factory=Compilations)
+
+    def __post_init__(self) -> None:
+        rt = self.rt
+        self.slow_ranks = SlowRanks(rt.rank, rt.world_size, rt.gather_floats, rt.gather)
+        self.hardware = Hardware(rt.device, rt.gather_floats)
 
     def __enter__(self) -> Run:
         return self
@@ -162,11 +169,12 @@ class Run:
             **self.data_metrics(),
             **self.model_metrics(),
             **self.compilations.since_last(),
+            **self.slow_ranks.report(self.rt.clock),
         }
 
     def detail_values(self) -> dict[str, Any]:
         """The additional metrics of a step with a detailed report. Waits for the device. Collective."""
-        return {}
+        return {**time_breakdown(self.rt.clock, self.rt.world_size), **self.hardware.report()}
 
     def data_metrics(self) -> dict[str, int]:
         """The number of sequences skipped so far, if the run skips any for good."""

@@ -72,6 +72,7 @@ def parallel_settings(job: Job, rt: Runtime, attention: AttentionBackend) -> Par
         param_dtype=rt.param_dtype,
         reduce_dtype=rt.reduce_dtype,
         cpu_offload=job.training.enable_cpu_offload,
+        clock=rt.clock,
     )
 
 
@@ -290,7 +291,7 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -
         flops_per_token=flops_per_token,
         peak_flops=peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None,
     )
-    return Meter(rt.device, sinks, cost, rt.synchronize, rt.began)
+    return Meter(rt.device, sinks, cost, rt.synchronize, rt.clock, rt.began)
 
 
 def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences: SequenceDataset) -> None:

@@ -92,12 +92,39 @@ def finish_weight_backward(module: torch.nn.Module) -> None:
 
     FSDP does this at the end of its own backward, but not after the separate weight backward of a zero-bubble
     pipeline schedule. Without it, gradients of the next micro-batch would be added in bf16."""
-    state = module._get_fsdp_state()  # type: ignore[operator]
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group, 2.13 several
-    for group in [state._fsdp_param_group] if groups is None else groups:
-        for parameter in group.fsdp_params if group is not None else ():
+    for group in _fsdp_groups(module):
+        for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
+
+
+def time_fsdp_waits(
+    module: torch.nn.Module, timed: Callable[[Callable[..., Any]], Callable[..., Any]], on_cuda: bool
+) -> None:
+    """Replace the methods in which an FSDP module waits for its collectives by `timed(method)`.
+
+    On CUDA the compute stream waits in them: for the all-gather before a forward or backward, for the
+    reduce-scatter of the module before, and at the end of the backward. On a CPU the thread waits, and the
+    all-gather itself is such a method, too. The methods also copy into and out of the collectives' buffers.
+    The end of a backward that only accumulates gradients waits for nothing, and is not timed."""
+    names = ["wait_for_unshard", "finalize_backward", *([] if on_cuda else ["unshard"])]
+    for group in _fsdp_groups(module):
+        for name in names:
+            setattr(group, name, timed(getattr(group, name)))
+        accumulate, reduce = group.post_backward, timed(group.post_backward)
+        group.post_backward = partial(_post_backward, group, reduce, accumulate)
+
+
+def _post_backward(group: Any, reduce: Callable[..., Any], accumulate: Callable[..., Any], *args: Any) -> Any:
+    return reduce(*args) if group.reduce_grads else accumulate(*args)
+
+
+def _fsdp_groups(module: torch.nn.Module) -> list[Any]:
+    """The parameter groups of an FSDP module: torch 2.11 has one or None, torch 2.13 a list."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in groups if group is not None]
 
 
 # ---- tensors

@@ -131,7 +131,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
 
     while state.step < last_step and not stop:
         try:
-            with meter.waiting_for_data():
+            with meter.waiting_for_data(state.step + 1, job.metrics.is_due(state.step + 1, last_step)):
                 micro_batches = [next(loader).to(rt.device) for _ in range(rt.batch.num_micro_batches)]
         except (Stopped, LoaderError) as e:
             return run.end_without_data(e, num_steps, requests)
@@ -141,6 +141,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         num_targets = rt.count(sum(batch.num_targets for batch in micro_batches))
         vote = rt.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
         loss = model.forward_backward(micro_batches, num_targets)
+        rt.clock.enter("optimizer")
         norms = grad_norms(model.net, rt.mesh.pp)
         norm = norms.total
         loss, *norm_sums = rt.sum_scalars(loss, *guard.summands(norm))
@@ -168,8 +169,8 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         if due(job.generation.freq, state.step, last_step):
             run.sample()
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
-        logged = with_detail or evaluation or stop or num_steps == 1
-        if logged or due(job.metrics.log_freq, state.step, last_step):
+        logged = evaluation or stop or num_steps == 1
+        if logged or job.metrics.is_due(state.step, last_step):
             detail = run.detail_values() if with_detail else {}
             meter.report(state.step, run.values(loss, norm, micro_batches) | detail | evaluation)
         if save_failed:

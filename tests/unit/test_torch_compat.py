@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import math
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,34 @@ def test_gradients_of_a_weight_backward_are_kept_in_the_reduce_dtype(
     run_on: Any, fold: bool, dtype: str
 ) -> None:
     assert run_on(2, accumulated, fold) == [dtype, dtype]
+
+
+def calls_of_fsdp_waits(accumulate: bool) -> Counter[str]:
+    calls = Counter[str]()
+
+    def counted(method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls[method.__name__] += 1
+            return method(*args)
+
+        return call
+
+    net = torch.nn.Linear(4, 4)
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    torch_compat.time_fsdp_waits(net, counted, on_cuda=False)
+    net.set_requires_gradient_sync(not accumulate)
+    net(torch.ones(2, 4)).sum().backward()
+    assert (net.weight.grad is None) == accumulate
+    return calls
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_methods_in_which_fsdp_waits(run_on: Any, accumulate: bool) -> None:
+    for calls in run_on(2, calls_of_fsdp_waits, accumulate):
+        assert calls["unshard"] > 0
+        assert calls["wait_for_unshard"] > 0
+        assert calls["finalize_backward"] == 1
+        assert calls["post_backward"] == (0 if accumulate else 1)
 
 
 def reduce_and_gather() -> list[Any]:

@@ -26,6 +26,7 @@ from titanlite.metrics.sinks.samples import Samples
 from titanlite.metrics.sinks.tensorboard import TensorBoard
 from titanlite.metrics.sinks.trackio import Trackio  # noqa: F401 -- registers the sink
 from titanlite.metrics.sinks.wandb import WandB
+from titanlite.step_clock import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,10 @@ class Metrics:
                     "table out",
                     f"sinks.{i}.name",
                 )
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether `step` has a report, whatever happens in it."""
+        return step == last_step or step % self.log_freq == 0 or self.detail_is_due(step, last_step)
 
     def detail_is_due(self, step: int, last_step: int) -> bool:
         """Whether `step` has a detailed report."""
@@ -104,13 +109,14 @@ class StepCost:
 
 @dataclass
 class Meter:
-    """The clock of one rank. `synchronize` waits for the device. `set_up_began`: when the set-up of the run
-    began, for the time to the first step."""
+    """The clock of one rank. `synchronize` waits for the device. `clock` measures the phases of the steps.
+    `set_up_began`: when the set-up of the run began, for the time to the first step."""
 
     device: torch.device
     sinks: Sinks
     cost: StepCost
     synchronize: Callable[[], None]
+    clock: StepClock
     set_up_began: float | None = None
     _began: float = field(default_factory=time.perf_counter)
     _steps: int = 0
@@ -119,11 +125,14 @@ class Meter:
     _extra: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Counts the body's time as waiting for data."""
+    def waiting_for_data(self, step: int, measured: bool) -> Iterator[None]:
+        """Begins a step with the body, whose time counts as waiting for data. `measured`: whether the clock
+        measures the step's phases on CUDA."""
+        self.clock.begin(step, measured)
         began = time.perf_counter()
         yield
         self._data_wait_s += time.perf_counter() - began
+        self.clock.enter("start")
 
     @contextmanager
     def untimed(self, key: str) -> Iterator[None]:
@@ -138,6 +147,7 @@ class Meter:
 
     def step_done(self) -> None:
         """One optimizer step has been issued."""
+        self.clock.end()
         self._steps += 1
 
     def report(self, step: int, values: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from titanlite.models.base import Decoder, HeadFn, logits
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_activation_checkpoint
 from titanlite.parallel.compile import Compile, apply_compile, compile_forwards
 from titanlite.parallel.float8 import Float8, apply_float8
-from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.fsdp import apply_fsdp, time_waits
 from titanlite.parallel.pipeline_parallel import Pipeline, apply_pipeline_parallel
 from titanlite.parallel.precision import apply_precision
 from titanlite.parallel.sharded_model import ExecutionSettings, ShardedModel
@@ -28,12 +28,13 @@ from titanlite.parallel.tensor_parallel import (
     gather_tokens_for_loss,
     vocabulary_shard,
 )
+from titanlite.step_clock import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings:
     """The sections and dtypes that decide how a model is sharded and run. `attention`: the backend that
-    `AttentionBackend.build` returned."""
+    `AttentionBackend.build` returned. `clock`: measures the phases of the steps."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
     attention: AttentionBackend = field(default_factory=Auto)
@@ -43,6 +44,7 @@ class ParallelSettings:
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     cpu_offload: bool = False
+    clock: StepClock = field(default_factory=lambda: StepClock(torch.device("cpu")))
 
 
 def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings) -> ShardedModel:
@@ -70,6 +72,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
         for stage in stages.values():
             reshard = parallelism.fsdp_reshard_after_forward
             apply_fsdp(stage, mesh, dtype, settings.reduce_dtype, reshard, offload)
+            time_waits(stage, settings.clock, on_cuda=mesh.fsdp.device_type == "cuda")
     pipeline = None
     if mesh.pp is not None:
         schedule = parallelism.pipeline_parallel_schedule
@@ -84,5 +87,6 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
         reduce_every_micro_batch=every_micro_batch,
         gathers_float8=float8.gathers_float8 and mesh.device_mesh is not None,
         cpu_offload=offload,
+        clock=settings.clock,
     )
     return ShardedModel(net, loss_function, settings.attention, execution)

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import (
 
 from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
-from titanlite.torch_compat import finish_weight_backward
+from titanlite.step_clock import StepClock
+from titanlite.torch_compat import finish_weight_backward, time_fsdp_waits
 
 MAX_GATHERED = 0.05  # share of the device's memory that gathered blocks may keep after the forward
 
@@ -58,6 +59,13 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
             if isinstance(module, nn.Embedding):
                 module.set_unshard_in_backward(False)  # an embedding's backward does not read the weight
+
+
+def time_waits(net: Decoder, clock: StepClock, on_cuda: bool) -> None:
+    """Let `clock` count the time in which FSDP waits for its collectives."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            time_fsdp_waits(module, clock.waiting_in, on_cuda)
 
 
 def _is_small(net: Decoder, dtype: torch.dtype, device_type: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal
 from titanlite.parallel.pipeline_parallel import Pipeline
+from titanlite.step_clock import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,8 @@ class ExecutionSettings:
     `auxiliary_losses`: names of the auxiliary losses that the loss returns. `pipeline`: None without pipeline
     parallel. `head_fn_for_logits`: the head_fn that returns the logits of the whole vocabulary.
     `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per step. `gathers_float8`:
-    FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory."""
+    FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory. `clock`:
+    measures the phases of the steps."""
 
     mesh: Mesh = ALONE
     auxiliary_losses: tuple[str, ...] = ()
@@ -38,6 +40,7 @@ class ExecutionSettings:
     reduce_every_micro_batch: bool = False
     gathers_float8: bool = False
     cpu_offload: bool = False
+    clock: StepClock = field(default_factory=lambda: StepClock(torch.device("cpu")))
 
 
 class ShardedModel:
@@ -90,13 +93,16 @@ class ShardedModel:
         `num_targets`: number of targets that count, over all ranks and micro-batches. Gradients are reduced
         in the last backward, or in every backward."""
         self._auxiliary_sums = []
+        clock = self.settings.clock
         if self.pipeline is not None:
+            clock.enter("forward_backward")
             inputs = [self.model_inputs(b) for b in micro_batches]
             total = self.pipeline.forward_backward(inputs, num_targets)
             self.auxiliary_losses = self._auxiliary_losses_of_loss(num_targets)
             return self._counted_once(total)
         total, auxiliary = torch.zeros((), device=num_targets.device), dict[str, torch.Tensor]()
         for i, batch in enumerate(micro_batches):
+            clock.enter("forward")
             is_last = i == len(micro_batches) - 1
             sync_gradients(self.net, self.settings.reduce_every_micro_batch or is_last)
             loss = self.net(*self.model_inputs(batch)) / num_targets.clamp(min=1)
@@ -105,6 +111,7 @@ class ShardedModel:
                 value = value / num_targets.clamp(min=1)
                 auxiliary[name] = auxiliary.get(name, 0.0) + value.detach()
                 loss = loss + value
+            clock.enter("backward")
             loss.backward()
         self.auxiliary_losses = auxiliary | self._auxiliary_losses_of_loss(num_targets)
         return self._counted_once(total)

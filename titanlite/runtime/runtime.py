@@ -27,6 +27,7 @@ from titanlite.runtime import process
 from titanlite.runtime.environment import global_rank, is_under_torchrun, logs_progress, set_library_defaults
 from titanlite.runtime.process_group import Comm, init_process_group
 from titanlite.runtime.training import BatchLayout, Training, choose_param_dtype
+from titanlite.step_clock import StepClock
 from titanlite.torch_compat import set_group_timeout
 
 
@@ -45,11 +46,13 @@ class Runtime:
     gc_freq: int
     began: float
     """time.perf_counter() at the start of the set-up."""
+    clock: StepClock
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """`value` summed over all ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(value)
+            with self.clock.waiting():
+                dist.all_reduce(value)
         return value
 
     def sum_scalars(self, *values: torch.Tensor) -> list[torch.Tensor]:
@@ -71,7 +74,8 @@ class Runtime:
 
     def vote(self, *flags: bool) -> Vote:
         """Start to combine flags over all ranks: each is true if it is true on any rank."""
-        return Vote(flags, self.device, self.world_size)
+        with self.clock.waiting():  # on a CPU, which has no collectives in the background
+            return Vote(flags, self.device, self.world_size)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in the order of the ranks, on every rank."""
@@ -79,6 +83,17 @@ class Runtime:
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """The same number of floats (fp64) from each rank, in the order of the ranks, on every rank. Waits
+        for the device."""
+        row = torch.tensor(values, dtype=torch.float64, device=self.device)
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        if self.world_size > 1:
+            dist.all_gather(rows, row)
+        else:
+            rows = [row]
+        return torch.stack(rows).tolist()
 
     @contextmanager
     def rank_zero_first(self) -> Iterator[None]:
@@ -180,9 +195,10 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     process.set_determinism(training.deterministic)
     mesh = build_mesh(parallelism, device.type, rank, size, always=offload)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
+    clock = StepClock(device)
     with process.explicit_garbage_collection(training.gc_freq), process.reporting_to_launcher(rank):
         yield Runtime(
-            device, rank, size, mesh, batch, param_dtype, reduce_dtype, comm, training.gc_freq, began
+            device, rank, size, mesh, batch, param_dtype, reduce_dtype, comm, training.gc_freq, began, clock
         )
     process.set_determinism(False)
     if ours:

@@ -15,6 +15,7 @@ from titanlite.config.component import ConfigError
 from titanlite.metrics import meter as meter_module
 from titanlite.metrics.meter import Meter, Metrics, StepCost
 from titanlite.metrics.sinks.base import Sinks, Writer
+from titanlite.step_clock import StepClock
 
 
 class Clock:
@@ -55,7 +56,9 @@ def make_meter(clock: Clock, *sinks: Collected, peak_flops: float | None = None)
     """1000 tokens per step over 4 ranks, 2 GFLOP per token."""
     cost = StepCost(tokens=1000, world_size=4, flops_per_token=2 * 10**9, peak_flops=peak_flops)
     writers = Sinks({str(i): sink for i, sink in enumerate(sinks)})
-    return Meter(torch.device("cpu"), writers, cost, synchronize=lambda: None, _began=clock.now)
+    return Meter(
+        torch.device("cpu"), writers, cost, lambda: None, StepClock(torch.device("cpu")), _began=clock.now
+    )
 
 
 def take_steps(meter: Meter, clock: Clock, steps: int, seconds: float) -> None:
@@ -127,7 +130,7 @@ def test_what_the_device_still_has_to_do_of_the_steps_is_not_time_apart(clock):
 def test_data_wait_is_a_share_of_the_time(clock):
     meter = make_meter(clock)
     for _ in range(2):
-        with meter.waiting_for_data():
+        with meter.waiting_for_data(1, measured=False):
             clock.sleep(0.5)
         take_steps(meter, clock, steps=1, seconds=1.5)
     assert meter.report(2, LOSS)["time/data_wait_pct"] == pytest.approx(25.0)
@@ -138,7 +141,7 @@ def test_data_wait_is_a_share_of_the_time(clock):
 def test_data_wait_is_a_share_of_the_time_of_the_steps(clock):
     # A validation in the window must not make a starved loader look fed.
     meter = make_meter(clock)
-    with meter.waiting_for_data():
+    with meter.waiting_for_data(1, measured=False):
         clock.sleep(1.0)
     take_steps(meter, clock, steps=1, seconds=1.0)
     with meter.untimed("time/validation_s"):

@@ -1,0 +1,85 @@
+"""A rank that is slow is named in the log with its host, and again when it has recovered; ranks that are
+equally fast are not."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.jobs import make_job, metrics_of
+from tests.support.tiers import full
+from titanlite.data.loader import SequenceLoader
+from titanlite.job import Job
+from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.train import train
+
+SLOW_S = 0.15
+PLACES = {"data": (SequenceLoader, "__next__"), "host": (ShardedModel, "model_inputs")}
+
+
+def job_of(folder: Path, corpus: Path, size: int, steps: int, log_freq: int) -> Job:
+    length = [f"--training.steps={steps}", f"--lr_scheduler.total_steps={steps}"]
+    quiet = ["--validation.enable=false", "--generation.freq=0", "--checkpoint.enable=false"]
+    layout = ["--training.local_batch_size=2", f"--metrics.log_freq={log_freq}"]
+    return make_job(folder, corpus, *length, *quiet, *layout, world_size=size)
+
+
+def train_slowly(job: Job, place: str, slow_steps: range) -> list[str]:
+    """Train, with a rank 1 that sleeps in a method in some of its steps. Returns this rank's warnings."""
+    owner, name = PLACES[place]
+    original, micro_batches = getattr(owner, name), 0
+
+    def slowly(self: Any, *args: Any) -> Any:
+        nonlocal micro_batches
+        micro_batches += 1
+        step = 1 + (micro_batches - 1) * dist.get_world_size() * job.training.local_batch_size // 8
+        if dist.get_rank() == 1 and step in slow_steps:
+            time.sleep(SLOW_S)
+        return original(self, *args)
+
+    with patch.object(owner, name, slowly), patch("titanlite.metrics.slow_ranks.logger") as logger:
+        train(job)
+    return [call.args[0] for call in logger.warning.call_args_list]
+
+
+SENTENCES = {
+    "data": "most of the difference is its wait for data",
+    "host": "its host issues the work more slowly",
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "place", "log_freq"),
+    [(2, "data", 2), full(2, "data", 10), full(2, "host", 10), full(4, "data", 10), full(4, "host", 10)],
+)
+def test_a_slow_rank_is_named(
+    run_on: Any, tmp_path: Path, corpus: Path, size: int, place: str, log_freq: int
+) -> None:
+    """It is slow in the steps of two reports. The second one names it; two later it has recovered."""
+    job = job_of(tmp_path, corpus, size, steps=5 * log_freq, log_freq=log_freq)
+    by_rank = run_on(size, train_slowly, job, place, range(log_freq + 1, 3 * log_freq + 1))
+    slow, recovered = by_rank[0]
+    assert slow.startswith(f"rank 1 on {socket.gethostname()} is slow: "), slow
+    assert slow.endswith(SENTENCES[place])
+    assert recovered == f"rank 1 on {socket.gethostname()} is as fast as the other ranks again"
+    assert by_rank[1:] == [[]] * (size - 1)  # rank 0 speaks for all
+    rows = {row["step"]: row for row in metrics_of(job)}
+    for step in (2 * log_freq, 3 * log_freq):
+        assert rows[step]["time/slowest_rank"] == 1
+        assert rows[step]["time/slowest_rank_pct"] > 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_are_equally_fast_are_not_named(
+    run_on: Any, tmp_path: Path, corpus: Path, size: int
+) -> None:
+    job = job_of(tmp_path, corpus, size, steps=200, log_freq=5)
+    assert run_on(size, train_slowly, job, "data", range(0)) == [[]] * size
+    assert len(metrics_of(job)) == 41

@@ -1,0 +1,126 @@
+"""SlowRanks: names a rank that needs more time per step than the others.
+
+Ranks wait for each other in every collective, so all of them have the same step time. A slow rank is the one
+that waits least: its own time, the step without its waits for collectives, stands out."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import median_low
+from typing import Any, NamedTuple
+
+from titanlite.log import logger
+from titanlite.step_clock import StepClock
+
+METRICS = {  # by phase
+    "data": "time/data_s",
+    "forward": "time/forward_s",
+    "backward": "time/backward_s",
+    "forward_backward": "time/forward_backward_s",
+    "optimizer": "time/optimizer_s",
+}
+# A rank stands out if its own time is above the median by more than both.
+SLOWER = 0.2  # of the median
+SLOWER_S = 0.02
+IN_A_ROW = 2  # reports in which a rank stands out before it is named, or does not before it has recovered
+KINDS = {
+    "data": "most of the difference is its wait for data",
+    "host": "its host issues the work more slowly",
+    "device": "its device computes more slowly",
+}
+
+
+def time_breakdown(clock: StepClock, num_ranks: int) -> dict[str, float]:
+    """Seconds per step by phase, and of the waits for collectives; {} if no step was measured."""
+    times = clock.times()
+    if times is None:
+        return {}
+    values = {METRICS[phase]: seconds for phase, seconds in times.phases.items() if phase in METRICS}
+    return values | ({"time/communication_wait_s": times.wait_s} if num_ranks > 1 else {})
+
+
+class RankTimes(NamedTuple):
+    """Seconds per step of one rank."""
+
+    own_s: float
+    data_s: float
+    host_bound: float
+    """1.0 if its device had no work left when the host ended the step, else 0.0."""
+
+
+class SlowRanks:
+    """The ranks that were named as slow. All ranks decide the same.
+
+    `gather_floats`, `gather`: the values of all ranks, on every rank. `rank`: this rank; rank 0 logs."""
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        gather_floats: Callable[[Sequence[float]], list[list[float]]],
+        gather: Callable[[Any], list[Any]],
+    ):
+        self._rank, self._num_ranks = rank, num_ranks
+        self._gather_floats, self._gather = gather_floats, gather
+        self._is_first = True  # the first report has compilation and other work that is done once
+        self._in_a_row = Counter[int]()  # reports in which a rank's state differs from the logged one
+        self._named = dict[int, str]()  # host by rank
+
+    def report(self, clock: StepClock) -> dict[str, float]:
+        """Compare the steps since the last report, log which rank has become slow or has recovered, and
+        return the metrics on the slowest rank. Waits for the device. Collective."""
+        times = clock.times()
+        clock.clear()
+        if times is None or self._num_ranks == 1:
+            return {}
+        own = RankTimes(times.own_s, times.phases["data"], float(times.host_bound))
+        ranks = [RankTimes(*row) for row in self._gather_floats(own)]
+        if self._is_first:
+            self._is_first = False
+        else:
+            self._judge(ranks)
+        slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].own_s)
+        middle = max(_median(ranks).own_s, 1e-9)
+        return {
+            "time/slowest_rank": slowest,
+            "time/slowest_rank_pct": 100 * (ranks[slowest].own_s / middle - 1),
+        }
+
+    def _judge(self, ranks: Sequence[RankTimes]) -> None:
+        middle = _median(ranks)
+        changed = []
+        for rank, times in enumerate(ranks):
+            excess_s = times.own_s - middle.own_s
+            stands_out = excess_s > max(SLOWER * middle.own_s, SLOWER_S)
+            self._in_a_row[rank] = self._in_a_row[rank] + 1 if stands_out != (rank in self._named) else 0
+            if self._in_a_row[rank] == IN_A_ROW:
+                self._in_a_row[rank] = 0
+                changed.append(rank)
+        hosts = self._gather(socket.gethostname()) if changed else []
+        for rank in changed:
+            recovered = self._named.pop(rank, None) is not None
+            if not recovered:
+                self._named[rank] = hosts[rank]
+            if self._rank == 0:
+                self._log(rank, hosts[rank], ranks[rank], middle, recovered)
+
+    def _log(self, rank: int, host: str, times: RankTimes, middle: RankTimes, recovered: bool) -> None:
+        if recovered:
+            logger.warning(f"rank {rank} on {host} is as fast as the other ranks again")
+            return
+        excess_s = times.own_s - middle.own_s
+        kind = "host" if times.host_bound else "device"
+        if times.data_s - middle.data_s > excess_s / 2:
+            kind = "data"
+        logger.warning(
+            f"rank {rank} on {host} is slow: without waiting for other ranks, its steps take "
+            f"{times.own_s:.3f} s, the median over ranks is {middle.own_s:.3f} s "
+            f"(+{100 * excess_s / max(middle.own_s, 1e-9):.0f}%); {KINDS[kind]}"
+        )
+
+
+def _median(ranks: Sequence[RankTimes]) -> RankTimes:
+    """The median of each time. Of an even number the lower one, so that one of two ranks can stand out."""
+    return RankTimes(*(median_low(column) for column in zip(*ranks)))
