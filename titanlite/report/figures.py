@@ -37,7 +37,10 @@ NOT_SHOWN = {
 }  # fmt: skip
 MAX_OTHERS = 40  # charts of a group
 MAX_MARKS = 300  # of a run: of saves, and of other events
-MARKS = "dashed: resumed; dotted: rewound; cross: skipped step; triangle: spike"
+MARKS = {
+    "resumed": "dashed: resumed", "rewound": "dotted: rewound", "skipped": "cross: skipped step",
+    "spike": "triangle: spike", "saved": "tick: saved",
+}  # fmt: skip
 SMALL = 700  # points of a line without noise
 MANY = 200  # points from which on a noisy metric also has a smoothed line
 
@@ -58,7 +61,7 @@ def main_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         chart = metric_chart(runs, key, title, unit)
         if key == SPEED:
             marks = [mark for i, run in enumerate(runs) for mark in marks_of(run, i)]
-            chart = replace(chart, marks=marks, note=f"{MARKS}; tick: saved")
+            chart = replace(chart, marks=marks, note=_explained(marks))
         charts.append(chart)
     return [chart for chart in charts if chart.lines]
 
@@ -95,9 +98,9 @@ def loss_by_tokens(runs: Sequence[RecordedRun]) -> Chart:
         loss = run.series(LOSS)
         lines += noisy_lines(i, loss, loss.tokens)
         marks += [mark for mark in marks_of(run, i) if mark.kind != "saved"]
-    note = "thin: logged steps; thick: median over 3% of the run" if _has_smooth(lines) else ""
-    note += ("; " if note else "") + MARKS if marks else ""
-    return Chart("Training loss", x_label(runs), lines, "nats", note, marks)
+    notes = ["thin: logged steps; thick: median over 3% of the run"] if _has_smooth(lines) else []
+    notes += [_explained(marks)] if marks else []
+    return Chart("Training loss", x_label(runs), lines, "nats", "; ".join(notes), marks)
 
 
 def noisy_lines(run: int, series: Series, x: Floats) -> list[Line]:
@@ -138,6 +141,12 @@ def marks_of(run: RecordedRun, index: int) -> list[Mark]:
             step, num = int(counted.steps[i]), counted.values[i]
             marks.append(_mark(run, index, "skipped", step, f"skipped: {num:g} up to step {step}"))
     return marks
+
+
+def _explained(marks: Sequence[Mark]) -> str:
+    """What the kinds of these marks look like."""
+    kinds = {mark.kind for mark in marks}
+    return "; ".join(text for kind, text in MARKS.items() if kind in kinds)
 
 
 def _mark(run: RecordedRun, index: int, kind: str, step: int, text: str) -> Mark:
