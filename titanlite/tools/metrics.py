@@ -64,9 +64,9 @@ def _push(folder: Path, job: Job, tracker: Tracker) -> bool:
         resumed_step=max(steps),
         total_steps=job.training.steps,
     )
-    client = tracker.client(run)
+    open_delivery = tracker.opener(run)
     try:
-        delivery = tracker.delivery(run, client)
+        delivery = open_delivery()
         delivery.close()
     except Exception as e:  # of any library or network
         tell(f"{tracker.name}: not everything was sent: {error_with_place(e)}")

@@ -178,6 +178,33 @@ def test_mlflow_knows_what_it_has_without_the_journal(tmp_path: Path) -> None:
     assert [step for step, _ in mlflow_history(tmp_path)] == list(range(1, 9))
 
 
+def rewind(folder: Path, client: Any) -> None:
+    """A run that rewinds from step 6 to step 4, and ends after step 8."""
+    delivery = course(folder, client, 0, 6)
+    delivery.event(4, "rewound", {"reason": "spike", "loss": 9.0})
+    for step in range(5, 9):
+        delivery.write(step, values(step, "b"))
+    delivery.close()
+
+
+@pytest.mark.full
+def test_a_rewind_is_a_branch_with_every_step_once(tmp_path: Path, trackio_folder: Path) -> None:
+    for name in ("wandb", "mlflow"):
+        real(name)
+    folders = {name: tmp_path / name for name in ("wandb", "mlflow", "trackio")}
+    for folder in folders.values():
+        folder.mkdir()
+    rewind(folders["wandb"], WandBClient(folders["wandb"], OFFLINE))
+    rewind(folders["mlflow"], MLflowClient(mlflow_uri(tmp_path), "titanlite"))
+    rewind(folders["trackio"], TrackioClient("titanlite", ""))
+    for run_id, steps in ((RUN_ID, range(1, 7)), (f"{RUN_ID}-b1", range(1, 9))):
+        assert [step for step, _ in mlflow_history(tmp_path, run_id=run_id)] == [*steps]
+        assert steps_in(wandb_rows(folders["wandb"], run_id)) == [*steps]
+    assert mlflow_history(tmp_path, "events/rewound_loss", f"{RUN_ID}-b1") == [(4, 9.0)]
+    assert steps_in(trackio_rows("trackio-01234567")) == [*range(1, 7)]
+    assert steps_in(trackio_rows("trackio@4-01234567-b1")) == [*range(1, 9)]
+
+
 @pytest.fixture
 def trackio_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of trackio's database, which its modules have read from the environment."""

@@ -38,8 +38,7 @@ class Journal:
 
     def __init__(self, path: Path):
         self._path = path
-        self._branches = list[tuple[Branch, str]]()  # with their targets, oldest first
-        self._sent = dict[tuple[str, str], dict[str, str]]()  # by tracker id and target
+        self._sent = dict[tuple[Branch, str], dict[str, str]]()  # by branch and target, the newest last
         path.parent.mkdir(exist_ok=True)
         self._read(read_own(path))
         self._records = Records(path, partial(end_last_line, path))
@@ -62,17 +61,17 @@ class Journal:
             logger.warning(f"{self._path}: {num_damaged} damaged lines are ignored")
 
     def _add(self, branch: Branch, target: str) -> dict[str, str]:
-        self._branches.append((branch, target))
-        return self._sent.setdefault((branch.tracker_id, target), {})
+        sent = self._sent.pop((branch, target), {})
+        self._sent[branch, target] = sent
+        return sent
 
     def newest(self, run_id: str) -> Branch:
         """The newest branch of a run, in any tracker."""
-        return next((b for b, _ in reversed(self._branches) if b.run_id == run_id), Branch(run_id))
+        return next((branch for branch, _ in reversed(self._sent) if branch.run_id == run_id), Branch(run_id))
 
     def sent(self, branch: Branch) -> dict[str, str]:
         """Keys and signatures of the records of a branch, from its newest tracker."""
-        targets = [target for other, target in self._branches if other.tracker_id == branch.tracker_id]
-        return self._sent[branch.tracker_id, targets[-1]] if targets else {}
+        return next((sent for (other, _), sent in reversed(self._sent.items()) if other == branch), {})
 
     def begin(self, branch: Branch, target: str) -> dict[str, str]:
         """Note that the next records go to `branch` in the tracker at `target`. Returns keys and signatures

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from titanlite.metrics.sinks.base import RunInfo
-from titanlite.metrics.sinks.tracker import Client, Numbers, Tracker, TrackerRun, flatten, package
+from titanlite.metrics.sinks.tracker import Client, Numbers, Tracker, TrackerRun, flatten
 
 ID_TAG = "titanlite.run_id"
 MAX_METRICS, MAX_PARAMS, MAX_CHARACTERS = 1000, 100, 6000  # of one request; of one parameter
@@ -25,8 +25,8 @@ class MLflow(Tracker, name="mlflow"):
     """Experiment, which is made if it does not exist."""
 
     def client(self, run: RunInfo) -> Client:
-        with package("mlflow"):
-            import mlflow
+        import mlflow
+
         return MLflowClient(self.tracking_uri or mlflow.get_tracking_uri(), self.experiment)
 
 
@@ -41,9 +41,7 @@ class MLflowClient(Client):
     def begin(self, run: TrackerRun) -> str:
         from mlflow.tracking import MlflowClient
 
-        if self._run_id:
-            self.end(is_complete=False)
-        self._client = self._client or MlflowClient(self._uri)
+        self._client = MlflowClient(self._uri)
         experiment = self._client.get_experiment_by_name(self._experiment)
         number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
         runs = self._client.search_runs([number], f"tags.`{ID_TAG}` = '{run.id}'", max_results=1)

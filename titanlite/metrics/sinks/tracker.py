@@ -13,8 +13,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,8 +48,8 @@ class Client(ABC):
 
     @abstractmethod
     def begin(self, run: TrackerRun) -> str:
-        """Open a run of the tracker, or continue it if it exists; an open one is ended first. Returns the
-        target: where the records go, for the journal."""
+        """Open a run of the tracker, or continue it if it exists. Returns the target: where the records go,
+        for the journal."""
 
     def known_steps(self, sent: set[int]) -> set[int]:
         """The steps whose metrics the tracker has. `sent`: those that were sent to it before, which it may
@@ -79,16 +78,26 @@ class Tracker(Sink):
 
     @abstractmethod
     def client(self, run: RunInfo) -> Client:
-        """The client of the tracker, not connected yet. Raises ConfigError for a library that is missing and
-        for a setting that cannot work."""
+        """The client of the tracker, not connected yet; imports its library. Raises ConfigError for a setting
+        that cannot work."""
 
     def build(self, run: RunInfo) -> Writer:
         remedy = f"; `titanlite metrics push {run.folder}` sends the steps that are missing"
-        return Background(self.name, partial(self.delivery, run, self.client(run)), remedy)
+        return Background(self.name, self.opener(run), remedy)
 
-    def delivery(self, run: RunInfo, client: Client) -> Delivery:
-        """Open the run in the tracker, and send what it lacks. Waits for the tracker."""
-        return Delivery(client, run, self.run_name, run.folder / "trackers" / f"{self.name}.jsonl")
+    def opener(self, run: RunInfo) -> Callable[[], Delivery]:
+        """A function that opens the run in the tracker and sends what it lacks, which waits for the tracker.
+        Raises ConfigError for a library that is missing and for a setting that cannot work."""
+        try:
+            client = self.client(run)
+        except ImportError as e:
+            raise ConfigError(
+                f"sink {self.name}: its package cannot be imported ({e}); pip install "
+                f"'titanlite[{self.name}]'",
+                "metrics.sinks",
+            ) from None
+        journal = run.folder / "trackers" / f"{self.name}.jsonl"
+        return partial(Delivery, client, run, self.run_name, journal)
 
 
 class Delivery(Writer):
@@ -135,7 +144,8 @@ class Delivery(Writer):
             self._begin_again()
             self._catch_up()  # with what a full queue or a failure has left out
         finally:
-            self._client.end(is_complete=self._last_step >= self._run.total_steps)
+            if self._is_begun:
+                self._client.end(is_complete=self._last_step >= self._run.total_steps)
             self._journal.close()
 
     def _branch_at_start(self) -> Branch:
@@ -168,6 +178,8 @@ class Delivery(Writer):
 
     def _begin(self, branch: Branch) -> None:
         """Open a branch's run in the tracker, and send what it lacks up to the last step."""
+        if self._is_begun:
+            self._client.end(is_complete=False)
         self._branch, self._is_begun = branch, False
         config = self._run.job | {"run_id": self._run.run_id}
         sinkless = {key: value for key, value in config.get("metrics", {}).items() if key != "sinks"}
@@ -269,15 +281,3 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
-
-
-@contextmanager
-def package(name: str) -> Iterator[None]:
-    """Turns an ImportError of the body into a ConfigError with the command that installs `name`."""
-    try:
-        yield
-    except ImportError as e:
-        raise ConfigError(
-            f"sink {name}: its package cannot be imported ({e}); pip install 'titanlite[{name}]'",
-            "metrics.sinks",
-        ) from None

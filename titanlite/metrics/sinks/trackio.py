@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.metrics.sinks.base import RunInfo
-from titanlite.metrics.sinks.tracker import Client, Numbers, Tracker, TrackerRun, package
+from titanlite.metrics.sinks.tracker import Client, Numbers, Tracker, TrackerRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class Trackio(Tracker, name="trackio"):
     TRACKIO_SERVER_URL, else a local database, which `trackio show` displays."""
 
     def client(self, run: RunInfo) -> Client:
-        with package("trackio"):
-            import trackio  # noqa: F401
+        import trackio  # noqa: F401 -- an ImportError is the user's to see
+
         return TrackioClient(self.project, self.space_id)
 
 
@@ -37,8 +37,6 @@ class TrackioClient(Client):
     def begin(self, run: TrackerRun) -> str:
         import trackio
 
-        if self._run is not None:
-            self.end(is_complete=False)
         self._run = trackio.init(
             self._project,
             name=f"{run.name}-{run.id[:8]}{run.id[32:]}",

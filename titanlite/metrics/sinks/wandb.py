@@ -13,7 +13,7 @@ from typing import Any, Literal
 from titanlite.files import read_regular
 from titanlite.log import logger
 from titanlite.metrics.sinks.base import RunInfo
-from titanlite.metrics.sinks.tracker import Client, Numbers, Tracker, TrackerRun, package
+from titanlite.metrics.sinks.tracker import Client, Numbers, Tracker, TrackerRun
 
 FLUSH_S = 5.0  # for wandb's process to complete the offline files of a run that has just ended
 HEADER, BLOCK = 7, 32768  # bytes of a .wandb file
@@ -35,8 +35,8 @@ class WandB(Tracker, name="wandb"):
     "online" sends it later."""
 
     def client(self, run: RunInfo) -> Client:
-        with package("wandb"):
-            import wandb
+        import wandb
+
         mode = self.mode
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             mode = "offline"
@@ -58,8 +58,6 @@ class WandBClient(Client):
     def begin(self, run: TrackerRun) -> str:
         import wandb
 
-        if self._run is not None:
-            self.end(is_complete=False)
         self._run = wandb.init(
             id=run.id,
             name=run.name,
