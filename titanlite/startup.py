@@ -163,9 +163,11 @@ def _spelled(skipped: SkippedSequences) -> str:
     return listed([f"{first} to {last}" if last > first else f"{first}" for first, last in skipped.ranges])
 
 
-def check_same_identity(identity: dict[str, Any], rt: Runtime) -> None:
-    """Raises ConfigError on all ranks unless all ranks have the same run identity. Collective."""
-    identities = rt.gather(identity)
+def check_same_on_all_ranks(job: Job, identity: dict[str, Any], rt: Runtime) -> None:
+    """Raises ConfigError on all ranks unless all ranks have the same run identity and skip the same
+    sequences. Collective."""
+    data = {**identity["data"], "skip_sequences": job.data.skipped.as_lists()}
+    identities = rt.gather({**identity, "data": data})
     for rank, other in enumerate(identities):
         changes = [
             f"{key} is {spell(value)} on rank {rank}, {spell(first)} on rank 0"

@@ -76,7 +76,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
             startup.check_interop(job, tokenizer)
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     identity = job.identity(sequences.identity, sequences.names)
-    startup.check_same_identity(identity, rt)
+    startup.check_same_on_all_ranks(job, identity, rt)
     # Raises ConfigError if the run folder holds a run with another identity.
     exports = startup.exporter(job, tokenizer, requests)
     job_toml = startup.job_toml_text(job, about)

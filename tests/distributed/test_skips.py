@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests.support.jobs import make_job, metrics_of
 from tests.support.non_finite import bad_steps
@@ -154,3 +155,20 @@ def test_epochs_count_skipped_sequences(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(ConfigError, match=r"would read 2\.08 epochs, more than max_epochs = 2"):
         train(make_job(tmp_path, corpus, limit, SKIP))
     assert train(make_job(tmp_path, corpus, limit)) == 0
+
+
+def train_with_own_ranges(folder: Path, corpus: Path) -> str:
+    """Train on one of two ranks, each with another range. Returns the error."""
+    job = make_job(folder, corpus, f"--data.skip_sequences=[[{dist.get_rank()}, 9]]", world_size=2)
+    with pytest.raises(ConfigError) as error:
+        train(job)
+    return str(error.value)
+
+
+def test_ranks_must_skip_the_same(tmp_path: Path, corpus: Path, run_on) -> None:
+    errors = run_on(2, train_with_own_ranges, tmp_path, corpus)
+    assert (
+        errors
+        == ["data, tokenizer or model differ: data.skip_sequences is [[1, 9]] on rank 1, [[0, 9]] on rank 0"]
+        * 2
+    )

@@ -333,7 +333,7 @@ class SequenceLoader:
     torchdata's StatefulDataLoader runs the workers, prefetches and pins memory. Its own state is never used,
     because it counts batches of one rank, is bound to the number of workers and includes prefetched batches.
     The state here is `{"sequences": n}`: all ranks together have returned sequences [0, n) of the data order,
-    except the skipped ones. `order.skipped` is configuration here; train.json keeps it.
+    except the skipped ones. Which ones are skipped is not part of it.
     """
 
     def __init__(self, sequences: SequenceDataset, order: MicroBatches, num_workers: int, pin_memory: bool):

@@ -6,10 +6,12 @@ jumps over the skipped ones. All functions are pure and cost O(number of ranges)
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
-END = 1 << 63  # global numbers are below: they are int64 in arrays
+END = 1 << 62  # of skipped numbers, so that the numbers after them are int64, too
 
 
 @dataclass(frozen=True)
@@ -60,25 +62,31 @@ class SkippedSequences:
         """The cursor after `count` sequences are taken from `cursor` on: the number after the last one, even
         if that number is skipped. It is `cursor` for a `count` of 0."""
         end = cursor + count
-        for first, last in self.ranges:
+        for first, last in self._ranges_from(cursor):
             first = max(first, cursor)
             if first >= end:
                 break
-            end += max(last - first + 1, 0)
+            end += last - first + 1
         return end
 
     def take(self, cursor: int, count: int) -> list[int]:
         """The numbers of the next `count` sequences from `cursor` on that are not skipped."""
         end = self.advance(cursor, count)
         numbers: list[int] = []
-        for first, last in self.ranges:
-            numbers += range(cursor, min(first, end))
-            cursor = max(cursor, last + 1)
+        for first, last in self._ranges_from(cursor):
+            if first >= end:
+                break
+            numbers += range(cursor, first)
+            cursor = last + 1
         return numbers + list(range(cursor, end))
 
     def next(self, cursor: int) -> int:
         """The number of the next sequence from `cursor` on that is not skipped."""
         return self.advance(cursor, 1) - 1
+
+    def _ranges_from(self, cursor: int) -> tuple[tuple[int, int], ...]:
+        """The ranges that do not end before `cursor`."""
+        return self.ranges[bisect_left(self.ranges, cursor, key=itemgetter(1)) :]
 
     def as_lists(self) -> list[list[int]]:
         """The ranges as plain lists, which `of` reads."""
@@ -92,5 +100,5 @@ def checked_range(numbers: Sequence[int]) -> tuple[int, int]:
         raise ValueError(f"{numbers!r} is not a range [FIRST, LAST] of two numbers")
     first, last = numbers
     if not 0 <= first <= last < END:
-        raise ValueError(f"{numbers} is not a range [FIRST, LAST] with 0 <= FIRST <= LAST < 2^63")
+        raise ValueError(f"{numbers} is not a range [FIRST, LAST] with 0 <= FIRST <= LAST < 2^62")
     return first, last

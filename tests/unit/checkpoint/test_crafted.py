@@ -113,7 +113,7 @@ CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {
     "skipped of one number": (train_with(skipped=[[5]]), r"\[5\] is not a range \[FIRST, LAST\]"),
     "skipped backwards": (train_with(skipped=[[5, 4]]), r"\[5, 4\] is not a range"),
     "skipped a text": (train_with(skipped=["ab"]), "'ab' is not a range"),
-    "skipped past 2^63": (train_with(skipped=[[5, 1 << 63]]), "is not a range"),
+    "skipped past 2^62": (train_with(skipped=[[5, 1 << 62]]), "is not a range"),
     "skipped true": (train_with(skipped=[[False, True]]), "is not a range"),
     "no guard": (train_with(guard=None), "guard is missing"),
 }

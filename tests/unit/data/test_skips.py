@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import make_job
+from titanlite.config.component import ConfigError
 from titanlite.data.loader import MicroBatches
 from titanlite.data.skips import SkippedSequences
 
@@ -75,11 +78,28 @@ def test_the_cost_does_not_grow_with_the_number_of_skipped_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [[], [1], [1, 2, 3], [2, 1], [-1, 4], [0, 1 << 63], [0, True], [0, 1.0], 7, "12"]
+    "numbers", [[], [1], [1, 2, 3], [2, 1], [-1, 4], [0, 1 << 62], [0, True], [0, 1.0], 7, "12"]
 )
 def test_a_malformed_range_is_an_error(numbers: object) -> None:
     with pytest.raises(ValueError, match="is not a range"):
         SkippedSequences.of([[0, 1], numbers])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            "[[0, 1], [5, 4]]",
+            r"skip_sequences\.1: \[5, 4\] is not a range \[FIRST, LAST\] with 0 <= FIRST <= LAST",
+        ),
+        ("[[0, 1], [5]]", r"skip_sequences\.1: \[5\] is not a range \[FIRST, LAST\] of two numbers"),
+        ("[[0, 1], 5]", r"skip_sequences\.1: expected a list, got 5"),
+        ("[[0, 1.5]]", r"skip_sequences\.0\.1: expected an integer, got 1\.5"),
+    ],
+)
+def test_the_key_names_the_malformed_range(tmp_path: Path, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^command line, --data\.{message}"):
+        make_job(tmp_path, tmp_path, f"--data.skip_sequences={value}")
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 12), (1, 3), (2, 3), (2, 6), (3, 2), (3, 4)])
