@@ -47,7 +47,9 @@ def test_the_list_of_modules_is_that_of_the_package() -> None:
     assert module_list.refreshed(page.replace("The training", "A training")) == page  # control
 
 
-NAME = re.compile(r'"((?:train|eval|throughput|time|memory|gpu|data|progress|compile|checkpoint)/[a-z_]+)"')
+NAME = re.compile(
+    r'"((?:train|eval|throughput|probe|time|memory|gpu|data|progress|compile|checkpoint)/[a-z_]+)"'
+)
 
 
 def test_the_page_on_metrics_has_every_metric_of_the_code() -> None:

@@ -44,6 +44,10 @@ class Validation:
                 "validation.enable",
             )
 
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether `step` has a validation."""
+        return self.enable and (step == last_step or step % self.freq == 0)
+
     def num_sequences(self, held_out: int, batch_size: int) -> int:
         """Number of sequences of one validation. `held_out`: number of held-out sequences."""
         return held_out if self.steps == -1 else min(held_out, self.steps * batch_size)

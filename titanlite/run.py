@@ -4,7 +4,7 @@ checkpoints, and the end of the run."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -28,6 +28,7 @@ from titanlite.metrics.profiling import Profiler
 from titanlite.metrics.slow_ranks import SlowRanks, time_breakdown
 from titanlite.parallel.clip import Clipper
 from titanlite.parallel.compile import Compilations
+from titanlite.parallel.probe import probe_metrics
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
@@ -204,6 +205,13 @@ class Run:
         )
         with self.meter.untimed("time/validation_s"):
             return validate(self.model, self.sequences, num_sequences, self.rt)
+
+    def probe(self, batch: Batch) -> dict[str, Any]:
+        """The metrics of a probe with one micro-batch, whose table goes to probe.jsonl. Collective."""
+        with self.meter.untimed("time/probe_s"):
+            blocks = self.model.probe(batch)
+        self.meter.sinks.table(self.state.step, "probe", {"blocks": [asdict(block) for block in blocks]})
+        return probe_metrics(blocks)
 
     def sample(self, keep: bool = True) -> None:
         """Log a sample for each prompt and, with `keep`, append it to samples.txt. Collective."""

@@ -163,16 +163,15 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         if reason := run.read_guard(leave=1):
             raise Diverged(reason)
 
-        evaluation = {}
-        if job.validation.enable and due(job.validation.freq, state.step, last_step):
-            evaluation = run.validate()
+        evaluation = run.validate() if job.validation.is_due(state.step, last_step) else {}
         if due(job.generation.freq, state.step, last_step):
             run.sample()
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
         logged = evaluation or stop or num_steps == 1
         if logged or job.metrics.is_due(state.step, last_step):
             detail = run.detail_values() if with_detail else {}
-            meter.report(state.step, run.values(loss, norm, micro_batches) | detail | evaluation)
+            probed = run.probe(micro_batches[0]) if job.metrics.probe_is_due(state.step, last_step) else {}
+            meter.report(state.step, run.values(loss, norm, micro_batches) | detail | probed | evaluation)
         if save_failed:
             checkpoints.check_save()
         if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):

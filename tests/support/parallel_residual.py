@@ -91,6 +91,7 @@ class Block(nn.Module):
 
 class Net(Decoder):
     tp_plan = TP_PLAN
+    mlp_down = "mlp.down"
 
     def __init__(self, config: Config):
         super().__init__()

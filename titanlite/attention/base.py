@@ -27,6 +27,17 @@ class Attention:
         """Causal attention, scaled by 1 / sqrt(E): [B, T, H, E]."""
         raise NotImplementedError
 
+    def visible_keys(
+        self, k_BTKE: torch.Tensor, queries: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The keys of whole sequences [B, S, K, E], and which of them some queries see, bool [B or 1, Q, S].
+        For measurements of attention.
+
+        `queries` int64 [Q]: the indices of the queries among the T tokens of this rank. With context
+        parallel, collective. None, the default: the class does not tell.
+        """
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNeeds:

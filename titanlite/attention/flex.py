@@ -26,6 +26,15 @@ class FlexAttention(Attention):
         gqa = q.shape[1] != k.shape[1]
         return _flex_attention(q, k, v, block_mask=self.block_mask, enable_gqa=gqa).transpose(1, 2)
 
+    def visible_keys(
+        self, k_BTKE: torch.Tensor, queries: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        B, S = k_BTKE.shape[:2]
+        sequence = torch.arange(B, device=queries.device)[:, None, None]
+        keys = torch.arange(S, device=queries.device)
+        visible = self.block_mask.mask_mod(sequence, torch.zeros_like(sequence), queries[:, None], keys)
+        return k_BTKE, visible.expand(B, -1, -1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Flex(SDPA, name="flex"):

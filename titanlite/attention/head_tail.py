@@ -37,6 +37,14 @@ class HeadTailAttention(Attention):
         last = 2 * sharding.size - 1 - sharding.rank
         return head_tail_attention(q, k, v, sharding.rank, last)[0].transpose(1, 2)
 
+    def visible_keys(
+        self, k_BTKE: torch.Tensor, queries: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        keys_BSKE = self.sharding.gather_in_order(k_BTKE)
+        length, device = keys_BSKE.shape[1], queries.device
+        positions = self.sharding.local_positions(length, device)[queries]
+        return keys_BSKE, positions[None, :, None] >= torch.arange(length, device=device)
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTail(SDPA, name="head_tail"):

@@ -37,6 +37,13 @@ class SDPAttention(Attention):
         )
         return out_BHTE.transpose(1, 2)
 
+    def visible_keys(
+        self, k_BTKE: torch.Tensor, queries: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self.mask is not None:
+            return k_BTKE, self.mask[:, 0, queries]
+        return k_BTKE, queries[None, :, None] >= torch.arange(k_BTKE.shape[1], device=queries.device)
+
 
 CAUSAL = SDPAttention()
 
@@ -51,6 +58,11 @@ class GatheredAttention(Attention):
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
         k_BTKE, v_BTKE = self.sharding.gather(k_BTKE), self.sharding.gather(v_BTKE)
         return self.attention.attend(q_BTHE, k_BTKE, v_BTKE)
+
+    def visible_keys(
+        self, k_BTKE: torch.Tensor, queries: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self.attention.visible_keys(self.sharding.gather(k_BTKE), queries)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,15 @@ class VarlenAttention(Attention):
         out = _varlen_attention(q, k, v, self.cu_seqlens, self.max_seqlen)
         return out.unflatten(0, q_BTHE.shape[:2])
 
+    def visible_keys(
+        self, k_BTKE: torch.Tensor, queries: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        B, T = k_BTKE.shape[:2]
+        tokens = torch.arange(B * T, device=queries.device, dtype=self.cu_seqlens.dtype)
+        documents_BT = torch.searchsorted(self.cu_seqlens, tokens, right=True).view(B, T)
+        same = documents_BT[:, queries, None] == documents_BT[:, None]
+        return k_BTKE, same & (queries[:, None] >= torch.arange(T, device=queries.device))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Varlen(SDPA, name="varlen"):

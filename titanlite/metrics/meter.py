@@ -41,6 +41,10 @@ class Metrics:
     """Steps between detailed reports, which cost more: norms of every parameter, statistics of the tokens'
     losses, a breakdown of the step's time, the state of the hardware. The first and the last step of the run
     have them, too; 0: none."""
+    probe_freq: int = 0
+    """Steps between probes: an additional forward of the first micro-batch that measures the residual stream,
+    attention and dead MLP units of each block, into metrics and probe.jsonl. The first and the last step of
+    the run have one, too; 0: none."""
     enable_tensorboard: bool = True
     """Write TensorBoard files to <dump_folder>/tb, like `[[metrics.sinks]]` with name = "tensorboard"."""
     enable_wandb: bool = False
@@ -50,7 +54,7 @@ class Metrics:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "log_freq")
-        check_at_least(self, 0, "detail_freq")
+        check_at_least(self, 0, "detail_freq", "probe_freq")
         names = [sink.name for sink in self.sinks]
         for i, name in enumerate(names):
             if name in names[:i]:
@@ -64,11 +68,16 @@ class Metrics:
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether `step` has a report, whatever happens in it."""
-        return step == last_step or step % self.log_freq == 0 or self.detail_is_due(step, last_step)
+        is_probed_or_detailed = self.probe_is_due(step, last_step) or self.detail_is_due(step, last_step)
+        return step == last_step or step % self.log_freq == 0 or is_probed_or_detailed
 
     def detail_is_due(self, step: int, last_step: int) -> bool:
         """Whether `step` has a detailed report."""
-        return self.detail_freq > 0 and (step in (1, last_step) or step % self.detail_freq == 0)
+        return _is_due(self.detail_freq, step, last_step)
+
+    def probe_is_due(self, step: int, last_step: int) -> bool:
+        """Whether `step` has a probe."""
+        return _is_due(self.probe_freq, step, last_step)
 
     def all_sinks(self) -> list[Sink]:
         """The sinks that the keys of this section add."""
@@ -92,6 +101,10 @@ class Metrics:
         for sink in self.all_sinks():
             sinks.add(sink, run)
         return sinks
+
+
+def _is_due(freq: int, step: int, last_step: int) -> bool:
+    return freq > 0 and (step in (1, last_step) or step % freq == 0)
 
 
 @dataclass(frozen=True, kw_only=True)

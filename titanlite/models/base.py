@@ -56,6 +56,9 @@ class Decoder(nn.Module):
     (norms between the layers: each rank has some of the tokens), `gather` (a module whose input is gathered,
     because its layers need all tokens), `colwise`, `rowwise`, `heads` (norms within attention: each rank has
     some of the heads), `head`."""
+    mlp_down: str = ""
+    """Name, within a block, of the linear layer whose inputs are the hidden units of the MLP, such as
+    `mlp.down_proj`, for the measurement of dead units. Empty: they are not measured."""
 
     def forward(
         self,

@@ -137,6 +137,7 @@ class RotaryDecoder(Decoder):
     """
 
     config: RotaryConfig
+    mlp_down = "mlp.down_proj"
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from titanlite.parallel.float8 import Float8, apply_float8
 from titanlite.parallel.fsdp import apply_fsdp, time_waits
 from titanlite.parallel.pipeline_parallel import Pipeline, apply_pipeline_parallel
 from titanlite.parallel.precision import apply_precision
+from titanlite.parallel.probe import mlp_units
 from titanlite.parallel.sharded_model import ExecutionSettings, ShardedModel
 from titanlite.parallel.tensor_parallel import (
     apply_tensor_parallel,
@@ -51,6 +52,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     """Apply all transforms to `net`, which stays on the meta device: the model of this rank's stages and
     shards. A single process does not shard."""
     parallelism, float8, compile = settings.parallelism, settings.float8, settings.compile
+    units = mlp_units(net)
     apply_float8(net, float8, sharded=mesh.device_mesh is not None, ranks=mesh.degrees.tp)
     head_fn_for_logits: HeadFn = logits
     if mesh.degrees.tp == 1:
@@ -82,6 +84,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     execution = ExecutionSettings(
         mesh=mesh,
         auxiliary_losses=loss.auxiliary_losses,
+        mlp_units=units,
         pipeline=pipeline,
         head_fn_for_logits=head_fn_for_logits,
         reduce_every_micro_batch=every_micro_batch,

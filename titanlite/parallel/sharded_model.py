@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import reshard, sync_gradients
 from titanlite.parallel.initialize import fill_normal
 from titanlite.parallel.pipeline_parallel import Pipeline
+from titanlite.parallel.probe import NUM_QUERIES, BlockRecorder, BlockStatistics, mlp_units, state_unchanged
 from titanlite.step_clock import StepClock
 
 
@@ -27,7 +28,8 @@ from titanlite.step_clock import StepClock
 class ExecutionSettings:
     """The settings of ShardedModel that are not in the transformed modules.
 
-    `auxiliary_losses`: names of the auxiliary losses that the loss returns. `pipeline`: None without pipeline
+    `auxiliary_losses`: names of the auxiliary losses that the loss returns. `mlp_units`: the result of
+    `mlp_units` for the whole model; None: the model is not sharded. `pipeline`: None without pipeline
     parallel. `head_fn_for_logits`: the head_fn that returns the logits of the whole vocabulary.
     `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per step. `gathers_float8`:
     FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory. `clock`:
@@ -35,6 +37,7 @@ class ExecutionSettings:
 
     mesh: Mesh = ALONE
     auxiliary_losses: tuple[str, ...] = ()
+    mlp_units: Mapping[str, int] | None = None
     pipeline: Pipeline | None = None
     head_fn_for_logits: HeadFn = logits
     reduce_every_micro_batch: bool = False
@@ -202,3 +205,28 @@ class ShardedModel:
                 logits = self.sharding.gather_in_order(logits)
         reshard(self.net)
         return logits[:, :length]
+
+    @torch.no_grad()
+    def probe(self, batch: Batch) -> list[BlockStatistics]:
+        """Statistics of what happens inside all blocks of the model in a forward of one micro-batch per
+        data-parallel rank. Runs without torch.compile and changes no state. Waits for the device. Collective
+        over all ranks."""
+        inputs, device = self.model_inputs(batch), batch.inputs.device
+        units = mlp_units(self.net) if self.settings.mlp_units is None else self.settings.mlp_units
+        recorder = BlockRecorder(self.net, units, self.mesh, device)
+        attention = recorder.attention(inputs.attention, self._last_queries(batch).to(device))
+        inputs = inputs._replace(attention=attention, head_fn=lambda hidden, weight: hidden.new_zeros(()))
+        with state_unchanged(self.net, device), torch.compiler.set_stance("force_eager"), recorder.hooks():
+            self._forward(inputs)
+        reshard(self.net)
+        return recorder.statistics()
+
+    def _last_queries(self, batch: Batch) -> torch.Tensor:
+        """The indices of the last NUM_QUERIES tokens of each sequence among this rank's tokens of it; int64,
+        on the host."""
+        length, host = batch.inputs.shape[1], torch.device("cpu")
+        if self.sharding is None:
+            positions = torch.arange(length)
+        else:
+            positions = self.sharding.local_positions(length, host)
+        return (positions >= length - NUM_QUERIES).nonzero().flatten()

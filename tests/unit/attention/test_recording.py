@@ -1,0 +1,107 @@
+"""Every backend tells which keys a query sees: attention that is written out with these keys is what the
+backend computes. The statistics are those of a small example."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from tests.examples.sliding_window import SlidingWindow
+from titanlite.attention import flex
+from titanlite.attention.base import Attention
+from titanlite.attention.flex import Flex
+from titanlite.attention.kv_cache import KVCache
+from titanlite.attention.recording import RecordingAttention, attention_statistics
+from titanlite.attention.sdpa import CAUSAL, SDPA
+from titanlite.attention.varlen import Varlen
+
+T = 12
+QUERIES = torch.tensor([3, 5, 11])
+POSITIONS = torch.tensor([[*range(5), *range(7)], [*range(12)], [0, *range(10), 0]])
+
+
+def tensors() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [2 * torch.randn(3, T, heads, 8, generator=generator) for heads in (4, 2, 2)]
+
+
+def written_out(attention: Attention) -> torch.Tensor:
+    """Outputs [B, Q, H, E] of some queries, from the keys that `attention` names."""
+    q, k, v = tensors()
+    visible_keys = attention.visible_keys(k, QUERIES)
+    assert visible_keys is not None
+    keys, visible_BQS = visible_keys
+    k, v = (x.repeat_interleave(2, 2) for x in (keys, v))
+    scores = torch.einsum("bqhe,bshe->bhqs", q[:, QUERIES], k) / math.sqrt(8)
+    scores = scores.masked_fill(~visible_BQS[:, None], -math.inf)
+    return torch.einsum("bhqs,bshe->bqhe", scores.softmax(-1), v)
+
+
+MASKS = {
+    "causal": CAUSAL,
+    "documents": SDPA().for_documents(POSITIONS, 5),
+    "sliding window": SlidingWindow(window=3).for_sequences(POSITIONS),
+    "documents, sliding window": SlidingWindow(window=3).for_documents(POSITIONS, 5),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_named_keys_are_those_that_attention_uses(name: str) -> None:
+    actual = MASKS[name].attend(*tensors())[:, QUERIES]
+    assert torch.allclose(actual, written_out(MASKS[name]), atol=1e-5)
+    others = [written_out(mask) for other, mask in MASKS.items() if other != name]
+    assert not any(torch.allclose(actual, other, atol=1e-2) for other in others)  # control
+
+
+def test_the_kernels_for_cuda_name_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels themselves do not run on a CPU; tests/gpu/test_probe.py runs them."""
+    monkeypatch.setattr(flex, "_flex_attention", print)
+    monkeypatch.setattr(flex, "_create_block_mask", create_block_mask)
+    monkeypatch.setattr("titanlite.attention.varlen._varlen_attention", print)
+    wanted = MASKS["documents"].visible_keys(tensors()[1], QUERIES)
+    assert wanted is not None
+    gathered = torch.tensor([6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5])
+    for backend in (Flex(), Varlen()):
+        actual = backend.for_documents(POSITIONS, 5).visible_keys(tensors()[1], QUERIES)
+        assert actual is not None
+        assert torch.equal(actual[1], wanted[1])
+    positions = torch.arange(T)
+    for documents in (None, (POSITIONS == 0).cumsum(1)):
+        dense = SDPA().masked(positions, gathered, documents).visible_keys(tensors()[1], QUERIES)
+        block = Flex().masked(positions, gathered, documents).visible_keys(tensors()[1], QUERIES)
+        assert dense is not None
+        assert block is not None
+        assert torch.equal(dense[1].expand(3, -1, -1), block[1])
+
+
+def test_the_statistics_of_two_heads() -> None:
+    """Both heads share a key head: one query sees all four keys alike, the other two keys, unlike."""
+    q_BQHE = torch.tensor([[[[0.0, 0.0], [1.0, 0.0]], [[0.0, 0.0], [0.0, 2.0]]]])
+    k_BSKE = torch.tensor([[[[math.sqrt(2), 0.0]], [[0.0, 0.0]], [[0.0, 0.0]], [[99.0, 99.0]]]])
+    visible = torch.tensor([[[True, True, False, False], [True, True, True, False]]])
+    largest, entropy = attention_statistics(q_BQHE, k_BSKE, visible)
+    p = 1 / (1 + math.exp(-1))
+    unlike = -p * math.log(p) - (1 - p) * math.log(1 - p)
+    assert largest.tolist() == pytest.approx([0.0, 1.0])
+    assert entropy.tolist() == pytest.approx([math.log(2) + math.log(3), unlike + math.log(3)])
+
+
+def test_a_rank_without_queries_has_neutral_statistics() -> None:
+    q, k, _ = tensors()
+    largest, entropy = attention_statistics(q[:, :0], k, torch.ones(3, 0, T, dtype=torch.bool))
+    assert largest.tolist() == [-math.inf] * 4
+    assert entropy.tolist() == [0.0] * 4
+
+
+def test_recording_changes_no_output() -> None:
+    records = list[int]()
+    for attention in (MASKS["documents"], KVCache(T)):
+        if isinstance(attention, KVCache):
+            attention.advance(T, torch.device("cpu"))
+        recorder = RecordingAttention(attention, QUERIES, lambda a, b, count: records.append(count))
+        wanted = (MASKS["documents"] if attention is MASKS["documents"] else CAUSAL).attend(*tensors())
+        assert torch.equal(recorder.attend(*tensors()), wanted)
+    assert records == [3 * len(QUERIES)]  # the cache does not tell
