@@ -48,7 +48,7 @@ def test_the_list_of_modules_is_that_of_the_package() -> None:
 
 
 NAME = re.compile(
-    r'"((?:train|eval|throughput|probe|time|memory|gpu|data|progress|compile|checkpoint)/[a-z_]+)"'
+    r'"((?:train|eval|throughput|probe|time|memory|gpu|data|progress|compile|checkpoint|norms)/[a-z_]+)"'
 )
 
 

@@ -240,6 +240,15 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def num_ranks_and_copies(tensor: torch.Tensor) -> tuple[int, int]:
+    """The number of ranks that hold a shard or a copy of the tensor, and the number of copies of each shard:
+    a sum over ranks counts a shard that often."""
+    if not isinstance(tensor, DTensor):
+        return 1, 1
+    mesh = tensor.device_mesh
+    return mesh.size(), math.prod(mesh.size(i) for i, p in enumerate(tensor.placements) if p.is_replicate())
+
+
 def local_shard_and_offsets(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """This rank's shard of a tensor, and the index in the full tensor at which the shard begins, per dim."""
     if not isinstance(tensor, DTensor):

@@ -24,9 +24,10 @@ from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.hardware import Hardware
 from titanlite.metrics.memory import OutOfMemory, explain, phase
 from titanlite.metrics.meter import Meter
+from titanlite.metrics.parameters import ParameterStatistics
 from titanlite.metrics.profiling import Profiler
 from titanlite.metrics.slow_ranks import SlowRanks, time_breakdown
-from titanlite.parallel.clip import Clipper
+from titanlite.parallel.clip import Clipper, GradNorms
 from titanlite.parallel.compile import Compilations
 from titanlite.parallel.probe import probe_metrics
 from titanlite.parallel.sharded_model import ShardedModel
@@ -49,6 +50,7 @@ class Run:
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     clipper: Clipper
+    parameters: ParameterStatistics
     state: TrainState
     checkpoints: Checkpointer
     meter: Meter
@@ -173,9 +175,27 @@ class Run:
             **self.slow_ranks.report(self.rt.clock),
         }
 
-    def detail_values(self) -> dict[str, Any]:
-        """The additional metrics of a step with a detailed report. Waits for the device. Collective."""
-        return {**time_breakdown(self.rt.clock, self.rt.world_size), **self.hardware.report()}
+    def detail_values(self, norms: GradNorms, applied: torch.Tensor) -> dict[str, Any]:
+        """The additional metrics of a step with a detailed report. Waits for the device. Collective.
+
+        `norms`: of the step's gradients. `applied`: bool scalar, False if the step was skipped."""
+        return {
+            **self.parameter_metrics(norms, applied),
+            **time_breakdown(self.rt.clock, self.rt.world_size),
+            **self.hardware.report(),
+        }
+
+    def parameter_metrics(self, norms: GradNorms, applied: torch.Tensor) -> dict[str, Any]:
+        """Norms, update ratios, clipping and the gradient noise scale; the sinks get the norms of every
+        parameter. Arguments: see detail_values. Waits for the device. Collective."""
+        grad_norms = dict(zip(norms.names, norms.norms.tolist()))
+        parameters = self.parameters.measure(grad_norms, applied=bool(applied))
+        self.meter.sinks.table(self.state.step, "parameters", parameters.table())
+        values = parameters.values(self.rt.batch.global_size)
+        if self.clipper.num_clipped is not None:
+            num_clipped, num = self.rt.sum_scalars(self.clipper.num_clipped, torch.tensor(len(norms.names)))
+            values["train/clipped_tensors"] = (num_clipped / num).item()
+        return values
 
     def data_metrics(self) -> dict[str, int]:
         """The number of sequences skipped so far, if the run skips any for good."""

@@ -130,10 +130,12 @@ def _fsdp_groups(module: torch.nn.Module) -> list[Any]:
 # ---- tensors
 
 
-def foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> tuple[torch.Tensor, ...]:
+def foreach_norm(
+    tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, ...]:
     """The norm of each tensor, in few kernels. The norm of a tensor with NaN is NaN, also for `ord` =
-    infinity."""
-    return torch._foreach_norm(list(tensors), ord)
+    infinity. `dtype`: the dtype to compute in; default: that of the tensors."""
+    return torch._foreach_norm(list(tensors), ord, dtype=dtype)
 
 
 def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

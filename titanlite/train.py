@@ -24,6 +24,7 @@ from titanlite.job import Job, load_job
 from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.memory import building
+from titanlite.metrics.parameters import ParameterStatistics
 from titanlite.metrics.profiling import Profiler
 from titanlite.optim.base import guarded_step, set_lr
 from titanlite.parallel.apply import parallelize
@@ -113,6 +114,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         model=model,
         optimizer=optimizer,
         clipper=clipper,
+        parameters=ParameterStatistics(model.net, optimizer, job.optimizer, rt),
         state=state,
         checkpoints=checkpoints,
         meter=meter,
@@ -169,7 +171,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
         logged = evaluation or stop or num_steps == 1
         if logged or job.metrics.is_due(state.step, last_step):
-            detail = run.detail_values() if with_detail else {}
+            detail = run.detail_values(norms, apply) if with_detail else {}
             probed = run.probe(micro_batches[0]) if job.metrics.probe_is_due(state.step, last_step) else {}
             meter.report(state.step, run.values(loss, norm, micro_batches) | detail | probed | evaluation)
         if save_failed:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -87,6 +88,25 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
         `model`: this rank's parameters, under the names that they have in the whole model. With pipeline
         parallel these are the parameters of the rank's stages. `mesh`: for optimizers that communicate.
         """
+
+    def update_of(
+        self, weight: torch.Tensor, state: Mapping[str, torch.Tensor], group: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """What the newest step has subtracted from a parameter, recomputed from the optimizer's state for the
+        metrics `norms/update_ratio_*`. None, the default: unknown.
+
+        `weight`: the parameter after the step. `state`: its optimizer state, which is not empty. `group`: its
+        parameter group. Tensors are this rank's shards, and plain tensors; they must not be changed. No host
+        synchronisation."""
+        return None
+
+    def signal_and_noise(
+        self, state: Mapping[str, torch.Tensor], group: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Estimates for the gradient noise scale, summed over the elements of this rank's shard of a
+        parameter: the square of the expected gradient, and the variance of a step's gradient. Scalars; not
+        finite if the state does not tell. None, the default: unknown. Arguments: see `update_of`."""
+        return None
 
     def groups(self, model: Decoder) -> list[dict[str, Any]]:
         """Parameter groups for the constructor of a torch.optim.Optimizer: `params`, `lr` (the peak) and

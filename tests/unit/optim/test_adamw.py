@@ -138,3 +138,64 @@ def test_values_that_cannot_train_are_refused(key, value):
     with pytest.raises(ConfigError) as e:
         AdamW(**{key: value})
     assert e.value.key == key
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_the_update_is_recomputed_from_the_state(decay):
+    config = AdamW(lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=decay)
+    params = parameters()
+    optimizer = config.build(Parameters(params), ALONE)
+    for step in range(1, 4):
+        set_lr(optimizer, step / 3)
+        before = {name: p.detach().clone() for name, p in params.items()}
+        for name, gradient in gradients(params, seed=step).items():
+            params[name].grad = gradient
+        optimizer.step()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                (name,) = (name for name, other in params.items() if other is p)
+                state = {key: tensor.clone() for key, tensor in optimizer.state[p].items()}
+                update = config.update_of(p.detach(), optimizer.state[p], group)
+                torch.testing.assert_close(update, before[name] - p.detach(), rtol=1e-3, atol=1e-6)
+                assert all(torch.equal(state[key], optimizer.state[p][key]) for key in state)
+        optimizer.zero_grad()
+
+
+def measured_noise_scale(config, first, last, batch_size=64):
+    """Noise scales of a problem with a known one: by the means of signal and noise over steps, the truth, and
+    by the moments without the correction. A sequence's gradient is G plus noise of known variances."""
+    g = torch.Generator().manual_seed(0)
+    expected, sigma = torch.randn(2000, generator=g) * 0.05, torch.rand(2000, generator=g) + 0.5
+    p = nn.Parameter(torch.zeros(2000))
+    optimizer = torch.optim.AdamW([p], lr=1e-6, betas=(config.beta1, config.beta2), fused=True)
+    estimates, naive = torch.zeros(2), []
+    for step in range(1, last + 1):
+        p.grad = expected + sigma / math.sqrt(batch_size) * torch.randn(2000, generator=g)
+        optimizer.step()
+        if step >= first:
+            state, group = optimizer.state[p], optimizer.param_groups[0]
+            estimates += torch.stack(config.signal_and_noise(state, group))
+            m, v = state["exp_avg"], state["exp_avg_sq"]
+            naive.append((batch_size * (v - m**2).sum() / (m**2).sum()).item())
+    signal, noise = estimates.tolist()
+    truth = (sigma.square().sum() / expected.square().sum()).item()
+    return batch_size * noise / signal, truth, sum(naive) / len(naive)
+
+
+def test_the_noise_scale_of_a_known_problem():
+    ours, truth, naive = measured_noise_scale(AdamW(), first=200, last=800)
+    assert truth == pytest.approx(407.8, abs=0.1)
+    assert ours == pytest.approx(truth, rel=0.02)
+    assert naive < 0.8 * truth  # control: without the correction
+
+
+def test_the_noise_scale_is_unbiased_in_early_steps():
+    runs = [measured_noise_scale(AdamW(beta1=beta1), first=2, last=12)[:2] for beta1 in (0.5, 0.9)]
+    for ours, truth in runs:
+        assert ours == pytest.approx(truth, rel=0.25)
+
+
+def test_one_step_or_no_momentum_tells_nothing_of_the_noise():
+    for config, step in ((AdamW(), 1), (AdamW(beta1=0.0), 5)):
+        state = {"step": torch.tensor(float(step)), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+        assert not any(value.isfinite() for value in config.signal_and_noise(state, {}))

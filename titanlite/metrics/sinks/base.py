@@ -20,7 +20,7 @@ from titanlite.log import logger
 
 Values = Mapping[str, Any]  # metric name: int, float or str
 Event = Literal["resumed", "skipped", "spike", "rewound", "saved"]
-Table = Literal["probe"]
+Table = Literal["parameters", "probe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,9 @@ class Writer:
         such as loss, grad_norm, first_sequence, last_sequence and reason; may be empty."""
 
     def table(self, step: int, kind: Table, values: Values) -> None:
-        """Take a table of one step, whose values are too many for metrics: `probe`, statistics by block and
-        head. `values` may be nested."""
+        """Take a table of one step, whose values are too many for metrics: `parameters`, norm of gradient,
+        norm of weight and update ratio by parameter; `probe`, statistics by block and head. `values` may be
+        nested."""
 
     def close(self) -> None:
         """Flush; the last call."""

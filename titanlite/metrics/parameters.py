@@ -1,0 +1,144 @@
+"""Statistics of every parameter for detailed reports: norms of gradient and weight, the size of the update
+relative to the weight, and the gradient noise scale."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from titanlite.mesh import local_shard, num_ranks_and_copies
+from titanlite.optim.base import Optimizer
+from titanlite.torch_compat import foreach_norm, plain_tensor
+
+
+class Ranks(Protocol):
+    """What the statistics need of the Runtime."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of `value` over all ranks."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+
+
+class ParameterReport(NamedTuple):
+    """Statistics of the trained parameters of the whole model, in the order of `names`; equal on all ranks.
+
+    `update_ratios`: norm of the newest update relative to the norm of the weight; None: unknown, or the step
+    was skipped, or the weight is 0. `signal`, `noise`: squared norm of the expected gradient, and expected
+    squared distance of a step's gradient from it; None: unknown."""
+
+    names: list[str]
+    grad_norms: list[float]
+    weight_norms: list[float]
+    update_ratios: list[float | None]
+    signal: float | None
+    noise: float | None
+
+    def table(self) -> dict[str, Any]:
+        """Norm of the gradient, norm of the weight and update ratio by name, for the sinks."""
+        columns = zip(self.names, self.grad_norms, self.weight_norms, self.update_ratios)
+        return {"parameters": {name: numbers for name, *numbers in columns}}
+
+    def values(self, sequences_per_step: int) -> dict[str, Any]:
+        """The metrics: extremes with the names of their parameters, and the noise scale."""
+        grad_max, name = max(zip(self.grad_norms, self.names), key=lambda pair: _nan_first(pair[0]))
+        values: dict[str, Any] = {
+            "norms/grad_max": grad_max,
+            "norms/grad_max_name": name,
+            "norms/weight": math.hypot(*self.weight_norms),
+        }
+        ratios = [(ratio, name) for ratio, name in zip(self.update_ratios, self.names) if ratio is not None]
+        if ratios:
+            values["norms/update_ratio_min"], values["norms/update_ratio_min_name"] = min(ratios)
+            values["norms/update_ratio_median"] = statistics.median(ratio for ratio, _ in ratios)
+            values["norms/update_ratio_max"], values["norms/update_ratio_max_name"] = max(ratios)
+        if self.signal is not None and self.noise is not None:
+            values["train/noise_scale_signal"] = self.signal
+            values["train/noise_scale_noise"] = self.noise
+            if min(self.signal, self.noise) > 0:
+                values["train/noise_scale_sequences"] = sequences_per_step * self.noise / self.signal
+        return values
+
+
+class ParameterStatistics:
+    """Measures the statistics of every parameter on any layout. Collective. `net`, `optimizer`: this rank's
+    stages and shards. `config`: the optimizer's component."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: Optimizer,
+        ranks: Ranks,
+    ):
+        self._optimizer, self._config, self._ranks = optimizer, config, ranks
+        names: dict[torch.Tensor, str] = {p: name for name, p in net.named_parameters()}
+        self._groups = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"]}
+        own = [name for name in names.values() if name in self._groups]
+        self._names = list(dict.fromkeys(name for names in ranks.gather(own) for name in names))
+
+    @torch.no_grad()
+    def measure(self, grad_norms: Mapping[str, float], applied: bool) -> ParameterReport:
+        """Measure after an optimizer step. Collective, with one all-reduce; waits for the device.
+
+        `grad_norms`: norms of the whole gradients of this rank's parameters, by name. `applied`: False if
+        the step was skipped. The update is recomputed from the optimizer's state, one parameter at a time, so
+        no copy of the weights is needed."""
+        columns = {name: i for i, name in enumerate(self._names)}
+        table = torch.zeros(5, len(columns), dtype=torch.float64)
+        for name, shares in self._shares(applied).items():
+            ranks, copies = num_ranks_and_copies(self._groups[name][0])
+            table[0, columns[name]] = grad_norms.get(name, 0.0) / ranks
+            table[1:, columns[name]] = torch.tensor(shares, dtype=torch.float64) / copies
+        table = self._ranks.sum(table.float().to(self._ranks.device))
+        grads, weights, updates, signal, noise = table.tolist()
+        weights = [math.sqrt(square) for square in weights]
+        ratios = [
+            math.sqrt(update) / weight if weight and math.isfinite(update) else None
+            for update, weight in zip(updates, weights)
+        ]
+        sums = [sum(signal), sum(noise)]
+        known = all(map(math.isfinite, sums))
+        return ParameterReport(self._names, grads, weights, ratios, *(sums if known else (None, None)))
+
+    def _shares(self, applied: bool) -> dict[str, list[float]]:
+        """By parameter, this rank's shares of: squared norm of the weight, squared norm of the update, signal
+        and noise. NaN: unknown."""
+        shards = {name: _plain_shard(p.detach()) for name, (p, _) in self._groups.items()}
+        if not shards:
+            return {}
+        rows = []
+        for (name, shard), norm in zip(shards.items(), _norms(list(shards.values()))):
+            parameter, group = self._groups[name]
+            state = {key: _plain_shard(t) for key, t in self._optimizer.state.get(parameter, {}).items()}
+            unknown = torch.full_like(norm, math.nan)
+            update = self._config.update_of(shard, state, group) if applied and state else None
+            moments = self._config.signal_and_noise(state, group) if state else None
+            signal, noise = (unknown, unknown) if moments is None else moments
+            update_norm = unknown if update is None else _norms([update])[0]
+            rows.append(torch.stack([norm.square(), update_norm.square(), signal.to(norm), noise.to(norm)]))
+        return dict(zip(shards, torch.stack(rows).tolist()))
+
+
+def _plain_shard(tensor: torch.Tensor) -> torch.Tensor:
+    return local_shard(plain_tensor(tensor))
+
+
+def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each tensor; in fp64 on CPU, where torch sums sequentially."""
+    dtype = torch.float64 if tensors[0].device.type == "cpu" else None
+    return list(foreach_norm(tensors, dtype=dtype))
+
+
+def _nan_first(value: float) -> float:
+    """A sort key by which max() finds a NaN."""
+    return math.inf if math.isnan(value) else value
