@@ -50,7 +50,6 @@ class Run:
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     clipper: Clipper
-    parameters: ParameterStatistics
     state: TrainState
     checkpoints: Checkpointer
     meter: Meter
@@ -61,6 +60,7 @@ class Run:
         rt = self.rt
         self.slow_ranks = SlowRanks(rt.rank, rt.world_size, rt.gather_floats, rt.gather)
         self.hardware = Hardware(rt.device, rt.gather_floats)
+        self.parameters = ParameterStatistics(self.model.net, self.optimizer, self.job.optimizer, rt)
 
     def __enter__(self) -> Run:
         return self

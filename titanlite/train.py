@@ -24,7 +24,6 @@ from titanlite.job import Job, load_job
 from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.memory import building
-from titanlite.metrics.parameters import ParameterStatistics
 from titanlite.metrics.profiling import Profiler
 from titanlite.optim.base import guarded_step, set_lr
 from titanlite.parallel.apply import parallelize
@@ -114,7 +113,6 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         model=model,
         optimizer=optimizer,
         clipper=clipper,
-        parameters=ParameterStatistics(model.net, optimizer, job.optimizer, rt),
         state=state,
         checkpoints=checkpoints,
         meter=meter,

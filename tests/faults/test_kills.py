@@ -37,9 +37,13 @@ FILES = {
     "env.json",
     "run_identity.json",
     "run_id.txt",
+    "sources.json",
     "metrics.jsonl",
+    "events.jsonl",
+    "parameters.jsonl",
     "checkpoint",
 }
+SUPERSEDED = {"metrics.superseded.jsonl", "parameters.superseded.jsonl"}
 
 
 @dataclass
@@ -92,7 +96,7 @@ class Run:
     def left(self) -> set[str]:
         """Names of all files and folders except committed checkpoints and the files that a run always has."""
         names = {p.name for p in self.checkpoints.iterdir()} - {f"step-{s}" for s in range(STEPS + 1)}
-        return names | ({p.name for p in self.folder.iterdir()} - FILES - {"metrics.superseded.jsonl"})
+        return names | ({p.name for p in self.folder.iterdir()} - FILES - SUPERSEDED)
 
 
 Start = Callable[..., Run]
