@@ -9,7 +9,7 @@ from typing import Any
 from titanlite.report.charts import short
 
 RESTARTS = ("started", "resumed", "rewound")  # events after which later steps are trained again
-VERBS = {"skipped": "skipped step", "spike": "spike at step", "rewound": "rewound to step"}
+VERBS = {"skipped": "skipped step", "spike": "spike detected at step", "rewound": "rewound to step"}
 VERBS |= {"resumed": "resumed after step", "saved": "saved step", "started": "started at step"}
 NAMES = {"grad_norm": "gradient norm"}
 
@@ -26,12 +26,13 @@ class RunEvent:
 
     @property
     def details(self) -> str:
-        """The numbers and texts of the event, such as `loss 9.1; sequences 48 to 63`."""
+        """The numbers and texts of the event, such as `not finite; loss nan; sequences 48 to 63`."""
         about = {key: value for key, value in self.about.items() if value not in (None, "")}
         first, last, reason = (about.pop(key, None) for key in ("first_sequence", "last_sequence", "reason"))
-        parts = [f"{NAMES.get(key, key.replace('_', ' '))} {_text(value)}" for key, value in about.items()]
+        parts = [str(reason)] if reason else []
+        parts += [f"{NAMES.get(key, key.replace('_', ' '))} {_text(value)}" for key, value in about.items()]
         parts += [] if first is None or last is None else [f"sequences {_text(first)} to {_text(last)}"]
-        return "; ".join([*parts, *([str(reason)] if reason else [])])
+        return "; ".join(parts)
 
     @property
     def text(self) -> str:

@@ -272,6 +272,21 @@ def test_a_disk_that_stays_full(tmp_path: Path, disk: FullDisk, log: pytest.LogC
     assert log.messages[1:] == [f"{path}: its last 2 records could not be written"]
 
 
+def test_records_that_wait_at_a_rewind_are_superseded(tmp_path: Path, disk: FullDisk) -> None:
+    path, superseded = tmp_path / "metrics.jsonl", tmp_path / "metrics.superseded.jsonl"
+    sink = JsonLines(path, 0)
+    sink.write(1, {"train/loss": 2.5})
+    disk.room = 0
+    for step in (2, 3):
+        sink.write(step, {"train/loss": 9.5})
+    sink.event(1, "rewound", {})
+    sink.write(2, {"train/loss": 2.5})
+    disk.room = 1 << 40
+    write(sink, 3)
+    assert path.read_bytes() == line(1) + line(2) + line(3)
+    assert superseded.read_bytes() == (line(2) + line(3)).replace(b"2.5", b"9.5")
+
+
 def test_a_rewind_on_a_full_disk(
     tmp_path: Path, disk: FullDisk, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,6 +251,7 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     log = EventLog(folder / "events.jsonl", 0)
     log.event(50, "skipped", {"loss": math.nan, "first_sequence": 784, "last_sequence": 799})
     log.event(120, "skipped", {})
+    log.event(100, "skipped", {"reason": "outlier", "loss": 12.0})
     log.event(125, "spike", {"loss": 9.25})
     log.event(100, "rewound", {"reason": "<b>spike"})
     log.event(200, "spike", {})
@@ -261,8 +262,9 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     marks = data_of(page)["charts"][0]["marks"]
     assert [(mark["kind"], mark["text"], mark["x"]) for mark in marks] == [
         ("skipped", "run: skipped step 50: loss nan; sequences 784 to 799", 5_000_000),
+        ("skipped", "run: skipped step 100: outlier; loss 12", 10_000_000),
         ("rewound", "run: rewound to step 100: <b>spike", 10_000_000),
-        ("spike", "run: spike at step 200", 20_000_000),
+        ("spike", "run: spike detected at step 200", 20_000_000),
     ]
     assert page.count('class="mark spike run0"') == 2  # on the charts of the loss and of the throughput
     table = page[page.index("<h2>Events</h2>") :]
@@ -273,11 +275,12 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
         ("200", "spike", "", ""),
         ("100", "rewound", "&lt;b&gt;spike", ""),
         ("125", "spike", "loss 9.25", "yes"),
+        ("100", "skipped", "outlier; loss 12", ""),
         ("120", "skipped", "", "yes"),
         ("50", "skipped", "loss nan; sequences 784 to 799", ""),
     ]
     assert "the run rewound once" in page
-    assert "events.jsonl: damaged records are left out, in 2 lines: 8, 9" in page
+    assert "events.jsonl: damaged records are left out, in 2 lines: 9, 10" in page
 
 
 def test_gpu_hours_count_the_ranks_of_each_start(tmp_path: Path) -> None:
