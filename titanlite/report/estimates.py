@@ -93,6 +93,14 @@ def smooth(series: Series, max_points: int = 700) -> tuple[Ints, Floats]:
     return at, np.array([np.median(series.values[max(0, i - half) : i + half + 1]) for i in at])
 
 
+def ratio_of_means(above: Floats, below: Floats, size: int) -> Floats:
+    """Return the mean of `above` divided by the mean of `below` over each window of `size` values. NaN where
+    a mean is not above 0. The mean of the ratios themselves would be biased."""
+    means = np.mean(windows(above, size), axis=1), np.mean(windows(below, size), axis=1)
+    is_valid = (means[0] > 0) & (means[1] > 0)
+    return np.where(is_valid, means[0] / np.where(is_valid, means[1], 1.0), np.nan)
+
+
 def mean_with_error(values: Floats) -> Estimate:
     """Return the mean of correlated values, with its standard error."""
     mean = float(np.mean(values))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titanlite.report.charts import Chart, Line, Mark, downsample
-from titanlite.report.estimates import Floats, Series, noise, smooth
+from titanlite.report.estimates import Floats, Series, noise, ratio_of_means, smooth
 from titanlite.report.pairs import difference
 from titanlite.report.recorded_run import RecordedRun
 from titanlite.report.timeline import timeline
@@ -32,8 +32,9 @@ KNOWN = [
 NOT_SHOWN = {
     "train/loss", "train/perplexity", "eval/perplexity", "eval/tokens", "progress/total_tokens",
     "progress/sequences", "throughput/tokens_per_second_per_device", "throughput/tflops",
-    "memory/peak_allocated_gib", "time/to_first_step_s", "time/validation_s", "time/generation_s",
-    "time/profiling_s", "checkpoint/stall_s", "compile/graphs", "compile/seconds",
+    "train/noise_scale_sequences", "memory/peak_allocated_gib", "time/to_first_step_s",
+    "time/validation_s", "time/generation_s", "time/profiling_s", "checkpoint/stall_s",
+    "compile/graphs", "compile/seconds",
 }  # fmt: skip
 MAX_OTHERS = 40  # charts of a group
 MAX_MARKS = 300  # of a run: of saves, and of other events
@@ -42,6 +43,7 @@ MARKS = {
     "spike": "triangle: spike", "saved": "tick: saved",
 }  # fmt: skip
 SMALL = 700  # points of a line without noise
+NUM_AVERAGED = 20  # reports of the noise scale
 MANY = 200  # points from which on a noisy metric also has a smoothed line
 
 
@@ -63,13 +65,14 @@ def main_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
             marks = [mark for i, run in enumerate(runs) for mark in marks_of(run, i)]
             chart = replace(chart, marks=marks, note=_explained(marks))
         charts.append(chart)
+    charts.append(_noise_scales(runs))
     return [chart for chart in charts if chart.lines]
 
 
 def other_charts(runs: Sequence[RecordedRun]) -> list[Group]:
     """Return charts of all other metrics that change in some run, by the first word of their names."""
     shown = NOT_SHOWN | {key for key, _, _ in KNOWN}
-    keys = sorted({key for run in runs for key in run.keys} - shown)
+    keys = sorted({key for run in runs for key in run.keys if not key.endswith("_rank")} - shown)
     charts = {key: metric_chart(runs, key, key, "") for key in keys}
     changing = [key for key in keys if any(np.ptp(line.y) > 0 for line in charts[key].lines)]
     groups = []
@@ -168,6 +171,28 @@ def _differences(runs: Sequence[RecordedRun]) -> list[Chart]:
     note = "area: two standard deviations of the noise of one logged step" if max(bands) else ""
     title = f"Training loss minus that of {runs[0].name}"
     return [Chart(title, x_label(runs), lines, "nats", note, band=max(bands))]
+
+
+def _noise_scales(runs: Sequence[RecordedRun]) -> Chart:
+    """Return the chart of the gradient noise scale."""
+    scales = [(i, noise_scale(run)) for i, run in enumerate(runs)]
+    lines = [Line(i, *downsample(scale.tokens, scale.values, SMALL)) for i, scale in scales if len(scale)]
+    note = f"means of noise and signal over up to {NUM_AVERAGED} reports, then divided"
+    return Chart("Gradient noise scale", x_label(runs), lines, "sequences", note)
+
+
+def noise_scale(run: RecordedRun) -> Series:
+    """Return the gradient noise scale in sequences, from means over some reports."""
+    noises, signals = run.series("train/noise_scale_noise"), run.series("train/noise_scale_signal")
+    single = run.series("train/noise_scale_sequences")
+    if not len(single) or not np.array_equal(noises.steps, signals.steps):
+        return single[:0]
+    at = np.searchsorted(noises.steps, single.steps)
+    # The single values are sequences per step x noise / signal.
+    per_step = float(np.median(single.values * signals.values[at] / noises.values[at]))
+    ratios = ratio_of_means(noises.values, signals.values, min(NUM_AVERAGED, max(len(noises) // 4, 1)))
+    last = noises[-len(ratios) :]
+    return Series(last.steps, last.tokens, per_step * ratios).finite()
 
 
 def _by_cost(runs: Sequence[RecordedRun]) -> list[Chart]:

@@ -23,7 +23,7 @@ from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.report.charts import MAX_POINTS, Chart, Line, downsample, short, svg, ticks
 from titanlite.report.facts import facts
-from titanlite.report.figures import other_charts
+from titanlite.report.figures import NUM_AVERAGED, main_charts, noise_scale, other_charts
 from titanlite.report.page import report
 from titanlite.report.recorded_run import names_of, read_run
 
@@ -306,6 +306,22 @@ def test_other_metrics_are_grouped_by_the_first_word(tmp_path: Path) -> None:
     assert '<summary>norms <span class="faint">45 metrics</span></summary>' in page
     numbers = [int(number) for number in re.findall(r'data-chart="(\d+)"', page)]
     assert numbers == list(range(len(data_of(page)["charts"])))
+
+
+def test_the_noise_scale_is_a_ratio_of_means(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    signal, noises = 1 + rng.normal(size=400), 4 + rng.normal(size=400)  # a mean of ratios is far from 4
+    single = [256 * a / b if min(a, b) > 0 else None for a, b in zip(noises.tolist(), signal.tolist())]
+    keys = ("signal", "noise", "sequences")
+    metrics = {f"train/noise_scale_{key}": x for key, x in zip(keys, (signal, noises, single))}
+    run = read_run(write_run(tmp_path / "run", metrics), "run")
+    scale = noise_scale(run)
+    assert len(scale) == 400 - NUM_AVERAGED + 1
+    assert float(np.median(scale.values)) == pytest.approx(4 * 256, rel=0.1)
+    assert [chart.title for chart in main_charts([run])] == ["Gradient noise scale"]
+    assert "train/noise_scale_sequences" not in [c.title for g in other_charts([run]) for c in g.charts]
+    without = read_run(write_run(tmp_path / "other", {"train/loss": [3.0, 2.0]}), "other")
+    assert len(noise_scale(without)) == 0
 
 
 def test_a_report_needs_no_torch() -> None:
