@@ -121,6 +121,7 @@ class Job:
             micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.cp,
             cpu_offload=training.enable_cpu_offload,
         )
+        self.guard.check(self.checkpoint.enable)
         self.validation.check(bool(self.data.holdout_sequences or self.data.validation_sources))
         self.model.check_length(training.seq_len)
         self.lr_scheduler.check(training.steps)

@@ -15,6 +15,7 @@ from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.data.batch import Batch
 from titanlite.data.loader import SequenceDataset, SequenceLoader
+from titanlite.data.skips import SkippedSequences
 from titanlite.errors import Diverged, LoaderError
 from titanlite.evaluate import validate
 from titanlite.generate import generate
@@ -138,14 +139,46 @@ class Run:
     def read_guard(self, leave: int = 0) -> str | None:
         """Report skipped steps and spikes to the sinks; the newest `leave` steps are not read yet. Returns
         the reason if training has diverged: too many steps in a row were not finite, or the last step of the
-        run was not, or a spike is to end the run."""
+        run was not, or a spike is to end the run. A spike that the last step makes certain ends the run, too:
+        there is no step left in which it could rewind."""
         for step, event, about in self.guard.read(leave):
             self.meter.sinks.event(step, event, about)
         is_over = leave == 0 and self.state.step >= self.job.training.steps
-        if self.guard.diverged or (is_over and self.guard.ended_in_streak(self.state.step)):
+        ends_badly = self.guard.ended_in_streak(self.state.step) or self.guard.must_rewind
+        if self.guard.diverged or (is_over and ends_badly):
             reason, first_step = self.guard.reason(), self.guard.first_bad_step()
             return f"{reason}; {self.checkpoints.recovery_advice(before=first_step)}"
         return None
+
+    def rewind(self) -> None:
+        """After a spike, go back to the newest healthy checkpoint that is at least guard.rewind_margin steps
+        older, and skip the sequences of the spike for good. Raises Diverged if there is no such checkpoint.
+        Collective."""
+        config, guard, state, spike = self.job.guard, self.guard, self.state, self.guard.spike
+        assert spike is not None
+        first, last = guard.sequences_of(spike.start_step - config.skip_before, spike.detected_step)
+        step, num_rewinds = state.step, guard.num_rewinds + 1
+        with self.meter.untimed("time/rewind_s"):
+            latest = spike.start_step - config.rewind_margin
+            if not self.checkpoints.rewind(latest, self.model.net, self.optimizer, state):
+                raise Diverged(
+                    f"{guard.reason()}; no healthy checkpoint of step {max(latest, 0)} or earlier exists, to "
+                    f"which guard.rewind_margin = {config.rewind_margin} allows to rewind; "
+                    f"{self.checkpoints.recovery_advice(spike.start_step)}"
+                )
+            train = self.checkpoints.resumed_train
+            assert train is not None
+            guard.load_state_dict(train["guard"], state.step)
+            guard.num_rewinds = num_rewinds
+            self.model.weights_changed()
+            state.skipped |= SkippedSequences.of([(first, last)])
+            self.loader.load_state_dict({"sequences": state.num_sequences}, state.skipped)
+        logger.info(
+            f"rewound from step {step} to step {state.step}; the sequences {first} to {last} are skipped for "
+            f"good (rewind {num_rewinds}, the run ends at the spike after rewind {config.max_rewinds})"
+        )
+        about = {"from_step": step, "first_sequence": first, "last_sequence": last, "rewinds": num_rewinds}
+        self.meter.sinks.event(state.step, "rewound", about)
 
     def report_saves(self) -> None:
         """Tell the sinks which checkpoints have become complete."""

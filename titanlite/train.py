@@ -80,7 +80,8 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     # Raises ConfigError if the run folder holds a run with another identity.
     exports = startup.exporter(job, tokenizer, requests)
     job_toml = startup.job_toml_text(job, about)
-    checkpoints = Checkpointer(job.checkpoint, job.folder, identity, job_toml, exports)
+    rewind_distance = job.guard.rewind_distance
+    checkpoints = Checkpointer(job.checkpoint, job.folder, identity, job_toml, exports, rewind_distance)
     startup.check_data(job, rt.batch.global_size, sequences, checkpoints.resumed_train)
 
     startup.log_start(job, rt, about, sequences, kernel)
@@ -162,6 +163,9 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         # Reading the newest step's decision would wait for the device.
         if reason := run.read_guard(leave=1):
             raise Diverged(reason)
+        if guard.must_rewind:
+            run.rewind()
+            continue
 
         evaluation = run.validate() if job.validation.is_due(state.step, last_step) else {}
         if due(job.generation.freq, state.step, last_step):

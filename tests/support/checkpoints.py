@@ -25,6 +25,7 @@ GUARD = {
     "spikes": SpikeDetector().state_dict(),
     "unreported_spikes": [],
     "sequences": [[1, 0, 8]],
+    "num_rewinds": 0,
 }
 EXTRA = {"global_batch_size": 8, "guard": GUARD, "healthy": True}
 IDENTITY = {"model": {"dim": 4}, "data": {"seed": 0, "sources": {"abc": 1000}}}

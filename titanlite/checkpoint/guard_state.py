@@ -13,7 +13,7 @@ MAX_LOSSES, MAX_STEPS = 272, 16  # that the spike detector keeps
 def check_guard(guard: Any) -> None:
     """Raise ValueError for a value that no run has written."""
     expect(guard, streak=int, skipped_steps=int, outliers=dict, spikes=dict)
-    expect(guard, unreported_spikes=list, sequences=list)
+    expect(guard, unreported_spikes=list, sequences=list, num_rewinds=int)
     outliers, spikes = guard["outliers"], guard["spikes"]
     expect(outliers, streak=int, losses=list, log_norms=list)
     expect(spikes, losses=list, steps=list, num_high=int, num_low=int, start_step=int)

@@ -23,7 +23,7 @@ from titanlite.log import logger
 from titanlite.metrics.decisions import Decision, StepSequences
 from titanlite.metrics.outliers import NO_OUTLIERS, Evidence, Outliers
 from titanlite.metrics.sinks.base import Event
-from titanlite.metrics.spikes import Spike, SpikeDetector
+from titanlite.metrics.spikes import MAX_DELAY, Spike, SpikeDetector
 
 MAX_WINDOW = 10_000  # each checkpoint holds the window
 
@@ -50,11 +50,20 @@ class Guard:
     """Number of steps in a row that are not finite after which the run ends with exit code 4, because
     training has diverged. After as many outliers in a row the next step is applied, and later steps are
     compared with the steps from that one on."""
-    on_spike: Literal["log", "stop"] = "log"
+    on_spike: Literal["log", "stop", "rewind"] = "log"
     """Reaction to a spike, which is a loss that rises and stays up: the median of the newest 16 accepted
     losses lies above that of the 256 before, by more than 6 standard deviations and 0.1 nats, for 16 steps in
     a row. `log`: log it, and tell the sinks. `stop`: also end the run with exit code 4, and name the
-    checkpoint to go back to."""
+    checkpoint to go back to. `rewind`: go back to an earlier checkpoint without a restart, and skip the
+    sequences of the spike for good. Without such a checkpoint the run ends as with `stop`."""
+    rewind_margin: int = 100
+    """A rewind goes back to the newest healthy checkpoint that is at least so many steps older than the first
+    step of the spike. Such a checkpoint is kept beside those of checkpoint.keep_latest_k."""
+    skip_before: int = 0
+    """Steps before the first step of a spike whose sequences a rewind skips, too. The other skipped sequences
+    are those of the spike's first step up to the step at which it was detected."""
+    max_rewinds: int = 3
+    """Number of rewinds of a run. The next spike ends it with exit code 4."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "window", "min_window", "max_consecutive")
@@ -64,11 +73,32 @@ class Guard:
             raise ConfigError(f"{self.window} is above {MAX_WINDOW}", "window")
         if self.min_window > self.window:
             raise ConfigError(f"{self.min_window} is above guard.window = {self.window}", "min_window")
+        check_at_least(self, 0, "rewind_margin", "skip_before", "max_rewinds")
+        if self.skip_before > self.rewind_margin:
+            raise ConfigError(
+                f"{self.skip_before} is above guard.rewind_margin = {self.rewind_margin}: a rewind skips no "
+                "sequences from before its checkpoint",
+                "skip_before",
+            )
 
     @property
     def limit(self) -> int:
         """Non-finite steps in a row at which the run ends."""
         return self.max_consecutive if self.skip_non_finite else 1
+
+    @property
+    def rewind_distance(self) -> int | None:
+        """How many steps older than the newest step a checkpoint has to be for a rewind from a spike that was
+        just detected; None if the run never rewinds."""
+        return self.rewind_margin + MAX_DELAY if self.on_spike == "rewind" else None
+
+    def check(self, saves_checkpoints: bool) -> None:
+        """Raises ConfigError for a rewind without checkpoints."""
+        if self.on_spike == "rewind" and not saves_checkpoints:
+            raise ConfigError(
+                "a rewind goes back to a checkpoint, and checkpoint.enable = false saves none",
+                "guard.on_spike",
+            )
 
 
 class GuardEvent(NamedTuple):
@@ -106,7 +136,7 @@ class _Unread(NamedTuple):
 class StepGuard:
     """Judges each step on the device, and reads the decisions on the host. The state: the streak, which is
     the number of non-finite steps in a row up to the newest step; the number of all skipped steps; the states
-    of the outliers and of the spike detector; the sequences of all steps."""
+    of the outliers and of the spike detector; the sequences of all steps; the number of rewinds."""
 
     def __init__(self, config: Guard, device: torch.device, world_size: int = 1):
         self.config, self._world_size = config, world_size
@@ -123,7 +153,8 @@ class StepGuard:
         self._last_streak: tuple[int, int] | None = None  # first and last step of the newest streak known
         self.diverged = False
         self.spike: Spike | None = None
-        """The newest spike that read() has returned."""
+        """The newest spike that read() has returned since the last rewind."""
+        self.num_rewinds = 0
 
     def summands(self, grad_norm: torch.Tensor) -> list[torch.Tensor]:
         """What judge() needs of the gradient norm, to be summed over all ranks: whether it is not finite, and
@@ -199,9 +230,16 @@ class StepGuard:
         first, last = self.sequences_of(spike.start_step, spike.detected_step)
         logger.info(f"{spike}; the sequences of these steps are {first} to {last}")
         self.spike = spike
-        self.diverged = self.diverged or self.config.on_spike == "stop"
+        can_rewind = self.num_rewinds < self.config.max_rewinds
+        ends = {"log": False, "stop": True, "rewind": not can_rewind}
+        self.diverged = self.diverged or ends[self.config.on_spike]
         about = asdict(spike) | {"first_sequence": first, "last_sequence": last}
         return GuardEvent(spike.detected_step, "spike", about)
+
+    @property
+    def must_rewind(self) -> bool:
+        """Whether read() has returned a spike after which the run has to rewind."""
+        return self.spike is not None and self.config.on_spike == "rewind" and not self.diverged
 
     def sequences_of(self, first_step: int, last_step: int) -> tuple[int, int]:
         """The first sequence of one step and the last sequence of another. All steps of the run that were
@@ -228,7 +266,7 @@ class StepGuard:
         return int(self._skipped.item())
 
     def _spike_ends_the_run(self) -> Spike | None:
-        return self.spike if self.config.on_spike == "stop" else None
+        return self.spike if self.config.on_spike != "log" else None
 
     def reason(self) -> str:
         """Why the run ends, if it has diverged or its last step was not finite."""
@@ -258,6 +296,7 @@ class StepGuard:
             "spikes": self._spikes.state_dict(),
             "unreported_spikes": spikes,
             "sequences": self._sequences.state_dict(),
+            "num_rewinds": self.num_rewinds,
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
@@ -273,4 +312,4 @@ class StepGuard:
         self._unread.clear()
         self._unreported = [Spike(**spike) for spike in state["unreported_spikes"]]
         self._last_streak = (step - state["streak"] + 1, step) if state["streak"] else None
-        self.diverged, self.spike = False, None
+        self.diverged, self.spike, self.num_rewinds = False, None, state["num_rewinds"]

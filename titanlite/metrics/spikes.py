@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 RECENT, BEFORE = 16, 256  # accepted losses whose medians are compared
+MAX_DELAY = 2 * RECENT  # accepted steps from the first step of a spike until it is certain, at most
 SIGMAS = 6.0
 LEAST_HEIGHT = 0.1  # nats
 MAD_TO_SIGMA = 1.4826  # standard deviation of normal noise / its median absolute deviation

@@ -1,0 +1,135 @@
+"""A spike of the loss that its data cause: the run finds it, goes back once, and never trains on its
+sequences again. It is then equal, bit by bit, to a run that skipped these sequences from the start, on every
+number of ranks and with resumes in between."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+
+from tests.support.checkpoints import archived
+from tests.support.jobs import make_job, metrics_of
+from tests.support.runs import history, state_of
+from tests.support.spikes import garbage_sequences
+from tests.support.tiers import full
+from titanlite.errors import Diverged
+from titanlite.metrics import spikes
+from titanlite.train import train
+
+BATCH = 8
+BASE = [
+    "--training.seq_len=16",
+    "--training.local_batch_size=2",
+    "--optimizer.lr=1e-3",
+    "--model.overrides.n_layers=1",
+    "--lr_scheduler.total_steps=2000",
+    "--checkpoint.interval=20",
+    "--checkpoint.async_mode=disabled",
+    "--validation.enable=false",
+    "--metrics.detail_freq=0",
+]
+REWIND = ["--guard.on_spike=rewind", "--guard.rewind_margin=15"]
+
+
+class Case(NamedTuple):
+    """A run on `ranks` ranks whose spike detector compares with `num_before` losses. The sequences of 24
+    steps after step `good_steps` are random tokens."""
+
+    ranks: int
+    num_before: int
+    good_steps: int
+
+    @property
+    def steps(self) -> int:
+        return self.good_steps + 50
+
+    @property
+    def bad(self) -> tuple[int, int]:
+        """The first and the last sequence of random tokens."""
+        return self.good_steps * BATCH, (self.good_steps + 24) * BATCH - 1
+
+
+WHOLE = Case(1, spikes.BEFORE, 300)
+SHORT = Case(1, 64, 100)  # for the default tier
+
+
+def on_rank(
+    folder: Path, corpus: Path, case: Case, name: str, keys: list[str], stops: tuple[int, ...] = ()
+) -> None:
+    """Train a run whose loss spikes, with a new start of the program after each step of `stops`."""
+    for last in (*stops, case.steps):
+        steps = f"--training.steps={last}"
+        with garbage_sequences(*case.bad), patch.object(spikes, "BEFORE", case.num_before):
+            train(make_job(folder, corpus, *BASE, *keys, steps, name=name, world_size=case.ranks))
+
+
+def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    lines = (folder / name / "events.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def window_of(folder: Path) -> tuple[int, int]:
+    """The sequences that the run `rewound` skips."""
+    (event,) = [e for e in events_of(folder, "rewound") if e["event"] == "rewound"]
+    return event["first_sequence"], event["last_sequence"]
+
+
+@pytest.mark.parametrize(
+    "case", [SHORT, full(WHOLE), full(WHOLE._replace(ranks=2)), full(SHORT._replace(ranks=4))]
+)
+def test_a_rewound_run_equals_one_that_skipped_the_sequences_from_the_start(
+    tmp_path: Path, corpus: Path, run_on: Callable[..., Any], case: Case
+) -> None:
+    run_on(case.ranks, on_rank, tmp_path, corpus, case, "rewound", REWIND)
+    first, last = window_of(tmp_path)
+    assert abs(first - case.bad[0]) < 4 * BATCH
+    assert abs(last - case.bad[1]) < 4 * BATCH
+    skip = [f"--data.skip_sequences=[[{first}, {last}]]"]
+    run_on(case.ranks, on_rank, tmp_path, corpus, case, "skipped", skip)
+    rewound, skipped = (make_job(tmp_path, corpus, *BASE, name=name) for name in ("rewound", "skipped"))
+    assert history(rewound) == history(skipped)
+    assert [line["step"] for line in metrics_of(rewound)] == list(range(1, case.steps + 1))
+    assert state_of(rewound, case.steps) == state_of(skipped, case.steps) != {}
+    assert archived(tmp_path / "rewound") == [[case.good_steps, case.good_steps + 20]]
+
+
+@full
+def test_the_sequences_of_a_spike_do_matter(tmp_path: Path, corpus: Path, run_on: Callable[..., Any]) -> None:
+    for name, keys in (("rewound", REWIND), ("spiked", [])):
+        run_on(1, on_rank, tmp_path, corpus, WHOLE, name, keys)
+    rewound, spiked = (make_job(tmp_path, corpus, *BASE, name=name) for name in ("rewound", "spiked"))
+    assert state_of(rewound, WHOLE.steps) != state_of(spiked, WHOLE.steps)
+    assert [event["event"] for event in events_of(tmp_path, "spiked") if event["event"] != "saved"] == [
+        "spike"
+    ]
+
+
+@full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resumes_before_in_and_after_the_spike_change_nothing(
+    tmp_path: Path, corpus: Path, run_on: Callable[..., Any], ranks: int
+) -> None:
+    case = WHOLE._replace(ranks=ranks)
+    run_on(ranks, on_rank, tmp_path, corpus, case, "whole", REWIND)
+    run_on(ranks, on_rank, tmp_path, corpus, case, "hops", REWIND, (280, 311, 330))
+    jobs = {name: make_job(tmp_path, corpus, *BASE, name=name) for name in ("whole", "hops")}
+    assert history(jobs["hops"]) == history(jobs["whole"])
+    assert state_of(jobs["hops"], case.steps) == state_of(jobs["whole"], case.steps) != {}
+
+
+@full
+def test_without_an_old_checkpoint_or_after_the_last_rewind_the_run_ends(
+    tmp_path: Path, corpus: Path
+) -> None:
+    for name, key, reason in (
+        ("old", "--guard.rewind_margin=90", "no healthy checkpoint of step 1[0-9] or earlier"),
+        ("last", "--guard.max_rewinds=0", "the loss has spiked"),
+    ):
+        with pytest.raises(Diverged, match=rf"training has diverged: .*{reason}.*--checkpoint.load_step=100"):
+            on_rank(tmp_path, corpus, SHORT, name, [*REWIND, key])
+        assert archived(tmp_path / name) == []
