@@ -33,8 +33,8 @@ NOT_SHOWN = {
     "train/loss", "train/perplexity", "eval/perplexity", "eval/tokens", "progress/total_tokens",
     "progress/sequences", "throughput/tokens_per_second_per_device", "throughput/tflops",
     "train/noise_scale_sequences", "memory/peak_allocated_gib", "time/to_first_step_s",
-    "time/validation_s", "time/generation_s", "time/profiling_s", "checkpoint/stall_s",
-    "compile/graphs", "compile/seconds",
+    "time/validation_s", "time/generation_s", "time/profiling_s", "time/rewind_s",
+    "checkpoint/stall_s", "compile/graphs", "compile/seconds",
 }  # fmt: skip
 MAX_OTHERS = 40  # charts of a group
 MAX_MARKS = 300  # of a run: of saves, and of other events

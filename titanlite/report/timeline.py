@@ -22,6 +22,7 @@ PAUSES = {
     "samples": "time/generation_s",
     "saves": "checkpoint/stall_s",
     "profiles": "time/profiling_s",
+    "rewinds": "time/rewind_s",
 }
 FIRST_STEP, STEP, COMPILE, WAIT = (
     "time/to_first_step_s",

@@ -14,6 +14,7 @@ import torch
 
 from tests.support.curves import KINDS, noise_like
 from tests.support.tiers import full
+from titanlite.config.component import ConfigError
 from titanlite.metrics.guard import Guard, StepGuard
 from titanlite.metrics.spikes import Spike, SpikeDetector
 
@@ -157,6 +158,34 @@ def test_a_spike_ends_the_run_if_asked_to() -> None:
     assert guard.first_bad_step() == 400
     assert "training has diverged: the loss has spiked by 0.8" in guard.reason()
     assert "at step 400 it rose from" in guard.reason()
+
+
+def test_a_run_rewinds_as_often_as_it_may() -> None:
+    guard = StepGuard(Guard(on_spike="rewind", max_rewinds=1), CPU)
+    healthy = guard.state_dict()
+    judge(guard, HIGH[:450])
+    assert not guard.must_rewind
+    guard.read()
+    assert guard.must_rewind
+    assert not guard.diverged
+    guard.load_state_dict(healthy, 0)
+    guard.num_rewinds = 1
+    assert not guard.must_rewind
+    saved = guard.state_dict()
+    guard.load_state_dict(saved, 0)  # the number of rewinds survives a resume
+    judge(guard, HIGH[:450])
+    guard.read()
+    assert not guard.must_rewind
+    assert guard.diverged
+
+
+def test_keys_of_a_rewind_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"150 is above guard\.rewind_margin = 100"):
+        Guard(skip_before=150)
+    Guard(on_spike="rewind").check(saves_checkpoints=True)
+    Guard(on_spike="stop").check(saves_checkpoints=False)
+    with pytest.raises(ConfigError, match=r"checkpoint\.enable = false saves none"):
+        Guard(on_spike="rewind").check(saves_checkpoints=False)
 
 
 def test_a_state_has_the_newest_step_and_its_spike_is_still_reported() -> None:
