@@ -219,6 +219,17 @@ def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
     ]
 
 
+def open_checkpoints(
+    job: Job, identity: dict[str, Any], about: Sequence[str], exports: Exporter | None
+) -> Checkpointer:
+    """The checkpoints of the run. Raises ConfigError if the run folder holds a run with another identity.
+    `about`: the lines of `summary`, for the job.toml of each checkpoint. Collective."""
+    job_toml = job_toml_text(job, about)
+    return Checkpointer(
+        job.checkpoint, job.folder, identity, job_toml, exports, rewind_distance=job.guard.rewind_distance
+    )
+
+
 def job_toml_text(job: Job, lines: Sequence[str]) -> str:
     """The job as TOML, below `lines` as comments."""
     return "".join(f"# {line}\n" for line in lines) + "\n" + toml.dump(job)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from titanlite import startup
-from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
@@ -77,11 +76,8 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     identity = job.identity(sequences.identity, sequences.names)
     startup.check_same_on_all_ranks(job, identity, rt)
-    # Raises ConfigError if the run folder holds a run with another identity.
     exports = startup.exporter(job, tokenizer, requests)
-    job_toml = startup.job_toml_text(job, about)
-    rewind_distance = job.guard.rewind_distance
-    checkpoints = Checkpointer(job.checkpoint, job.folder, identity, job_toml, exports, rewind_distance)
+    checkpoints = startup.open_checkpoints(job, identity, about, exports)
     startup.check_data(job, rt.batch.global_size, sequences, checkpoints.resumed_train)
 
     startup.log_start(job, rt, about, sequences, kernel)
