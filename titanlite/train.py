@@ -142,15 +142,13 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         norms = grad_norms(model.net, rt.mesh.pp)
         norm = norms.total
         loss, *norm_sums = rt.sum_scalars(loss, *guard.summands(norm))
-        first_sequence = state.skipped.next(state.num_sequences)
-        next_sequence = loader.state_dict()["sequences"]
+        first_sequence, next_sequence = state.next_sequence, loader.state_dict()["sequences"]
         apply = guard.judge(loss, norm, norm_sums, state.step, first_sequence, next_sequence)
         checkpoints.wait_until_staged()  # a save may still be copying the weights
         guarded_step(optimizer, apply, run.clipper.clip(norms, apply, state.step))
         optimizer.zero_grad()
         model.after_step(apply)
-        state.num_sequences = next_sequence
-        state.tokens += num_targets
+        state.step_done(next_sequence, num_targets)
         meter.step_done()
         profiler.step_done()
         rt.collect_garbage(state.step)

@@ -98,7 +98,7 @@ def test_a_rewound_run_equals_one_that_skipped_the_sequences_from_the_start(
     assert archived(tmp_path / "rewound") == [[case.good_steps, case.good_steps + 20]]
 
 
-@full
+@pytest.mark.full
 def test_the_sequences_of_a_spike_do_matter(tmp_path: Path, corpus: Path, run_on: Callable[..., Any]) -> None:
     for name, keys in (("rewound", REWIND), ("spiked", [])):
         run_on(1, on_rank, tmp_path, corpus, WHOLE, name, keys)
@@ -109,7 +109,7 @@ def test_the_sequences_of_a_spike_do_matter(tmp_path: Path, corpus: Path, run_on
     ]
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resumes_before_in_and_after_the_spike_change_nothing(
     tmp_path: Path, corpus: Path, run_on: Callable[..., Any], ranks: int
@@ -122,7 +122,7 @@ def test_resumes_before_in_and_after_the_spike_change_nothing(
     assert state_of(jobs["hops"], case.steps) == state_of(jobs["whole"], case.steps) != {}
 
 
-@full
+@pytest.mark.full
 def test_without_an_old_checkpoint_or_after_the_last_rewind_the_run_ends(
     tmp_path: Path, corpus: Path
 ) -> None:

@@ -45,6 +45,17 @@ class TrainState:
     tokens: torch.Tensor
     skipped: SkippedSequences = field(default_factory=SkippedSequences)
 
+    @property
+    def next_sequence(self) -> int:
+        """The first sequence that the next step trains on."""
+        return self.skipped.next(self.num_sequences)
+
+    def step_done(self, num_sequences: int, num_targets: torch.Tensor) -> None:
+        """Count the sequences and the targets of a step that has ended. `num_sequences`: the position in the
+        data order after the step."""
+        self.num_sequences = num_sequences
+        self.tokens += num_targets
+
     def as_json(self) -> dict[str, Any]:
         """The state as plain values. Waits for the device."""
         return {
