@@ -1,5 +1,5 @@
-"""All ranks skip a step with NaN on one rank, on every layout: the run is bit-identical to a run whose step
-changed nothing, also with two resumes in between."""
+"""All ranks skip a step with NaN or a large gradient on one rank, on every layout: the run is bit-identical
+to a run whose step changed nothing, also with two resumes in between."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.support.checkpoints import shards
-from tests.support.jobs import make_job, metrics_of
+from tests.support.jobs import make_job, metrics_in, metrics_of
 from tests.support.layouts import Part, combined
-from tests.support.non_finite import FAULTS, bad_steps
+from tests.support.non_finite import FAULTS, OUTLIERS, WATCHED, bad_steps
 from tests.support.runs import FOUR_MICRO_BATCHES
 from tests.support.tiers import full
 from titanlite.errors import Diverged
@@ -72,3 +72,48 @@ def test_a_bad_step_on_one_rank_does_nothing_on_any(
         assert actual == wanted, fault
     steps = metrics_of(make_job(tmp_path, corpus, name="gradient"))
     assert [line["train/skipped_steps"] for line in steps] == [0, 1, 2, 2, 3, 3]
+
+
+def on_rank_with_outliers(folder: Path, corpus: Path, part: Part, *keys: str) -> None:
+    """Train with bad steps 14, 15 and 17 of each kind; those of random tokens with a resume in a streak, and
+    another one soon after it."""
+    for fault in ("nothing", *OUTLIERS):
+        for last in (14, 16, 20) if fault == "random tokens" else (20,):
+            every = [*BASE, *WATCHED, *part.keys, f"--training.steps={last}", *keys]
+            with bad_steps({14, 15, 17}, fault):
+                train(make_job(folder, corpus, *every, name=fault, world_size=part.ranks))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dp_shard 2",
+        full("dp_shard 4"),
+        full("dp_replicate 2 x dp_shard 2"),
+        full("tp 2"),
+        full("cp 2"),
+        full("pp 2 x tp 2"),
+        full("CPU offload, dp_shard 2"),
+    ],
+)
+def test_an_outlier_does_nothing_on_any_rank(
+    tmp_path: Path, corpus: Path, run_on: Callable[..., Any], name: str
+) -> None:
+    """The large gradient is in one replica's copy alone: its ranks have another norm than the others."""
+    part = LAYOUTS[name]
+    run_on(part.ranks, on_rank_with_outliers, tmp_path, corpus, part)
+    wanted = shards(tmp_path / "nothing/checkpoint/step-20")
+    for fault in OUTLIERS:
+        assert shards(tmp_path / fault / "checkpoint/step-20") == wanted != {}, fault
+        counts = [line["train/skipped_steps"] for line in metrics_in(tmp_path / fault)]
+        assert counts == [0] * 13 + [1, 2, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.full
+def test_control_a_run_that_admits_outliers_differs(
+    tmp_path: Path, corpus: Path, run_on: Callable[..., Any]
+) -> None:
+    run_on(2, on_rank_with_outliers, tmp_path, corpus, LAYOUTS["dp_shard 2"], "--guard.skip_sigma=0")
+    wanted = shards(tmp_path / "nothing/checkpoint/step-20")
+    for fault in OUTLIERS:
+        assert shards(tmp_path / fault / "checkpoint/step-20") != wanted, fault

@@ -1,16 +1,19 @@
-"""The non-finite guard on GPUs: fused AdamW decides inside its kernel, also compiled and over NCCL."""
+"""The guard on GPUs: fused AdamW decides inside its kernel, also compiled and over NCCL; outliers are found
+without synchronising."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.support.gpu import trained
 from titanlite.checkpoint.state import non_finite
 from titanlite.host_copy import HostCopy
+from titanlite.metrics.guard import Guard, StepGuard
 
 pytestmark = pytest.mark.gpu
 BAD = """
@@ -81,3 +84,33 @@ def test_a_host_copy_has_the_values_of_its_time() -> None:
         x += 1
         copies.append(HostCopy(x))
     assert [copy.result()[0].item() for copy in copies] == list(range(1, 51))
+
+
+def decisions(device: torch.device) -> tuple[list[bool], dict]:
+    """Whether a guard on this device applies each of 400 steps, and the guard's state."""
+    rng = np.random.default_rng(0)
+    losses, norms = 3 + 0.05 * rng.normal(size=400), np.exp(0.3 * rng.normal(size=400))
+    losses[200:300:7] += 2
+    losses[300:] += 1  # a level shift
+    losses[350], norms[360:364] = math.nan, 100
+    guard = StepGuard(Guard(skip_sigma=6.0, window=64, min_window=32), device)
+    on_device = torch.tensor(np.stack([losses, norms]), dtype=torch.float32, device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        applied = [
+            guard.judge(loss, norm, guard.summands(norm), i, 8 * i, 8 * i + 8)
+            for i, (loss, norm) in enumerate(on_device.unbind(1), 1)
+        ]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return torch.stack(applied).tolist(), guard.state_dict()
+
+
+def test_outliers_are_found_without_synchronising_as_on_the_cpu() -> None:
+    applied, state = decisions(torch.device("cuda"))
+    on_cpu, its_state = decisions(torch.device("cpu"))
+    assert applied == on_cpu
+    assert state["spikes"] == its_state["spikes"]
+    assert state["outliers"]["losses"] == its_state["outliers"]["losses"]
+    wanted = [*range(200, 300, 7), *range(300, 308), 350, *range(360, 364)]
+    assert [i for i, ok in enumerate(applied) if not ok] == wanted

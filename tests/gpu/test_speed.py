@@ -157,10 +157,14 @@ def test_segments_are_expandable(tmp_path: Path, corpus: Path) -> None:
         assert all(segment["is_expandable"] for segment in snapshot["segments"]), name
 
 
-def test_a_step_never_waits_for_the_device(tmp_path: Path, corpus: Path) -> None:
+OUTLIERS = ["--guard.skip_sigma=6", "--guard.window=4", "--guard.min_window=2"]
+
+
+@pytest.mark.parametrize("guard", [[], OUTLIERS], ids=["default", "outliers"])
+def test_a_step_never_waits_for_the_device(tmp_path: Path, corpus: Path, guard: list[str]) -> None:
     """Four more steps bring no synchronising call, unless they are logged."""
     (tmp_path / "watch.py").write_text('import torch\ntorch.cuda.set_sync_debug_mode("warn")\n')
-    watched = ['--job.imports=["watch"]', "--compile.enable", "--checkpoint.enable=false"]
+    watched = ['--job.imports=["watch"]', "--compile.enable", "--checkpoint.enable=false", *guard]
 
     def waits(steps: int, log_freq: int) -> int:
         log = trained(

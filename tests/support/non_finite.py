@@ -1,13 +1,14 @@
-"""NaN in each place where it can arise in a step: a gradient, a weight, the loss of some sequences. For tests
-in one process and on several ranks."""
+"""Bad steps: NaN in each place where it can arise in a step, a large gradient, and random tokens in place of
+the sequences. For tests in one process and on several ranks."""
 
 from __future__ import annotations
 
 import math
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,9 +17,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite import train as trainer
+from titanlite.data.batch import Batch
 from titanlite.parallel.sharded_model import ShardedModel
 
-FAULTS = ("gradient", "weight", "loss")
+FAULTS = ("gradient", "weight", "loss")  # not finite
+OUTLIERS = ("large gradient", "random tokens")
+WATCHED = [  # a run of 20 steps that finds outliers from step 7 on
+    "--guard.skip_sigma=6", "--guard.window=8", "--guard.min_window=6",
+    "--optimizer.lr=1e-2", "--lr_scheduler.total_steps=40", "--training.steps=20",
+]  # fmt: skip
+VALUES = {"gradient": math.nan, "large gradient": 1e3}
 
 
 def _on_last_rank() -> bool:
@@ -39,10 +47,20 @@ def _bad_loss(head_fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return lambda hidden, weight: head_fn(hidden, weight) * math.nan
 
 
+def _with_random_tokens(batch: Batch) -> Batch:
+    """The batch with other tokens, which are equal on ranks that share its sequences."""
+    generator = torch.Generator().manual_seed(batch.hash % (1 << 32))
+    inputs, targets = (
+        torch.randint(258, t.shape, generator=generator).to(t) for t in (batch.inputs, batch.targets)
+    )
+    return replace(batch, inputs=inputs, targets=targets)
+
+
 @contextmanager
 def bad_steps(steps: Collection[int], fault: str = "gradient", signal_at: int = 0) -> Iterator[None]:
-    """Runs in the body have NaN in each of `steps`, on the last rank alone: in one element of a gradient, in
-    one element of a weight while gradients are computed, or in the loss of one micro-batch.
+    """Runs in the body have a fault in each of `steps`. On the last rank alone: NaN in one element of a
+    gradient, in one element of a weight while gradients are computed, or in the loss of one micro-batch; or a
+    large number in one element of a gradient. On all ranks: random tokens in place of the sequences.
 
     `fault` = "nothing": the optimizer's step is left out there instead. `signal_at`: the process sends itself
     SIGTERM in that step.
@@ -59,17 +77,19 @@ def bad_steps(steps: Collection[int], fault: str = "gradient", signal_at: int = 
         runs.append(build(*args))
         return runs[-1]
 
-    def with_fault(self: ShardedModel, *args: Any) -> torch.Tensor:
+    def with_fault(self: ShardedModel, batches: Sequence[Batch], *args: Any) -> torch.Tensor:
         here = fault if step() in steps and _on_last_rank() else ""
         spoiled[:] = [True] if here == "loss" else []
         weight = _first(p.detach() for p in reversed([*self.net.parameters()]))  # one that every token meets
         before = weight.clone()
         if here == "weight":
             weight.fill_(math.nan)
-        loss = forward_backward(self, *args)
+        if fault == "random tokens" and step() in steps:
+            batches = [_with_random_tokens(batch) for batch in batches]
+        loss = forward_backward(self, batches, *args)
         weight.copy_(before)
-        if here == "gradient":
-            _first(p.grad for p in self.net.parameters() if p.grad is not None).fill_(math.nan)
+        if here in VALUES:
+            _first(p.grad for p in self.net.parameters() if p.grad is not None).fill_(VALUES[here])
         if step() == signal_at:
             os.kill(os.getpid(), signal.SIGTERM)
         return loss

@@ -68,7 +68,7 @@ class Outliers:
         self._streak = torch.where(apply, 0, self._streak + skip)
         self._accept(values, apply, restart)
         known = torch.where(num >= self._min_window, torch.cat([medians, sigmas]), torch.nan)
-        return apply, torch.cat([torch.stack([self._streak, restart]).float(), known])
+        return apply, torch.cat([torch.stack([self._streak.float(), restart.float()]), known])
 
     def _accept(self, values: torch.Tensor, apply: torch.Tensor, restart: torch.Tensor) -> None:
         """If `restart`, empty the window; then, if `apply`, put `values` in the place of the oldest ones."""

@@ -13,10 +13,15 @@ import pytest
 import torch
 
 from tests.support.curves import KINDS, noise_like
+from tests.support.jobs import make_job
+from tests.support.non_finite import bad_steps
 from tests.support.tiers import full
+from titanlite.checkpoint import commit
 from titanlite.config.component import ConfigError
+from titanlite.errors import Diverged
 from titanlite.metrics.guard import Guard, StepGuard
 from titanlite.metrics.spikes import Spike, SpikeDetector
+from titanlite.train import train
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results"
 CPU = torch.device("cpu")
@@ -226,3 +231,52 @@ def test_sequences_of_steps_are_known_over_changes_of_the_batch_size() -> None:
     for step, (first, end) in ranges.items():
         assert resumed.sequences_of(step, step) == (first, end - 1)
     assert resumed.sequences_of(-3, 4) == (0, 55)
+
+
+# ---- runs
+
+
+@pytest.fixture
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A detector that compares 4 losses with the 8 before, so that a short run can have a spike."""
+    monkeypatch.setattr("titanlite.metrics.spikes.BEFORE", 8)
+    monkeypatch.setattr("titanlite.metrics.spikes.RECENT", 4)
+    monkeypatch.setattr("titanlite.checkpoint.guard_state.MAX_STEPS", 4)
+
+
+SPIKING = [
+    "--training.steps=34",
+    "--checkpoint.interval=8",
+    "--optimizer.lr=1e-2",
+    "--lr_scheduler.total_steps=40",
+]
+
+
+@pytest.mark.usefixtures("short_windows")
+def test_a_run_whose_loss_spikes_says_so_and_goes_on(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(tmp_path, corpus, *SPIKING)
+    with bad_steps(range(22, 35), "random tokens"):
+        assert train(job) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "the loss has spiked" in line]
+    assert "at step 22 it rose from 2." in line
+    events = [json.loads(text) for text in (job.folder / "events.jsonl").read_text().splitlines()]
+    (spike,) = [event for event in events if event["event"] == "spike"]
+    assert (spike["start_step"], spike["first_sequence"]) == (22, 168)
+    assert spike["last_sequence"] == 8 * spike["step"] - 1
+    assert spike["height"] > 1
+
+
+@pytest.mark.usefixtures("short_windows")
+def test_a_run_that_stops_at_a_spike_names_the_checkpoint_before_it(tmp_path: Path, corpus: Path) -> None:
+    """Step 24 lies in the rise. Starting the run again gives the same result."""
+    job = make_job(tmp_path, corpus, *SPIKING, "--guard.on_spike=stop")
+    for _ in range(2):
+        with (
+            bad_steps(range(22, 35), "random tokens"),
+            pytest.raises(Diverged, match=r"the loss has spiked by .* at step 22 .* go back to step 16"),
+        ):
+            train(job)
+    steps = [step for step, _ in commit.list_committed(job.folder / "checkpoint")]
+    assert steps == [8, 16, 24]
