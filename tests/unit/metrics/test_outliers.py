@@ -159,6 +159,23 @@ def test_non_finite_steps_and_outliers_are_counted_apart() -> None:
     assert not guard.diverged
 
 
+def test_ranks_with_other_norms_decide_alike() -> None:
+    """Replicas have copies of one gradient; the norm of one is damaged. The decision is by their mean."""
+    guards = [StepGuard(CONFIG, CPU, world_size=2) for _ in range(2)]
+    for step in range(1, 102):
+        norms = [torch.tensor(1.0), torch.tensor(9.0 if step == 101 else 1.0)]
+        loss = torch.tensor(3.0)
+        shares = [guard.summands(norm) for guard, norm in zip(guards, norms)]
+        sums = [sum(values) for values in zip(*shares)]
+        applied = [
+            bool(guard.judge(loss, norm, sums, step, 8 * step, 8 * step + 8))
+            for guard, norm in zip(guards, norms)
+        ]
+        assert applied == [step < 101] * 2
+    (event,) = guards[0].read()
+    assert event.about["grad_norm"] == 5
+
+
 def test_a_step_says_why_it_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     losses, norms = noise(200), np.ones(200)
     losses[150], norms[150], norms[151] = 5, 20, 30
