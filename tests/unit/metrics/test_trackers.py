@@ -146,6 +146,26 @@ def test_a_rewind_in_the_process_begins_a_branch(tmp_path: Path) -> None:
     assert server.samples[RUN_ID] == server.samples[BRANCH] == [(8, 0, "once"), (8, 1, "upon")]
 
 
+def test_a_resume_after_a_rewind_continues_its_branch(tmp_path: Path) -> None:
+    server = Server()
+    Course(tmp_path, FakeClient(server)).steps(1, 8).event(4, "rewound").steps(5, 7, data="b")
+    Course(tmp_path, FakeClient(server), 6).steps(7, 10, data="b").delivery.close()
+    assert server.runs.keys() == {RUN_ID, BRANCH}
+    assert server.steps(BRANCH) == list(range(1, 11))
+
+
+def test_a_run_that_is_killed_after_its_rewind_rewinds_again(tmp_path: Path) -> None:
+    server = Server()
+    Course(tmp_path, FakeClient(server)).steps(1, 8).event(4, "rewound").steps(5, 6, data="b")
+    again = Course(tmp_path, FakeClient(server), 4).steps(5, 8)  # no checkpoint knew of the rewind
+    again.event(4, "rewound").steps(5, 10, data="b").delivery.close()
+    last = list(server.runs)[-1]
+    assert server.steps() == list(range(1, 9))
+    assert server.steps(last) == list(range(1, 11))
+    assert server.metrics[last][-1][1] == numbers_of(values(10, "b"))
+    assert all(server.steps(run) == sorted(set(server.steps(run))) for run in server.runs)
+
+
 def test_a_rewind_of_which_the_tracker_has_nothing_begins_no_branch(tmp_path: Path) -> None:
     server = Server()
     Course(tmp_path, FakeClient(server)).steps(1, 4).event(4, "rewound").steps(5, 6, data="b")
