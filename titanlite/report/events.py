@@ -9,9 +9,12 @@ from typing import Any
 from titanlite.report.charts import short
 
 RESTARTS = ("started", "resumed", "rewound")  # events after which later steps are trained again
-VERBS = {"skipped": "skipped step", "spike": "spike detected at step", "rewound": "rewound to step"}
-VERBS |= {"resumed": "resumed after step", "saved": "saved step", "started": "started at step"}
+VERBS = {
+    "resumed": "resumed after step", "rewound": "rewound to step", "skipped": "skipped step",
+    "spike": "spike detected at step",
+}  # fmt: skip
 NAMES = {"grad_norm": "gradient norm"}
+MAX_CHARACTERS = 300  # of one text
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class RunEvent:
         """The numbers and texts of the event, such as `not finite; loss nan; sequences 48 to 63`."""
         about = {key: value for key, value in self.about.items() if value not in (None, "")}
         first, last, reason = (about.pop(key, None) for key in ("first_sequence", "last_sequence", "reason"))
-        parts = [str(reason)] if reason else []
+        parts = [_text(reason)] if reason else []
         parts += [f"{NAMES.get(key, key.replace('_', ' '))} {_text(value)}" for key, value in about.items()]
         parts += [] if first is None or last is None else [f"sequences {_text(first)} to {_text(last)}"]
         return "; ".join(parts)
@@ -37,9 +40,8 @@ class RunEvent:
     @property
     def text(self) -> str:
         """The event in one line, such as `skipped step 7: loss nan; sequences 48 to 63`."""
-        return f"{VERBS.get(self.kind, self.kind)} {self.step:,}" + (
-            f": {self.details}" if self.details else ""
-        )
+        text = f"{VERBS.get(self.kind, self.kind)} {self.step:,}"
+        return f"{text}: {self.details}" if self.details else text
 
 
 def events_of(records: Sequence[dict[str, Any]]) -> list[RunEvent]:
@@ -59,5 +61,5 @@ def events_of(records: Sequence[dict[str, Any]]) -> list[RunEvent]:
 
 def _text(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
+        return str(value)[:MAX_CHARACTERS]
     return f"{value:,}" if isinstance(value, int) else short(value)

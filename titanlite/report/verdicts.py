@@ -133,11 +133,12 @@ def low_precision(loss_minus_fp32: Series) -> list[Verdict]:
         f"median of the absolute difference to float32 over the last {len(last)} measurements {size:.2g}, "
         f"mean difference {nats(float(np.mean(last.values)))}; rounding of bf16 logits explains about 0.001"
     )
-    headline = f"the loss is computed in too low precision: it is off by {size:.2g} nats"
+    headline = f"the loss differs from one that is computed in float32, by {size:.2g} nats"
     return [Verdict("low precision", headline, evidence, int(last.steps[0]), "bad")]
 
 
 def _listed(texts: Sequence[str], most: int = 5) -> str:
+    """The first texts, and how many more there are."""
     return " | ".join([*texts[:most], *([f"{len(texts) - most} more"] if len(texts) > most else [])])
 
 
