@@ -99,7 +99,6 @@ COMBINATIONS = {
     ),
     "dp_shard 2, float8": combined("dp_shard", "float8 tensorwise"),
     "tp 2, float8": combined("tp", "float8 rowwise"),
-    "tp 2, compiled": combined("tp", "compile"),
     "cp 2, document masks": combined("cp", "document masks"),
     "pp 2": combined("pp"),
     "dp_shard 2, compiled, activation checkpointing": combined(

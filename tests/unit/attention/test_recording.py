@@ -105,3 +105,24 @@ def test_recording_changes_no_output() -> None:
         wanted = (MASKS["documents"] if attention is MASKS["documents"] else CAUSAL).attend(*tensors())
         assert torch.equal(recorder.attend(*tensors()), wanted)
     assert records == [3 * len(QUERIES)]  # the cache does not tell
+
+
+def test_a_kernel_that_needs_the_compiler_is_compiled_although_the_blocks_are_not() -> None:
+    graphs = list[object]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    class Compiled(Attention):
+        def attend(self, *tensors: torch.Tensor) -> torch.Tensor:
+            return torch.compile(CAUSAL.attend, backend=backend)(*tensors)
+
+    recorder = RecordingAttention(Compiled(), QUERIES, print)
+    with torch.compiler.set_stance("force_eager"):
+        Compiled().attend(*tensors())
+        assert not graphs
+        recorder.attend(*tensors())
+        assert len(graphs) == 1
+        torch.compile(torch.sin, backend=backend)(torch.ones(3))
+    assert len(graphs) == 1

@@ -17,6 +17,7 @@ from tests.support.jobs import make_job, metrics_of
 from tests.support.parallel_residual import ParallelResidual
 from tests.support.probes import BLOCK, HEAD, UNIT, batch, model, probed, same
 from tests.support.runs import history, state_of
+from tests.support.tiers import full
 from titanlite.attention import recording
 from titanlite.attention.base import Attention
 from titanlite.attention.sdpa import SDPAttention
@@ -72,10 +73,11 @@ def written_out(net: RotaryDecoder, batch: Batch) -> list[BlockStatistics]:
     return result
 
 
-@pytest.mark.parametrize("with_documents", [True, False])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("compiled", "with_documents"), [(False, True), (False, False), (True, True), full(True, False)]
+)
 def test_the_statistics_are_those_of_attention_that_is_written_out(
-    with_documents: bool, compiled: bool
+    compiled: bool, with_documents: bool
 ) -> None:
     sharded, data = model(**({"compile": "eager"} if compiled else {})), batch(with_documents)
     if compiled:
