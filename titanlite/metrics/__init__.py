@@ -1,1 +1,1 @@
-"""The metrics of a run: measuring steps, the non-finite guard, profiling, and sinks."""
+"""The metrics of a run: measuring steps, the guard, profiling, and sinks."""

@@ -1,5 +1,5 @@
-"""The non-finite guard in one process: a bad step changes nothing, a run that diverges ends with its own exit
-code, and its good checkpoints stay. tests/distributed/test_guard.py has the layouts."""
+"""Steps that are not finite, in one process: a bad step changes nothing, a run that diverges ends with its
+own exit code, and its good checkpoints stay. tests/distributed/test_guard.py has the layouts."""
 
 from __future__ import annotations
 
