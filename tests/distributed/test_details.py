@@ -24,6 +24,7 @@ KEYS = [
     "--training.clip=tensor",
     "--metrics.detail_freq=1",
     "--model.overrides.tie_word_embeddings=false",  # for pipeline parallel
+    "--model.overrides.head_dim=16",  # float8 needs multiples of 16
     FOUR_MICRO_BATCHES,
 ]
 LAYOUTS = {
@@ -40,6 +41,7 @@ LAYOUTS = {
     "pp 2 x dp_shard 2, interleaved": combined("pp interleaved", "dp_shard"),
     "CPU offload, dp_shard": combined("dp_shard", "CPU offload"),
     "CPU offload": combined("CPU offload"),
+    "float8 tensorwise, dp_shard": combined("dp_shard", "float8 tensorwise"),
 }
 
 
@@ -86,8 +88,8 @@ def test_details_and_clipping_by_tensor_are_those_of_one_process(
     tmp_path: Path, corpus: Path, run_on: Callable[..., Any], name: str
 ) -> None:
     part = LAYOUTS[name]
-    shape = [key for key in part.keys if key.startswith("--model")]
-    run_on(1, train_on_rank, tmp_path, corpus, Part(1, shape), "alone")
+    same = [key for key in part.keys if key.startswith(("--model", "--float8", "--compile"))]
+    run_on(1, train_on_rank, tmp_path, corpus, Part(1, same), "alone")
     run_on(part.ranks, train_on_rank, tmp_path, corpus, part, "ranks")
     alone = make_job(tmp_path, corpus, *KEYS, name="alone")
     assert_equal(make_job(tmp_path, corpus, *KEYS, name="ranks"), alone)

@@ -112,7 +112,7 @@ RESUME = {
     "run_identity.json not renamed": Point("os:replace", "before", 1, "run_identity.json"),
     "before metrics are cut": Point("os:replace", "before", 1, "metrics.jsonl"),
     "metrics cut": Point("os:replace", "after", 1, "metrics.jsonl"),
-    "first step": Point("titanlite.train:grad_norm", shared=True),
+    "first step": Point("titanlite.train:grad_norms", shared=True),
 }
 REWIND = {
     "before the moves": Point("commit:archive_after"),
