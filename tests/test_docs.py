@@ -47,18 +47,22 @@ def test_the_list_of_modules_is_that_of_the_package() -> None:
     assert module_list.refreshed(page.replace("The training", "A training")) == page  # control
 
 
-NAME = re.compile(
-    r'"((?:train|eval|throughput|probe|time|memory|gpu|data|progress|compile|checkpoint|norms)/[a-z_]+)"'
+PREFIXES = (
+    "train|eval|throughput|probe|time|memory|gpu|data|progress|compile|checkpoint|norms|logits|numerics"
 )
+NAME = re.compile(rf'"((?:{PREFIXES})/[a-z0-9_]+)"')
 
 
 def test_the_page_on_metrics_has_every_metric_of_the_code() -> None:
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "titanlite").rglob("*.py"))
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `([\w/]+)` \|", page, flags=re.MULTILINE))
-    assert listed - {"train/NAME", "train/z_loss", "model/NAME"} == set(NAME.findall(code))
+    assert listed - {"train/NAME", "train/z_loss", "model/NAME", "loss/source/NAME"} == set(
+        NAME.findall(code)
+    )
     assert 'f"train/{name}"' in code
     assert 'return ("z_loss",)' in code
+    assert 'f"loss/source/{name}"' in code
     assert 'f"model/{name}"' in code
 
 

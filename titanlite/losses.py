@@ -51,10 +51,16 @@ class VocabularyShard:
 
     def target_logits(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         """The logit of each target, [N]; zero for targets of -100. Differentiable."""
-        row_N = targets_N - self.first_id
-        is_here_N = (targets_N != IGNORE) & (row_N >= 0) & (row_N < logits_NV.shape[1])
-        logits_N = logits_NV.gather(1, torch.where(is_here_N, row_N, 0)[:, None]).squeeze(1)
+        row_N, is_here_N = self.rows(targets_N, logits_NV.shape[1])
+        logits_N = logits_NV.gather(1, row_N[:, None]).squeeze(1)
         return self.all_reduce_sum(torch.where(is_here_N, logits_N, 0.0))
+
+    def rows(self, targets_N: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The row of each target in this rank's `num_rows` rows of the head's weight, [N], and whether the
+        target counts and is one of them, bool [N]; otherwise the row is 0."""
+        row_N = targets_N - self.first_id
+        is_here_N = (targets_N != IGNORE) & (row_N >= 0) & (row_N < num_rows)
+        return torch.where(is_here_N, row_N, 0), is_here_N
 
 
 WHOLE_VOCABULARY = VocabularyShard(is_whole=True)
@@ -88,6 +94,12 @@ class Loss(Component, makes=(Callable,)):  # type: ignore[arg-type]
         return ()
 
     @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the token losses are the cross-entropy of the targets. Detailed reports then compare them
+        with the cross-entropy in fp32 (numerics/loss_minus_fp32). Default: no."""
+        return False
+
+    @property
     def objective(self) -> dict[str, Any]:
         """The mathematical function that is minimised, without keys that only change how it is computed. A
         resumed run must have the same objective."""
@@ -117,6 +129,10 @@ class CrossEntropy(Loss, name="cross_entropy"):
             return cross_entropy(hidden_BTD, weight_VD, targets_BT, self.z_loss_multiplier)
 
         return torch.compile(loss, fullgraph=True, backend=backend) if backend else loss
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        return True
 
     @property
     def auxiliary_losses(self) -> tuple[str, ...]:

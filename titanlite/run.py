@@ -28,6 +28,7 @@ from titanlite.metrics.meter import Meter
 from titanlite.metrics.parameters import ParameterStatistics
 from titanlite.metrics.profiling import Profiler
 from titanlite.metrics.slow_ranks import SlowRanks, time_breakdown
+from titanlite.metrics.token_statistics import PrecisionWarning, TokenStatistics
 from titanlite.parallel.clip import Clipper, GradNorms
 from titanlite.parallel.compile import Compilations
 from titanlite.parallel.probe import probe_metrics
@@ -56,6 +57,7 @@ class Run:
     meter: Meter
     guard: StepGuard
     compilations: Compilations = field(default_factory=Compilations)
+    precision_warning: PrecisionWarning = field(default_factory=PrecisionWarning)
 
     def __post_init__(self) -> None:
         rt = self.rt
@@ -208,12 +210,33 @@ class Run:
             **self.slow_ranks.report(self.rt.clock),
         }
 
-    def detail_values(self, norms: GradNorms, applied: torch.Tensor) -> dict[str, Any]:
+    def token_statistics(self) -> TokenStatistics | None:
+        """Empty statistics of the step's token losses, which forward_backward fills; None if the step has no
+        detailed report."""
+        if not self.job.metrics.detail_is_due(self.state.step, self.job.training.steps):
+            return None
+        return TokenStatistics(
+            seq_len=self.job.training.seq_len,
+            num_micro_batches=self.rt.batch.num_micro_batches,
+            sources=self.sequences.source_names,
+            is_cross_entropy=self.job.loss.is_cross_entropy,
+            device=self.rt.device,
+        )
+
+    def detail_values(
+        self,
+        norms: GradNorms,
+        applied: torch.Tensor,
+        loss: torch.Tensor,
+        token_statistics: TokenStatistics,
+    ) -> dict[str, Any]:
         """The additional metrics of a step with a detailed report. Waits for the device. Collective.
 
-        `norms`: of the step's gradients. `applied`: bool scalar, False if the step was skipped."""
+        `norms`: of the step's gradients. `applied`: bool scalar, False if the step was skipped. `loss`: of
+        the step."""
         return {
             **self.parameter_metrics(norms, applied),
+            **self.token_metrics(loss, token_statistics),
             **time_breakdown(self.rt.clock, self.rt.world_size),
             **self.hardware.report(),
         }
@@ -229,6 +252,16 @@ class Run:
             num_clipped, num = self.rt.sum_scalars(self.clipper.num_clipped, torch.tensor(len(norms.names)))
             values["train/clipped_tensors"] = (num_clipped / num).item()
         return values
+
+    def token_metrics(self, loss: torch.Tensor, statistics: TokenStatistics) -> dict[str, float]:
+        """The metrics of a step's token losses. Warns if the loss is computed in too low precision."""
+        # All ranks along `tp` have the same tokens, which count once.
+        sums = statistics.sums if self.rt.mesh.is_tp_leader else torch.zeros_like(statistics.sums)
+        sums, maxima = self.rt.sum(sums).cpu().double(), self.rt.max(statistics.maxima).cpu()
+        difference = statistics.difference(sums, loss.item())
+        if difference is not None and self.rt.rank == 0:
+            self.precision_warning.check(self.state.step, difference)
+        return statistics.metrics(sums, maxima, loss.item())
 
     def data_metrics(self) -> dict[str, int]:
         """The number of sequences skipped so far, if the run skips any for good."""

@@ -134,10 +134,10 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             return run.end_without_data(e, num_steps, requests)
         state.step, num_steps = state.step + 1, num_steps + 1
         set_lr(optimizer, job.lr_scheduler.checked_factor(state.step, last_step))
-        with_detail = job.metrics.detail_is_due(state.step, last_step)
         num_targets = rt.count(sum(batch.num_targets for batch in micro_batches))
         vote = rt.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
-        loss = model.forward_backward(micro_batches, num_targets)
+        token_statistics = run.token_statistics()  # None without a detailed report
+        loss = model.forward_backward(micro_batches, num_targets, token_statistics)
         rt.clock.enter("optimizer")
         norms = grad_norms(model.net, rt.mesh.pp)
         norm = norms.total
@@ -167,7 +167,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
         logged = evaluation or stop or num_steps == 1
         if logged or job.metrics.is_due(state.step, last_step):
-            detail = run.detail_values(norms, apply) if with_detail else {}
+            detail = run.detail_values(norms, apply, loss, token_statistics) if token_statistics else {}
             probed = run.probe(micro_batches[0]) if job.metrics.probe_is_due(state.step, last_step) else {}
             meter.report(state.step, run.values(loss, norm, micro_batches) | detail | probed | evaluation)
         if save_failed:

@@ -21,10 +21,11 @@ class Batch:
     """inputs, targets: int64 [sequences, seq_len]; targets that do not count in the loss are IGNORE.
 
     `positions`: int64 [sequences, seq_len], restarting from 0 at each of the `num_documents` documents and at
-    the start of each sequence; None unless documents are masked from each other. `num_targets`: number of
-    targets that count, known on the host before the forward. `hash`: sum of the sequences' 64-bit hashes mod
-    2^64. The sum of `hash` over the micro-batches and ranks of a step identifies the global batch on any
-    layout."""
+    the start of each sequence; None unless documents are masked from each other. `source_ids`: int64
+    [sequences], the index of each sequence's source in SequenceDataset.source_names; None in validation.
+    `num_targets`: number of targets that count, known on the host before the forward. `hash`: sum of the
+    sequences' 64-bit hashes mod 2^64. The sum of `hash` over the micro-batches and ranks of a step identifies
+    the global batch on any layout."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -32,6 +33,7 @@ class Batch:
     hash: int
     positions: torch.Tensor | None = None
     num_documents: int = 0
+    source_ids: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on `device`; the copy is asynchronous from pinned memory."""

@@ -29,7 +29,7 @@ from titanlite.data.batch import Batch, make_batch
 from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, PackedSequences, TokenSequence
 from titanlite.data.skips import SkippedSequences, checked_range
-from titanlite.data.sources import Source
+from titanlite.data.sources import Source, short_names
 from titanlite.tokenizers.base import Tokenizer
 
 T = TypeVar("T")
@@ -197,6 +197,11 @@ class SequenceDataset(Dataset):
         """Number of sequences to validate on."""
         return int(self._validation_ends[-1] if self._validation else self._held_ends[-1])
 
+    @property
+    def source_names(self) -> list[str]:
+        """Short names of the sources, for metrics."""
+        return short_names(self._sources)
+
     def shares(self) -> list[dict[str, Any]]:
         """The sources as plain data: label, share of the training sequences, and number of sequences in an
         epoch."""
@@ -260,6 +265,11 @@ class SequenceDataset(Dataset):
         k, local_number = self._mixing_block(number // MIXING_BLOCK)[:, number % MIXING_BLOCK].tolist()
         return self._packed[k], local_number
 
+    def source_ids(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return the source of each training sequence, by its place in `source_names`, int64 [n]."""
+        ids = [int(self._mixing_block(n // MIXING_BLOCK)[0, n % MIXING_BLOCK]) for n in numbers]
+        return torch.tensor(ids, dtype=torch.int64)
+
     def _mixing_block(self, b: int) -> np.ndarray:
         """Return the source of each training sequence in a mixing block, and its number in that source: int64
         [2, MIXING_BLOCK]. Permuting a thousand numbers costs little more than permuting a single number, so
@@ -298,7 +308,8 @@ class SequenceDataset(Dataset):
 
     def __getitems__(self, numbers: list[int]) -> Batch | ConfigError:
         try:
-            return self.batch(numbers, self.training(np.asarray(numbers)))
+            batch = self.batch(numbers, self.training(np.asarray(numbers)))
+            return replace(batch, source_ids=self.source_ids(numbers))
         except ConfigError as e:  # torch would add the worker's traceback, so SequenceLoader raises it
             return e
 

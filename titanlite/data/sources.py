@@ -9,9 +9,12 @@ from any iterable once and caches the shards."""
 
 from __future__ import annotations
 
+import itertools
+import re
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from titanlite.config.component import Component, ConfigError, label
 from titanlite.data.shards import TokenShards
@@ -51,6 +54,22 @@ class Source(Component, makes=(TokenShards,)):
         """Raise ConfigError for missing or wrong input, without reading all of the input. Returns True if
         `build` would only open files and tokenise nothing."""
         return False
+
+
+def short_names(sources: Sequence[Source]) -> list[str]:
+    """A short name of each source, different from all others, of letters, digits, dots, dashes and
+    underscores: as many of the last components of its first path as tell it from the other sources."""
+    paths = [getattr(source, "path", "") or source.name for source in sources]
+    parts = [PurePath(str(path[0] if isinstance(path, (list, tuple)) else path)).parts for path in paths]
+    names: list[str] = []
+    for own in parts:
+        length = 1
+        while length < len(own) and sum(other[-length:] == own[-length:] for other in parts) > 1:
+            length += 1
+        name = re.sub(r"[^\w.-]", "_", "_".join(own[-length:]), flags=re.ASCII)
+        numbered = (f"{name}-{i}" for i in itertools.count(2))
+        names.append(name if name not in names else next(n for n in numbered if n not in names))
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)

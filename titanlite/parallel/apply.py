@@ -7,12 +7,13 @@ torch 2.13 cannot compile the repeated forward of a tensor-parallel block."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import AttentionBackend
-from titanlite.losses import Loss
+from titanlite.losses import WHOLE_VOCABULARY, Loss
 from titanlite.mesh import Mesh, Parallelism
 from titanlite.models.base import Decoder, HeadFn, logits
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint, apply_activation_checkpoint
@@ -25,8 +26,8 @@ from titanlite.parallel.probe import mlp_units
 from titanlite.parallel.sharded_model import ExecutionSettings, ShardedModel
 from titanlite.parallel.tensor_parallel import (
     apply_tensor_parallel,
+    gather_for_loss,
     gather_logits,
-    gather_tokens_for_loss,
     vocabulary_shard,
 )
 from titanlite.step_clock import StepClock
@@ -55,6 +56,7 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     units = mlp_units(net)
     apply_float8(net, float8, sharded=mesh.device_mesh is not None, ranks=mesh.degrees.tp)
     head_fn_for_logits: HeadFn = logits
+    vocabulary, gather = WHOLE_VOCABULARY, None
     if mesh.degrees.tp == 1:
         loss_function = loss.build(compile.loss_backend)
         apply_activation_checkpoint(net, settings.activation_checkpoint, settings.attention.kept_ops)
@@ -62,7 +64,8 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
     else:
         apply_tensor_parallel(net, mesh.tp, float8)
         vocabulary = vocabulary_shard(net.vocab_size, mesh.tp)
-        loss_function = gather_tokens_for_loss(loss.build(compile.loss_backend, vocabulary), mesh.tp)
+        loss_function = loss.build(compile.loss_backend, vocabulary)
+        gather = partial(gather_for_loss, mesh=mesh.tp)
         head_fn_for_logits = gather_logits(mesh.tp)
         compile_forwards(net, compile)
         apply_activation_checkpoint(net, settings.activation_checkpoint, settings.attention.kept_ops)
@@ -86,6 +89,8 @@ def parallelize(net: Decoder, loss: Loss, mesh: Mesh, settings: ParallelSettings
         auxiliary_losses=loss.auxiliary_losses,
         mlp_units=units,
         pipeline=pipeline,
+        vocabulary=vocabulary,
+        gather_for_loss=gather,
         head_fn_for_logits=head_fn_for_logits,
         reduce_every_micro_batch=every_micro_batch,
         gathers_float8=float8.gathers_float8 and mesh.device_mesh is not None,

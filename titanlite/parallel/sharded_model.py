@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
-from titanlite.losses import LossFunction
+from titanlite.losses import WHOLE_VOCABULARY, LossFunction, VocabularyShard
 from titanlite.mesh import ALONE, Mesh
 from titanlite.models.base import Decoder, HeadFn, Inputs, logits
 from titanlite.parallel.float8 import precompute_scales
@@ -30,7 +31,9 @@ class ExecutionSettings:
 
     `auxiliary_losses`: names of the auxiliary losses that the loss returns. `mlp_units`: the result of
     `mlp_units` for the whole model; None: the model is not sharded. `pipeline`: None without pipeline
-    parallel. `head_fn_for_logits`: the head_fn that returns the logits of the whole vocabulary.
+    parallel. `vocabulary`: this rank's shard of the vocabulary. `gather_for_loss`: makes the hidden states of
+    all tokens and this rank's rows of the head's weight from the arguments of head_fn, under tensor parallel.
+    `head_fn_for_logits`: the head_fn that returns the logits of the whole vocabulary.
     `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per step. `gathers_float8`:
     FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory. `clock`:
     measures the phases of the steps."""
@@ -39,11 +42,30 @@ class ExecutionSettings:
     auxiliary_losses: tuple[str, ...] = ()
     mlp_units: Mapping[str, int] | None = None
     pipeline: Pipeline | None = None
+    vocabulary: VocabularyShard = WHOLE_VOCABULARY
+    gather_for_loss: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     head_fn_for_logits: HeadFn = logits
     reduce_every_micro_batch: bool = False
     gathers_float8: bool = False
     cpu_offload: bool = False
     clock: StepClock = field(default_factory=lambda: StepClock(torch.device("cpu")))
+
+
+class LossObserver(Protocol):
+    """Looks at the inputs of the loss."""
+
+    def observe(
+        self,
+        hidden_BTD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_BT: torch.Tensor,
+        positions_T: torch.Tensor,
+        source_ids_B: torch.Tensor | None,
+        vocabulary: VocabularyShard,
+    ) -> None:
+        """Called for each micro-batch before its loss, on the ranks that compute the loss, with this rank's
+        tokens. `positions_T`: their positions in the sequence. `source_ids_B`: Batch.source_ids. Must not
+        change the tensors. Collective over the tensor-parallel ranks."""
 
 
 class ShardedModel:
@@ -87,19 +109,24 @@ class ShardedModel:
             mean, std = self.net.init_normal(name)
             fill_normal(parameter, name, mean, std, seed, device)
 
-    def forward_backward(self, micro_batches: Sequence[Batch], num_targets: torch.Tensor) -> torch.Tensor:
+    def forward_backward(
+        self,
+        micro_batches: Sequence[Batch],
+        num_targets: torch.Tensor,
+        observer: LossObserver | None = None,
+    ) -> torch.Tensor:
         """Accumulate the gradient of (sum of token losses and auxiliary losses) / `num_targets`. Returns this
         rank's summand of (sum of token losses) / `num_targets`, detached: the sum over all ranks is the loss.
         Afterwards `auxiliary_losses` has this rank's summands of the auxiliary losses, of the model and of
         the loss.
 
         `num_targets`: number of targets that count, over all ranks and micro-batches. Gradients are reduced
-        in the last backward, or in every backward."""
+        in the last backward, or in every backward. `observer`: looks at the inputs of the loss."""
         self._auxiliary_sums = []
         clock = self.settings.clock
         if self.pipeline is not None:
             clock.enter("forward_backward")
-            inputs = [self.model_inputs(b) for b in micro_batches]
+            inputs = [self.model_inputs(batch, observer) for batch in micro_batches]
             total = self.pipeline.forward_backward(inputs, num_targets)
             self.auxiliary_losses = self._auxiliary_losses_of_loss(num_targets)
             return self._counted_once(total)
@@ -108,7 +135,7 @@ class ShardedModel:
             clock.enter("forward")
             is_last = i == len(micro_batches) - 1
             sync_gradients(self.net, self.settings.reduce_every_micro_batch or is_last)
-            loss = self.net(*self.model_inputs(batch)) / num_targets.clamp(min=1)
+            loss = self.net(*self.model_inputs(batch, observer)) / num_targets.clamp(min=1)
             total += loss.detach()
             for name, value in self.net.auxiliary_losses().items():
                 value = value / num_targets.clamp(min=1)
@@ -155,12 +182,12 @@ class ShardedModel:
         """The output of a forward. With pipeline parallel, None on ranks without the last stage."""
         return self.net(*inputs) if self.pipeline is None else self.pipeline.forward(inputs)
 
-    def model_inputs(self, batch: Batch) -> Inputs:
+    def model_inputs(self, batch: Batch, observer: LossObserver | None = None) -> Inputs:
         """The arguments of the model for this rank's tokens of a micro-batch."""
         tokens, targets, positions = batch.inputs, batch.targets, batch.positions
+        local = self._local_positions(tokens)
         if self.sharding is not None:
             attention = self.attention.for_context_parallel(self.sharding, tokens, positions)
-            local = self.sharding.local_positions(tokens.shape[1], tokens.device)
             tokens, targets = tokens[:, local], targets[:, local]
             positions = local if positions is None else positions[:, local]
         elif positions is not None:
@@ -168,9 +195,14 @@ class ShardedModel:
         else:
             attention = self.attention.for_sequences(tokens)
             if self.pipeline is not None:  # with tensor parallel, hidden states are shorter than tokens
-                positions = torch.arange(tokens.shape[1], device=tokens.device)
+                positions = local
 
         def head_fn(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+            if self.settings.gather_for_loss is not None:
+                hidden_BTD, weight_VD = self.settings.gather_for_loss(hidden_BTD, weight_VD)
+            if observer is not None:
+                vocabulary = self.settings.vocabulary
+                observer.observe(hidden_BTD, weight_VD, targets, local, batch.source_ids, vocabulary)
             loss = self.loss(hidden_BTD, weight_VD, targets)
             if not self.settings.auxiliary_losses:
                 return loss
@@ -179,6 +211,13 @@ class ShardedModel:
             return loss[0]
 
         return Inputs(tokens, positions, attention, head_fn)
+
+    def _local_positions(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """The position in the sequence of each of this rank's tokens, int64 [T]."""
+        length, device = tokens_BT.shape[1], tokens_BT.device
+        if self.sharding is None:
+            return torch.arange(length, device=device)
+        return self.sharding.local_positions(length, device)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titanlite.config.component import ConfigError
-from titanlite.losses import LossFunction, VocabularyShard
+from titanlite.losses import VocabularyShard
 from titanlite.models.base import Decoder, HeadFn, logits
 from titanlite.parallel.float8 import Float8, rowwise_style, shared_cast
 from titanlite.torch_compat import all_reduce
@@ -88,17 +88,15 @@ class _AllReduceSum(torch.autograd.Function):
         return gradients[0], None
 
 
-def gather_tokens_for_loss(loss: LossFunction, mesh: DeviceMesh) -> LossFunction:
-    """Wrap `loss`, which takes the hidden states of all tokens and this rank's rows of the head's weight, as
-    a function of the hidden states of this rank's tokens and the sharded weight."""
-
-    def gathered(h_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        assert isinstance(weight_VD, DTensor)
-        # The gradient of the hidden states is a sum over ranks: each rank has the summand of its rows.
-        hidden = _gather(h_BTD, mesh).to_local(grad_placements=[Partial()])
-        return loss(hidden, weight_VD.to_local(grad_placements=[Shard(0)]), targets_BT)
-
-    return gathered
+def gather_for_loss(
+    h_BTD: torch.Tensor, weight_VD: torch.Tensor, mesh: DeviceMesh
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The hidden states of all tokens and this rank's rows of the head's weight, as a loss takes them, from
+    the hidden states of this rank's tokens and the sharded weight."""
+    assert isinstance(weight_VD, DTensor)
+    # The gradient of the hidden states is a sum over ranks: each rank has the summand of its rows.
+    hidden = _gather(h_BTD, mesh).to_local(grad_placements=[Partial()])
+    return hidden, weight_VD.to_local(grad_placements=[Shard(0)])
 
 
 def gather_logits(mesh: DeviceMesh) -> HeadFn:

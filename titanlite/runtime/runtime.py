@@ -55,6 +55,12 @@ class Runtime:
                 dist.all_reduce(value)
         return value
 
+    def max(self, value: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum of `value` over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(value, dist.ReduceOp.MAX)
+        return value
+
     def sum_scalars(self, *values: torch.Tensor) -> list[torch.Tensor]:
         """fp32 scalars, each summed over all ranks, in one all-reduce."""
         on_device = [value.to(self.device, torch.float32) for value in values]

@@ -78,6 +78,21 @@ def all_chunks(folder: Path, name: str) -> set[bytes]:
     return {tokens[i : i + SEQ_LEN + 1].tobytes() for i in range(0, len(tokens) - SEQ_LEN, SEQ_LEN)}
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_name_the_source_of_each_sequence(
+    folder: Path, sequences: SequenceDataset, num_workers: int
+) -> None:
+    chunks = {f"{name}.txt": all_chunks(folder, name) for name in SIZES}
+    loader = SequenceLoader(sequences, MicroBatches(0, 40, 40, 0, 1), num_workers, pin_memory=False)
+    batch = next(loader)
+    loader.close()
+    assert batch.source_ids is not None
+    names = [sequences.source_names[k] for k in batch.source_ids.tolist()]
+    assert set(names) == chunks.keys()
+    for name, inputs, targets in zip(names, batch.inputs.numpy(), batch.targets.numpy()):
+        assert np.append(inputs, targets[-1]).tobytes() in chunks[name]
+
+
 def contents(sequences: list[TokenSequence]) -> list[bytes]:
     return [sequence.tokens.tobytes() for sequence in sequences]
 

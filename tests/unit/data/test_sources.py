@@ -14,7 +14,7 @@ import pytest
 from tests.support.datasets import write_dataset
 from titanlite.config.component import ConfigError
 from titanlite.data.shards import TokenShards
-from titanlite.data.sources import Source, Tokens
+from titanlite.data.sources import Source, Tokens, short_names
 from titanlite.prepare import pipeline
 from titanlite.prepare.sources import PythonStdlib, Text, stdlib_files
 from titanlite.tokenizers.base import Tokenizer
@@ -215,3 +215,18 @@ def test_the_cache_is_read_only_when_whole(tmp_path: Path, monkeypatch: pytest.M
     assert all(p.name.startswith(".partial-") for p in cache.iterdir())
     assert tokens_of(source.build(tokenizer, cache)) == framed("hello")
     assert not list(cache.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["data/web", "data/code"], ["web", "code"]),
+        (["web/train", "code/train", "books"], ["web_train", "code_train", "books"]),
+        (["/a/x/train", "/b/x/train/"], ["a_x_train", "b_x_train"]),
+        ([["data/a b.jsonl", "data/c"], "data/d\x1b[0m\u00e9.txt"], ["a_b.jsonl", "d__0m_.txt"]),
+        (["x", "x", "x-2", "x"], ["x", "x-2", "x-2-2", "x-3"]),
+    ],
+)
+def test_short_names_are_different_and_printable(paths: list[Any], names: list[str]) -> None:
+    assert short_names([Text(path=path) for path in paths]) == names
+    assert short_names([PythonStdlib()]) == ["python_stdlib"]
