@@ -28,7 +28,8 @@ class StepTimes:
     wait_s: float
     """Time within the phases in which the rank waited for collectives."""
     host_bound: bool
-    """Whether the device had done all work issued so far when the host ended the last measured step."""
+    """Whether the device had come to the last phase but one, the backward, when the host had issued all of
+    the last measured step. A device that sets the pace is further behind."""
 
     @property
     def own_s(self) -> float:
@@ -77,8 +78,8 @@ class StepClock:
     def end(self) -> None:
         """The step has been issued."""
         if self._measures:
-            last = self._marks[-1].at.event  # the beginning of the last phase
-            self._host_bound = last is None or last.query()
+            backward = self._marks[-2:][0].at.event  # the beginning of the last phase but one
+            self._host_bound = backward is None or backward.query()
             self._marks.append(_Mark("", self._now()))
             self._measures = False
         if self._on_phase is not None:

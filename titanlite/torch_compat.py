@@ -30,6 +30,13 @@ def set_group_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> No
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def gloo_flight_record() -> str | None:
+    """The last collectives of this process on gloo, as JSON; None if this torch records none. NCCL has a
+    record of its own, which it writes to a file when a collective times out."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    return None if dump is None else dump().decode()
+
+
 def flatten_mesh(mesh: DeviceMesh, name: str) -> None:
     """Flatten all dimensions of `mesh` into one dimension `name` of its root mesh, for `root[name]`."""
     mesh._flatten(name)

@@ -4,6 +4,7 @@ that fails with a new version of torch tells which function has to learn it."""
 from __future__ import annotations
 
 import io
+import json
 import math
 import time
 from collections import Counter
@@ -36,6 +37,18 @@ def wait_for_a_rank_that_does_not_come(seconds: float) -> float:
 def test_a_group_gets_a_new_timeout(run_on: Any) -> None:
     waited = run_on(2, wait_for_a_rank_that_does_not_come, 0.5)[0]
     assert 0.4 < waited < 60  # the timeout of the group before is half an hour
+
+
+def gloo_records() -> list[tuple[str, int, bool]]:
+    for _ in range(2):
+        dist.all_reduce(torch.ones(1))
+    record = json.loads(torch_compat.gloo_flight_record() or "{}")
+    return [(e["profiling_name"], e["collective_seq_id"], e["is_p2p"]) for e in record["entries"]][-2:]
+
+
+def test_gloo_records_its_collectives(run_on: Any) -> None:
+    expected = [("gloo:all_reduce", 1, False), ("gloo:all_reduce", 2, False)]
+    assert run_on(2, gloo_records) == [expected] * 2
 
 
 def flat_size() -> list[int]:

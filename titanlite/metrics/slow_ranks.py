@@ -47,7 +47,7 @@ class RankTimes(NamedTuple):
     own_s: float
     data_s: float
     host_bound: float
-    """1.0 if its device had no work left when the host ended the step, else 0.0."""
+    """1.0 if its device does not lag behind its host, else 0.0."""
 
 
 class SlowRanks:

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from titanlite.log import printable, tell
 from titanlite.runtime.environment import set_notes_folder
+from titanlite.runtime.hang import describe_hang
 from titanlite.runtime.signals import AGAIN_S, END, SAVE, STOP, Stopped, handled_signals
 
 FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # exit codes that a restart would only repeat
@@ -28,6 +29,8 @@ FINAL_CODES = {2, 3, 4, Stopped.exit_code}  # exit codes that a restart would on
 PEER_ERRORS = re.compile(
     "Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|Dist[A-Z][a-z]+Error"
 )
+
+ANSWER_S = 3.0  # seconds in which the other ranks' collectives fail, too, after the first one timed out
 
 
 class RanksFailed(Exception):
@@ -56,6 +59,11 @@ class Ending:
     def left_early(self) -> bool:
         """Whether the rank ended with exit code 0 before its work was done."""
         return self.code == 0 and self.note is not None
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the rank may have ended because it waited too long in a collective."""
+        return self.code == -signal.SIGABRT or (self.code == 1 and "imed out" in (self.note or ""))
 
     @property
     def follows_another(self) -> bool:
@@ -137,6 +145,8 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         stopped = self._look()
+        if any(self._ended.values()):
+            self._tell_hang(worker_group)
         for local_rank in stopped if any(self._ended.values()) else ():
             # A stopped process does not react to the signal that ends the other ranks.
             os.kill(self._pids()[local_rank], signal.SIGKILL)
@@ -158,6 +168,28 @@ class Agent(LocalElasticAgent):
                 self._exit_barrier()
             self._tell(endings, worker_group)
         return result
+
+    def _tell_hang(self, worker_group: WorkerGroup) -> None:
+        """If a collective has timed out, print one line on the rank for which the others wait. The other
+        ranks get a few seconds to come to the end of their collectives, too."""
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        until = time.monotonic() + ANSWER_S
+        while True:
+            ended = [Ending(ranks[r], code, self._note(ranks[r])) for r, code in self._ended.items()]
+            notes = {rank: self._note(rank) for r, rank in enumerate(ranks) if r not in self._ended}
+            failed = [*ended, *(Ending(rank, 1, note) for rank, note in notes.items() if note)]
+            if not all(ending.follows_another for ending in failed if ending.code):
+                return  # the others wait for a rank that has failed
+            silent = [rank for rank, note in notes.items() if note == ""]
+            if not any(ending.timed_out for ending in failed):
+                return
+            if not silent or time.monotonic() > until:
+                break
+            time.sleep(0.05)
+            self._look()
+        said_so = any(ending.note for ending in failed if ending.timed_out)
+        if self._notes and (text := describe_hang(self._notes, ranks, silent, said_so)):
+            tell(text)
 
     def _look(self) -> set[int]:
         """Note which ranks have ended since the last call. Returns the local ranks that a signal or a

@@ -60,6 +60,23 @@ def set_notes_folder(folder: str) -> None:
     os.environ[NOTES] = folder
 
 
+def flight_record_prefix(folder: str) -> str:
+    """Path, without the rank at its end, to which NCCL writes its flight record when a collective times out:
+    the user's TORCH_FR_DUMP_TEMP_FILE, else in the launcher's `folder`."""
+    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.path.join(folder, "nccl-")
+
+
+def set_flight_recorder_defaults() -> None:
+    """Let NCCL keep the last collectives and write them to a file at a timeout, as it does by default in
+    torch 2.13. Call this before a process group is made."""
+    if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    folder = notes_folder()
+    if folder and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # the variable's older name
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = flight_record_prefix(folder)
+
+
 def set_thread_defaults() -> None:
     """Let idle OpenMP threads sleep after a short wait. Call this before torch is imported.
 

@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.component import check_at_least
-from titanlite.runtime.environment import notes_folder, num_local_ranks, stay_on_this_node
+from titanlite.runtime.environment import (
+    notes_folder,
+    num_local_ranks,
+    set_flight_recorder_defaults,
+    stay_on_this_node,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,7 @@ class Comm:
 def init_process_group(device: torch.device, comm: Comm, rank: int, num_ranks: int) -> None:
     """Make the default process group: NCCL for CUDA tensors, gloo for CPU tensors. Ranks that are all on one
     node open no port to the network."""
+    set_flight_recorder_defaults()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     rendezvous: dict[str, Any] = {}

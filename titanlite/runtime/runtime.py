@@ -23,12 +23,18 @@ from titanlite.config.component import ConfigError
 from titanlite.host_copy import HostCopy
 from titanlite.log import set_up_logging
 from titanlite.mesh import Mesh, Parallelism, build_mesh
-from titanlite.runtime import process
-from titanlite.runtime.environment import global_rank, is_under_torchrun, logs_progress, set_library_defaults
+from titanlite.runtime import hang, process
+from titanlite.runtime.environment import (
+    global_rank,
+    is_under_torchrun,
+    logs_progress,
+    notes_folder,
+    set_library_defaults,
+)
 from titanlite.runtime.process_group import Comm, init_process_group
 from titanlite.runtime.training import BatchLayout, Training, choose_param_dtype
 from titanlite.step_clock import StepClock
-from titanlite.torch_compat import set_group_timeout
+from titanlite.torch_compat import gloo_flight_record, set_group_timeout
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,12 @@ class Runtime:
         self._tell(error)
 
     def note_error(self, error: BaseException) -> None:
-        """Tell the launcher which error ends this rank."""
+        """Tell the launcher which error ends this rank, and in which collectives the rank was."""
+        if self.world_size > 1 and self.mesh.device_mesh is not None:
+            assert dist.group.WORLD is not None
+            groups = [dist.group.WORLD, *self.mesh.device_mesh.get_all_groups()]
+            ranks = {str(group.group_name): dist.get_process_group_ranks(group) for group in groups}
+            hang.write_flight_record(notes_folder(), self.rank, gloo_flight_record(), ranks)
         if isinstance(error, (Exception, SystemExit)):
             process.write_error_note(process.error_note(self.rank), error)
 
@@ -201,7 +212,7 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     process.set_determinism(training.deterministic)
     mesh = build_mesh(parallelism, device.type, rank, size, always=offload)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
-    clock = StepClock(device)
+    clock = StepClock(device, hang.keep_position(notes_folder(), rank))
     with process.explicit_garbage_collection(training.gc_freq), process.reporting_to_launcher(rank):
         yield Runtime(
             device, rank, size, mesh, batch, param_dtype, reduce_dtype, comm, training.gc_freq, began, clock

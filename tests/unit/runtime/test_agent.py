@@ -86,8 +86,21 @@ def test_a_rank_that_is_stopped_is_blamed_by_name(launch: Callable) -> None:
     code, said = launch(f"{stopped} {wait} echo 'RuntimeError: Timed out' > {NOTE}; exit 1")
     assert code == 1
     assert said == (
+        "rank 1 is missing from a collective, in which rank 0 waits: rank 1 is before the first step; rank 0 "
+        "is before the first step\n"
         "rank 1 does not answer (it is stopped); rank 0 ended with exit code 1: RuntimeError: Timed out; "
         "its message is above"
+    )
+
+
+def test_a_rank_that_waits_for_one_that_failed_is_no_hang(launch: Callable) -> None:
+    """The one that failed has left a note, and is still ending."""
+    failed = f"[ $RANK = 1 ] && {{ echo 'ValueError: bad' > {NOTE}; : > failed; {UNTIL_ENDED}; }};"
+    wait = "until [ -e failed ]; do sleep 0.02; done;"
+    code, said = launch(f"{failed} {wait} echo 'RuntimeError: Timed out' > {NOTE}; exit 1")
+    assert (code, said) == (
+        1,
+        "rank 0 ended with exit code 1: RuntimeError: Timed out; its message is above",
     )
 
 

@@ -120,5 +120,5 @@ def test_an_error_of_rank_zero_keeps_its_exit_code_on_all_ranks() -> None:
 
 def test_a_rank_that_fails_says_so_before_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NOTES, str(tmp_path))
-    Runtime.note_error(SimpleNamespace(rank=3), ValueError("gone"))  # type: ignore[arg-type]
+    Runtime.note_error(SimpleNamespace(rank=3, world_size=1), ValueError("gone"))  # type: ignore[arg-type]
     assert (tmp_path / "rank-3").read_text() == "ValueError: gone"
