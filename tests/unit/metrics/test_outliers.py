@@ -75,7 +75,7 @@ class Reference:
         return True
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_decisions_equal_those_of_the_reference(seed: int) -> None:
     """With noise, single outliers, streaks, level shifts, NaN and infinity."""
     rng = np.random.default_rng(seed)
@@ -103,7 +103,7 @@ def test_a_nan_does_not_poison_the_window() -> None:
     assert skipped(decide(StepGuard(CONFIG, CPU), losses)) == [300]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_step_of_clean_noise_is_skipped(seed: int) -> None:
     norms = np.exp(0.3 * np.random.default_rng(seed).normal(size=600))
     assert skipped(decide(StepGuard(CONFIG, CPU), noise(600, seed), norms.tolist())) == []
@@ -213,10 +213,10 @@ def stopped_at(step: int, change: Any = None) -> list[bool]:
     return applied
 
 
-@pytest.mark.parametrize("step", [30, 150, 355])
-def test_a_resumed_run_decides_as_the_uninterrupted_one(step: int) -> None:
-    whole = StepGuard(CONFIG, CPU)
-    assert stopped_at(step) == decide(whole, BURSTS)
+def test_a_resumed_run_decides_as_the_uninterrupted_one() -> None:
+    whole = decide(StepGuard(CONFIG, CPU), BURSTS)
+    for step in (30, 150, 355):
+        assert stopped_at(step) == whole
 
 
 def test_control_a_run_that_lost_its_window_does_not() -> None:
@@ -274,13 +274,20 @@ def idle(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
     return job
 
 
+def is_healthy(job: Job, step: int) -> bool:
+    return json.loads((job.folder / f"checkpoint/step-{step}/train.json").read_text())["healthy"]
+
+
 @pytest.mark.parametrize("fault", OUTLIERS)
 def test_an_outlier_is_a_step_that_did_nothing(tmp_path: Path, corpus: Path, idle: Job, fault: str) -> None:
-    """Random tokens with a resume in the streak, and another one while the window has seen both."""
+    """Random tokens with a resume in a streak, and another one soon after it. The checkpoint in the streak is
+    not healthy."""
     for last in (14, 16, 20) if fault == "random tokens" else (20,):
         job = make_job(tmp_path, corpus, *WATCHED, f"--training.steps={last}")
         with bad_steps({14, 15, 17}, fault):
             assert train(job) == 0
+        if last == 14:
+            assert [is_healthy(job, step) for step in (12, 14)] == [True, False]
     assert state_of(job, 20) == state_of(idle, 20) != {}
     events = [json.loads(line) for line in (job.folder / "events.jsonl").read_text().splitlines()]
     skips = [event for event in events if event["event"] == "skipped"]
@@ -289,20 +296,10 @@ def test_an_outlier_is_a_step_that_did_nothing(tmp_path: Path, corpus: Path, idl
     assert [event["first_sequence"] for event in skips] == [104, 112, 128]
 
 
+@pytest.mark.full
 def test_control_without_the_key_the_steps_are_applied(tmp_path: Path, corpus: Path, idle: Job) -> None:
     job = make_job(tmp_path, corpus, *WATCHED, "--guard.skip_sigma=0")
     with bad_steps({14, 15, 17}, "random tokens"):
         train(job)
     assert state_of(job, 20) != state_of(idle, 20)
     assert metrics_of(job)[-1]["train/skipped_steps"] == 0
-
-
-def test_a_checkpoint_in_a_streak_of_outliers_is_not_healthy(tmp_path: Path, corpus: Path) -> None:
-    job = make_job(tmp_path, corpus, *WATCHED, "--training.steps=14")
-    with bad_steps({14}, "large gradient"):
-        assert train(job) == 0  # an outlier is no reason to end with an error
-    healthy = [
-        json.loads((job.folder / f"checkpoint/step-{step}/train.json").read_text())["healthy"]
-        for step in (12, 14)
-    ]
-    assert healthy == [True, False]
