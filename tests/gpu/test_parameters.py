@@ -68,13 +68,14 @@ def test_the_update_of_the_fused_kernel_is_recomputed() -> None:
     config = AdamW(lr=1e-2, weight_decay=0.3)
     p = nn.Parameter(torch.randn(300, 200, device="cuda"))
     optimizer = torch.optim.AdamW([p], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3, fused=True)
-    for _ in range(3):
+    for step in (1, 2, 3):
         before = p.detach().clone()
         p.grad = torch.randn_like(p)
         optimizer.step()
-        update = config.update_of(p.detach(), optimizer.state[p], optimizer.param_groups[0])
+        state, group = {**optimizer.state[p], "step": step}, optimizer.param_groups[0]
+        update = config.update_of(p.detach(), state, group)
         assert ((update - (before - p.detach())).norm() / update.norm()).item() < 1e-4
-    signal, noise = config.signal_and_noise(optimizer.state[p], optimizer.param_groups[0])
+    signal, noise = config.signal_and_noise(state, group)
     assert (signal + noise).item() == pytest.approx(60000, rel=0.05)  # the mean square of the gradients
 
 

@@ -111,17 +111,30 @@ class ParameterStatistics:
         shards = {name: _plain_shard(p.detach()) for name, (p, _) in self._groups.items()}
         if not shards:
             return {}
-        rows = []
+        states, rows = self._states(), list[torch.Tensor]()
         for (name, shard), norm in zip(shards.items(), _norms(list(shards.values()))):
-            parameter, group = self._groups[name]
-            state = {key: _plain_shard(t) for key, t in self._optimizer.state.get(parameter, {}).items()}
-            unknown = torch.full_like(norm, math.nan)
+            group, state = self._groups[name][1], states[name]
             update = self._config.update_of(shard, state, group) if applied and state else None
-            moments = self._config.signal_and_noise(state, group) if state else None
-            signal, noise = (unknown, unknown) if moments is None else moments
+            unknown = torch.full_like(norm, math.nan)
             update_norm = unknown if update is None else _norms([update])[0]
-            rows.append(torch.stack([norm.square(), update_norm.square(), signal.to(norm), noise.to(norm)]))
-        return dict(zip(shards, torch.stack(rows).tolist()))
+            moments = self._config.signal_and_noise(state, group) if state else None
+            rows += [norm, update_norm, *((unknown, unknown) if moments is None else moments)]
+        numbers = torch.stack([value.float() for value in rows]).view(-1, 4).tolist()
+        return {name: [norm**2, update**2, *rest] for name, (norm, update, *rest) in zip(shards, numbers)}
+
+    def _states(self) -> dict[str, dict[str, Any]]:
+        """The optimizer state of each parameter, with numbers in place of scalars, which are read at once.
+        All state of a parameter that is itself a scalar stays tensors."""
+        states, scalars = dict[str, dict[str, Any]](), list[tuple[str, str]]()
+        for name, (parameter, _) in self._groups.items():
+            state = self._optimizer.state.get(parameter, {})
+            states[name] = {key: _plain_shard(tensor) for key, tensor in state.items()}
+            scalars += [(name, key) for key, t in state.items() if t.ndim == 0 and parameter.ndim > 0]
+        if scalars:
+            values = torch.stack([states[name][key].to(self._ranks.device).float() for name, key in scalars])
+            for (name, key), value in zip(scalars, values.tolist()):
+                states[name][key] = value
+        return states
 
 
 def _plain_shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,31 +38,27 @@ class AdamW(Optimizer, name="adamw"):
         return torch.optim.AdamW(self.groups(model), lr=self.lr, betas=betas, eps=self.eps, fused=True)
 
     def update_of(
-        self, weight: torch.Tensor, state: Mapping[str, torch.Tensor], group: Mapping[str, Any]
+        self, weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
     ) -> torch.Tensor:
         """lr * (m / (sqrt(v) + eps) + weight_decay * w) with the moments m and v after bias correction. w is
         the weight before the step, which follows from the weight after it."""
         lr, decay, step = group["lr"], group["weight_decay"], state["step"]
-        denominator = (state["exp_avg_sq"] / _weights_sum(self.beta2, step)).sqrt_().add_(self.eps)
-        update = (state["exp_avg"] / _weights_sum(self.beta1, step)).div_(denominator)
+        denominator = (state["exp_avg_sq"] / (1 - self.beta2**step)).sqrt_().add_(self.eps)
+        update = (state["exp_avg"] / (1 - self.beta1**step)).div_(denominator)
         return update.add_(weight, alpha=decay).mul_(lr / (1 - lr * decay))
 
     def signal_and_noise(
-        self, state: Mapping[str, torch.Tensor], group: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, state: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Estimates from the moments m and v after bias correction. If the gradient's expectation G and
         variance V are constant, E[m^2] = G^2 + k V and E[v] = G^2 + V, where k is the sum of the squares of
         m's weights: (1 - beta1) / (1 + beta1) after many steps. After one step m^2 = v tells nothing."""
         step = state["step"]
-        sum1, sum2 = _weights_sum(self.beta1, step), _weights_sum(self.beta2, step)
-        k = (1 - self.beta1) / (1 + self.beta1) * (2 - sum1) / sum1
-        mean_square = state["exp_avg"].square().sum() / sum1**2
-        square = state["exp_avg_sq"].sum() / sum2
-        signal = torch.where(step > 1, (mean_square - k * square) / (1 - k), math.nan)
+        if step < 2 or self.beta1 == 0:
+            return None
+        decayed = self.beta1**step
+        k = (1 - self.beta1) / (1 + self.beta1) * (1 + decayed) / (1 - decayed)
+        mean_square = state["exp_avg"].square().sum() / (1 - decayed) ** 2
+        square = state["exp_avg_sq"].sum() / (1 - self.beta2**step)
+        signal = (mean_square - k * square) / (1 - k)
         return signal, square - signal
-
-
-def _weights_sum(beta: float, step: torch.Tensor) -> torch.Tensor:
-    """1 - beta^step, the sum of the weights in a running mean that began with 0; a division by it corrects
-    the bias. `step`: scalar tensor."""
-    return -torch.expm1(step * math.log(beta)) if beta > 0 else torch.ones_like(step)

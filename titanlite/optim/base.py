@@ -90,22 +90,22 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
         """
 
     def update_of(
-        self, weight: torch.Tensor, state: Mapping[str, torch.Tensor], group: Mapping[str, Any]
+        self, weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
     ) -> torch.Tensor | None:
         """What the newest step has subtracted from a parameter, recomputed from the optimizer's state for the
         metrics `norms/update_ratio_*`. None, the default: unknown.
 
-        `weight`: the parameter after the step. `state`: its optimizer state, which is not empty. `group`: its
-        parameter group. Tensors are this rank's shards, and plain tensors; they must not be changed. No host
-        synchronisation."""
+        `weight`: the parameter after the step. `state`: its optimizer state, which is not empty; scalars such
+        as `step` are numbers, except for a parameter that is itself a scalar. `group`: its parameter group.
+        Tensors are this rank's shards, and plain tensors; they must not be changed."""
         return None
 
     def signal_and_noise(
-        self, state: Mapping[str, torch.Tensor], group: Mapping[str, Any]
+        self, state: Mapping[str, Any], group: Mapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Estimates for the gradient noise scale, summed over the elements of this rank's shard of a
-        parameter: the square of the expected gradient, and the variance of a step's gradient. Scalars; not
-        finite if the state does not tell. None, the default: unknown. Arguments: see `update_of`."""
+        parameter: the square of the expected gradient, and the variance of a step's gradient. Scalar tensors;
+        None, the default: unknown. Arguments: see `update_of`."""
         return None
 
     def groups(self, model: Decoder) -> list[dict[str, Any]]:

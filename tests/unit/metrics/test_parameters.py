@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from tests.support.jobs import make_job, metrics_of
+from tests.support.models import Parameters
 from tests.support.non_finite import bad_steps
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
 from titanlite.job import Job
-from titanlite.metrics.parameters import ParameterReport
+from titanlite.mesh import ALONE
+from titanlite.metrics.parameters import ParameterReport, ParameterStatistics
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer
 from titanlite.train import train
@@ -132,6 +134,40 @@ def test_without_details_there_is_no_table(tmp_path: Path, corpus: Path) -> None
     train(job)
     assert not (job.folder / "parameters.jsonl").exists()
     assert not any(key.startswith("norms/") for line in metrics_of(job) for key in line)
+
+
+class Alone:
+    """A single rank."""
+
+    device = torch.device("cpu")
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def test_a_parameter_may_be_a_scalar_and_another_may_lack_a_gradient() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"weight": (40, 30), "scale": (), "unused": (3,)}
+    params = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    config = AdamW(lr=0.1)
+    optimizer = config.build(Parameters(params), ALONE)
+    for _ in range(2):
+        before = {name: p.detach().clone() for name, p in params.items()}
+        params["weight"].grad, params["scale"].grad = torch.randn(40, 30), torch.tensor(0.5)
+        optimizer.step()
+    report = ParameterStatistics(Parameters(params), optimizer, config, Alone()).measure(
+        {"weight": 2.0, "scale": 0.5}, applied=True
+    )
+    assert report.names == list(shapes)
+    assert report.grad_norms == [2.0, 0.5, 0.0]
+    for name, weight_norm, ratio in zip(report.names, report.weight_norms, report.update_ratios):
+        after = params[name].detach()
+        assert weight_norm == pytest.approx(after.norm().item())
+        wanted = pytest.approx(((after - before[name]).norm() / after.norm()).item(), rel=1e-3)
+        assert ratio == (None if name == "unused" else wanted)
+    assert report.signal is None, "the state of one parameter does not tell"
 
 
 def test_a_weight_of_zero_has_no_ratio() -> None:
