@@ -34,7 +34,7 @@ def gloo_flight_record() -> str | None:
     """The last collectives of this process on gloo, as JSON; None if this torch records none. NCCL has a
     record of its own, which it writes to a file when a collective times out."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    return None if dump is None else dump().decode()
+    return None if dump is None else dump().decode(errors="replace")
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> None:

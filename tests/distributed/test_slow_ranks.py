@@ -1,5 +1,5 @@
 """A rank that is slow is named in the log with its host, and again when it has recovered; ranks that are
-equally fast are not."""
+equally fast are not. The times of a step on several layouts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.jobs import make_job, metrics_of
+from tests.support.runs import UNTIED, train_on_rank
 from tests.support.tiers import full
 from titanlite.data.loader import SequenceLoader
 from titanlite.job import Job
@@ -83,3 +84,28 @@ def test_ranks_that_are_equally_fast_are_not_named(
     job = job_of(tmp_path, corpus, size, steps=200, log_freq=5)
     assert run_on(size, train_slowly, job, "data", range(0)) == [[]] * size
     assert len(metrics_of(job)) == 41
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("axis", "phases"),
+    [
+        ("pipeline", {"forward_backward"}),
+        ("tensor", {"forward", "backward"}),
+        (None, {"forward", "backward"}),
+    ],
+)
+def test_the_times_of_a_step(
+    run_on: Any, tmp_path: Path, corpus: Path, axis: str | None, phases: set[str]
+) -> None:
+    """Waits lie within the phases, and the phases within the step."""
+    layout = [f"--parallelism.{axis}_parallel_degree=2"] if axis else []
+    run_on(2, train_on_rank, tmp_path, corpus, [UNTIED, *layout, "--metrics.detail_freq=4"], "run", 2)
+    rows = [row for row in metrics_of(make_job(tmp_path, corpus, world_size=2)) if "time/optimizer_s" in row]
+    assert [row["step"] for row in rows] == [1, 4, 8]
+    for row in rows:
+        parts = [row[f"time/{phase}_s"] for phase in (*phases, "data", "optimizer")]
+        assert min(parts) > 0
+        assert 0 < sum(parts) <= row["time/step_s"]
+        assert 0 < row["time/communication_wait_s"] < row["time/step_s"]
+        assert not {"time/forward_s", "time/forward_backward_s"} <= row.keys()

@@ -67,8 +67,8 @@ def flight_record_prefix(folder: str) -> str:
 
 
 def set_flight_recorder_defaults() -> None:
-    """Let NCCL keep the last collectives and write them to a file at a timeout, as it does by default in
-    torch 2.13. Call this before a process group is made."""
+    """Let NCCL keep the last 2000 collectives, torch 2.13's default, and write them to a file at a timeout.
+    Call this before a process group is made."""
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
         os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

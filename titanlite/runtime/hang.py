@@ -124,9 +124,9 @@ def write_flight_record(
     rank's process groups by name, which gloo's dump lacks."""
     if folder is None or dump is None:
         return
-    record = json.loads(dump)
-    record["pg_config"] = {name: {"ranks": json.dumps(ranks)} for name, ranks in groups.items()}
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # the rank's own error is what counts
+        record = json.loads(dump)
+        record["pg_config"] = {name: {"ranks": json.dumps(ranks)} for name, ranks in groups.items()}
         (Path(folder) / f"gloo-{rank}").write_text(json.dumps(record), encoding="utf-8")
 
 

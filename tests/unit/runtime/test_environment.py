@@ -17,7 +17,7 @@ from titanlite.runtime import environment
 def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """An empty environment."""
     values: dict[str, str] = {}
-    monkeypatch.setattr(environment, "os", SimpleNamespace(environ=values))
+    monkeypatch.setattr(environment, "os", SimpleNamespace(environ=values, path=os.path))
     return values
 
 
@@ -31,6 +31,31 @@ def test_a_users_choice_of_how_threads_wait_stays(environ: dict[str, str], name:
     environ[name] = "1"
     environment.set_thread_defaults()
     assert environ == {name: "1"}
+
+
+def test_the_flight_recorder_writes_to_the_launchers_folder(environ: dict[str, str]) -> None:
+    environ[environment.NOTES] = "/notes"
+    environment.set_flight_recorder_defaults()
+    assert environ == {
+        environment.NOTES: "/notes",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": "/notes/nccl-",
+    }
+    assert environment.flight_record_prefix("/notes") == "/notes/nccl-"
+
+
+def test_a_users_choice_of_the_flight_recorder_stays(environ: dict[str, str]) -> None:
+    theirs = {
+        environment.NOTES: "/notes",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "9",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_FR_DUMP_TEMP_FILE": "/mine_",
+    }
+    environ.update(theirs)
+    environment.set_flight_recorder_defaults()
+    assert environ == theirs
+    assert environment.flight_record_prefix("/notes") == "/mine_"
 
 
 def test_the_command_sets_it_before_torch_is_imported() -> None:
