@@ -24,6 +24,7 @@ KNOWN = [
     ("train/grad_norm", "Gradient norm", ""),
     (SPEED, "Throughput", "tokens/s"),
     ("throughput/mfu", "Model FLOPs utilisation", ""),
+    ("train/accuracy", "Top-1 accuracy", ""),
     ("memory/peak_reserved_gib", "Peak reserved memory", "GiB"),
     ("time/step_s", "Time per step", "s"),
     ("time/data_wait_pct", "Waiting for data", "%"),
