@@ -94,8 +94,8 @@ def bad_steps(steps: Collection[int], fault: str = "gradient", signal_at: int = 
             os.kill(os.getpid(), signal.SIGTERM)
         return loss
 
-    def with_bad_loss(self: ShardedModel, batch: Any) -> Any:
-        made = inputs(self, batch)
+    def with_bad_loss(self: ShardedModel, *args: Any) -> Any:
+        made = inputs(self, *args)
         return made._replace(head_fn=_bad_loss(made.head_fn)) if spoiled and spoiled.pop() else made
 
     def left_out(*args: Any) -> None:
