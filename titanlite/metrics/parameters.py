@@ -129,7 +129,7 @@ class ParameterStatistics:
         for name, (parameter, _) in self._groups.items():
             state = self._optimizer.state.get(parameter, {})
             states[name] = {key: _plain_shard(tensor) for key, tensor in state.items()}
-            scalars += [(name, key) for key, t in state.items() if t.ndim == 0 and parameter.ndim > 0]
+            scalars += [(name, key) for key, t in state.items() if _is_scalar(t) and parameter.ndim > 0]
         if scalars:
             values = torch.stack([states[name][key].to(self._ranks.device).float() for name, key in scalars])
             for (name, key), value in zip(scalars, values.tolist()):
@@ -139,6 +139,10 @@ class ParameterStatistics:
 
 def _plain_shard(tensor: torch.Tensor) -> torch.Tensor:
     return local_shard(plain_tensor(tensor))
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0
 
 
 def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
