@@ -61,6 +61,8 @@ class StepClock:
         self._step, self._measures, self._host_bound = 0, False, True
         self._marks: list[_Mark] = []
         self._waits: list[tuple[_Moment, _Moment]] = []
+        self._num_steps, self._step_s, self._wait_s = 0, 0.0, 0.0
+        self._phases = defaultdict[str, float](float)
         self._free: list[torch.cuda.Event] = []  # making an event takes longer than recording one
 
     def begin(self, step: int, measured: bool) -> None:
@@ -82,6 +84,8 @@ class StepClock:
             self._host_bound = backward is None or backward.query()
             self._marks.append(_Mark("", self._now()))
             self._measures = False
+            if self._device == "cpu":
+                self._add_up()
         if self._on_phase is not None:
             self._on_phase(self._step, "end")
 
@@ -109,27 +113,35 @@ class StepClock:
 
     def times(self) -> StepTimes | None:
         """The times since the last `clear`; None without a measured step. Waits for the device."""
-        ends = [mark.at for mark in self._marks if not mark.phase]
-        if not ends:
+        self._add_up()
+        num = self._num_steps
+        if not num:
             return None
-        if ends[-1].event is not None:
-            ends[-1].event.synchronize()
-        phases, step_s = defaultdict[str, float](float), 0.0
-        for mark, following in zip(self._marks, self._marks[1:]):
-            if mark.phase:
-                seconds = _seconds(mark.at, following.at)
-                step_s += seconds
-                on_host = following.at.host - mark.at.host
-                phases[mark.phase] += on_host if mark.phase == "data" else seconds
         return StepTimes(
-            step_s=step_s / len(ends),
-            phases={phase: seconds / len(ends) for phase, seconds in phases.items()},
-            wait_s=sum(_seconds(*wait) for wait in self._waits) / len(ends),
+            step_s=self._step_s / num,
+            phases={phase: seconds / num for phase, seconds in self._phases.items()},
+            wait_s=self._wait_s / num,
             host_bound=self._host_bound,
         )
 
     def clear(self) -> None:
         """Forget the measured steps."""
+        self._add_up()
+        self._num_steps, self._step_s, self._wait_s = 0, 0.0, 0.0
+        self._phases.clear()
+
+    def _add_up(self) -> None:
+        """Add the marks and waits to the sums, and make their events free."""
+        if self._marks and (last := self._marks[-1].at.event) is not None:
+            last.synchronize()
+        for mark, following in zip(self._marks, self._marks[1:]):
+            if mark.phase:
+                seconds = _seconds(mark.at, following.at)
+                self._step_s += seconds
+                on_host = following.at.host - mark.at.host
+                self._phases[mark.phase] += on_host if mark.phase == "data" else seconds
+        self._num_steps += sum(not mark.phase for mark in self._marks)
+        self._wait_s += sum(_seconds(*wait) for wait in self._waits)
         moments = [mark.at for mark in self._marks] + [moment for wait in self._waits for moment in wait]
         self._free += [moment.event for moment in moments if moment.event is not None]
         self._marks, self._waits = [], []

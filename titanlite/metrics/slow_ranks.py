@@ -66,7 +66,7 @@ class SlowRanks:
         self._gather_floats, self._gather = gather_floats, gather
         self._is_first = True  # the first report has compilation and other work that is done once
         self._in_a_row = Counter[int]()  # reports in which a rank's state differs from the logged one
-        self._named = dict[int, str]()  # host by rank
+        self._named = set[int]()
 
     def report(self, clock: StepClock) -> dict[str, float]:
         """Compare the steps since the last report, log which rank has become slow or has recovered, and
@@ -100,22 +100,20 @@ class SlowRanks:
                 changed.append(rank)
         hosts = self._gather(socket.gethostname()) if changed else []
         for rank in changed:
-            recovered = self._named.pop(rank, None) is not None
-            if not recovered:
-                self._named[rank] = hosts[rank]
+            self._named ^= {rank}
             if self._rank == 0:
-                self._log(rank, hosts[rank], ranks[rank], middle, recovered)
+                self._log(f"rank {rank} on {hosts[rank]}", ranks[rank], middle, rank in self._named)
 
-    def _log(self, rank: int, host: str, times: RankTimes, middle: RankTimes, recovered: bool) -> None:
-        if recovered:
-            logger.warning(f"rank {rank} on {host} is as fast as the other ranks again")
+    def _log(self, rank: str, times: RankTimes, middle: RankTimes, is_slow: bool) -> None:
+        if not is_slow:
+            logger.warning(f"{rank} is as fast as the other ranks again")
             return
         excess_s = times.own_s - middle.own_s
         kind = "host" if times.host_bound else "device"
         if times.data_s - middle.data_s > excess_s / 2:
             kind = "data"
         logger.warning(
-            f"rank {rank} on {host} is slow: without waiting for other ranks, its steps take "
+            f"{rank} is slow: without waiting for other ranks, its steps take "
             f"{times.own_s:.3f} s, the median over ranks is {middle.own_s:.3f} s "
             f"(+{100 * excess_s / max(middle.own_s, 1e-9):.0f}%); {KINDS[kind]}"
         )
