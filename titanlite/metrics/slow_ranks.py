@@ -17,6 +17,7 @@ from titanlite.step_clock import StepClock
 METRICS = {  # by phase
     "data": "time/data_s",
     "forward": "time/forward_s",
+    "statistics": "time/statistics_s",
     "backward": "time/backward_s",
     "forward_backward": "time/forward_backward_s",
     "optimizer": "time/optimizer_s",

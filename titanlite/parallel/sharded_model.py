@@ -201,8 +201,10 @@ class ShardedModel:
             if self.settings.gather_for_loss is not None:
                 hidden_BTD, weight_VD = self.settings.gather_for_loss(hidden_BTD, weight_VD)
             if observer is not None:
-                vocabulary = self.settings.vocabulary
+                clock, vocabulary = self.settings.clock, self.settings.vocabulary
+                clock.enter("statistics")
                 observer.observe(hidden_BTD, weight_VD, targets, local, batch.source_ids, vocabulary)
+                clock.enter("forward" if self.pipeline is None else "forward_backward")
             loss = self.loss(hidden_BTD, weight_VD, targets)
             if not self.settings.auxiliary_losses:
                 return loss
