@@ -17,7 +17,7 @@ PHASES = {  # a function in a traceback, and the phase that it belongs to
     "forward_one_chunk": "forward",  # of a pipeline stage
     "backward_one_chunk": "backward",
     "backward_weight_one_chunk": "backward",
-    "grad_norm": "the gradient norm",
+    "grad_norms": "the gradient norm",
     "step": "the optimizer's step",
     "validate": "validation",
     "generate": "sampling",
