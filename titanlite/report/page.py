@@ -159,8 +159,9 @@ def _detail(groups: Sequence[Group], numbers: Iterable[int]) -> str:
         figures = "\n".join(_figure(chart, number) for chart, number in zip(group.charts, numbers))
         more = f'<p class="faint">Not shown: {text(", ".join(group.too_many))}</p>' if group.too_many else ""
         num = len(group.charts) + len(group.too_many)
+        size = f"{num} metrics" if num > 1 else "1 metric"
         parts.append(
-            f'<details><summary>{text(group.name)} <span class="faint">{num} metrics</span></summary>\n'
+            f'<details><summary>{text(group.name)} <span class="faint">{size}</span></summary>\n'
             f'<div class="grid-of-charts">\n{figures}\n</div>{more}</details>'
         )
     return "\n".join(parts)

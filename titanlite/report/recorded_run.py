@@ -125,6 +125,16 @@ class RecordedRun:
         parts = [f"{num * s.share / s.sequences:.2f} of {s.label}" for s in self.sources[:MAX_NAMED]]
         return ", ".join([*parts, *["..."] * (len(self.sources) > MAX_NAMED)])
 
+    def skipped_sequences(self) -> list[tuple[int, int]]:
+        """Return the first and the last number of the ranges of sequences that the run skips for good."""
+        by_hand = self.setting("data.skip_sequences")
+        ranges = (
+            [tuple(pair) for pair in by_hand if isinstance(pair, list)] if isinstance(by_hand, list) else []
+        )
+        abouts = [event.about for event in self.events if event.kind == "rewound"]
+        ranges += [(about.get("first_sequence"), about.get("last_sequence")) for about in abouts]
+        return sorted({r for r in ranges if len(r) == 2 and all(type(number) is int for number in r)})
+
     def happened(self, *kinds: str) -> list[RunEvent]:
         """Return the events of these kinds whose steps were not trained again later."""
         return [event for event in self.events if event.kind in kinds and not event.is_superseded]

@@ -61,7 +61,12 @@ def verdicts_of(run: RecordedRun) -> list[Verdict]:
         *diverged(loss),
         *rewound(run.events),
         *low_precision(run.series("numerics/loss_minus_fp32")),
-        *spikes(loss, run.series("train/skipped_steps"), run.series("progress/sequences")),
+        *spikes(
+            loss,
+            run.series("train/skipped_steps"),
+            run.series("progress/sequences"),
+            run.skipped_sequences(),
+        ),
         *trend(loss, run.series("train/learning_rate")),
         *_with_epochs(run, overfitting(loss, run.series("eval/loss"))),
         *noisier(loss),
@@ -143,12 +148,15 @@ def _listed(texts: Sequence[str], most: int = 5) -> str:
 
 
 def spikes(
-    loss: Series, skipped_steps: Series | None = None, consumed: Series | None = None
+    loss: Series,
+    skipped_steps: Series | None = None,
+    consumed: Series | None = None,
+    skipped_sequences: Sequence[tuple[int, int]] = (),
 ) -> list[Verdict]:
     """Sudden rises of the loss: two of three consecutive logged losses lie more than six standard deviations
     of the noise above the median of the 64 before, or one loss lies more than twenty above it.
     `skipped_steps`: the number of skipped steps so far. `consumed`: the number of sequences consumed so far.
-    """
+    `skipped_sequences`: ranges of sequences that the run skips for good."""
     loss = loss.finite()
     if len(loss) < MIN_POINTS:
         return []
@@ -166,7 +174,7 @@ def spikes(
         verdict = _spike(loss, start, end, level[start], sigma[start])
         end_step = int(loss.steps[min(end, len(loss) - 1)])
         top = start + int(np.argmax(loss.values[start:end]))
-        data = _sequences(consumed, int(loss.steps[start - 1]), int(loss.steps[top]))
+        data = _sequences(consumed, int(loss.steps[start - 1]), int(loss.steps[top]), skipped_sequences)
         skips = _skips(skipped_steps, int(loss.steps[start]), end_step)
         verdicts.append(replace(verdict, evidence=verdict.evidence + data + skips))
     if len(verdicts) > MAX_SPIKES:
@@ -176,13 +184,20 @@ def spikes(
     return verdicts
 
 
-def _sequences(consumed: Series | None, before: int, last: int) -> str:
+def _sequences(
+    consumed: Series | None, before: int, last: int, skipped_sequences: Sequence[tuple[int, int]]
+) -> str:
     """The sequences of the steps after step `before` up to step `last`, as the end of a sentence."""
     if consumed is None or not np.isin([before, last], consumed.steps).all():
         return ""
     first, end = map(int, consumed.values[np.searchsorted(consumed.steps, [before, last])])
     steps = f"step {last:,}" if last == before + 1 else f"steps {before + 1:,} to {last:,}"
-    return f"; {steps} trained on sequences {first:,} to {end - 1:,}"
+    ranges = list[str]()
+    for skip_first, skip_last in [*skipped_sequences, (end, end)]:
+        if first < min(skip_first, end):
+            ranges.append(f"{first:,} to {min(skip_first, end) - 1:,}")
+        first = max(first, skip_last + 1)
+    return f"; {steps} trained on sequences {', '.join(ranges)}" if ranges else ""
 
 
 def _skips(skipped_steps: Series | None, first: int, last: int) -> str:
@@ -214,7 +229,8 @@ def _spike(loss: Series, start: int, end: int, level: float, sigma: float) -> Ve
     if end == len(loss):
         back = "it did not return by the last logged step"
     else:
-        back = f"it was back within 2 standard deviations after {loss.steps[end] - step:,} steps"
+        num = int(loss.steps[end]) - step
+        back = f"it was back within 2 standard deviations after {num:,} step{'s' if num > 1 else ''}"
     evidence = (
         f"from {level:.4g} (median of the {SPIKE_WINDOW} logged losses before) to {loss.values[top]:.4g} "
         f"at step {loss.steps[top]:,}, {height / sigma:.0f} standard deviations of the noise ({sigma:.2g}); "

@@ -51,6 +51,9 @@ def test_a_spike_has_its_step_its_height_and_its_length() -> None:
     steps = "step 251" if top == 251 else f"steps 251 to {top}"
     assert f"; {steps} trained on sequences 4,000 to {top * 16 - 1:,}" in verdict.evidence
     assert "sequences" not in verdicts.spikes(series(loss), consumed=consumed[:200])[0].evidence
+    skips = [(0, 99), (3_000, 4_001), (4_010, 4_012), (9_000, 9_999)]
+    (verdict,) = verdicts.spikes(series(loss), None, consumed, skips)
+    assert f"on sequences 4,002 to 4,009, 4,013 to {top * 16 - 1:,}" in verdict.evidence
     loss[250:262] -= 0.8
     assert verdicts.spikes(series(loss)) == []
 
@@ -221,6 +224,16 @@ def test_not_finite_and_skipped_steps() -> None:
     assert (verdict.evidence, verdict.step) == ("skipped step 17: loss nan; sequences 256 to 271", 17)
     assert verdicts.not_finite(series(noisy(falling))) == []
     assert verdicts.skipped(series(np.zeros(NUM))) == []
+
+
+def test_a_run_knows_the_sequences_that_it_skips(tmp_path: Path) -> None:
+    job = "[data]\nskip_sequences = [[90, 99], [7, 8]]\n"
+    folder = write_run(tmp_path / "run", {"train/loss": [3.0]}, job=job)
+    rewound = {"step": 1, "event": "rewound", "first_sequence": 20, "last_sequence": 30}
+    (folder / "events.jsonl").write_text(json.dumps(rewound) + '\n{"step": 1, "event": "rewound"}\n')
+    assert read_run(folder, "run").skipped_sequences() == [(7, 8), (20, 30), (90, 99)]
+    (folder / "job.toml").write_text("[data]\nskip_sequences = [[1], 2, [[3], 4]]\n")
+    assert read_run(folder, "run").skipped_sequences() == [(20, 30)]
 
 
 def test_rewinds_are_named_also_if_they_were_rewound_themselves() -> None:
