@@ -62,6 +62,8 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
       sharded like the parameter;
     - a scalar tensor that is equal on all ranks.
 
+    With training.clip = "tensor" the clipper adds such a scalar, `clip_norm`, after the first step.
+
     The optimizer's first step may make the state. If the state is needed earlier, `make_state` takes a step
     with zero gradients and a learning rate of 0.
 

@@ -15,6 +15,7 @@ import torch
 from tests.support.jobs import make_job, metrics_of
 from tests.support.models import Parameters
 from tests.support.non_finite import bad_steps
+from tests.support.runs import assert_same
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
 from titanlite.job import Job
@@ -129,9 +130,12 @@ def test_an_optimizer_that_does_not_tell_has_norms_only(
     assert {numbers[2] for numbers in tables_of(job)[2].values()} == {None}
 
 
-def test_without_details_there_is_no_table(tmp_path: Path, corpus: Path) -> None:
+def test_details_change_no_number_and_may_be_left_out(tmp_path: Path, corpus: Path) -> None:
+    detailed = make_job(tmp_path, corpus, DETAILED, "--training.steps=2", name="detailed")
     job = make_job(tmp_path, corpus, "--metrics.detail_freq=0", "--training.steps=2")
+    train(detailed)
     train(job)
+    assert_same(job, detailed)
     assert not (job.folder / "parameters.jsonl").exists()
     assert not any(key.startswith("norms/") for line in metrics_of(job) for key in line)
 
