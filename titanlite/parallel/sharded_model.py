@@ -185,9 +185,9 @@ class ShardedModel:
     def model_inputs(self, batch: Batch, observer: LossObserver | None = None) -> Inputs:
         """The arguments of the model for this rank's tokens of a micro-batch."""
         tokens, targets, positions = batch.inputs, batch.targets, batch.positions
-        local = self._local_positions(tokens)
         if self.sharding is not None:
             attention = self.attention.for_context_parallel(self.sharding, tokens, positions)
+            local = self._local_positions(tokens)
             tokens, targets = tokens[:, local], targets[:, local]
             positions = local if positions is None else positions[:, local]
         elif positions is not None:
@@ -195,7 +195,7 @@ class ShardedModel:
         else:
             attention = self.attention.for_sequences(tokens)
             if self.pipeline is not None:  # with tensor parallel, hidden states are shorter than tokens
-                positions = local
+                positions = self._local_positions(tokens)
 
         def head_fn(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
             if self.settings.gather_for_loss is not None:
@@ -203,7 +203,8 @@ class ShardedModel:
             if observer is not None:
                 clock, vocabulary = self.settings.clock, self.settings.vocabulary
                 clock.enter("statistics")
-                observer.observe(hidden_BTD, weight_VD, targets, local, batch.source_ids, vocabulary)
+                places = self._local_positions(batch.inputs)
+                observer.observe(hidden_BTD, weight_VD, targets, places, batch.source_ids, vocabulary)
                 clock.enter("forward" if self.pipeline is None else "forward_backward")
             loss = self.loss(hidden_BTD, weight_VD, targets)
             if not self.settings.auxiliary_losses:
