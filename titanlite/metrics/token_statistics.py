@@ -5,8 +5,8 @@ A forward of the head of their own computes them, before the loss and without gr
 with every loss and change nothing in the step. Sums and maxima stay on the device until they are read.
 
 Cost: the head's product once more, and a few passes over the logits. Memory: the logits of CHUNK_TOKENS
-tokens in their own dtype and in fp32. That is freed before the loss allocates more at the same place: logits of
-4,096 tokens by default, and the gradient of the head's weight in fp32."""
+tokens in their own dtype and in fp32. They are freed before the loss allocates more at the same place: logits
+of 4,096 tokens by default, and the gradient of the head's weight in fp32."""
 
 from __future__ import annotations
 
