@@ -119,29 +119,23 @@ class Delivery(Writer):
     def write(self, step: int, values: Values) -> None:
         if self._differs(step, values):
             self._go_back(min(self._last_step, step - 1))
-        self._begin_again()
         self._send_metrics(step, values)
         self._last_step = step
 
     def sample(self, step: int, text: str) -> None:
         index = self._sample[1] + 1 if self._sample[0] == step else 0
         self._sample = (step, index)
-        self._begin_again()
         self._send_sample(step, index, text)
 
     def event(self, step: int, event: Event, about: Values) -> None:
         if event == "rewound":
             self._go_back(step)
-        self._begin_again()
-        key = f"{step} {event}"
-        if key not in self._sent:
-            numbers = {f"events/{event}_{name}": number for name, number in numbers_of(about).items()}
-            self._client.log(step, {f"events/{event}": 1, **numbers})
-            self._note(key)
+        numbers = {f"events/{event}_{name}": number for name, number in numbers_of(about).items()}
+        self._once(f"{step} {event}", lambda: self._client.log(step, {f"events/{event}": 1, **numbers}))
 
     def close(self) -> None:
         try:
-            self._begin_again()
+            self._ensure_begun()
             self._catch_up()  # with what a full queue or a failure has left out
         finally:
             if self._is_begun:
@@ -171,7 +165,7 @@ class Delivery(Writer):
             again = self._branch._replace(step=step)  # it could not be begun
             self._begin(self._branch.next_at(step) if self._is_begun else again)
 
-    def _begin_again(self) -> None:
+    def _ensure_begun(self) -> None:
         """Try again to begin the branch, if that has failed."""
         if not self._is_begun:
             self._begin(self._branch)
@@ -211,21 +205,22 @@ class Delivery(Writer):
         return self._sent.get(str(step), "") not in ("", _signature(values))
 
     def _send_metrics(self, step: int, values: Values) -> None:
-        key = str(step)
-        if key not in self._sent:
-            self._client.log(step, numbers_of(values))
-            self._note(key, _signature(values))
-            self.num_sent += 1
+        log = self._client.log
+        self.num_sent += self._once(str(step), lambda: log(step, numbers_of(values)), _signature(values))
 
     def _send_sample(self, step: int, index: int, text: str) -> None:
-        key = f"{step} sample {index}"
-        if key not in self._sent:
-            self._client.sample(step, index, text.encode(errors="replace").decode())
-            self._note(key)
+        valid = text.encode(errors="replace").decode()
+        self._once(f"{step} sample {index}", lambda: self._client.sample(step, index, valid))
 
-    def _note(self, key: str, signature: str = "") -> None:
+    def _once(self, key: str, send: Callable[[], None], signature: str = "") -> bool:
+        """Send a record that was not sent yet. Returns whether it was sent now."""
+        self._ensure_begun()
+        if key in self._sent:
+            return False
+        send()
         self._sent[key] = signature
         self._journal.note(key, signature)
+        return True
 
 
 def _signature(values: Values) -> str:
