@@ -46,7 +46,8 @@ def main() -> None:
             runs[name].append(measure(options, [*overrides, *keys]))
             print(json.dumps({name: summary(runs[name][-1:])}), flush=True)
     summaries = {name: summary(measured) for name, measured in runs.items()}
-    ratios = {key: summaries["with"][key] / summaries["without"][key] for key in (TPS, RESERVED)}
+    without = summaries["without"]
+    ratios = {key: summaries["with"][key] / without[key] for key in (TPS, RESERVED) if key in without}
     result = {
         "config": Path(options.config).name,
         "overrides": overrides,
@@ -59,7 +60,8 @@ def main() -> None:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Tokens/s per GPU over the time of all counted steps, with the number of steps; peak reserved memory."""
+    """Tokens/s per GPU over the time of all counted steps, with the number of steps; peak reserved
+    memory on GPUs."""
     seconds = tokens = num_steps = 0.0
     for run in runs:
         reports = run["reports"]
@@ -69,8 +71,8 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, float]:
                 seconds += steps * report["time/step_s"]
                 tokens += steps * report["time/step_s"] * report[TPS]
                 num_steps += steps
-    memory = max(report[RESERVED] for run in runs for report in run["counted"])
-    return {TPS: tokens / seconds, RESERVED: memory, "steps": num_steps}
+    memory = [report[RESERVED] for run in runs for report in run["counted"] if RESERVED in report]
+    return {TPS: tokens / seconds, "steps": num_steps} | ({RESERVED: max(memory)} if memory else {})
 
 
 if __name__ == "__main__":
