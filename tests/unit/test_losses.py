@@ -183,7 +183,7 @@ def z_loss_agrees(loss: CrossEntropy, backend: str | None, multiplier: float = M
 Z_LOSSES = {
     "whole": CrossEntropy(),
     "one chunk": ChunkedCrossEntropy(chunk_tokens=1000),
-    "7 chunks": ChunkedCrossEntropy(chunk_tokens=22),
+    "10 chunks": ChunkedCrossEntropy(chunk_tokens=22),
 }
 
 
