@@ -8,12 +8,14 @@ parallel: shards of each layer). Ranks along `pp`, `cp` and `tp` read the same s
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -216,6 +218,16 @@ class Mesh:
         """The ranks over which the blocks are partitioned (pipeline parallel); None without pipeline
         parallel."""
         return self.device_mesh["pp"] if self.device_mesh and self.degrees.pp > 1 else None
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that this rank is in, the default group first; none without a DeviceMesh."""
+        if self.device_mesh is None:
+            return []
+        # The flattened axis of FSDP with context parallel has a group that is in none of the axes.
+        groups = itertools.chain(self.device_mesh.get_all_groups(), self.fsdp.get_all_groups())
+        assert dist.group.WORLD is not None
+        return list(dict.fromkeys([dist.group.WORLD, *groups]))
 
 
 ALONE = Mesh(Degrees(1, 1, 1, 1, 1), 0, None)

@@ -99,12 +99,11 @@ class Runtime:
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """The same number of floats (fp64) from each rank, in the order of the ranks, on every rank. Waits
         for the device."""
+        if self.world_size == 1:
+            return [list(values)]
         row = torch.tensor(values, dtype=torch.float64, device=self.device)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
-        if self.world_size > 1:
-            dist.all_gather(rows, row)
-        else:
-            rows = [row]
+        dist.all_gather(rows, row)
         return torch.stack(rows).tolist()
 
     @contextmanager
@@ -132,10 +131,8 @@ class Runtime:
 
     def note_error(self, error: BaseException) -> None:
         """Tell the launcher which error ends this rank, and in which collectives the rank was."""
-        if self.world_size > 1 and self.mesh.device_mesh is not None:
-            assert dist.group.WORLD is not None
-            groups = [dist.group.WORLD, *self.mesh.device_mesh.get_all_groups()]
-            ranks = {str(group.group_name): dist.get_process_group_ranks(group) for group in groups}
+        if self.world_size > 1:
+            ranks = {str(group.group_name): dist.get_process_group_ranks(group) for group in self.mesh.groups}
             hang.write_flight_record(notes_folder(), self.rank, gloo_flight_record(), ranks)
         if isinstance(error, (Exception, SystemExit)):
             process.write_error_note(process.error_note(self.rank), error)
@@ -164,11 +161,8 @@ class Runtime:
         if self.gc_freq:
             gc.collect()
             gc.freeze()  # later collections visit only new objects and take no time
-        if self.world_size == 1:
-            return
-        assert self.mesh.device_mesh is not None
         timeout = timedelta(seconds=self.comm.train_timeout_seconds)
-        for group in (None, *self.mesh.device_mesh.get_all_groups()):
+        for group in self.mesh.groups if self.world_size > 1 else ():
             set_group_timeout(group, timeout)
 
 
