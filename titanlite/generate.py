@@ -52,6 +52,10 @@ class Generation:
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"{self.top_p} is not above 0 and at most 1", "top_p")
 
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether `step` has samples."""
+        return step == last_step or (self.freq > 0 and step % self.freq == 0)
+
 
 def generate(
     logits: Callable[[torch.Tensor], torch.Tensor],

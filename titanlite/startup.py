@@ -7,6 +7,7 @@ import json
 import re
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,8 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -
         flops_per_token=flops_per_token,
         peak_flops=peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None,
     )
-    return Meter(rt.device, sinks, cost, rt.synchronize, rt.clock, rt.began)
+    is_measured = partial(job.metrics.is_due, last_step=job.training.steps)
+    return Meter(rt.device, sinks, cost, rt.synchronize, rt.clock, is_measured, rt.began)
 
 
 def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences: SequenceDataset) -> None:

@@ -12,9 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+
+# In a step's order, with "statistics" within the forward. "forward_backward" stands for both with pipeline
+# parallel. "end" lasts until the next step begins, and is not measured.
+Phase = Literal["data", "start", "forward", "statistics", "backward", "forward_backward", "optimizer", "end"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class StepTimes:
 
     step_s: float
     """From the wait for the step's batches to the end of the step."""
-    phases: dict[str, float]
+    phases: dict[Phase, float]
     """Seconds by phase. "data" is the time in which the host waited for batches."""
     wait_s: float
     """Time within the phases in which the rank waited for collectives."""
@@ -45,9 +49,9 @@ class _Moment(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """The beginning of a phase, or the end of a step if `phase` is empty."""
+    """The beginning of a phase."""
 
-    phase: str
+    phase: Phase
     at: _Moment
 
 
@@ -56,13 +60,13 @@ class StepClock:
 
     `on_phase` is called with the number of the step and the name of each phase that begins."""
 
-    def __init__(self, device: torch.device, on_phase: Callable[[int, str], None] | None = None):
+    def __init__(self, device: torch.device, on_phase: Callable[[int, Phase], None] | None = None):
         self._device, self._on_phase = device.type, on_phase
         self._step, self._measures, self._host_bound = 0, False, True
         self._marks: list[_Mark] = []
         self._waits: list[tuple[_Moment, _Moment]] = []
         self._num_steps, self._step_s, self._wait_s = 0, 0.0, 0.0
-        self._phases = defaultdict[str, float](float)
+        self._phases = defaultdict[Phase, float](float)
         self._free: list[torch.cuda.Event] = []  # making an event takes longer than recording one
 
     def begin(self, step: int, measured: bool) -> None:
@@ -70,7 +74,7 @@ class StepClock:
         self._step, self._measures = step, measured if self._device == "cuda" else self._device == "cpu"
         self.enter("data")
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: Phase) -> None:
         """Begin `phase`, and end the phase before."""
         if self._on_phase is not None:
             self._on_phase(self._step, phase)
@@ -82,7 +86,7 @@ class StepClock:
         if self._measures:
             backward = self._marks[-2:][0].at.event  # the beginning of the last phase but one
             self._host_bound = backward is None or backward.query()
-            self._marks.append(_Mark("", self._now()))
+            self._marks.append(_Mark("end", self._now()))
             self._measures = False
             if self._device == "cpu":
                 self._add_up()
@@ -135,12 +139,12 @@ class StepClock:
         if self._marks and (last := self._marks[-1].at.event) is not None:
             last.synchronize()
         for mark, following in zip(self._marks, self._marks[1:]):
-            if mark.phase:
+            if mark.phase != "end":
                 seconds = _seconds(mark.at, following.at)
                 self._step_s += seconds
                 on_host = following.at.host - mark.at.host
                 self._phases[mark.phase] += on_host if mark.phase == "data" else seconds
-        self._num_steps += sum(not mark.phase for mark in self._marks)
+        self._num_steps += sum(mark.phase == "end" for mark in self._marks)
         self._wait_s += sum(_seconds(*wait) for wait in self._waits)
         moments = [mark.at for mark in self._marks] + [moment for wait in self._waits for moment in wait]
         self._free += [moment.event for moment in moments if moment.event is not None]

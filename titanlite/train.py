@@ -47,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
 def train(job: Job) -> int:
     """Train until step `training.steps`; resume if the run folder holds a checkpoint. Returns the exit code:
     0; 75 if the run was asked to stop, with nothing lost; 130 if it was asked to stop and saves no
-    checkpoints. Raises Diverged after too many non-finite steps in a row."""
+    checkpoints. Raises Diverged if training has diverged: after too many non-finite steps in a row, or after
+    a spike that is to end the run."""
     with (
         stop_requests() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
@@ -128,7 +129,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
 
     while state.step < last_step and not stop:
         try:
-            with meter.waiting_for_data(state.step + 1, job.metrics.is_due(state.step + 1, last_step)):
+            with meter.waiting_for_data(state.step + 1):
                 micro_batches = [next(loader).to(rt.device) for _ in range(rt.batch.num_micro_batches)]
         except (Stopped, LoaderError) as e:
             return run.end_without_data(e, num_steps, requests)
@@ -162,14 +163,16 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             continue
 
         evaluation = run.validate() if job.validation.is_due(state.step, last_step) else {}
-        if due(job.generation.freq, state.step, last_step):
+        if job.generation.is_due(state.step, last_step):
             run.sample()
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
-        logged = evaluation or stop or num_steps == 1
-        if logged or job.metrics.is_due(state.step, last_step):
-            detail = run.detail_values(norms, apply, loss, token_statistics) if token_statistics else {}
-            probed = run.probe(micro_batches[0]) if job.metrics.probe_is_due(state.step, last_step) else {}
-            meter.report(state.step, run.values(loss, norm, micro_batches) | detail | probed | evaluation)
+        if evaluation or stop or num_steps == 1 or job.metrics.is_due(state.step, last_step):
+            values = run.values(loss, norm, micro_batches)
+            if token_statistics is not None:
+                values |= run.detail_values(norms, apply, loss, token_statistics)
+            if job.metrics.probe_is_due(state.step, last_step):
+                values |= run.probe(micro_batches[0])
+            meter.report(state.step, values | evaluation)
         if save_failed:
             checkpoints.check_save()
         if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):
@@ -177,8 +180,3 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         run.report_saves()
 
     return run.finish(evaluation, num_steps, requests)
-
-
-def due(freq: int, step: int, last_step: int) -> bool:
-    """Whether `step` is the last step or a multiple of `freq`; 0 has no multiples."""
-    return step == last_step or (freq > 0 and step % freq == 0)

@@ -68,8 +68,8 @@ class Metrics:
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether `step` has a report, whatever happens in it."""
-        is_probed_or_detailed = self.probe_is_due(step, last_step) or self.detail_is_due(step, last_step)
-        return step == last_step or step % self.log_freq == 0 or is_probed_or_detailed
+        is_extended = self.detail_is_due(step, last_step) or self.probe_is_due(step, last_step)
+        return step == last_step or step % self.log_freq == 0 or is_extended
 
     def detail_is_due(self, step: int, last_step: int) -> bool:
         """Whether `step` has a detailed report."""
@@ -122,14 +122,16 @@ class StepCost:
 
 @dataclass
 class Meter:
-    """The clock of one rank. `synchronize` waits for the device. `clock` measures the phases of the steps.
-    `set_up_began`: when the set-up of the run began, for the time to the first step."""
+    """Times the steps of one rank. `synchronize` waits for the device. `clock` measures the phases of a step,
+    on CUDA of the steps for which `is_measured` is true. `set_up_began`: when the set-up of the run began,
+    for the time to the first step."""
 
     device: torch.device
     sinks: Sinks
     cost: StepCost
     synchronize: Callable[[], None]
     clock: StepClock
+    is_measured: Callable[[int], bool]
     set_up_began: float | None = None
     _began: float = field(default_factory=time.perf_counter)
     _steps: int = 0
@@ -138,10 +140,9 @@ class Meter:
     _extra: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
-    def waiting_for_data(self, step: int, measured: bool) -> Iterator[None]:
-        """Begins a step with the body, whose time counts as waiting for data. `measured`: whether the clock
-        measures the step's phases on CUDA."""
-        self.clock.begin(step, measured)
+    def waiting_for_data(self, step: int) -> Iterator[None]:
+        """Begins `step` with the body, whose time counts as waiting for data."""
+        self.clock.begin(step, self.is_measured(step))
         began = time.perf_counter()
         yield
         self._data_wait_s += time.perf_counter() - began
@@ -188,6 +189,7 @@ class Meter:
         if self.cost.peak_flops is not None:
             values["throughput/mfu"] = flops / self.cost.peak_flops
         self._began, self._steps, self._data_wait_s, self._paused_s, self._extra = now, 0, 0.0, 0.0, {}
+        self.clock.clear()
         self.sinks.write(step, values)
         return values
 

@@ -12,9 +12,9 @@ from statistics import median_low
 from typing import Any, NamedTuple
 
 from titanlite.log import logger
-from titanlite.step_clock import StepClock
+from titanlite.step_clock import Phase, StepClock
 
-METRICS = {  # by phase
+METRICS: dict[Phase, str] = {
     "data": "time/data_s",
     "forward": "time/forward_s",
     "statistics": "time/statistics_s",
@@ -73,7 +73,6 @@ class SlowRanks:
         """Compare the steps since the last report, log which rank has become slow or has recovered, and
         return the metrics on the slowest rank. Waits for the device. Collective."""
         times = clock.times()
-        clock.clear()
         if times is None or self._num_ranks == 1:
             return {}
         own = RankTimes(times.own_s, times.phases["data"], float(times.host_bound))

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from titanlite.runtime.environment import flight_record_prefix
+from titanlite.step_clock import Phase
 
 POSITION_BYTES = 64
-PHASES = {  # of StepClock
+PHASES: dict[str, str] = {  # by Phase
     "data": "waiting for data",
     "start": "before the forward",
     "forward": "in the forward",
+    "statistics": "in the statistics of token losses",
     "backward": "in the backward",
     "forward_backward": "in the forward or backward",
     "optimizer": "in the gradient norm or the optimizer's step",
@@ -31,7 +33,7 @@ PHASES = {  # of StepClock
 }
 
 
-def keep_position(folder: str | None, rank: int) -> Callable[[int, str], None] | None:
+def keep_position(folder: str | None, rank: int) -> Callable[[int, Phase], None] | None:
     """A function of step and phase that keeps them in `rank`'s file in the launcher's folder. It writes to
     memory, which takes about a microsecond. None without a launcher, or if the file cannot be made."""
     if folder is None:
@@ -43,7 +45,7 @@ def keep_position(folder: str | None, rank: int) -> Callable[[int, str], None] |
     except OSError:
         return None
 
-    def keep(step: int, phase: str) -> None:
+    def keep(step: int, phase: Phase) -> None:
         memory[:] = f"{step} {phase}".encode().ljust(POSITION_BYTES, b"\0")
 
     return keep

@@ -56,9 +56,8 @@ def make_meter(clock: Clock, *sinks: Collected, peak_flops: float | None = None)
     """1000 tokens per step over 4 ranks, 2 GFLOP per token."""
     cost = StepCost(tokens=1000, world_size=4, flops_per_token=2 * 10**9, peak_flops=peak_flops)
     writers = Sinks({str(i): sink for i, sink in enumerate(sinks)})
-    return Meter(
-        torch.device("cpu"), writers, cost, lambda: None, StepClock(torch.device("cpu")), _began=clock.now
-    )
+    cpu = torch.device("cpu")
+    return Meter(cpu, writers, cost, lambda: None, StepClock(cpu), lambda step: False, _began=clock.now)
 
 
 def take_steps(meter: Meter, clock: Clock, steps: int, seconds: float) -> None:
@@ -130,7 +129,7 @@ def test_what_the_device_still_has_to_do_of_the_steps_is_not_time_apart(clock):
 def test_data_wait_is_a_share_of_the_time(clock):
     meter = make_meter(clock)
     for _ in range(2):
-        with meter.waiting_for_data(1, measured=False):
+        with meter.waiting_for_data(1):
             clock.sleep(0.5)
         take_steps(meter, clock, steps=1, seconds=1.5)
     assert meter.report(2, LOSS)["time/data_wait_pct"] == pytest.approx(25.0)
@@ -138,10 +137,20 @@ def test_data_wait_is_a_share_of_the_time(clock):
     assert meter.report(3, LOSS)["time/data_wait_pct"] == 0.0
 
 
+def test_a_report_begins_a_new_window_of_phases(clock):
+    meter = make_meter(clock)
+    with meter.waiting_for_data(1):
+        pass
+    take_steps(meter, clock, steps=1, seconds=1.0)
+    assert meter.clock.times() is not None
+    meter.report(1, LOSS)
+    assert meter.clock.times() is None
+
+
 def test_data_wait_is_a_share_of_the_time_of_the_steps(clock):
     # A validation in the window must not make a starved loader look fed.
     meter = make_meter(clock)
-    with meter.waiting_for_data(1, measured=False):
+    with meter.waiting_for_data(1):
         clock.sleep(1.0)
     take_steps(meter, clock, steps=1, seconds=1.0)
     with meter.untimed("time/validation_s"):

@@ -26,9 +26,6 @@ class Clock:
         """The set times."""
         return self.given
 
-    def clear(self) -> None:
-        """Nothing to forget."""
-
 
 def warnings(
     reports: Sequence[Sequence[float]], data_s: float = 0.0, host_bound: float = 1.0, rank: int = 0

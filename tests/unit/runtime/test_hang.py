@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -18,6 +18,7 @@ from titanlite.runtime.hang import (
     read_position,
     write_flight_record,
 )
+from titanlite.step_clock import Phase
 
 SHARDS, REPLICAS = ("1", "mesh_dp_shard"), ("2", "mesh_dp_replicate")
 DEFAULT = ("0", "default_pg")
@@ -197,5 +198,8 @@ def test_positions_are_whole_and_need_a_launcher(tmp_path: Path) -> None:
         keep(step, phase)
         assert (tmp_path / "position-3").stat().st_size == POSITION_BYTES
     assert read_position(tmp_path, 3) == "in step 1000000000, waiting for data"
+    for phase in get_args(Phase):
+        keep(1, phase)
+        assert read_position(tmp_path, 3).removeprefix("in step 1, ") != phase, "a phase without words"
     assert keep_position(None, 0) is None
     assert keep_position(str(tmp_path / "missing"), 0) is None
