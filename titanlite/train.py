@@ -141,10 +141,9 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         loss = model.forward_backward(micro_batches, num_targets, token_statistics)
         rt.clock.enter("optimizer")
         norms = grad_norms(model.net, rt.mesh.pp)
-        norm = norms.total
-        loss, *norm_sums = rt.sum_scalars(loss, *guard.summands(norm))
+        loss, *norm_sums = rt.sum_scalars(loss, *guard.summands(norms.total))
         first_sequence, next_sequence = state.next_sequence, loader.state_dict()["sequences"]
-        apply = guard.judge(loss, norm, norm_sums, state.step, first_sequence, next_sequence)
+        apply = guard.judge(loss, norms.total, norm_sums, state.step, first_sequence, next_sequence)
         checkpoints.wait_until_staged()  # a save may still be copying the weights
         guarded_step(optimizer, apply, run.clipper.clip(norms, apply, state.step))
         optimizer.zero_grad()
@@ -155,8 +154,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         rt.collect_garbage(state.step)
         if num_steps == 1:
             run.first_step_done()
-        # Reading the newest step's decision would wait for the device.
-        if reason := run.read_guard(leave=1):
+        if reason := run.read_guard(leave=1):  # the newest step's decision would wait for the device
             raise Diverged(reason)
         if guard.must_rewind:
             run.rewind()
@@ -167,7 +165,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             run.sample()
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
         if evaluation or stop or num_steps == 1 or job.metrics.is_due(state.step, last_step):
-            values = run.values(loss, norm, micro_batches)
+            values = run.values(loss, norms.total, micro_batches)
             if token_statistics is not None:
                 values |= run.detail_values(norms, apply, loss, token_statistics)
             if job.metrics.probe_is_due(state.step, last_step):
