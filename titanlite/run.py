@@ -13,6 +13,7 @@ import torch
 
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.state import TrainState
+from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
 from titanlite.data.loader import SequenceDataset, SequenceLoader
 from titanlite.data.skips import SkippedSequences
@@ -154,8 +155,8 @@ class Run:
 
     def rewind(self) -> None:
         """After a spike, go back to the newest healthy checkpoint that is at least guard.rewind_margin steps
-        older, and skip the sequences of the spike for good. Raises Diverged if there is no such checkpoint.
-        Collective."""
+        older, and skip the sequences of the spike for good. Raises Diverged if there is no such checkpoint,
+        and ConfigError if a source is too small for the skipped sequences. Collective."""
         config, guard, state, spike = self.job.guard, self.guard, self.state, self.guard.spike
         assert spike is not None
         first, last = guard.sequences_of(spike.start_step - config.skip_before, spike.detected_step)
@@ -180,7 +181,19 @@ class Run:
             f"good (rewind {num_rewinds}, the run ends at the spike after rewind {config.max_rewinds})"
         )
         about = {"from_step": step, "first_sequence": first, "last_sequence": last, "rewinds": num_rewinds}
+        self.report_saves()  # before the event, because they belong to the steps that are taken again
         self.meter.sinks.event(state.step, "rewound", about)
+        self.check_epochs()
+
+    def check_epochs(self) -> None:
+        """Raises ConfigError if the steps that are left read a source for more than its max_epochs. They read
+        further than at the start of the run, by the sequences that it has skipped since."""
+        state = self.state
+        num_left = (self.job.training.steps - state.step) * self.rt.batch.global_size
+        try:
+            self.sequences.describe(state.skipped.advance(state.num_sequences, num_left))
+        except ConfigError as e:
+            raise ConfigError(f"after the rewind to step {state.step}: {e}", e.key) from None
 
     def report_saves(self) -> None:
         """Tell the sinks which checkpoints have become complete."""

@@ -86,7 +86,7 @@ class Checkpointer:
         self._saved_step = 0  # the newest step that was loaded or passed to save()
         self._faults: list[Fault] = []  # on rank 0: damaged checkpoints that are not renamed yet
         self._exports = exports
-        self._exporting: Future[None] | None = None  # on rank 0: the newest export task
+        self._task: Future[None] | None = None  # on rank 0: the newest task of the saving thread besides saves
         self.saver = Saver(config, self.ranks, self._after_commit)
         try:
             self.ranks.from_rank_zero(self._take_lock)
@@ -135,9 +135,9 @@ class Checkpointer:
         `last_step` or earlier, and archive all later checkpoints and exports. Returns whether there is such a
         checkpoint; if not, nothing changes.
 
-        Nothing else records the rewind: a run that is killed before its next save resumes from this
-        checkpoint, or from a later one that was not archived yet, meets the same steps again and rewinds
-        again."""
+        No file records which sequences are skipped before the next save: a run that is killed before it
+        resumes from this checkpoint, or from a later one that was not archived yet, meets the same steps
+        again and rewinds again."""
         self.check_save()
         candidate = self.ranks.from_rank_zero(lambda: self._newest_healthy(last_step))
         if candidate is None:
@@ -148,7 +148,8 @@ class Checkpointer:
                 functools.partial(self._healthy_before, candidate, reason, last_step)
             )
         step = candidate.step
-        self.ranks.from_rank_zero(lambda: self._finish_rewind(step))
+        self.ranks.from_rank_zero(lambda: self._record_start(step))
+        self._run_on_saving_thread(lambda: self._archive(after=step))
         self._candidate, self._saved_step = candidate, step
         state.restore(candidate.train)
         return True
@@ -171,12 +172,6 @@ class Checkpointer:
         if candidate is None:
             raise CheckpointError(f"the run cannot rewind: {damaged.path}: {reason}")
         return candidate
-
-    def _finish_rewind(self, step: int) -> None:
-        """Record the new start, and archive the checkpoints and exports after `step`. Called on rank 0. The
-        saving thread archives, because it may be exporting or deleting checkpoints."""
-        self._record_start(step)
-        self.saver.submit(lambda: self._archive(after=step)).result()
 
     def due(
         self, step: int, last_step: int, asked: bool = False, in_streak: Callable[[], bool] = lambda: False
@@ -308,31 +303,37 @@ class Checkpointer:
         if exports is None:
             self._retain()
         else:
-            self._exporting = self.saver.submit(lambda: self._export_and_retain(exports, step))
+            self._task = self.saver.submit(lambda: self._export_and_retain(exports, step))
 
     def _export_and_retain(self, exports: Exports, step: int | None) -> None:
         exports.make(step)
         self._retain()
 
     def _finish_exports(self, exports: Exports) -> None:
-        """Make the exports that are still missing, on rank 0. Collective. All ranks ask rank 0 from time to
-        time, because an export may take longer than the timeout of their process group."""
+        """Make the exports that are still missing, on rank 0. Collective."""
+        self._run_on_saving_thread(lambda: self._export_and_retain(exports, None))
+        self.ranks.from_rank_zero(exports.check_last)
+
+    def _run_on_saving_thread(self, task: Callable[[], None]) -> None:
+        """Run `task` on rank 0, on the saving thread, after its earlier tasks, which may be exporting or
+        deleting checkpoints. Raises the task's error. Collective. All ranks ask rank 0 from time to time,
+        because an export may take longer than the timeout of their process group."""
         if self.ranks.rank == 0:
-            self._exporting = self.saver.submit(lambda: self._export_and_retain(exports, None))
-        while not self.ranks.from_rank_zero(lambda: self._exports_are_made(exports)):
+            self._task = self.saver.submit(task)
+        while not self.ranks.from_rank_zero(self._task_is_done):
             pass
 
-    def _exports_are_made(self, exports: Exports) -> bool:
-        """Wait for the exports for a while, on rank 0. Raises the error of the export task, or of the export
-        of the run's last step."""
-        assert self._exporting is not None
-        if wait([self._exporting], EXPORT_POLL_S).not_done:
+    def _task_is_done(self) -> bool:
+        """Wait for the task for a while, on rank 0. Raises its error."""
+        assert self._task is not None
+        if wait([self._task], EXPORT_POLL_S).not_done:
             return False
-        self._exporting.result()
-        exports.check_last()
+        self._task.result()
         return True
 
     def _retain(self) -> None:
+        if not self.config.keep_latest_k:  # keeps all
+            return
         healthy = healthy_steps(self.folder)
         keep = set(healthy[-1:])
         if self._candidate is not None:
@@ -421,7 +422,7 @@ class Checkpointer:
         self.saver.close()
         if self._exports is not None:
             self._exports.give_up()
-        if self._exporting is not None:
-            wait([self._exporting], EXPORT_POLL_S)
+        if self._task is not None:
+            wait([self._task], EXPORT_POLL_S)
         if self._lock is not None:
             self._lock.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,11 +26,12 @@ METRICS = "metrics.jsonl"  # written by every run that has taken a step
 class LastCommit(NamedTuple):
     """Content of last_commit.json. `step`: step of the newest checkpoint, None before the first commit.
     `folder`: checkpoint.folder at that time. `restarted`: whether checkpoint.restart was set at the last
-    start and has been carried out."""
+    start and has been carried out. `load_step`: checkpoint.load_step of the last start."""
 
     step: int | None = None
     folder: str = ""
     restarted: bool = False
+    load_step: int = -1
 
 
 class CommitRecord:
@@ -73,7 +75,8 @@ class CommitRecord:
             logger.warning(f"{self._file} could not be written: {e}")
 
     def _write(self, step: int | None) -> None:
-        last = LastCommit(step, self._config.folder, self._config.restart)
+        config = self._config
+        last = LastCommit(step, config.folder, config.restart, config.load_step)
         write_atomically(self._file, json.dumps(last._asdict()) + "\n")
         sync(self._run_folder)
 
@@ -88,6 +91,18 @@ class CommitRecord:
         except CheckpointError:
             return True
         return last is None or not last.restarted
+
+    def has_rewound_before_load_step(self) -> bool:
+        """Whether the run went back to checkpoint.load_step at an earlier start, and has rewound to a step
+        before it since. The rewind has archived the checkpoint of load_step; going back there once more
+        would undo the rewind."""
+        load_step, last = self._config.load_step, None
+        if load_step != -1:
+            with suppress(CheckpointError):  # a damaged file tells nothing
+                last = self.read()
+        if last is None or last.step is None:
+            return False
+        return last.load_step == load_step and last.step < load_step
 
     def quarantine_if_damaged(self) -> None:
         """Rename the file if it is damaged. Called before a new run replaces the file."""

@@ -20,6 +20,8 @@ def check_guard(guard: Any) -> None:
     expect(spikes, level=float, is_reported=bool)
     for spike in guard["unreported_spikes"]:
         expect(spike, start_step=int, detected_step=int, level=float, height=float)
+        if len(spike) > 4:
+            raise ValueError("an entry of unreported_spikes has an unknown key")
     for values in (guard, outliers, spikes, *guard["unreported_spikes"]):
         _check_numbers(values.values())
     _check_list("outliers.losses", outliers["losses"], float)

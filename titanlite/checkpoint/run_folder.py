@@ -58,7 +58,11 @@ class RunFolder:
         if self._record.restart_is_due():
             self._check_allowed()
             return None
-        candidate = resume.choose(self._folder, self._config.load_step, faults, self._config.verify)
+        load_step = self._config.load_step
+        if self._record.has_rewound_before_load_step():
+            logger.info(f"load_step = {load_step} was already carried out, and the run has rewound since")
+            load_step = -1
+        candidate = resume.choose(self._folder, load_step, faults, self._config.verify)
         if candidate is not None:
             self._compare(candidate.train["identity"], self._folder, candidate.train["sequences"])
         if not self._config.enable and (candidate or faults):

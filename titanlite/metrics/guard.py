@@ -60,8 +60,8 @@ class Guard:
     """A rewind goes back to the newest healthy checkpoint that is at least so many steps older than the first
     step of the spike. Such a checkpoint is kept beside those of checkpoint.keep_latest_k."""
     skip_before: int = 0
-    """Steps before the first step of a spike whose sequences a rewind skips, too. The other skipped sequences
-    are those of the spike's first step up to the step at which it was detected."""
+    """Steps before the first step of a spike whose sequences a rewind skips, too, fewer than rewind_margin. The
+    other skipped sequences are those of the spike's first step up to the step at which it was detected."""
     max_rewinds: int = 3
     """Number of rewinds of a run. The next spike ends it with exit code 4."""
 
@@ -73,11 +73,12 @@ class Guard:
             raise ConfigError(f"{self.window} is above {MAX_WINDOW}", "window")
         if self.min_window > self.window:
             raise ConfigError(f"{self.min_window} is above guard.window = {self.window}", "min_window")
-        check_at_least(self, 0, "rewind_margin", "skip_before", "max_rewinds")
-        if self.skip_before > self.rewind_margin:
+        check_at_least(self, 1, "rewind_margin")  # the first step of the spike is after the checkpoint
+        check_at_least(self, 0, "skip_before", "max_rewinds")
+        if self.skip_before >= self.rewind_margin:
             raise ConfigError(
-                f"{self.skip_before} is above guard.rewind_margin = {self.rewind_margin}: a rewind skips no "
-                "sequences from before its checkpoint",
+                f"{self.skip_before} is not below guard.rewind_margin = {self.rewind_margin}: the checkpoint "
+                "to which a rewind goes back may have trained on the sequences of that step",
                 "skip_before",
             )
 

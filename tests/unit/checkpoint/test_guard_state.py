@@ -56,6 +56,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("spikes.is_reported", 1, "not true or false"),
     ("unreported_spikes", [3], "is not an object"),
     ("unreported_spikes", [{"start_step": 1, "detected_step": 2, "level": 3.0}], "height is missing"),
+    ("unreported_spikes", [STATE["unreported_spikes"][0] | {"other": 1}], "unknown key"),
     ("sequences", [], "empty"),
     ("sequences", [[1, 0]], "2 numbers, not 3"),
     ("sequences", [[1, 0, -8]], "out of range"),

@@ -39,7 +39,7 @@ def test_a_rewind_restores_the_newest_healthy_checkpoint_and_archives_the_later_
     run, toy = open_run(tmp_path), Toy()
     values = take_steps(run, toy, 6, unhealthy=[3])
     assert run.rewind(3, toy.net, toy.optimizer, toy.state)
-    assert toy.state.as_json() == {"step": 2, "sequences": 16, "tokens": 160}
+    assert toy.state.as_json() == {"step": 2, "sequences": 16, "tokens": 160, "skipped": []}
     assert equal(toy.values(), values[1])
     assert not equal(toy.values(), values[2])
     assert steps_in(tmp_path) == [1, 2]
@@ -48,6 +48,29 @@ def test_a_rewind_restores_the_newest_healthy_checkpoint_and_archives_the_later_
     assert equal(again[-1], values[3])
     run.close()
     assert go(tmp_path, to_step=4) == 4
+
+
+@pytest.mark.parametrize("num_after", [0, 1, 3])
+def test_a_run_that_rewinds_to_before_its_load_step_can_be_started_again(
+    tmp_path: Path, num_after: int
+) -> None:
+    go(tmp_path, to_step=5)
+    run, toy = open_run(tmp_path, load_step=4), Toy()
+    run.load(toy.net, toy.optimizer, toy.state)
+    take_steps(run, toy, 6)
+    assert run.rewind(2, toy.net, toy.optimizer, toy.state)
+    take_steps(run, toy, 2 + num_after)
+    run.close()
+    assert go(tmp_path, to_step=7, load_step=4) == 2 + num_after
+    assert go(tmp_path, to_step=8, load_step=4) == 7
+    assert go(tmp_path, to_step=8, load_step=3) == 3  # a user may still go back
+
+
+def test_a_load_step_above_all_checkpoints_is_an_error(tmp_path: Path) -> None:
+    go(tmp_path, to_step=3)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"load_step=4: no usable checkpoint"):
+            go(tmp_path, to_step=5, load_step=4)
 
 
 def test_without_an_old_healthy_checkpoint_a_rewind_changes_nothing(tmp_path: Path) -> None:
