@@ -5,6 +5,7 @@ number of ranks and with resumes in between."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,11 @@ from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import history, state_of
 from tests.support.spikes import garbage_sequences
 from tests.support.tiers import full
+from titanlite.checkpoint.saver import Saver
+from titanlite.config.component import ConfigError
 from titanlite.errors import Diverged
 from titanlite.metrics import spikes
+from titanlite.run import Run
 from titanlite.train import train
 
 BATCH = 8
@@ -133,3 +137,69 @@ def test_without_an_old_checkpoint_or_after_the_last_rewind_the_run_ends(
         with pytest.raises(Diverged, match=rf"training has diverged: .*{reason}.*--checkpoint.load_step=100"):
             on_rank(tmp_path, corpus, SHORT, name, [*REWIND, key])
         assert archived(tmp_path / name) == []
+
+
+@pytest.mark.full
+def test_a_run_that_is_killed_or_stopped_at_each_rewind_ends_equally(tmp_path: Path, corpus: Path) -> None:
+    """Two spikes, on loader workers, and a stop request or a kill at the end of each rewind."""
+    rewind, num_rewinds = Run.rewind, 0
+
+    def interrupted(run: Run) -> None:
+        nonlocal num_rewinds
+        rewind(run)
+        num_rewinds += 1
+        if num_rewinds in (1, 3):
+            raise KeyboardInterrupt
+        if num_rewinds == 2:
+            (run.job.folder / "STOP").touch()
+            time.sleep(1.5)  # more than the time between two looks at that file
+
+    def start(name: str, *keys: str) -> int:
+        second = garbage_sequences(180 * BATCH, 204 * BATCH - 1)
+        with second, garbage_sequences(*SHORT.bad), patch.object(spikes, "BEFORE", SHORT.num_before):
+            job = make_job(tmp_path, corpus, *BASE, *REWIND, *keys, "--training.steps=260", name=name)
+            return train(job)
+
+    assert start("whole") == 0
+    codes = list[object]()
+    with patch.object(Run, "rewind", interrupted):
+        while not codes or codes[-1] != 0:
+            try:
+                codes.append(start("hops", "--data.num_workers=2"))
+            except KeyboardInterrupt:
+                codes.append("killed")
+            (tmp_path / "hops/STOP").unlink(missing_ok=True)
+    assert codes == ["killed", 75, "killed", 0]
+    whole, hops = (make_job(tmp_path, corpus, *BASE, name=name) for name in ("whole", "hops"))
+    assert history(hops) == history(whole)
+    assert state_of(hops, 260) == state_of(whole, 260) != {}
+
+
+@pytest.mark.full
+def test_a_save_in_flight_is_reported_before_the_rewind(tmp_path: Path, corpus: Path) -> None:
+    commit = Saver._commit
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.4)
+        commit(*arguments)
+
+    with patch.object(Saver, "_commit", slow):
+        on_rank(tmp_path, corpus, SHORT, "rewound", [*REWIND, "--checkpoint.async_mode=async"])
+    events = [(event["event"], event["step"]) for event in events_of(tmp_path, "rewound")]
+    at = events.index(("rewound", 80))
+    assert ("saved", 120) in events[:at]
+    assert events[at + 1 :] == [("saved", 100), ("saved", 120), ("saved", 140), ("saved", 150)]
+
+
+@pytest.mark.full
+def test_a_rewind_that_reads_more_than_max_epochs_ends_the_run(tmp_path: Path, corpus: Path) -> None:
+    """1,200 sequences are 1.53 epochs of a.jsonl, and with the skipped ones 1.76."""
+
+    def sources(max_epochs: float) -> str:
+        a = f'{{name = "text", path = ["{corpus}/a.jsonl"], weight = 3, max_epochs = {max_epochs}}}'
+        return f'--data.sources=[{a}, {{name = "text", path = ["{corpus}/b.txt"]}}]'
+
+    on_rank(tmp_path, corpus, SHORT, "enough", [*REWIND, sources(1.8)])
+    for _ in range(2):  # a second start comes to the same end
+        with pytest.raises(ConfigError, match=r"after the rewind to step 80: .*more than max_epochs = 1\.6"):
+            on_rank(tmp_path, corpus, SHORT, "short", [*REWIND, sources(1.6)])

@@ -60,7 +60,7 @@ class Guard:
     """A rewind goes back to the newest healthy checkpoint that is at least so many steps older than the first
     step of the spike. Such a checkpoint is kept beside those of checkpoint.keep_latest_k."""
     skip_before: int = 0
-    """Steps before the first step of a spike whose sequences a rewind skips, too, fewer than rewind_margin. The
+    """Steps before the first step of a spike whose sequences a rewind skips, too; below rewind_margin. The
     other skipped sequences are those of the spike's first step up to the step at which it was detected."""
     max_rewinds: int = 3
     """Number of rewinds of a run. The next spike ends it with exit code 4."""
@@ -273,7 +273,12 @@ class StepGuard:
         """Why the run ends, if it has diverged or its last step was not finite."""
         if spike := self._spike_ends_the_run():
             first, last = self.sequences_of(spike.start_step, spike.detected_step)
-            return f"training has diverged: {spike} (sequences {first} to {last})"
+            reason = f"training has diverged: {spike} (sequences {first} to {last})"
+            limit = self.config.max_rewinds
+            is_at_limit = self.config.on_spike == "rewind" and self.num_rewinds >= limit
+            return (
+                f"{reason}; guard.max_rewinds = {limit} allows no further rewind" if is_at_limit else reason
+            )
         assert self._last_streak is not None
         first, last = self._last_streak
         steps = f"step {last}" if first == last else f"{last - first + 1} steps in a row, {first} to {last},"

@@ -13,7 +13,7 @@ VERBS = {
     "resumed": "resumed after step", "rewound": "rewound to step", "skipped": "skipped step",
     "spike": "spike detected at step",
 }  # fmt: skip
-NAMES = {"grad_norm": "gradient norm"}
+NAMES = {"grad_norm": "gradient norm", "rewinds": "rewind number"}
 MAX_CHARACTERS = 300  # of one text
 
 

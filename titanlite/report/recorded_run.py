@@ -150,9 +150,11 @@ class RecordedRun:
         return steps
 
     def resumes(self) -> list[int]:
-        """Return the steps after which the run was started again."""
-        started = [r["step"] for r in self.records if number(r.get("time/to_first_step_s")) is not None]
-        return [step - 1 for step in started if step > 1]
+        """Return the steps after which the run was started again. A later rewind removes the record of the
+        first step of a start, and runs of older versions have no events."""
+        started = [r["step"] - 1 for r in self.records if number(r.get("time/to_first_step_s")) is not None]
+        resumed = [event.step for event in self.happened("resumed")]
+        return sorted({step for step in [*started, *resumed] if step > 0})
 
 
 def number(value: Any) -> float | None:

@@ -20,6 +20,7 @@ from titanlite.commands import take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
+from titanlite.data.loader import SequenceDataset
 from titanlite.data.packing import PACKINGS, PackedSequences
 from titanlite.data.shards import TokenShards
 from titanlite.data.skips import SkippedSequences
@@ -71,7 +72,7 @@ def _show(argv: Sequence[str]) -> int:
         job = load_job(path, overrides, None, allow)
         tokenizer = job.tokenizer.build()
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
-        skipped = _skipped(job)
+        skipped = _skipped(job, sequences)
         for number in numbers:
             packed, local = sequences.origin(number)
             mark = " (skipped)" if number in skipped else ""
@@ -90,14 +91,20 @@ def _show(argv: Sequence[str]) -> int:
     return 0
 
 
-def _skipped(job: Job) -> SkippedSequences:
-    """The sequences that a run skips: those of its job, and those of the newest checkpoint in its folder."""
+def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:
+    """The sequences that a run skips: those of its job, and those of the newest checkpoint in its folder, if
+    the job numbers the sequences as the checkpoint's run does."""
     try:
         candidate = newest(job.folder / job.checkpoint.folder, -1, [], job.checkpoint.verify)
     except CheckpointError as e:  # of another format
         tell(f"sequences that the run skips are marked from its configuration only: {e}")
         candidate = None
-    return job.data.skipped | SkippedSequences.of(candidate.train["skipped"] if candidate else [])
+    if candidate is None:
+        return job.data.skipped
+    ours, theirs = job.identity(sequences.identity, sequences.names), candidate.train["identity"]
+    if any(ours[key] != theirs.get(key) for key in ("training", "data")):
+        return job.data.skipped
+    return job.data.skipped | SkippedSequences.of(candidate.train["skipped"])
 
 
 def _open(path: str, overrides: Sequence[str]) -> tuple[PackedSequences, Tokenizer]:

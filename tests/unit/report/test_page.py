@@ -283,6 +283,15 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     assert "events.jsonl: damaged records are left out, in 2 lines: 9, 10" in page
 
 
+def test_a_resume_is_known_although_its_first_step_was_trained_again(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", metrics(), job=JOB)  # steps 10, 20, ...
+    log = EventLog(folder / "events.jsonl", 0)
+    for step, event in ((40, "resumed"), (90, "resumed"), (40, "rewound"), (60, "resumed"), (60, "resumed")):
+        log.event(step, event, {})  # type: ignore[arg-type]
+    log.close()
+    assert read_run(folder, "run").resumes() == [40, 60]
+
+
 def test_gpu_hours_count_the_ranks_of_each_start(tmp_path: Path) -> None:
     values = metrics(100) | {"time/step_s": np.full(100, 36.0), "time/to_first_step_s": [36.0]}
     values["throughput/tokens_per_second"] = np.repeat([8000.0, 2000.0], 50)

@@ -86,9 +86,12 @@ def test_sequences_that_a_run_skips_are_marked(tmp_path: Path, capsys: pytest.Ca
     assert marked(capsys, file) == []
     toy.step()
     toy.state.skipped = SkippedSequences.of([[1, 3]])
+    sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
+    run.identity = job.identity(sequences.identity, sequences.names)
     run.save(toy.net, toy.optimizer, toy.state, EXTRA)
     run.close()
     assert marked(capsys, file, "--data.skip_sequences=[[5, 6]]") == [1, 2, 3, 5, 6]
+    assert marked(capsys, file, "--training.seed=7") == []  # its numbers are those of other sequences
     manifest_file = job.folder / "checkpoint/step-2/manifest.json"
     manifest = json.loads(manifest_file.read_text()) | {"format": 4}
     del manifest["sha256"]
