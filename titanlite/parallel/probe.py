@@ -121,7 +121,10 @@ class BlockRecorder:
         exists = torch.arange(self._unit_max.shape[1], device=self._sums.device) < num_units
         dead = (self._unit_max <= DEAD * hidden_rms) & exists
         dead_pct = 100 * dead.sum(1, keepdim=True) / num_units
-        parts = (residual_rms, self._residual_max, dead_pct, self._logit_max, self._entropy / self._queries)
+        # A maximum over ranks may drop a NaN; a sum keeps it.
+        residual_max = self._residual_max.where(residual_rms.isfinite(), residual_rms)
+        logit_max = self._logit_max.where(self._entropy.isfinite(), self._entropy)
+        parts = (residual_rms, residual_max, dead_pct, logit_max, self._entropy / self._queries)
         statistics = []
         for name, (rms, largest, dead_units, *heads) in zip(self._units, torch.cat(parts, 1).tolist()):
             logits, entropies = heads[: len(heads) // 2], heads[len(heads) // 2 :]
@@ -176,22 +179,21 @@ def _add_square(sums: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def probe_metrics(blocks: Sequence[BlockStatistics]) -> dict[str, Any]:
-    """The metrics of a probe: the extremes over blocks and heads, and where they are."""
-    most = max(blocks, key=lambda block: block.residual_max)
-    metrics: dict[str, Any] = {
-        "probe/residual_rms_last": blocks[-1].residual_rms,
-        "probe/residual_max": most.residual_max,
-        "probe/residual_max_block": most.block,
-    }
+    """The metrics of a probe: the extremes over blocks and heads, and where they are. A NaN is an extreme, so
+    that the metrics name the first block or head that has one."""
+    residual = {b.block: b.residual_max for b in blocks}
     logits = {f"{b.block} head {i}": value for b in blocks for i, value in enumerate(b.attention_logit_max)}
     entropies = {f"{b.block} head {i}": value for b in blocks for i, value in enumerate(b.attention_entropy)}
-    if logits:
-        head = max(logits, key=logits.__getitem__)
-        metrics |= {"probe/attention_logit_max": logits[head], "probe/attention_logit_max_head": head}
-        head = min(entropies, key=entropies.__getitem__)
-        metrics |= {"probe/attention_entropy_min": entropies[head], "probe/attention_entropy_min_head": head}
     dead = {b.block: b.dead_units_pct for b in blocks if b.dead_units_pct is not None}
-    if dead:
-        block = max(dead, key=dead.__getitem__)
-        metrics |= {"probe/dead_units_pct": dead[block], "probe/dead_units_pct_block": block}
+    metrics: dict[str, Any] = {"probe/residual_rms_last": blocks[-1].residual_rms}
+    for key, place_key, extreme, values in (
+        ("probe/residual_max", "probe/residual_max_block", max, residual),
+        ("probe/attention_logit_max", "probe/attention_logit_max_head", max, logits),
+        ("probe/attention_entropy_min", "probe/attention_entropy_min_head", min, entropies),
+        ("probe/dead_units_pct", "probe/dead_units_pct_block", max, dead),
+    ):
+        if values:
+            not_numbers = [place for place, value in values.items() if math.isnan(value)]
+            place = not_numbers[0] if not_numbers else extreme(values, key=values.__getitem__)
+            metrics |= {key: values[place], place_key: place}
     return metrics

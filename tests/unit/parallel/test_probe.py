@@ -105,6 +105,23 @@ def test_planted_faults_are_found_where_they_are() -> None:
     assert actual[0].dead_units_pct == 0
 
 
+def test_a_block_that_is_not_finite_is_named() -> None:
+    """The blocks after it have NaN, too. As a maximum, NaN would lose against the block before."""
+    sharded = model()
+    with torch.no_grad():
+        sharded.net.get_submodule(f"{BLOCK}.mlp.down_proj").weight[0, 0] = math.nan
+    metrics = probe_metrics(actual := sharded.probe(batch()))
+    assert math.isfinite(actual[0].residual_max)
+    assert math.isnan(metrics["probe/residual_max"])
+    assert metrics["probe/residual_max_block"] == BLOCK == actual[1].block
+    with torch.no_grad():
+        sharded.net.get_submodule(f"{BLOCK}.self_attn.k_proj").weight[0, 0] = math.nan
+    metrics = probe_metrics(sharded.probe(batch()))
+    for key in ("probe/attention_logit_max", "probe/attention_entropy_min"):
+        assert math.isnan(metrics[key])
+        assert metrics[f"{key}_head"].startswith(f"{BLOCK} head ")
+
+
 def test_a_unit_that_one_token_uses_is_not_dead() -> None:
     sharded, data = model(), batch()
     up = sharded.net.get_submodule(f"{BLOCK}.mlp.up_proj")
