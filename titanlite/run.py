@@ -61,10 +61,9 @@ class Run:
     precision_warning: PrecisionWarning = field(default_factory=PrecisionWarning)
 
     def __post_init__(self) -> None:
-        rt = self.rt
-        self.slow_ranks = SlowRanks(rt.rank, rt.world_size, rt.gather_floats, rt.gather)
-        self.hardware = Hardware(rt.device, rt.gather_floats)
-        self.parameters = ParameterStatistics(self.model.net, self.optimizer, self.job.optimizer, rt)
+        self.slow_ranks = SlowRanks(self.rt)
+        self.hardware = Hardware(self.rt)
+        self.parameters = ParameterStatistics(self.model.net, self.optimizer, self.job.optimizer, self.rt)
 
     def __enter__(self) -> Run:
         return self
@@ -205,7 +204,7 @@ class Run:
         with self.meter.untimed("checkpoint/stall_s"):
             self.checkpoints.save(self.model.net, self.optimizer, self.state, self.extra_state())
 
-    def values(
+    def metrics(
         self, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[Batch]
     ) -> dict[str, Any]:
         """The metrics of a step, without the times that the meter adds. Waits for the device. Collective."""
@@ -236,7 +235,7 @@ class Run:
             device=self.rt.device,
         )
 
-    def detail_values(
+    def detail_metrics(
         self,
         norms: GradNorms,
         applied: torch.Tensor,
@@ -251,16 +250,16 @@ class Run:
             **self.parameter_metrics(norms, applied),
             **self.token_metrics(loss, token_statistics),
             **time_breakdown(self.rt.clock, self.rt.world_size),
-            **self.hardware.report(),
+            **self.hardware.metrics(),
         }
 
     def parameter_metrics(self, norms: GradNorms, applied: torch.Tensor) -> dict[str, Any]:
         """Norms, update ratios, clipping and the gradient noise scale; the sinks get the norms of every
-        parameter. Arguments: see detail_values. Waits for the device. Collective."""
+        parameter. Arguments: see detail_metrics. Waits for the device. Collective."""
         grad_norms = dict(zip(norms.names, norms.norms.tolist()))
         parameters = self.parameters.measure(grad_norms, applied=bool(applied))
         self.meter.sinks.table(self.state.step, "parameters", parameters.table())
-        values = parameters.values(self.rt.batch.global_size)
+        values = parameters.metrics(self.rt.batch.global_size)
         if self.clipper.num_clipped is not None:
             num_clipped, num = self.rt.sum_scalars(self.clipper.num_clipped, torch.tensor(len(norms.names)))
             values["train/clipped_tensors"] = (num_clipped / num).item()

@@ -165,12 +165,12 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             run.sample()
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
         if evaluation or stop or num_steps == 1 or job.metrics.is_due(state.step, last_step):
-            values = run.values(loss, norms.total, micro_batches)
+            metrics = run.metrics(loss, norms.total, micro_batches)
             if token_statistics is not None:
-                values |= run.detail_values(norms, apply, loss, token_statistics)
+                metrics |= run.detail_metrics(norms, apply, loss, token_statistics)
             if job.metrics.probe_is_due(state.step, last_step):
-                values |= run.probe(micro_batches[0])
-            meter.report(state.step, values | evaluation)
+                metrics |= run.probe(micro_batches[0])
+            meter.report(state.step, metrics | evaluation)
         if save_failed:
             checkpoints.check_save()
         if checkpoints.due(state.step, last_step, stop or save_now, guard.in_streak):

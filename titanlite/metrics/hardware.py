@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from titanlite.log import logger
+from titanlite.metrics.ranks import Ranks
 
 READINGS: list[tuple[str, str, Callable[..., Any]]] = [  # the metric, its rank, and which GPU stands out
     ("gpu/power_w", "gpu/power_w_rank", max),
@@ -19,20 +20,18 @@ READINGS: list[tuple[str, str, Callable[..., Any]]] = [  # the metric, its rank,
 
 
 class Hardware:
-    """The state of all ranks' GPUs; nothing on other devices.
+    """The state of all ranks' GPUs; nothing on other devices."""
 
-    `gather_floats`: the values of all ranks, on every rank."""
-
-    def __init__(self, device: torch.device, gather_floats: Callable[[Sequence[float]], list[list[float]]]):
-        self._device, self._gather_floats = device, gather_floats
+    def __init__(self, ranks: Ranks):
+        self._ranks, self._device = ranks, ranks.device
         self._retries = 0
         self._has_nvml = True
 
-    def report(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The metrics. Of several GPUs, the one that stands out, and its rank. Collective."""
         if self._device.type != "cuda":
             return {}
-        return extremes(self._gather_floats([self._new_retries(), *self._readings()]))
+        return extremes(self._ranks.gather_floats([self._new_retries(), *self._readings()]))
 
     def _new_retries(self) -> float:
         before, self._retries = self._retries, torch.cuda.memory_stats(self._device)["num_alloc_retries"]

@@ -6,27 +6,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from titanlite.mesh import local_shard, num_ranks_and_copies
+from titanlite.metrics.ranks import Ranks
 from titanlite.optim.base import Optimizer
 from titanlite.torch_compat import foreach_norm, plain_tensor
-
-
-class Ranks(Protocol):
-    """What the statistics need of the Runtime."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of `value` over all ranks."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
 
 
 class ParameterReport(NamedTuple):
@@ -48,7 +36,7 @@ class ParameterReport(NamedTuple):
         columns = zip(self.names, self.grad_norms, self.weight_norms, self.update_ratios)
         return {"parameters": {name: numbers for name, *numbers in columns}}
 
-    def values(self, sequences_per_step: int) -> dict[str, Any]:
+    def metrics(self, sequences_per_step: int) -> dict[str, Any]:
         """The metrics: extremes with the names of their parameters, and the noise scale.
         `sequences_per_step`: the global batch size."""
         grad_max, name = max(zip(self.grad_norms, self.names), key=lambda pair: _nan_first(pair[0]))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median_low
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titanlite.log import logger
+from titanlite.metrics.ranks import Ranks
 from titanlite.step_clock import Phase, StepClock
 
 METRICS: dict[Phase, str] = {
@@ -52,19 +53,10 @@ class RankTimes(NamedTuple):
 
 
 class SlowRanks:
-    """The ranks that were named as slow. All ranks decide the same.
+    """The ranks that were named as slow. All ranks decide the same, and rank 0 logs it."""
 
-    `gather_floats`, `gather`: the values of all ranks, on every rank. `rank`: this rank; rank 0 logs."""
-
-    def __init__(
-        self,
-        rank: int,
-        num_ranks: int,
-        gather_floats: Callable[[Sequence[float]], list[list[float]]],
-        gather: Callable[[Any], list[Any]],
-    ):
-        self._rank, self._num_ranks = rank, num_ranks
-        self._gather_floats, self._gather = gather_floats, gather
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
         self._is_first = True  # the first report has compilation and other work that is done once
         self._in_a_row = Counter[int]()  # reports in which a rank's state differs from the logged one
         self._named = set[int]()
@@ -73,10 +65,10 @@ class SlowRanks:
         """Compare the steps since the last report, log which rank has become slow or has recovered, and
         return the metrics on the slowest rank. Waits for the device. Collective."""
         times = clock.times()
-        if times is None or self._num_ranks == 1:
+        if times is None or self._ranks.world_size == 1:
             return {}
         own = RankTimes(times.own_s, times.phases["data"], float(times.host_bound))
-        ranks = [RankTimes(*row) for row in self._gather_floats(own)]
+        ranks = [RankTimes(*row) for row in self._ranks.gather_floats(own)]
         if self._is_first:
             self._is_first = False
         else:
@@ -98,10 +90,10 @@ class SlowRanks:
             if self._in_a_row[rank] == IN_A_ROW:
                 self._in_a_row[rank] = 0
                 changed.append(rank)
-        hosts = self._gather(socket.gethostname()) if changed else []
+        hosts = self._ranks.gather(socket.gethostname()) if changed else []
         for rank in changed:
             self._named ^= {rank}
-            if self._rank == 0:
+            if self._ranks.rank == 0:
                 self._log(f"rank {rank} on {hosts[rank]}", ranks[rank], middle, rank in self._named)
 
     def _log(self, rank: str, times: RankTimes, middle: RankTimes, is_slow: bool) -> None:

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.attention.base import Attention
 from titanlite.attention.recording import RecordingAttention
-from titanlite.mesh import Mesh
+from titanlite.mesh import Mesh, local_shard
 from titanlite.models.base import Decoder
 
 NUM_QUERIES = 64  # attention is measured for so many tokens at the end of each sequence
@@ -138,12 +137,12 @@ class BlockRecorder:
         self._row = row
 
     def _record_residual(self, row: int, block: nn.Module, args: Any, output: torch.Tensor) -> None:
-        x_BTD = _local(output)
+        x_BTD = local_shard(output)
         _keep_larger(self._residual_max[row], _norm(x_BTD, math.inf))
         _add_square(self._residual[row], x_BTD)
 
     def _record_units(self, row: int, layer: nn.Linear, args: Any) -> None:
-        h_BTF = _local(args[0])
+        h_BTF = local_shard(args[0])
         columns = self._columns(h_BTF.shape[-1], layer.in_features)
         _keep_larger(self._unit_max[row, columns], _norm(h_BTF.flatten(0, -2), math.inf, dim=0))
         _add_square(self._hidden[row], h_BTF)
@@ -158,10 +157,6 @@ class BlockRecorder:
         """The numbers of this rank's heads or MLP units, of which the model has `num`."""
         first = 0 if num_local == num else self._mesh.coordinate.tp * num_local
         return slice(first, first + num_local)
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _norm(x: torch.Tensor, order: float = 2.0, dim: int | None = None) -> torch.Tensor:

@@ -35,8 +35,8 @@ class ExecutionSettings:
     all tokens and this rank's rows of the head's weight from the arguments of head_fn, under tensor parallel.
     `head_fn_for_logits`: the head_fn that returns the logits of the whole vocabulary.
     `reduce_every_micro_batch`: reduce gradients after each micro-batch, not once per step. `gathers_float8`:
-    FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory. `clock`:
-    measures the phases of the steps."""
+    FSDP gathers weights in float8. `cpu_offload`: weights stay in host memory. `clock`: measures the phases
+    of the steps."""
 
     mesh: Mesh = ALONE
     auxiliary_losses: tuple[str, ...] = ()
@@ -203,8 +203,8 @@ class ShardedModel:
             if observer is not None:
                 clock, vocabulary = self.settings.clock, self.settings.vocabulary
                 clock.enter("statistics")
-                places = self._local_positions(batch.inputs)
-                observer.observe(hidden_BTD, weight_VD, targets, places, batch.source_ids, vocabulary)
+                positions_T = self._local_positions(batch.inputs)
+                observer.observe(hidden_BTD, weight_VD, targets, positions_T, batch.source_ids, vocabulary)
                 clock.enter("forward" if self.pipeline is None else "forward_backward")
             loss = self.loss(hidden_BTD, weight_VD, targets)
             if not self.settings.auxiliary_losses:

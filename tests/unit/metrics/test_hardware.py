@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 
+from tests.support.fake_ranks import FakeRanks
 from titanlite.metrics.hardware import Hardware, extremes
 
 NAN = math.nan
@@ -33,17 +34,17 @@ def test_one_gpu_needs_no_rank_and_unknown_values_are_left_out() -> None:
 
 
 def test_a_cpu_has_none() -> None:
-    assert Hardware(torch.device("cpu"), lambda values: [[1.0] * 5]).report() == {}
+    assert Hardware(FakeRanks()).metrics() == {}
 
 
 def test_a_missing_library_is_said_once_and_retries_are_counted_since_the_last_report() -> None:
-    hardware = Hardware(torch.device("cuda", 0), lambda values: [list(values)])
+    hardware = Hardware(FakeRanks(device=torch.device("cuda", 0)))
     with (
         patch("torch.cuda.memory_stats", side_effect=[{"num_alloc_retries": n} for n in (3, 5)]),
         patch("torch.cuda.power_draw", side_effect=ModuleNotFoundError("no pynvml")) as draw,
         patch("titanlite.metrics.hardware.logger") as logger,
     ):
-        assert [hardware.report() for _ in range(2)] == [
+        assert [hardware.metrics() for _ in range(2)] == [
             {"memory/alloc_retries": 3},
             {"memory/alloc_retries": 2},
         ]

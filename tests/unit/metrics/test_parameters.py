@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fake_ranks import FakeRanks
 from tests.support.jobs import make_job, metrics_of
 from tests.support.models import Parameters
 from tests.support.non_finite import bad_steps
@@ -140,18 +141,6 @@ def test_details_change_no_number_and_may_be_left_out(tmp_path: Path, corpus: Pa
     assert not any(key.startswith("norms/") for line in metrics_of(job) for key in line)
 
 
-class Alone:
-    """A single rank."""
-
-    device = torch.device("cpu")
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-
 def test_a_parameter_may_be_a_scalar_and_another_may_lack_a_gradient() -> None:
     shapes: dict[str, tuple[int, ...]] = {"weight": (40, 30), "scale": (), "unused": (3,)}
     params = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
@@ -162,7 +151,7 @@ def test_a_parameter_may_be_a_scalar_and_another_may_lack_a_gradient() -> None:
         params["weight"].grad, params["scale"].grad = torch.randn(40, 30), torch.tensor(0.5)
         optimizer.step()
     optimizer.state[params["weight"]]["calls"] = 2  # allowed in a run without checkpoints
-    report = ParameterStatistics(Parameters(params), optimizer, config, Alone()).measure(
+    report = ParameterStatistics(Parameters(params), optimizer, config, FakeRanks()).measure(
         {"weight": 2.0, "scale": 0.5}, applied=True
     )
     assert report.names == list(shapes)
@@ -177,7 +166,7 @@ def test_a_parameter_may_be_a_scalar_and_another_may_lack_a_gradient() -> None:
 
 def test_a_weight_of_zero_has_no_ratio() -> None:
     report = ParameterReport(["a", "b"], [1.0, 2.0], [0.0, 3.0], [None, 0.5], signal=1.0, noise=-1.0)
-    values: dict[str, Any] = report.values(sequences_per_step=8)
+    values: dict[str, Any] = report.metrics(sequences_per_step=8)
     assert values["norms/update_ratio_min_name"] == values["norms/update_ratio_max_name"] == "b"
     assert "train/noise_scale_sequences" not in values  # not from a negative estimate
     assert values["train/noise_scale_noise"] == -1.0

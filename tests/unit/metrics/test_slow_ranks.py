@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.support.fake_ranks import FakeRanks
 from titanlite.metrics.slow_ranks import SlowRanks, time_breakdown
 from titanlite.step_clock import StepTimes
 
@@ -34,7 +35,7 @@ def warnings(
     `data_s` longer for data than the others."""
     current: list[list[float]] = []
     num_ranks = len(reports[0])
-    ranks = SlowRanks(rank, num_ranks, lambda own: current, lambda host: HOSTS[:num_ranks])
+    ranks = SlowRanks(FakeRanks(rank, num_ranks, floats=lambda: current, values=HOSTS))
     with patch("titanlite.metrics.slow_ranks.logger") as logger:
         for report in reports:
             current[:] = [[own_s, 0.0, host_bound] for own_s in report]
@@ -95,11 +96,11 @@ def test_noise_is_no_alarm() -> None:
 
 def test_metrics_name_the_slowest_rank() -> None:
     rows = [[1.0, 0, 1], [1.5, 0, 1]]
-    ranks = SlowRanks(1, 2, lambda own: rows, lambda host: HOSTS)
+    ranks = SlowRanks(FakeRanks(1, 2, floats=lambda: rows, values=HOSTS))
     clock = Clock(TIMES)
     assert ranks.report(clock) == {"time/slowest_rank": 1, "time/slowest_rank_pct": 50.0}  # type: ignore[arg-type]
     assert ranks.report(Clock()) == {}  # type: ignore[arg-type]
-    assert SlowRanks(0, 1, lambda own: rows[:1], lambda host: HOSTS).report(clock) == {}  # type: ignore[arg-type]
+    assert SlowRanks(FakeRanks(0, 1)).report(clock) == {}  # type: ignore[arg-type]
 
 
 def test_the_breakdown_has_the_named_phases() -> None:
