@@ -44,12 +44,12 @@ def recorded(folder: Path) -> dict[str, Any]:
 
 def test_each_commit_is_recorded_outside_the_checkpoint_folder(tmp_path: Path) -> None:
     run, toy = open_run(tmp_path), Toy()
-    assert recorded(tmp_path) == {"step": None, "folder": "checkpoint", "restarted": False}
+    assert recorded(tmp_path) == {"step": None, "folder": "checkpoint", "restarted": False, "load_step": -1}
     for step in (1, 2):
         toy.step()
         run.save(toy.net, toy.optimizer, toy.state, EXTRA)
         run.check_save()
-        assert recorded(tmp_path) == {"step": step, "folder": "checkpoint", "restarted": False}
+        assert recorded(tmp_path) == {"step": step, "folder": "checkpoint", "restarted": False, "load_step": -1}
     run.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LOCK", "checkpoint", RECORD]
 
@@ -89,7 +89,7 @@ def test_another_checkpoint_folder_is_told_where_the_checkpoints_are(tmp_path: P
     run.load(toy.net, toy.optimizer, toy.state)
     assert run.resumed_train is not None
     run.close()
-    assert recorded(tmp_path) == {"step": 3, "folder": "other", "restarted": False}
+    assert recorded(tmp_path) == {"step": 3, "folder": "other", "restarted": False, "load_step": -1}
 
 
 @pytest.mark.parametrize("enable", ["true", "false"])
@@ -270,7 +270,7 @@ def test_restart_over_a_damaged_record(tmp_path: Path, damage: Callable[[Path], 
     assert go(tmp_path, 1, restart=True) is None
     assert archived(tmp_path) == ([] if gone else [[1, 2]])
     assert stat.S_IFMT(os.lstat(tmp_path / f"quarantined-{RECORD}-0").st_mode) == kind
-    assert recorded(tmp_path) == {"step": 1, "folder": "checkpoint", "restarted": True}
+    assert recorded(tmp_path) == {"step": 1, "folder": "checkpoint", "restarted": True, "load_step": -1}
     assert go(tmp_path, 2, restart=True) == 1  # once
 
 
