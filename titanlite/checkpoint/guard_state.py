@@ -34,6 +34,9 @@ def check_guard(guard: Any) -> None:
         _check_list("an entry of sequences", numbers, int, 3)
     if not guard["sequences"]:
         raise ValueError("sequences is empty")
+    steps = [step for step, _, _ in guard["sequences"]]
+    if steps != sorted(set(steps)):
+        raise ValueError(f"the steps {steps} of sequences do not ascend")
 
 
 def _check_list(name: str, values: Any, kind: type, length: int | None = None) -> None:

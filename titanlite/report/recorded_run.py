@@ -51,7 +51,8 @@ class SavedCheckpoint(NamedTuple):
 @dataclass(frozen=True)
 class RecordedRun:
     """The content of the files of one run. `records` have one entry per logged step, in the order of steps.
-    `superseded` are records of steps that the run took again after a resume, in the order of the file."""
+    `superseded` are records of steps that the run took again after a resume or a rewind, in the order of the
+    file."""
 
     name: str
     folder: Path

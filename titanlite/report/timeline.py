@@ -99,9 +99,10 @@ def _superseded(run: RecordedRun, typical_s: float, causes: Counter[str]) -> dic
     first = before = sys.maxsize
     for record in run.superseded:
         step = record["step"]
-        if step <= before:  # the next part
-            first, at = step, bisect_left(steps, step)
-            before = steps[at - 1] if at else 0
+        at = bisect_left(steps, step)
+        logged_before = steps[at - 1] if at else 0
+        if step <= before or logged_before > before:  # the next part
+            first, before = step, logged_before
         seconds = _seconds(record, step - before, typical_s)
         seconds["steps trained again"] = sum(seconds.pop(k, 0.0) for k in ("training", "data wait"))
         causes.update(seconds)

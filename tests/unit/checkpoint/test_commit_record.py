@@ -49,7 +49,12 @@ def test_each_commit_is_recorded_outside_the_checkpoint_folder(tmp_path: Path) -
         toy.step()
         run.save(toy.net, toy.optimizer, toy.state, EXTRA)
         run.check_save()
-        assert recorded(tmp_path) == {"step": step, "folder": "checkpoint", "restarted": False, "load_step": -1}
+        assert recorded(tmp_path) == {
+            "step": step,
+            "folder": "checkpoint",
+            "restarted": False,
+            "load_step": -1,
+        }
     run.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LOCK", "checkpoint", RECORD]
 

@@ -59,6 +59,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("unreported_spikes", [STATE["unreported_spikes"][0] | {"other": 1}], "unknown key"),
     ("sequences", [], "empty"),
     ("sequences", [[1, 0]], "2 numbers, not 3"),
+    ("sequences", [[9, 64, 8], [1, 0, 8]], "do not ascend"),
     ("sequences", [[1, 0, -8]], "out of range"),
     ("sequences", [7], "not a list"),
 ]

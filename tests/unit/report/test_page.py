@@ -26,6 +26,7 @@ from titanlite.report.facts import facts
 from titanlite.report.figures import NUM_AVERAGED, main_charts, noise_scale, other_charts
 from titanlite.report.page import report
 from titanlite.report.recorded_run import names_of, read_run
+from titanlite.report.timeline import timeline
 
 JOB = """# llama3 debug: 1,836,160 parameters
 
@@ -219,6 +220,17 @@ def test_the_time_of_a_killed_run_has_its_causes(tmp_path: Path) -> None:
     assert 'class="mark resumed run0"' in page
     minutes = data_of(page)["charts"][1]["lines"][0]
     assert minutes["x"][-1] == pytest.approx((20 + 30 + 198 * 1.5 + 12 + 4 + 60) / 60)
+
+
+def test_of_two_rewinds_only_their_own_steps_count_as_trained_again(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", metrics(100), every=10, job=JOB)
+    again = [*range(210, 241, 10), *range(810, 831, 10), *range(820, 841, 10)]  # 40, 30 and 30 steps
+    lost = [{"step": step, "time/step_s": 2.0, "time/data_wait_pct": 0.0} for step in again]
+    (folder / "metrics.superseded.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lost))
+    spent = timeline(read_run(folder, "run"))
+    assert spent.seconds["steps trained again"] == 2.0 * (40 + 30 + 30)
+    hours = np.diff(spent.hours)
+    assert hours[[19, 79, 80]] * 3600 == pytest.approx([15 + 80, 15 + 60, 15 + 60])
 
 
 def test_files_that_the_sinks_write_are_read(tmp_path: Path) -> None:
