@@ -54,7 +54,8 @@ class Generation:
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether `step` has samples."""
-        return step == last_step or (self.freq > 0 and step % self.freq == 0)
+        is_step = step == last_step or (self.freq > 0 and step % self.freq == 0)
+        return bool(self.prompts) and is_step
 
 
 def generate(

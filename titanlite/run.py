@@ -28,7 +28,7 @@ from titanlite.metrics.memory import OutOfMemory, explain, phase
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.parameters import ParameterStatistics
 from titanlite.metrics.profiling import Profiler
-from titanlite.metrics.slow_ranks import SlowRanks, time_breakdown
+from titanlite.metrics.slow_ranks import SlowRanks
 from titanlite.metrics.token_statistics import PrecisionWarning, TokenStatistics
 from titanlite.parallel.clip import Clipper, GradNorms
 from titanlite.parallel.compile import Compilations
@@ -59,6 +59,9 @@ class Run:
     guard: StepGuard
     compilations: Compilations = field(default_factory=Compilations)
     precision_warning: PrecisionWarning = field(default_factory=PrecisionWarning)
+    slow_ranks: SlowRanks = field(init=False)
+    hardware: Hardware = field(init=False)
+    parameters: ParameterStatistics = field(init=False)
 
     def __post_init__(self) -> None:
         self.slow_ranks = SlowRanks(self.rt)
@@ -249,7 +252,7 @@ class Run:
         return {
             **self.parameter_metrics(norms, applied),
             **self.token_metrics(loss, token_statistics),
-            **time_breakdown(self.rt.clock, self.rt.world_size),
+            **self.meter.breakdown(),
             **self.hardware.metrics(),
         }
 

@@ -26,7 +26,16 @@ from titanlite.metrics.sinks.samples import Samples
 from titanlite.metrics.sinks.tensorboard import TensorBoard
 from titanlite.metrics.sinks.trackio import Trackio  # noqa: F401 -- registers the sink
 from titanlite.metrics.sinks.wandb import WandB
-from titanlite.step_clock import StepClock
+from titanlite.step_clock import Phase, StepClock
+
+PHASE_METRICS: dict[Phase, str] = {
+    "data": "time/data_s",
+    "forward": "time/forward_s",
+    "statistics": "time/statistics_s",
+    "backward": "time/backward_s",
+    "forward_backward": "time/forward_backward_s",
+    "optimizer": "time/optimizer_s",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +172,15 @@ class Meter:
         """One optimizer step has been issued."""
         self.clock.end()
         self._steps += 1
+
+    def breakdown(self) -> dict[str, float]:
+        """Seconds per step by phase, and of the waits for collectives; {} if no step was measured. Waits for
+        the device."""
+        times = self.clock.times()
+        if times is None:
+            return {}
+        values = {PHASE_METRICS[name]: s for name, s in times.phases.items() if name in PHASE_METRICS}
+        return values | ({"time/communication_wait_s": times.wait_s} if self.cost.world_size > 1 else {})
 
     def report(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Add the measured metrics to `values`, send them to the sinks and start a new window of steps. The

@@ -13,16 +13,8 @@ from typing import NamedTuple
 
 from titanlite.log import logger
 from titanlite.metrics.ranks import Ranks
-from titanlite.step_clock import Phase, StepClock
+from titanlite.step_clock import StepClock
 
-METRICS: dict[Phase, str] = {
-    "data": "time/data_s",
-    "forward": "time/forward_s",
-    "statistics": "time/statistics_s",
-    "backward": "time/backward_s",
-    "forward_backward": "time/forward_backward_s",
-    "optimizer": "time/optimizer_s",
-}
 # A rank stands out if its own time is above the median by more than both.
 SLOWER = 0.2  # of the median
 SLOWER_S = 0.02
@@ -32,15 +24,6 @@ KINDS = {
     "host": "its host issues the work more slowly",
     "device": "its device computes more slowly",
 }
-
-
-def time_breakdown(clock: StepClock, num_ranks: int) -> dict[str, float]:
-    """Seconds per step by phase, and of the waits for collectives; {} if no step was measured."""
-    times = clock.times()
-    if times is None:
-        return {}
-    values = {METRICS[phase]: seconds for phase, seconds in times.phases.items() if phase in METRICS}
-    return values | ({"time/communication_wait_s": times.wait_s} if num_ranks > 1 else {})
 
 
 class RankTimes(NamedTuple):

@@ -13,7 +13,7 @@ from titanlite.report.charts import Chart, Line, Mark, downsample
 from titanlite.report.estimates import Floats, Series, noise, ratio_of_means, smooth
 from titanlite.report.pairs import difference
 from titanlite.report.recorded_run import RecordedRun
-from titanlite.report.timeline import timeline
+from titanlite.report.timeline import PAUSES, timeline
 
 LOSS, VALIDATION = "train/loss", "eval/loss"
 SPEED = "throughput/tokens_per_second"
@@ -34,8 +34,7 @@ NOT_SHOWN = {
     "train/loss", "train/perplexity", "eval/perplexity", "eval/tokens", "progress/total_tokens",
     "progress/sequences", "throughput/tokens_per_second_per_device", "throughput/tflops",
     "train/noise_scale_sequences", "memory/peak_allocated_gib", "time/to_first_step_s",
-    "time/validation_s", "time/generation_s", "time/profiling_s", "time/rewind_s",
-    "checkpoint/stall_s", "compile/graphs", "compile/seconds",
+    "compile/graphs", "compile/seconds", *PAUSES.values(),
 }  # fmt: skip
 MAX_OTHERS = 40  # charts of a group
 MAX_MARKS = 300  # of a run: of saves, and of other events

@@ -20,6 +20,7 @@ from titanlite.report.recorded_run import Record, RecordedRun, number
 PAUSES = {
     "validation": "time/validation_s",
     "samples": "time/generation_s",
+    "probes": "time/probe_s",
     "saves": "checkpoint/stall_s",
     "profiles": "time/profiling_s",
     "rewinds": "time/rewind_s",

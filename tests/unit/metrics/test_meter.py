@@ -5,6 +5,7 @@ and FLOPs from it, MFU only where the device's peak is known, and a new window a
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from titanlite.config.component import ConfigError
 from titanlite.metrics import meter as meter_module
 from titanlite.metrics.meter import Meter, Metrics, StepCost
 from titanlite.metrics.sinks.base import Sinks, Writer
-from titanlite.step_clock import StepClock
+from titanlite.step_clock import StepClock, StepTimes
 
 
 class Clock:
@@ -135,6 +136,18 @@ def test_data_wait_is_a_share_of_the_time(clock):
     assert meter.report(2, LOSS)["time/data_wait_pct"] == pytest.approx(25.0)
     take_steps(meter, clock, steps=1, seconds=1.0)
     assert meter.report(3, LOSS)["time/data_wait_pct"] == 0.0
+
+
+def test_the_breakdown_has_the_phases_that_are_metrics(clock, monkeypatch):
+    meter = make_meter(clock)
+    assert meter.breakdown() == {}
+    phases = {"data": 0.1, "forward": 0.6, "start": 0.3}
+    times = StepTimes(step_s=1.0, phases=phases, wait_s=0.25, host_bound=True)
+    monkeypatch.setattr(meter.clock, "times", lambda: times)
+    phases = {"time/data_s": 0.1, "time/forward_s": 0.6}
+    assert meter.breakdown() == phases | {"time/communication_wait_s": 0.25}
+    meter.cost = replace(meter.cost, world_size=1)
+    assert meter.breakdown() == phases
 
 
 def test_a_report_begins_a_new_window_of_phases(clock):

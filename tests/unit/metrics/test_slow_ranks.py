@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 
 from tests.support.fake_ranks import FakeRanks
-from titanlite.metrics.slow_ranks import SlowRanks, time_breakdown
+from titanlite.metrics.slow_ranks import SlowRanks
 from titanlite.step_clock import StepTimes
 
 HOSTS = ["a", "b", "c", "d"]
@@ -101,11 +100,3 @@ def test_metrics_name_the_slowest_rank() -> None:
     assert ranks.report(clock) == {"time/slowest_rank": 1, "time/slowest_rank_pct": 50.0}  # type: ignore[arg-type]
     assert ranks.report(Clock()) == {}  # type: ignore[arg-type]
     assert SlowRanks(FakeRanks(0, 1)).report(clock) == {}  # type: ignore[arg-type]
-
-
-def test_the_breakdown_has_the_named_phases() -> None:
-    times = replace(TIMES, wait_s=0.25)
-    both = {"time/data_s": 0.1, "time/forward_s": 0.6}
-    assert time_breakdown(Clock(times), 1) == both  # type: ignore[arg-type]
-    assert time_breakdown(Clock(times), 2) == both | {"time/communication_wait_s": 0.25}  # type: ignore[arg-type]
-    assert time_breakdown(Clock(), 2) == {}  # type: ignore[arg-type]
