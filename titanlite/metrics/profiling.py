@@ -84,7 +84,8 @@ class Profiling:
 
 class Profiler:
     """Traces steps while it is open; call `step_done` after each step. Does nothing on ranks that are not
-    traced.
+    traced. Steps are counted as they are taken: after a rewind, the number in the name of a trace is higher
+    than that of the step.
 
     `untimed`: a context in which traces are written, to keep that time out of the step time.
     """
