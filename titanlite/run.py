@@ -151,9 +151,12 @@ class Run:
         is_over = leave == 0 and self.state.step >= self.job.training.steps
         ends_badly = self.guard.ended_in_streak(self.state.step) or self.guard.must_rewind
         if self.guard.diverged or (is_over and ends_badly):
-            reason, first_step = self.guard.reason(), self.guard.first_bad_step()
-            return f"{reason}; {self.checkpoints.recovery_advice(before=first_step)}"
+            return f"{self.guard.reason()}; {self.recovery_advice()}"
         return None
+
+    def recovery_advice(self) -> str:
+        """Advice to the user after training has diverged, as the guard has found."""
+        return self.checkpoints.recovery_advice(self.guard.first_bad_step(), self.guard.remedy())
 
     def rewind(self) -> None:
         """After a spike, go back to the newest healthy checkpoint that is at least guard.rewind_margin steps
@@ -169,7 +172,7 @@ class Run:
                 raise Diverged(
                     f"{guard.reason()}; no healthy checkpoint of step {max(latest, 0)} or earlier exists, to "
                     f"which guard.rewind_margin = {config.rewind_margin} allows to rewind; "
-                    f"{self.checkpoints.recovery_advice(spike.start_step)}"
+                    f"{self.recovery_advice()}"
                 )
             train = self.checkpoints.resumed_train
             assert train is not None

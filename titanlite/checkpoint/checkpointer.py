@@ -32,6 +32,7 @@ from titanlite.errors import Diverged
 from titanlite.log import logger
 from titanlite.optim.base import make_state
 
+LOWER_LR = "--optimizer.lr=<a lower one>"
 EXPORT_POLL_S = 60.0  # far below the timeout of the ranks that wait for rank 0, which exports
 
 
@@ -224,14 +225,14 @@ class Checkpointer:
             )
         return None
 
-    def recovery_advice(self, before: int | None = None) -> str:
+    def recovery_advice(self, before: int, change: str) -> str:
         """Advice to the user after training has diverged: the checkpoint to go back to, and the options that
-        do it. `before`: the step at which it began to diverge. Waits for a save in flight, which may write
-        the checkpoint to go back to."""
+        do it. `before`: the step at which it began to diverge. `change`: an option that may help. Waits for a
+        save in flight, which may write the checkpoint to go back to."""
         self.saver.wait()
-        return self._recovery_advice(before)
+        return self._recovery_advice(before, change)
 
-    def _recovery_advice(self, before: int | None = None) -> str:
+    def _recovery_advice(self, before: int | None = None, change: str = LOWER_LR) -> str:
         healthy = newest_healthy(self.folder, before)
         if healthy is None:
             return (
@@ -245,7 +246,7 @@ class Checkpointer:
         return (
             f"{first}go back to step {healthy}, the newest "
             "checkpoint saved before, and change something, for example: "
-            f"--checkpoint.load_step={healthy} --optimizer.lr=<a lower one>"
+            f"--checkpoint.load_step={healthy} {change}"
         )
 
     def has(self, step: int) -> bool:
