@@ -140,8 +140,10 @@ class CrossEntropy(Loss, name="cross_entropy"):
 
     @property
     def objective(self) -> dict[str, Any]:
-        z_loss = {"z_loss_multiplier": self.z_loss_multiplier} if self.z_loss_multiplier else {}
-        return {"name": CrossEntropy.name, **z_loss}
+        objective = super().objective
+        if not self.z_loss_multiplier:
+            del objective["z_loss_multiplier"]
+        return objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,12 @@ class ChunkedCrossEntropy(CrossEntropy, name="chunked_cross_entropy"):
         self, backend: str | None = None, vocabulary: VocabularyShard = WHOLE_VOCABULARY
     ) -> LossFunction:
         return gradient_in_forward(backend, vocabulary, self.num_chunks, self.z_loss_multiplier)
+
+    @property
+    def objective(self) -> dict[str, Any]:
+        objective = super().objective
+        del objective["chunk_tokens"]
+        return {**objective, "name": CrossEntropy.name}
 
     def num_chunks(self, tokens: int) -> int:
         """The number of chunks for `tokens` tokens. Chunks have equal sizes if possible, so that one compiled

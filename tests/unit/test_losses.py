@@ -3,7 +3,7 @@ and without a z-loss."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -229,6 +229,14 @@ def test_a_z_loss_of_zero_is_no_z_loss(name: str, backend: str | None) -> None:
     # 1e-30 is lost beside 1, so that only the path of the z-loss differs.
     assert torch.equal(*values)
     assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-8) for a, b in zip(*all_gradients))
+
+
+def test_the_keys_of_a_loss_that_extends_cross_entropy_belong_to_the_objective() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Smoothed(CrossEntropy):
+        smoothing: float = 0.1
+
+    assert Smoothed(smoothing=0.2).objective == {"name": "cross_entropy", "smoothing": 0.2}
 
 
 def test_a_z_loss_belongs_to_the_objective() -> None:
