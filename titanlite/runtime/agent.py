@@ -178,11 +178,11 @@ class Agent(LocalElasticAgent):
             ended = [Ending(ranks[r], code, self._note(ranks[r])) for r, code in self._ended.items()]
             notes = {rank: self._note(rank) for r, rank in enumerate(ranks) if r not in self._ended}
             failed = [*ended, *(Ending(rank, 1, note) for rank, note in notes.items() if note)]
-            if not all(ending.follows_another for ending in failed if ending.code):
-                return  # the others wait for a rank that has failed
             silent = [rank for rank, note in notes.items() if note == ""]
             if not any(ending.timed_out for ending in failed):
                 return
+            if not all(ending.follows_another for ending in failed if ending.code):
+                return  # the others wait for a rank that has failed
             if not silent or time.monotonic() > until:
                 break
             time.sleep(0.05)
