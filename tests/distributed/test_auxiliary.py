@@ -50,6 +50,14 @@ def test_control_a_mean_in_place_of_a_sum_is_noticed(monkeypatch: pytest.MonkeyP
     assert torch.equal(none["loss"], one["loss"]), "the reported loss is the main one"
 
 
+def test_a_name_may_not_be_that_of_an_auxiliary_loss_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the two would be missing from the metrics."""
+    assert gradients(1, 0, 1, z_loss=1e-4, **FAMILY)["z_loss"] > 0  # control: other names
+    monkeypatch.setattr(Net, "auxiliary_losses", lambda net: {"z_loss": net.losses["hidden_norm"]})
+    with pytest.raises(ConfigError, match="loss and model both have an auxiliary loss 'z_loss'"):
+        gradients(1, 0, 1, z_loss=1e-4, **FAMILY)
+
+
 def errors_of_a_pipeline() -> tuple[str, str]:
     """The error for an auxiliary loss, and the error for a buffer in a module that stages do not share."""
     layout, rank = {**FAMILY, "pp": 2}, torch.distributed.get_rank()

@@ -143,6 +143,8 @@ class ShardedModel:
                 loss = loss + value
             clock.enter("backward")
             loss.backward()
+        if both := auxiliary.keys() & set(self.settings.auxiliary_losses):
+            raise ConfigError(f"loss and model both have an auxiliary loss {min(both)!r}", "loss.name")
         self.auxiliary_losses = auxiliary | self._auxiliary_losses_of_loss(num_targets)
         return self._counted_once(total)
 
