@@ -132,9 +132,16 @@ class RecordedRun:
         ranges = (
             [tuple(pair) for pair in by_hand if isinstance(pair, list)] if isinstance(by_hand, list) else []
         )
-        abouts = [event.about for event in self.events if event.kind == "rewound"]
+        abouts = [event.about for event in self.rewinds()]
         ranges += [(about.get("first_sequence"), about.get("last_sequence")) for about in abouts]
         return sorted({r for r in ranges if len(r) == 2 and all(type(number) is int for number in r)})
+
+    def rewinds(self) -> list[RunEvent]:
+        """Return the rewinds of the run, also those to steps that were trained again later. Those from before
+        a restart (checkpoint.restart) were of another run."""
+        kinds = [event.kind for event in self.events]
+        num_before = len(kinds) - kinds[::-1].index("started") if "started" in kinds else 0
+        return [event for event in self.events[num_before:] if event.kind == "rewound"]
 
     def happened(self, *kinds: str) -> list[RunEvent]:
         """Return the events of these kinds whose steps were not trained again later."""

@@ -59,7 +59,7 @@ def verdicts_of(run: RecordedRun) -> list[Verdict]:
     verdicts = [
         *not_finite(loss),
         *diverged(loss),
-        *rewound(run.events),
+        *rewound(run.rewinds()),
         *low_precision(run.series("numerics/loss_minus_fp32")),
         *spikes(
             loss,
@@ -114,9 +114,8 @@ def skipped(skipped_steps: Series, events: Sequence[RunEvent] = ()) -> list[Verd
     return [Verdict("skipped steps", text, evidence, events[0].step if events else first, "note")]
 
 
-def rewound(events: Sequence[RunEvent]) -> list[Verdict]:
-    """Rewinds of the run, also those to steps that were trained again later. `events`: all of the run."""
-    rewinds = [event for event in events if event.kind == "rewound"]
+def rewound(rewinds: Sequence[RunEvent]) -> list[Verdict]:
+    """Rewinds of the run, also those to steps that were trained again later."""
     if not rewinds:
         return []
     times = f"{len(rewinds)} times" if len(rewinds) > 1 else "once"

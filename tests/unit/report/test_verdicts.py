@@ -246,7 +246,23 @@ def test_rewinds_are_named_also_if_they_were_rewound_themselves() -> None:
     assert verdict.evidence == (
         "rewound to step 20: the loss spiked at step 31 | rewound to step 10: sequences 160 to 511"
     )
-    assert verdicts.rewound(events_of([{"step": 5, "event": "spike"}])) == []
+    assert verdicts.rewound([]) == []
+
+
+def test_rewinds_from_before_a_restart_are_of_another_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"train/loss": [3.0]})
+    kinds = ["started", "rewound", "spike", "started", "spike", "rewound", "resumed"]
+    events = [
+        {"step": 5, "event": kind, "first_sequence": i, "last_sequence": i} for i, kind in enumerate(kinds)
+    ]
+    file = folder / "events.jsonl"
+    file.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert read_run(folder, "run").skipped_sequences() == [(5, 5)]
+    file.write_text("".join(json.dumps(event) + "\n" for event in events[:5]))
+    run = read_run(folder, "run")
+    assert run.skipped_sequences() == run.rewinds() == []
+    file.write_text(json.dumps(events[1]) + "\n")  # a run of an older version has no event of its start
+    assert read_run(folder, "run").skipped_sequences() == [(1, 1)]
 
 
 def test_runs_that_are_equal_tie_and_a_better_one_is_named() -> None:
