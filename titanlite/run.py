@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.checkpointer import LOWER_LR, Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
@@ -155,8 +155,13 @@ class Run:
         return None
 
     def recovery_advice(self) -> str:
-        """Advice to the user after training has diverged, as the guard has found."""
-        return self.checkpoints.recovery_advice(self.guard.first_bad_step(), self.guard.remedy())
+        """Advice to the user after training has diverged, as the guard has found. The sequences that the run
+        has skipped after rewinds are named, because an older checkpoint does not have them."""
+        spike = self.guard.sequences_of_spike()
+        skipped = (self.state.skipped | SkippedSequences.of(spike)).as_lists()
+        options = [f"--data.skip_sequences='{skipped}'"] if skipped else []
+        options += [] if spike else [LOWER_LR]
+        return self.checkpoints.recovery_advice(self.guard.first_bad_step(), " ".join(options))
 
     def rewind(self) -> None:
         """After a spike, go back to the newest healthy checkpoint that is at least guard.rewind_margin steps
@@ -183,7 +188,7 @@ class Run:
             self.loader.load_state_dict({"sequences": state.num_sequences}, state.skipped)
         logger.info(
             f"rewound from step {step} to step {state.step}; the sequences {first} to {last} are skipped for "
-            f"good (rewind {num_rewinds}, the run ends at the spike after rewind {config.max_rewinds})"
+            f"good (rewind {num_rewinds} of at most {config.max_rewinds})"
         )
         about = {"from_step": step, "first_sequence": first, "last_sequence": last, "rewinds": num_rewinds}
         self.report_saves()  # before the event, because they belong to the steps that are taken again

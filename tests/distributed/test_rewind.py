@@ -5,6 +5,7 @@ number of ranks and with resumes in between."""
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -172,6 +173,23 @@ def test_a_run_that_is_killed_or_stopped_at_each_rewind_ends_equally(tmp_path: P
     whole, hops = (make_job(tmp_path, corpus, *BASE, name=name) for name in ("whole", "hops"))
     assert history(hops) == history(whole)
     assert state_of(hops, 260) == state_of(whole, 260) != {}
+
+
+@pytest.mark.full
+def test_the_advice_after_the_last_rewind_keeps_what_was_skipped(tmp_path: Path, corpus: Path) -> None:
+    def start(*keys: str) -> int:
+        second = garbage_sequences(180 * BATCH, 204 * BATCH - 1)
+        with second, garbage_sequences(*SHORT.bad), patch.object(spikes, "BEFORE", SHORT.num_before):
+            return train(make_job(tmp_path, corpus, *BASE, *keys, "--training.steps=260", name="run"))
+
+    with pytest.raises(Diverged, match="allows no further rewind") as e:
+        start(*REWIND, "--guard.max_rewinds=1")
+    options = re.findall(r"--[a-z_.]+=\S+ ?(?:[\d, \[\]]+')?", str(e.value))
+    skipped = re.findall(r"\[(\d+), (\d+)\]", str(e.value))
+    assert len(skipped) == 2
+    assert start(*(option.replace("'", "").strip() for option in options)) == 0
+    state = json.loads((tmp_path / "run/checkpoint/step-260/train.json").read_text())
+    assert state["skipped"] == [[int(first), int(last)] for first, last in skipped]
 
 
 @pytest.mark.full

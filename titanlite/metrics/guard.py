@@ -291,12 +291,10 @@ class StepGuard:
         assert self._last_streak is not None
         return self._last_streak[0]
 
-    def remedy(self) -> str:
-        """An option for the next start, from a checkpoint before first_bad_step(), that may help."""
-        if spike := self._spike_ends_the_run():
-            first, last = self.sequences_of(spike.start_step, spike.detected_step)
-            return f"--data.skip_sequences='[[{first}, {last}]]'"
-        return "--optimizer.lr=<a lower one>"
+    def sequences_of_spike(self) -> list[tuple[int, int]]:
+        """The first and the last sequence of the spike that reason() names; [] if it names none."""
+        spike = self._spike_ends_the_run()
+        return [self.sequences_of(spike.start_step, spike.detected_step)] if spike else []
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for train.json, with the decision on the newest step. Waits for the device."""

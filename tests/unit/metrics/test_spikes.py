@@ -161,7 +161,7 @@ def test_a_spike_ends_the_run_if_asked_to() -> None:
     (event,) = guard.read()
     assert guard.diverged
     assert guard.first_bad_step() == 400
-    assert guard.remedy() == f"--data.skip_sequences='[[3192, {8 * event.step - 1}]]'"
+    assert guard.sequences_of_spike() == [(3192, 8 * event.step - 1)]
     assert "training has diverged: the loss has spiked by 0.8" in guard.reason()
     assert "at step 400 it rose from" in guard.reason()
 
