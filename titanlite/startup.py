@@ -178,10 +178,12 @@ def check_same_on_all_ranks(job: Job, identity: dict[str, Any], rt: Runtime) -> 
             raise ConfigError(f"data, tokenizer or model differ: {listed(changes, separator='; ')}")
 
 
-# Changes of these keys are not logged: they change no result, or the run identity is compared for them.
+# Changes of these keys are not logged: they change no result, the run identity is compared for them, or, for
+# data.skip_sequences, another line says what is in force.
 NOT_LOGGED = (
     "job.", "checkpoint.", "comm.", "metrics.", "profiling.", "generation.", "model.", "tokenizer.",
-    "data.sources.", "data.cache_dir", "data.num_workers", "data.verify", "training.gc_freq",
+    "data.sources.", "data.skip_sequences", "data.cache_dir", "data.num_workers", "data.verify",
+    "training.gc_freq",
 )  # fmt: skip
 
 
