@@ -378,7 +378,7 @@ class Checkpointer:
         reason = verification.result() if verification else None
         if error is not None and reason is None:
             if isinstance(error, MisfitError):
-                check_optimizer(candidate.path, self.job_toml)
+                check_optimizer(candidate.path, self.job_toml, error.differences)
             raise error
         if reason is None and (names := self.ranks.union(non_finite(tensors))):
             reason = f"{listed(names)} are not finite"

@@ -140,7 +140,11 @@ class SafeReader(FileSystemReader):
 
 
 class MisfitError(CheckpointError):
-    """The tensors of a checkpoint are not those of this job."""
+    """The tensors of a checkpoint are not those of this job. `differences`: see misfits()."""
+
+    def __init__(self, path: Path, differences: list[str]):
+        super().__init__(f"{path} does not fit this job: {listed(differences, separator='; ')}")
+        self.differences = differences
 
 
 def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> None:
@@ -151,7 +155,7 @@ def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> No
     try:
         saved = ranks.from_rank_zero(lambda: read_metadata(path))
         if differences := misfits(tensors, saved, ranks):
-            raise MisfitError(f"{path} does not fit this job: {listed(differences, separator='; ')}")
+            raise MisfitError(path, differences)
         reader = SafeReader(path, saved)
         dcp_load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=not ranks.distributed)
     except CheckpointException as e:  # a BaseException that contains other errors

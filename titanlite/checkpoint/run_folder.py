@@ -10,7 +10,7 @@ from typing import Any
 from titanlite.checkpoint import commit, resume
 from titanlite.checkpoint.commit_record import CommitRecord
 from titanlite.checkpoint.resume import Candidate, Fault
-from titanlite.checkpoint.run_identity import check_allowed, check_identity, read_identity, with_source_labels
+from titanlite.checkpoint.run_identity import check_identity, read_identity, unknown_names, with_source_labels
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.config.component import ConfigError
 from titanlite.log import logger
@@ -82,12 +82,18 @@ class RunFolder:
         return candidate
 
     def _check_allowed(self) -> None:
+        """Raises ConfigError for a name in allow_changed that the identity of this new run does not have."""
         if self._identity is not None:
-            check_allowed(self._config.allow_changed, self._identity)
+            for mistake in unknown_names(self._config.allow_changed, self._identity):
+                raise ConfigError(mistake, "checkpoint.allow_changed")
 
     def _compare(self, theirs: dict[str, Any], folder: Path, num_sequences: int = 0) -> None:
         if self._identity is None:
             return
         allow = self._config.allow_changed
+        for mistake in unknown_names(allow, self._identity, theirs):
+            # Not an error: the checkpoint that the run saves after an allowed change does not have its old
+            # keys any more, and the same command must be able to resume from it.
+            logger.warning(f"checkpoint.allow_changed: {mistake}")
         for change in check_identity(theirs, self._identity, allow, folder, num_sequences):
             logger.warning(f"changed, as checkpoint.allow_changed allows: {change}")

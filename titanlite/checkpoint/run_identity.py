@@ -19,6 +19,9 @@ from titanlite.config.json_file import read_object
 NUMBERING = ("training.", "data.")  # sections that decide which sequence has which number,
 NOT_NUMBERING = "data.mask_documents"  # except this key, which only masks documents from each other
 TOKENIZER, SOURCES = "data.tokenizer", "data.sources."
+CLIP = "training.clip"
+WITHOUT_STATE = ("optimizer.lr", "optimizer.weight_decay", "optimizer.param_groups")  # add no state
+DEFAULTS = {"loss.z_loss_multiplier": 0.0}  # values that a run identity leaves out
 ABSENT = object()
 
 
@@ -30,16 +33,16 @@ def read_identity(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{e}; the run has no checkpoint, so the file can be deleted") from None
 
 
-def check_allowed(names: Sequence[str], identity: dict[str, Any]) -> None:
-    """Raises ConfigError for a name in checkpoint.allow_changed that the identity of a new run does not have.
-    Not used for a resumed run, which may also name keys that only its checkpoint has."""
-    keys = flatten({key: value for key, value in identity.items() if key != "names"})
-    for name in names:
-        if not any(_covers(name, key) for key in keys):
-            known = {"data.sources" if key.startswith(SOURCES) else key for key in keys}
-            raise ConfigError(
-                f"the run identity has no key {name!r}{suggest(name, known)}", "checkpoint.allow_changed"
-            )
+def unknown_names(names: Sequence[str], *identities: dict[str, Any]) -> list[str]:
+    """The mistakes in checkpoint.allow_changed, each as a sentence: names that are keys or tables of none of
+    these run identities."""
+    keys = [key for identity in identities for key in flatten(identity) if not _covers("names", key)]
+    known = {"data.sources" if key.startswith(SOURCES) else key for key in keys}
+    return [
+        f"the run identity has no key {name!r}{suggest(name, known)}"
+        for name in names
+        if not any(_covers(name, key) for key in keys)
+    ]
 
 
 def check_identity(
@@ -89,23 +92,29 @@ def with_source_labels(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str
     return {**known, "data.sources": before, "names": theirs.get("names")}
 
 
-def check_optimizer(checkpoint: Path, job_toml: str) -> None:
-    """Raises ConfigError if the checkpoint's job has another [optimizer] or training.clip than this job, both
-    of which decide what optimizer state there is. Called when the tensors of the checkpoint do not fit."""
+def check_optimizer(checkpoint: Path, job_toml: str, misfits: Sequence[str]) -> None:
+    """Raises ConfigError if the checkpoint's job has other settings of [optimizer] or another training.clip
+    than this job, which may explain that tensors do not fit. `misfits`: what does not fit, each a phrase that
+    begins with the name of a tensor."""
     theirs = _optimizer_settings(toml.read(checkpoint / "job.toml")[0])
     ours = _optimizer_settings(toml.parse(job_toml))
-    changes = list(differences(theirs, ours))
-    if not changes:
+    texts = {
+        key: f"{key} was {spell(before)}, is {spell(now)}"
+        for key, before, now in differences(theirs, ours)
+        if not any(_covers(name, key) for name in WITHOUT_STATE)
+    }
+    if CLIP in texts and all(phrase.partition(" ")[0].endswith(".clip_norm") for phrase in misfits):
+        texts = {CLIP: texts[CLIP]}
+    if not texts:
         return
-    texts = [f"{key} was {spell(before)}, is {spell(now)}" for key, before, now in changes]
-    difference = f"other optimizer state: {', '.join(texts)}"
-    names = [settings["optimizer"].get("name") for settings in (theirs, ours)]
-    if names[0] != names[1]:
+    difference = f"other optimizer state: {', '.join(texts.values())}"
+    if "optimizer.name" in texts:
+        names = [settings["optimizer"].get("name") for settings in (theirs, ours)]
         difference = f"optimizer {names[0]}, this job has {names[1]}"
     raise ConfigError(
         f"{checkpoint} was saved with {difference}. Undo the change, or start a new run from the weights, in "
         f"another --job.dump_folder, with --checkpoint.initial_load_path={checkpoint}",
-        "training.clip" if theirs["optimizer"] == ours["optimizer"] else "optimizer.name",
+        CLIP if list(texts) == [CLIP] else "optimizer.name",
     )
 
 
@@ -157,6 +166,7 @@ def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str
             same_name = f"the tokenizer {new} has changed"
             yield key, same_name if old == new else f"the tokenizer was {old}, is {new}"
         else:
+            a, b = (DEFAULTS.get(key, value) if value is ABSENT else value for value in (a, b))
             yield key, f"{key} was {spell(a)}, is {spell(b)}"
 
 

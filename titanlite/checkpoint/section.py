@@ -57,8 +57,9 @@ class Checkpoint:
     """dtype of exported weights."""
     allow_changed: list[str] = field(default_factory=list)
     """Keys of the run identity that may differ on resume, for example `["model.rope_theta"]`. Differences in
-    other keys are refused, and so are differences that would repeat or leave out sequences of the epoch. A
-    new run refuses names that its run identity does not have."""
+    other keys are refused, and so are differences that would repeat or leave out sequences of the epoch.
+    A new run refuses names that its run identity does not have; a resumed run warns of names that neither its
+    identity nor its checkpoint's has."""
 
     def __post_init__(self) -> None:
         folder = Path(self.folder)

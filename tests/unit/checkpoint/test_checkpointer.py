@@ -27,7 +27,7 @@ from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.state import model_tensors, tensors_of
 from titanlite.config.component import ConfigError
-from titanlite.log import set_up_logging
+from titanlite.log import logger, set_up_logging
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
@@ -139,8 +139,8 @@ def test_another_run_identity_is_refused_by_name_unless_allowed(tmp_path: Path) 
     assert run.resumed_train is not None
 
 
-def test_a_new_run_knows_what_it_allows_to_change(tmp_path: Path) -> None:
-    """A resumed run may also name a key that only its checkpoint has."""
+def test_a_run_knows_what_it_allows_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run may also name a key that only its checkpoint has, and is told of others."""
     known = r"the run identity has no key '{}'.* \(known: data\.seed, data\.sources, model\.dim\)$"
     for name in ("foo", "model.dims", "dim", "model.", "names"):
         for restart in (False, True):
@@ -149,7 +149,14 @@ def test_a_new_run_knows_what_it_allows_to_change(tmp_path: Path) -> None:
             assert error.value.key == "checkpoint.allow_changed"
     assert [p.name for p in tmp_path.iterdir()] == ["LOCK"]
     save_steps(tmp_path, 1, allow_changed=["model", "data.seed", "data.sources"])[1].close()
-    assert open_run(tmp_path, allow_changed=["model.gone"]).resumed_train is not None
+    warnings: list[str] = []
+    monkeypatch.setattr(logger, "warning", warnings.append)
+    assert open_run(tmp_path, allow_changed=["model.gone", "model.dim"]).resumed_train is not None
+    (warning,) = warnings
+    assert warning.startswith("checkpoint.allow_changed: the run identity has no key 'model.gone'")
+    without = open_run(tmp_path, {**IDENTITY, "model": {}}, allow_changed=["model.dim"])
+    assert without.resumed_train is not None
+    assert warnings[1:] == ["changed, as checkpoint.allow_changed allows: model.dim was 4, is absent"]
 
 
 @pytest.mark.parametrize(
