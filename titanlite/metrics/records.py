@@ -99,14 +99,17 @@ def cut(
     damaged record.
     """
     content = read_own(path)
-    kept, removed, num_damaged = list[bytes](), list[bytes](), 0
+    kept, removed, num_damaged, is_cut_short = list[bytes](), list[bytes](), 0, False
     for record in split(content):
         line_ended = record.endswith(b"\n")
         record = record if line_ended else record + b"\n"
         try:
             is_kept = 0 <= step_of(record) <= from_step
         except ValueError:
-            is_kept, num_damaged = False, num_damaged + line_ended  # a kill leaves a last line without an end
+            is_kept, num_damaged = False, num_damaged + line_ended
+            is_cut_short = (
+                not line_ended
+            )  # a kill leaves a last line without an end, which alone is no damage
         (kept if is_kept else removed).append(record)
     superseded = path.with_suffix(f".superseded{path.suffix}")
     if removed:
@@ -114,7 +117,10 @@ def cut(
     if (remaining := b"".join(kept)) != content:
         write_atomically(path, remaining)
     if num_damaged:
-        logger.warning(f"{path}: {num_damaged} damaged records were moved to {superseded.name}")
+        records = f"{num_damaged} damaged record{'s' if num_damaged > 1 else ''}"
+        records += " and a last record that was cut short" if is_cut_short else ""
+        verb = "were" if num_damaged > 1 or is_cut_short else "was"
+        logger.warning(f"{path}: {records} {verb} moved to {superseded.name}")
 
 
 def end_last_line(path: Path) -> None:

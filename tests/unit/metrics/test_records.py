@@ -69,7 +69,7 @@ def test_damaged_lines_of_metrics(tmp_path: Path, log: pytest.LogCaptureFixture,
     write(JsonLines(path, from_step=3), 4)
     assert path.read_bytes() == line(1) + line(3) + line(4)
     assert (tmp_path / "metrics.superseded.jsonl").read_bytes() == bad + line(5)
-    assert log.messages == [f"{path}: 1 damaged records were moved to metrics.superseded.jsonl"]
+    assert log.messages == [f"{path}: 1 damaged record was moved to metrics.superseded.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,17 @@ def test_a_last_line_without_an_end_is_no_damage(
     assert path.read_bytes() == line(1) + line(2)
     assert (tmp_path / "metrics.superseded.jsonl").read_bytes() == end + b"\n"
     assert log.messages == []
+
+
+def test_the_warning_names_a_last_line_without_an_end_beside_damage(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line(1) + b'{"step": 2, "tr\n' + line(3) + b'{"step": 4, "tr')
+    write(JsonLines(path, from_step=3), 4)
+    assert path.read_bytes() == line(1) + line(3) + line(4)
+    moved = "1 damaged record and a last record that was cut short were moved"
+    assert log.messages == [f"{path}: {moved} to metrics.superseded.jsonl"]
 
 
 def test_samples_of_nulls_are_damage(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
