@@ -10,7 +10,7 @@ import numpy as np
 
 from titanlite.report.charts import short
 from titanlite.report.pairs import difference, pair_verdicts
-from titanlite.report.recorded_run import RecordedRun
+from titanlite.report.recorded_run import MAX_NAMED, RecordedRun
 from titanlite.report.timeline import duration, gpu_hours, timeline
 from titanlite.report.verdicts import MIN_POINTS, Verdict, verdicts_of
 
@@ -28,14 +28,13 @@ NOT_COMPARED = {"job.dump_folder", "job.description"}
 
 def facts(run: RecordedRun, price: float | None = None) -> dict[str, str]:
     """Return what a table says about a run; unknown facts are empty. `price`: of a GPU hour."""
-    last, planned = (run.records[-1]["step"] if run.records else 0), run.setting("training.steps")
     optimizer = [run.setting("optimizer.name"), run.setting("optimizer.lr")]
     speeds = run.series("throughput/tokens_per_second").finite().values
     mfu = run.series("throughput/mfu").finite().values
     hours, tokens = timeline(run).hours, run.last("progress/total_tokens")
     return {
         "model": run.about[0] if run.about else _text(run.setting("model.name")),
-        "steps": f"{last:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""),
+        "steps": _steps(run),
         "logged": _logged(run),
         "tokens": short(tokens) if tokens is not None else "",
         "batch": _batch(run),
@@ -51,23 +50,25 @@ def facts(run: RecordedRun, price: float | None = None) -> dict[str, str]:
         "MFU": f"{np.median(mfu):.1%} (median)" if len(mfu) else "",
         "time": duration(3600 * hours[-1]) if len(hours) else "",
         "cost": _cost(gpu_hours(run), price),
-        "resumed": ", ".join(f"after step {step}" for step in run.resumes()[:5]),
+        "resumed": _resumed(run),
     }
 
 
 def all_verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Verdict], str]]:
     """Return for each run, and for each later run against the first: its title, its verdicts, and a note if
-    there are none."""
+    there are none or the losses were too few for some; otherwise the note is empty."""
     sections = []
     for run in runs:
         num = len(run.series("train/loss").finite())
-        note = "No verdict: nothing in the metrics stands out of their noise."
+        verdicts = verdicts_of(run)
+        note = "" if verdicts else "No verdict: nothing in the metrics stands out of their noise."
         if num < MIN_POINTS:
+            finite = f", {num} times with a finite loss" if num < len(run.records) else ""
             note = (
-                f"No verdict on the loss: it was logged {num} times, and telling noise from a trend takes "
-                f"{MIN_POINTS}. metrics.log_freq sets how often it is logged."
+                f"Too few losses to tell noise from a trend, which takes {MIN_POINTS}: the run was logged "
+                f"{len(run.records):,} times{finite}. metrics.log_freq sets how often it is logged."
             )
-        sections.append((run.name, verdicts_of(run), note))
+        sections.append((run.name, verdicts, note))
     for run in runs[1:]:
         delta = difference(runs[0].series("train/loss"), run.series("train/loss"))
         title, note = (
@@ -77,7 +78,7 @@ def all_verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Verdict], 
         if len(delta) < MIN_POINTS:
             note = f"No verdict: {len(delta)} logged points at equal tokens, {MIN_POINTS} are needed."
         verdicts = pair_verdicts((runs[0].name, run.name), delta, have_same_sequences(runs[0], run))
-        sections.append((title, verdicts, note))
+        sections.append((title, verdicts, "" if verdicts else note))
     return sections
 
 
@@ -131,6 +132,22 @@ def _batch(run: RecordedRun) -> str:
     return f"{size} sequences of {seq_len} tokens" if size > 0 else f"sequences of {seq_len} tokens"
 
 
+def _steps(run: RecordedRun) -> str:
+    last, planned = (run.records[-1]["step"] if run.records else 0), run.setting("training.steps")
+    if not isinstance(planned, int):
+        return f"{last:,}"
+    return f"{last:,} of {planned:,}" if last <= planned else f"{last:,}; training.steps is {planned:,} now"
+
+
+def _resumed(run: RecordedRun) -> str:
+    """The resumes, also those whose steps were trained again later, which are not marked on the charts."""
+    steps = run.resumes()
+    again = [event.step for event in run.since_start("resumed") if event.is_superseded]
+    parts = [f"after step {step:,}" for step in steps]
+    parts += [f"after step {step:,} (trained again later)" for step in sorted({*again} - {*steps})]
+    return ", ".join([*parts[:MAX_NAMED], *["..."] * (len(parts) > MAX_NAMED)])
+
+
 def _logged(run: RecordedRun) -> str:
     steps = [record["step"] for record in run.records]
     gap = float(np.median(np.diff(steps))) if len(steps) > 2 else 0
@@ -140,10 +157,14 @@ def _logged(run: RecordedRun) -> str:
 
 def _layout(run: RecordedRun) -> str:
     section = run.setting("parallelism")
-    section = section if isinstance(section, dict) else {}
+    if not isinstance(section, dict):
+        return ""
     degrees = {name: section.get(key) for key, name in LAYOUT.items()}
     parts = [f"{name} {value}" for name, value in degrees.items() if isinstance(value, int) and value > 1]
-    if degrees["shard"] == -1 and isinstance(world := run.env.get("world_size"), int):
+    if degrees["shard"] == -1:
+        world = run.env.get("world_size")
+        if not isinstance(world, int):
+            return ", ".join(["shard over all other ranks", *parts])
         shards = world // int(np.prod([v for v in degrees.values() if isinstance(v, int) and v > 1] or [1]))
         parts = [f"shard {shards}", *parts] if shards > 1 else parts
     return ", ".join(parts) or "unsharded"

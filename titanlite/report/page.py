@@ -101,13 +101,12 @@ def _verdicts(runs: Sequence[RecordedRun]) -> str:
         parts.append(f"<h3>{swatch}{text(title)}</h3>")
         items = "".join(_verdict(verdict) for verdict in verdicts)
         parts.append(f'<ul class="verdicts">{items}</ul>' if items else "")
-        if not items or note.startswith("No verdict on the loss"):
-            parts.append(f'<p class="faint">{text(note)}</p>')
+        parts.append(f'<p class="faint">{text(note)}</p>' if note else "")
     return "\n".join(parts)
 
 
 def _verdict(verdict: Verdict) -> str:
-    evidence = text(verdict.evidence).replace("+-", "&plusmn;")
+    evidence = text(verdict.evidence).replace("+-", "&plusmn;").replace("\n", "<br>")
     return (
         f'<li class="{verdict.weight}"><span class="badge">{text(verdict.name)}</span>'
         f'<strong>{text(verdict.headline)}</strong><br><span class="faint">{evidence}</span></li>'

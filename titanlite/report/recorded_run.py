@@ -137,11 +137,15 @@ class RecordedRun:
         return sorted({r for r in ranges if len(r) == 2 and all(type(number) is int for number in r)})
 
     def rewinds(self) -> list[RunEvent]:
-        """Return the rewinds of the run, also those to steps that were trained again later. Those from before
+        """Return the rewinds of the run, also those to steps that were trained again later."""
+        return self.since_start("rewound")
+
+    def since_start(self, kind: str) -> list[RunEvent]:
+        """Return the events of a kind, also those of steps that were trained again later. Events from before
         a restart (checkpoint.restart) were of another run."""
         kinds = [event.kind for event in self.events]
         num_before = len(kinds) - kinds[::-1].index("started") if "started" in kinds else 0
-        return [event for event in self.events[num_before:] if event.kind == "rewound"]
+        return [event for event in self.events[num_before:] if event.kind == kind]
 
     def happened(self, *kinds: str) -> list[RunEvent]:
         """Return the events of these kinds whose steps were not trained again later."""
@@ -189,6 +193,7 @@ def read_run(folder: Path, name: str) -> RecordedRun:
     superseded = _records(_bytes(folder / SUPERSEDED, problems) or b"", SUPERSEDED, problems)
     _name_holes(records, problems)
     job, about = _job(folder, problems)
+    events = _bytes(folder / EVENTS, problems, "spikes, rewinds and the like")
     return RecordedRun(
         name=name,
         folder=folder,
@@ -199,7 +204,7 @@ def read_run(folder: Path, name: str) -> RecordedRun:
         env=_env(folder, problems),
         samples=_samples(folder, problems),
         checkpoints=_checkpoints(folder, job),
-        events=events_of(_records(_bytes(folder / EVENTS, problems) or b"", EVENTS, problems)),
+        events=events_of(_records(events or b"", EVENTS, problems)),
         sources=_sources(folder, problems),
         problems=problems,
     )
@@ -215,11 +220,14 @@ def names_of(folders: list[Path]) -> list[str]:
     return [f"{i}: {folder}" for i, folder in enumerate(folders, 1)]
 
 
-def _bytes(path: Path, problems: list[str]) -> bytes | None:
-    """The content of a file; None if it is missing, or cannot be read."""
+def _bytes(path: Path, problems: list[str], not_known: str = "") -> bytes | None:
+    """The content of a file; None if it is missing, or cannot be read. `not_known`: what is not known without
+    it; empty: a run may do without it."""
     try:
         return read_regular(path)
     except FileNotFoundError:
+        if not_known:
+            problems.append(f"there is no {path.name}: {not_known} are not known")
         return None
     except (OSError, FileFault) as e:
         problems.append(f"{path.name} cannot be read: {getattr(e, 'strerror', None) or e}")
@@ -277,9 +285,8 @@ def _valid_tokens(record: Record) -> bool:
 
 
 def _job(folder: Path, problems: list[str]) -> tuple[dict[str, Any], list[str]]:
-    data = _bytes(folder / "job.toml", problems)
+    data = _bytes(folder / "job.toml", problems, "settings")
     if data is None:
-        problems.append("there is no job.toml: settings are not known")
         return {}, []
     try:
         text = data.decode()
@@ -302,16 +309,16 @@ def _env(folder: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _sources(folder: Path, problems: list[str]) -> list[SourceShare]:
-    """The sources in sources.json, which runs of older versions do not have."""
+    """The sources in sources.json."""
     try:
         tree = json_file.load_object(folder / SOURCES)
         json_file.expect(tree, sources=list)
         return [_source(entry) for entry in tree["sources"]]
     except FileNotFoundError:
-        return []
+        problems.append(f"there is no {SOURCES}: epochs are not known")
     except (OSError, ValueError) as e:
         problems.append(f"{SOURCES} cannot be read: {e}")
-        return []
+    return []
 
 
 def _source(entry: Any) -> SourceShare:

@@ -30,8 +30,9 @@ def _verdicts(runs: Sequence[RecordedRun]) -> str:
     for title, verdicts, note in all_verdicts(runs):
         lines.append(title)
         for verdict in verdicts:
-            lines += [f"  {verdict.name}: {verdict.headline}", f"      {verdict.evidence}"]
-        if not verdicts:
+            lines.append(f"  {verdict.name}: {verdict.headline}")
+            lines += [f"      {line}" for line in verdict.evidence.splitlines()]
+        if note:
             lines.append(f"  {note}")
     return "\n".join(lines)
 
@@ -63,7 +64,11 @@ def _losses(runs: Sequence[RecordedRun]) -> str:
         losses = [float(np.interp(tokens, curve.tokens, curve.values)) for curve in curves]
         deltas = [nats(loss - losses[0]) for loss in losses[1:]]
         rows.append([short(tokens), *(f"{loss:.4f}" for loss in losses), *deltas])
-    return table(rows)
+    note = (
+        "Each is the median of the logged losses around it: 3% of the run, at least 15; up to half of these "
+        "are missing at both ends."
+    )
+    return f"{table(rows)}\n{note}"
 
 
 def _smoothed(loss: Series) -> Series:

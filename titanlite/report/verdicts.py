@@ -42,7 +42,8 @@ MIN_GAPS, MAX_GAP = 5, 0.005  # differences to a loss in float32: their number, 
 @dataclass(frozen=True)
 class Verdict:
     """A statement about a run. `name`: the verdict's name in docs/report.md. `headline`: the statement in one
-    line. `evidence`: the numbers behind it. `step`: where it begins; None: it holds for the whole run."""
+    line. `evidence`: the numbers behind it, in one or several lines. `step`: where it begins; None: it holds
+    for the whole run."""
 
     name: str
     headline: str
@@ -66,6 +67,7 @@ def verdicts_of(run: RecordedRun) -> list[Verdict]:
             run.series("train/skipped_steps"),
             run.series("progress/sequences"),
             run.skipped_sequences(),
+            run.happened("spike"),
         ),
         *trend(loss, run.series("train/learning_rate")),
         *_with_epochs(run, overfitting(loss, run.series("eval/loss"))),
@@ -142,8 +144,8 @@ def low_precision(loss_minus_fp32: Series) -> list[Verdict]:
 
 
 def _listed(texts: Sequence[str], most: int = 5) -> str:
-    """The first texts, and how many more there are."""
-    return " | ".join([*texts[:most], *([f"{len(texts) - most} more"] if len(texts) > most else [])])
+    """The first texts, one to a line, and how many more there are."""
+    return "\n".join([*texts[:most], *([f"{len(texts) - most} more"] if len(texts) > most else [])])
 
 
 def spikes(
@@ -151,12 +153,47 @@ def spikes(
     skipped_steps: Series | None = None,
     consumed: Series | None = None,
     skipped_sequences: Sequence[tuple[int, int]] = (),
+    events: Sequence[RunEvent] = (),
+) -> list[Verdict]:
+    """Spikes in the logged losses, and those that only the guard has found, in the losses of all steps.
+    `skipped_steps`: the number of skipped steps so far. `consumed`: the number of sequences consumed so far.
+    `skipped_sequences`: ranges of sequences that the run skips for good. `events`: the guard's spikes."""
+    loss = loss.finite()
+    logged = _logged_spikes(loss, skipped_steps, consumed, skipped_sequences)
+    gap = float(np.median(np.diff(loss.steps))) if len(loss) > 1 else 0.0
+    begins = [verdict.step or 0 for verdict in logged]
+    others = [_spike_of_event(event) for event in events if not _is_among(begins, event, gap)]
+    verdicts = sorted([*logged, *others], key=lambda verdict: verdict.step or 0)
+    if len(verdicts) > MAX_SPIKES:
+        rest = f"; {len(verdicts) - MAX_SPIKES} more spikes of this run are not listed"
+        last = verdicts[MAX_SPIKES - 1]
+        return [*verdicts[: MAX_SPIKES - 1], replace(last, evidence=last.evidence + rest)]
+    return verdicts
+
+
+def _is_among(begins: Sequence[int], event: RunEvent, gap: float) -> bool:
+    """Whether one of the spikes that begin at these logged steps is that of an event: whether they begin
+    within the number of steps that made it certain and `gap` steps of each other."""
+    reach = event.step - event.start_step + gap
+    return any(abs(step - event.start_step) <= reach for step in begins)
+
+
+def _spike_of_event(event: RunEvent) -> Verdict:
+    height = event.about.get("height")
+    by = f" by {height:.3g} nats" if isinstance(height, float) else ""
+    headline = f"the loss spiked{by} at step {event.start_step:,}"
+    evidence = f"found by the guard, which sees the losses of all steps: {event.text}"
+    return Verdict("spike", headline, evidence, event.start_step, "bad")
+
+
+def _logged_spikes(
+    loss: Series,
+    skipped_steps: Series | None,
+    consumed: Series | None,
+    skipped_sequences: Sequence[tuple[int, int]],
 ) -> list[Verdict]:
     """Sudden rises of the loss: two of three consecutive logged losses lie more than six standard deviations
-    of the noise above the median of the 64 before, or one loss lies more than twenty above it.
-    `skipped_steps`: the number of skipped steps so far. `consumed`: the number of sequences consumed so far.
-    `skipped_sequences`: ranges of sequences that the run skips for good."""
-    loss = loss.finite()
+    of the noise above the median of the 64 before, or one loss lies more than twenty above it."""
     if len(loss) < MIN_POINTS:
         return []
     level, sigma = _level_before(loss.values)
@@ -176,10 +213,6 @@ def spikes(
         data = _sequences(consumed, int(loss.steps[start - 1]), int(loss.steps[top]), skipped_sequences)
         skips = _skips(skipped_steps, int(loss.steps[start]), end_step)
         verdicts.append(replace(verdict, evidence=verdict.evidence + data + skips))
-    if len(verdicts) > MAX_SPIKES:
-        rest = f"; {len(verdicts) - MAX_SPIKES} more spikes of this run are not listed"
-        last = verdicts[MAX_SPIKES - 1]
-        return [*verdicts[: MAX_SPIKES - 1], replace(last, evidence=last.evidence + rest)]
     return verdicts
 
 

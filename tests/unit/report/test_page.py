@@ -274,7 +274,7 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     marks = data_of(page)["charts"][0]["marks"]
     assert [(mark["kind"], mark["text"], mark["x"]) for mark in marks] == [
         ("skipped", "run: skipped step 50: loss nan; sequences 784 to 799", 5_000_000),
-        ("skipped", "run: skipped step 100: outlier; loss 12", 10_000_000),
+        ("skipped", "run: skipped step 100: outlier; loss 12 nats", 10_000_000),
         ("rewound", "run: rewound to step 100: <b>spike", 10_000_000),
         ("spike", "run: spike detected at step 200", 20_000_000),
     ]
@@ -286,13 +286,51 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     assert rows == [
         ("200", "spike", "", ""),
         ("100", "rewound", "&lt;b&gt;spike", ""),
-        ("125", "spike", "loss 9.25", "yes"),
-        ("100", "skipped", "outlier; loss 12", ""),
+        ("125", "spike", "loss 9.25 nats", "yes"),
+        ("100", "skipped", "outlier; loss 12 nats", ""),
         ("120", "skipped", "", "yes"),
         ("50", "skipped", "loss nan; sequences 784 to 799", ""),
     ]
     assert "the run rewound once" in page
     assert "events.jsonl: damaged records are left out, in 2 lines: 9, 10" in page
+
+
+def test_a_resume_that_was_trained_again_is_named_as_such(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"train/loss": falling(30)}, every=10, job=JOB)
+    log = EventLog(folder / "events.jsonl", 0)
+    for step in (50, 175, 50):
+        log.event(step, "resumed", {})
+    log.close()
+    assert facts(read_run(folder, "run"))["resumed"] == "after step 50, after step 175 (trained again later)"
+    EventLog(folder / "events.jsonl", 0).close()  # a restart
+    assert facts(read_run(folder, "run"))["resumed"] == ""
+
+
+def test_what_missing_files_hold_is_not_invented(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", metrics(30), job=f"{JOB}\n[parallelism]\n")
+    assert facts(read_run(folder, "run"))["layout"] == "unsharded"
+    shard = "data_parallel_shard_degree = -1\ntensor_parallel_degree = 2\n"
+    (folder / "job.toml").write_text(f"{JOB}\n[parallelism]\n{shard}")
+    assert facts(read_run(folder, "run"))["layout"] == "shard 4, tp 2"
+    for name, layout in (("env.json", "shard over all other ranks, tp 2"), ("job.toml", "")):
+        (folder / name).unlink()
+        assert facts(read_run(folder, "run"))["layout"] == layout
+    assert read_run(folder, "run").problems == [
+        "there is no job.toml: settings are not known",
+        "there is no events.jsonl: spikes, rewinds and the like are not known",
+        "there is no env.json: hardware and versions are not known",
+        "there is no sources.json: epochs are not known",
+    ]
+
+
+def test_counts_of_steps_and_losses_say_what_they_count(tmp_path: Path) -> None:
+    loss = [3.0] * 32 + [None]
+    run = read_run(write_run(tmp_path / "run", {"train/loss": loss}, job="[training]\nsteps = 8\n"), "run")
+    assert facts(run)["logged"] == "33 times, every step"
+    assert "the run was logged 33 times, 32 times with a finite loss." in report([run])
+    assert facts(run)["steps"] == "33; training.steps is 8 now"
+    (tmp_path / "run/job.toml").write_text("[training]\nsteps = 33\n")
+    assert facts(read_run(tmp_path / "run", "run"))["steps"] == "33 of 33"
 
 
 def test_a_resume_is_known_although_its_first_step_was_trained_again(tmp_path: Path) -> None:
@@ -418,7 +456,7 @@ def test_without_tokens_steps_are_the_axis(tmp_path: Path) -> None:
     page = page_of(folder)
     chart = data_of(page)["charts"][0]
     assert (chart["xLabel"], chart["lines"][0]["x"]) == ("steps", list(range(1, 9)))
-    assert "it was logged 8 times" in page
+    assert "the run was logged 8 times." in page
 
 
 @pytest.mark.parametrize(

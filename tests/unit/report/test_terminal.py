@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from tests.support.curves import falling, noise_like, write_run
 from titanlite.cli import run
+from titanlite.report.page import report
 from titanlite.report.recorded_run import names_of, read_run
 from titanlite.report.terminal import comparison, table
 
@@ -38,6 +40,7 @@ def test_verdicts_losses_times_and_keys(folders: list[Path], capsys: pytest.Capt
     assert ["training", "6.7", "min", "10.0", "min"] in [line.split() for line in lines]
     assert [line.split() for line in lines if line.startswith("optimizer.lr")] == [["optimizer.lr", "1", "3"]]
     assert not any("weight" in line for line in lines)
+    assert any("the median of the logged losses around it" in line for line in lines)
     (row,) = [line.split() for line in lines if line.startswith("40M")]  # 400 steps of 100,000 tokens
     assert float(row[3]) == pytest.approx(-0.1, abs=0.02)
     assert float(row[2]) - float(row[1]) == pytest.approx(float(row[3]), abs=1e-3)
@@ -58,6 +61,18 @@ def test_problems_and_short_runs_are_named(tmp_path: Path) -> None:
     assert "a: metrics.jsonl: damaged records are left out, in 1 line: 2" in out
     assert "Keys that differ are not known" in out
     assert "\x1b" not in out
+
+
+def test_skipped_steps_are_one_to_a_line(folders: list[Path]) -> None:
+    skipped = [{"step": step, "event": "skipped", "loss": step} for step in (7, 9)]
+    (folders[0] / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in skipped))
+    metrics = folders[0] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"train/loss"', '"train/skipped_steps": 2, "train/loss"'))
+    runs = [read_run(folder, folder.name) for folder in folders]
+    lines = comparison(runs).splitlines()
+    at = lines.index("  skipped steps: 2 steps skipped")
+    assert lines[at + 1 : at + 3] == [f"      skipped step {n}: loss {n} nats" for n in (7, 9)]
+    assert "skipped step 7: loss 7 nats<br>skipped step 9: loss 9 nats<" in report(runs)
 
 
 def test_one_run_is_refused(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

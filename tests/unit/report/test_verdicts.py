@@ -58,6 +58,39 @@ def test_a_spike_has_its_step_its_height_and_its_length() -> None:
     assert verdicts.spikes(series(loss)) == []
 
 
+def spike_event(start_step: int, step: int) -> dict[str, Any]:
+    about = {"start_step": start_step, "detected_step": step, "level": 2.5, "height": 0.75}
+    return {"step": step, "event": "spike", **about, "first_sequence": 16, "last_sequence": 400}
+
+
+def test_a_spike_that_only_the_guard_has_found_is_a_verdict(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"train/loss": falling(60)}, every=10)
+    events = folder / "events.jsonl"
+    events.write_text(json.dumps(spike_event(301, 324)) + "\n")
+    run = read_run(folder, "run")
+    (verdict,) = verdicts_of(run)
+    assert (verdict.name, verdict.step, verdict.weight) == ("spike", 301, "bad")
+    assert verdict.headline == "the loss spiked by 0.75 nats at step 301"
+    assert "spike detected at step 324: began at step 301; median loss before it 2.5 nats" in verdict.evidence
+    assert "logged 60 times" in report([run])
+    with events.open("a") as file:
+        file.write('{"step": 200, "event": "rewound"}\n')
+    assert names(verdicts_of(read_run(folder, "run"))) == ["rewound"]
+
+
+def test_a_spike_of_the_series_and_of_the_guard_is_one_verdict() -> None:
+    loss = noisy(flat)
+    loss[250:290] += 0.8
+    events = events_of([spike_event(251, 274), spike_event(351, 374)])
+    given = verdicts.spikes(series(loss), events=events)
+    assert [(verdict.step, "guard" in verdict.evidence) for verdict in given] == [(251, False), (351, True)]
+    for start_step in (2498, 2508):  # a series of every tenth step dates the spike at its next step
+        (verdict,) = verdicts.spikes(
+            series(loss, every=10), events=events_of([spike_event(start_step, start_step + 23)])
+        )
+        assert verdict.step == 2510
+
+
 def test_one_logged_loss_is_a_spike_only_if_it_is_very_high() -> None:
     loss = noisy(flat)
     loss[300] += 0.9
@@ -244,7 +277,7 @@ def test_rewinds_are_named_also_if_they_were_rewound_themselves() -> None:
     (verdict,) = verdicts.rewound(events_of(records))
     assert (verdict.name, verdict.headline, verdict.step) == ("rewound", "the run rewound 2 times", 20)
     assert verdict.evidence == (
-        "rewound to step 20: the loss spiked at step 31 | rewound to step 10: sequences 160 to 511"
+        "rewound to step 20: the loss spiked at step 31\nrewound to step 10: sequences 160 to 511"
     )
     assert verdicts.rewound([]) == []
 
