@@ -117,7 +117,9 @@ class CrossEntropy(Loss, name="cross_entropy"):
 
     def __post_init__(self) -> None:
         if not 0 <= self.z_loss_multiplier < math.inf:
-            raise ConfigError(f"{self.z_loss_multiplier} is not finite and at least 0", "z_loss_multiplier")
+            raise ConfigError(
+                f"{self.z_loss_multiplier} is not a finite number of at least 0", "z_loss_multiplier"
+            )
 
     def build(
         self, backend: str | None = None, vocabulary: VocabularyShard = WHOLE_VOCABULARY

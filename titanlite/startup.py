@@ -152,7 +152,7 @@ def skipped_sequences(job: Job, resumed_train: dict[str, Any] | None) -> Skipped
     before, position = SkippedSequences.of(resumed_train["skipped"]), resumed_train["sequences"]
     if trained := job.data.skipped.below(position) - before:
         raise ConfigError(
-            f"the run has already trained on sequences {_spelled(trained)}: after step "
+            f"the run has already trained on {_spelled(trained)}: after step "
             f"{resumed_train['step']} it continues with sequence {position}. Name later sequences only, or "
             "go back to a step before them with --checkpoint.load_step",
             "data.skip_sequences",
@@ -161,7 +161,10 @@ def skipped_sequences(job: Job, resumed_train: dict[str, Any] | None) -> Skipped
 
 
 def _spelled(skipped: SkippedSequences) -> str:
-    return listed([f"{first} to {last}" if last > first else f"{first}" for first, last in skipped.ranges])
+    """Such as `sequence 5` and `sequences 5, 7 to 9`."""
+    texts = [f"{first} to {last}" if last > first else f"{first}" for first, last in skipped.ranges]
+    is_one = len(texts) == 1 and texts[0].isdecimal()
+    return f"sequence{'' if is_one else 's'} {listed(texts)}"
 
 
 def check_same_on_all_ranks(job: Job, identity: dict[str, Any], rt: Runtime) -> None:
@@ -250,8 +253,8 @@ def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDa
         f"{sequences.num_held_out:,} held out"
     )
     logger.info(
-        f"{batch.global_size} sequences per step: {batch.num_micro_batches} micro-batches of "
-        f"{batch.micro_batch_size} per rank"
+        f"{batch.global_size} sequences per step: {batch.num_micro_batches} "
+        f"micro-batch{'es' if batch.num_micro_batches > 1 else ''} of {batch.micro_batch_size} per rank"
     )
     masked = ", documents masked from each other" if job.data.mask_documents else ""
     mode = job.activation_checkpoint.mode

@@ -247,7 +247,7 @@ def test_a_z_loss_belongs_to_the_objective() -> None:
 
 @pytest.mark.parametrize("multiplier", [-1e-4, float("inf"), float("nan")])
 def test_a_z_loss_multiplier_is_finite_and_not_negative(multiplier: float) -> None:
-    with pytest.raises(ConfigError, match="is not finite and at least 0") as e:
+    with pytest.raises(ConfigError, match="is not a finite number of at least 0") as e:
         ChunkedCrossEntropy(z_loss_multiplier=multiplier)
     assert e.value.key == "z_loss_multiplier"
 

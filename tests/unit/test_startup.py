@@ -11,17 +11,34 @@ import pytest
 
 from tests.support.jobs import make_job
 from titanlite import cli
+from titanlite.config.component import ConfigError
 from titanlite.job import load_job
+from titanlite.startup import skipped_sequences
 from titanlite.train import train
 
 AUTO = "--lr_scheduler.warmup_steps=-1"
 SHAPE = "vocab_size=8192 dim=32 n_layers=2 n_heads=4 n_kv_heads=2 head_dim=8 hidden_dim=64"
 
 
+@pytest.mark.parametrize(
+    ("trained", "text"),
+    [
+        ([[5, 5]], "sequence 5: "),
+        ([[5, 6]], "sequences 5 to 6: "),
+        ([[5, 5], [7, 8]], "sequences 5, 7 to 8: "),
+    ],
+)
+def test_the_sequences_that_cannot_be_skipped_any_more(tmp_path: Path, trained: list, text: str) -> None:
+    job = make_job(tmp_path, tmp_path, f"--data.skip_sequences={trained}")
+    with pytest.raises(ConfigError, match=f"^the run has already trained on {text}"):
+        skipped_sequences(job, {"skipped": [], "sequences": 9, "step": 1})
+
+
 def test_the_resolved_shape_and_warmup_are_logged_and_recorded(tmp_path: Path, corpus: Path, capfd) -> None:
     job = make_job(
         tmp_path, corpus, "--model.overrides.vocab_size=8192", "--model.overrides.rope_theta=1e4",
         "--training.steps=1", AUTO, "--lr_scheduler.total_steps=30",
+        "--training.local_batch_size=8",
     )  # fmt: skip
     assert train(job) == 0
     lines = [
@@ -35,6 +52,7 @@ def test_the_resolved_shape_and_warmup_are_logged_and_recorded(tmp_path: Path, c
     recorded = [job.folder / "job.toml", job.folder / "checkpoint/step-1/job.toml"]
     for line in lines:
         assert f" {line}\n" in log
+    assert ": 1 micro-batch of " in log
     for file in recorded:
         assert file.read_text().splitlines()[: len(lines)] == [f"# {line}" for line in lines]
         again = load_job(file)

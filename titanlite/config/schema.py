@@ -201,7 +201,10 @@ class _Conversion:
         return value
 
     def _list(self, node: Node, value: Any, word: bool, key: str) -> Any:
-        if isinstance(value, list):
+        is_nested = node["items"]["type"] in ("list", "tuple")
+        entries = value if isinstance(value, list) else []
+        is_flat = is_nested and entries and not any(isinstance(v, (list, dict, Word)) for v in entries)
+        if isinstance(value, list) and not is_flat:  # flat: [5, 3] instead of [[5, 3]]
             if len(value) != node.get("length", len(value)):
                 self._complain(f"expected {node['length']} values, got {len(value)}", key)
             return [self.value(node["items"], v, f"{key}.{i}") for i, v in enumerate(value)]
@@ -210,7 +213,8 @@ class _Conversion:
             return self._complain(f"expected a list of tables: {how}", key)
         example = _example(node, None if isinstance(value, dict) else str(value))
         how = f"--{key}='{example}'" if word else example
-        return self._complain(f"expected a list, got {value!r}; write {how}", key)
+        kind = "list of lists" if is_nested else "list"
+        return self._complain(f"expected a {kind}, got {value!r}; write {how}", key)
 
     def _table(self, node: Node, tree: Any, key: str) -> Any:
         if not isinstance(tree, dict):
@@ -263,6 +267,8 @@ def _example(node: Node, text: str | None = None) -> str:
     """Return an example for a message: a list of the elements of `text`, or the values of a literal."""
     if node["type"] == "literal":
         return f"one of {', '.join(map(str, node['values']))}"
+    if node.get("items", {}).get("type") in ("list", "tuple"):
+        return f"[{_example(node['items'], text)}]"
     words = [word.strip() for word in (text or "x").strip("[]").split(",")]
     item = node.get("items", {"type": "any"})["type"]
     return f"[{', '.join(words if item in ('int', 'float', 'bool') else map(json.dumps, words))}]"

@@ -99,6 +99,8 @@ def checked_range(numbers: Sequence[int]) -> tuple[int, int]:
     if not isinstance(numbers, (list, tuple)) or [type(number) for number in numbers] != [int, int]:
         raise ValueError(f"{numbers!r} is not a range [FIRST, LAST] of two numbers")
     first, last = numbers
-    if not 0 <= first <= last < END:
+    if first > last:
+        raise ValueError(f"{numbers} is not a range [FIRST, LAST]: FIRST is above LAST")
+    if not (first >= 0 and last < END):
         raise ValueError(f"{numbers} is not a range [FIRST, LAST] with 0 <= FIRST <= LAST < 2^62")
     return first, last

@@ -68,7 +68,7 @@ class Guard:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "window", "min_window", "max_consecutive")
         if not 0 <= self.skip_sigma < math.inf:
-            raise ConfigError(f"{self.skip_sigma} is not finite and at least 0", "skip_sigma")
+            raise ConfigError(f"{self.skip_sigma} is not a finite number of at least 0", "skip_sigma")
         if self.window > MAX_WINDOW:
             raise ConfigError(f"{self.window} is above {MAX_WINDOW}", "window")
         if self.min_window > self.window:

@@ -36,7 +36,7 @@ class ParamGroup:
         for key in ("lr_multiplier", "weight_decay"):
             value = getattr(self, key)
             if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"{value} is not finite and at least 0", key)
+                raise ConfigError(f"{value} is not a finite number of at least 0", key)
 
 
 class _Settings(NamedTuple):
@@ -81,7 +81,7 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"{self.lr} is not above 0 and finite", "lr")
         if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(f"{self.weight_decay} is not finite and at least 0", "weight_decay")
+            raise ConfigError(f"{self.weight_decay} is not a finite number of at least 0", "weight_decay")
 
     @abstractmethod
     def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:

@@ -90,8 +90,10 @@ def test_a_malformed_range_is_an_error(numbers: object) -> None:
     [
         (
             "[[0, 1], [5, 4]]",
-            r"skip_sequences\.1: \[5, 4\] is not a range \[FIRST, LAST\] with 0 <= FIRST <= LAST",
+            r"skip_sequences\.1: \[5, 4\] is not a range \[FIRST, LAST\]: FIRST is above LAST",
         ),
+        ("5", r"skip_sequences: expected a list of lists, got 5; write .*='\[\[5\]\]'$"),
+        ("[5, 3]", r"skip_sequences: expected a list of lists, got \[5, 3\]; write .*='\[\[5, 3\]\]'$"),
         ("[[0, 1], [5]]", r"skip_sequences\.1: \[5\] is not a range \[FIRST, LAST\] of two numbers"),
         ("[[0, 1], 5]", r"skip_sequences\.1: expected a list, got 5"),
         ("[[0, 1.5]]", r"skip_sequences\.0\.1: expected an integer, got 1\.5"),
