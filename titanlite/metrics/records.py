@@ -106,10 +106,8 @@ def cut(
         try:
             is_kept = 0 <= step_of(record) <= from_step
         except ValueError:
-            is_kept, num_damaged = False, num_damaged + line_ended
-            is_cut_short = (
-                not line_ended
-            )  # a kill leaves a last line without an end, which alone is no damage
+            # A kill leaves a last line without an end, which alone is no damage.
+            is_kept, num_damaged, is_cut_short = False, num_damaged + line_ended, not line_ended
         (kept if is_kept else removed).append(record)
     superseded = path.with_suffix(f".superseded{path.suffix}")
     if removed:

@@ -155,7 +155,7 @@ def spikes(
     skipped_sequences: Sequence[tuple[int, int]] = (),
     events: Sequence[RunEvent] = (),
 ) -> list[Verdict]:
-    """Spikes in the logged losses, and those that only the guard has found, in the losses of all steps.
+    """Spikes in the logged losses, and those that only the guard has found, which judges every step.
     `skipped_steps`: the number of skipped steps so far. `consumed`: the number of sequences consumed so far.
     `skipped_sequences`: ranges of sequences that the run skips for good. `events`: the guard's spikes."""
     loss = loss.finite()
@@ -182,7 +182,7 @@ def _spike_of_event(event: RunEvent) -> Verdict:
     height = event.about.get("height")
     by = f" by {height:.3g} nats" if isinstance(height, float) else ""
     headline = f"the loss spiked{by} at step {event.start_step:,}"
-    evidence = f"found by the guard, which sees the losses of all steps: {event.text}"
+    evidence = f"found by the guard, which judges every step: {event.text}"
     return Verdict("spike", headline, evidence, event.start_step, "bad")
 
 
