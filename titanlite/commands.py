@@ -24,6 +24,7 @@ from titanlite.config import reference, schema, toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS, import_components
 from titanlite.config.overrides import Bare, split_arguments, split_overrides, split_words
+from titanlite.config.shipped import shipped_configs
 
 DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights; as in interop/export.py
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -289,11 +290,24 @@ def _config_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     return path, take_numbers(overrides, ["ranks"])[1]
 
 
+def shown_config(path: str) -> str | None:
+    """Return the configuration whose sequences `titanlite data show PATH` prints: a TOML file, the job.toml of
+    a run folder, or the name of a configuration that comes with titanlite. None for a dataset."""
+    if path.endswith(".toml"):
+        return path
+    here = Path(path)
+    if here.exists():
+        is_run = (here / "job.toml").is_file() and not (here / "dataset.json").exists()
+        return str(here / "job.toml") if is_run else None
+    return path if path in shipped_configs() else None
+
+
 def _data_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
     path, overrides = split_arguments(take_flag(argv[1:], ALLOW_IMPORTS)[1])
-    if argv[0] != "show" or path is None or not path.endswith(".toml"):
+    config = shown_config(path) if argv[0] == "show" and path is not None else None
+    if config is None:
         return None
-    return path, take_numbers(overrides, ["sequence", "num_sequences"])[1]
+    return config, take_numbers(overrides, ["sequence", "num_sequences"])[1]
 
 
 def _tokenizer_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:

@@ -27,13 +27,18 @@ def find_file(path: str) -> Path:
     return own if own.is_file() else here
 
 
+def shipped_configs() -> dict[str, Path]:
+    """The TOML files in train_configs/ by their names."""
+    return {p.stem: p for p in sorted(shipped("train_configs").glob("*.toml"))}
+
+
 def find_config(path: str | Path) -> Path:
     """Return the TOML file at `path`, or the file of that name in train_configs/. Raises ConfigError if there
     is neither."""
     here = Path(path)
     if here.is_file():
         return here
-    names = {p.stem: p for p in sorted(shipped("train_configs").glob("*.toml"))}
+    names = shipped_configs()
     if here.suffix or len(here.parts) != 1:
         if here.stem in names and not here.exists():
             raise ConfigError(

@@ -1,11 +1,12 @@
 """titanlite data verify DIR ...                 compare datasets with the hashes recorded in them
-titanlite data show DIR --sequence=N [--packing=chunk] [--seq_len=2048] [--tokenizer.path=...]
-titanlite data show CONFIG.toml --sequence=N [--section.key=value ...] [--allow-imports]
+titanlite data show DIR [--sequence=N] [--packing=chunk] [--seq_len=2048] [--tokenizer.path=...]
+titanlite data show CONFIG [--sequence=N] [--section.key=value ...] [--allow-imports]
 
 `show` prints sequences as text, document by document: sequence N of a dataset, or training sequence N of a
-run. If a run skips none, sequence N is in step N // global_batch_size + 1; sequences that it skips, by
-data.skip_sequences or by its newest checkpoint, are marked. --num-sequences=K prints K sequences from N on.
---allow-imports runs the modules that the configuration imports."""
+run. N is 0 by default; --num-sequences=K prints K sequences from N on. CONFIG is a TOML file, a name in
+train_configs/, or a run folder. If a run skips none, sequence N is in step N // global_batch_size + 1;
+sequences that it skips, by data.skip_sequences or by its newest checkpoint, are marked. --allow-imports runs
+the modules that the configuration imports."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from typing import Literal
 
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.resume import newest
-from titanlite.commands import take_flag, take_numbers
+from titanlite.commands import shown_config, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
@@ -63,13 +64,16 @@ def _verify(paths: Sequence[Path]) -> int:
 def _show(argv: Sequence[str]) -> int:
     allow, argv = take_flag(argv, ALLOW_IMPORTS)
     if not argv or argv[0].startswith("--"):
-        raise ConfigError("name a dataset directory or a TOML file whose sequences to show")
+        raise ConfigError("name a dataset directory, a TOML file or a run folder whose sequences to show")
     path, overrides = argv[0], argv[1:]
+    config = shown_config(path)
     own, overrides = take_numbers(overrides, ["sequence", "num_sequences"])
-    first = own.get("sequence", 0)
-    numbers = range(first, first + own.get("num_sequences", 1))
-    if path.endswith(".toml"):
-        job = load_job(path, overrides, None, allow)
+    first, num = own.get("sequence", 0), own.get("num_sequences", 1)
+    if num < 1:
+        raise ConfigError("command line, --num-sequences: 0 is not at least 1")
+    numbers = range(first, first + num)
+    if config is not None:
+        job = load_job(config, overrides, None, allow)
         tokenizer = job.tokenizer.build()
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
         skipped = _skipped(job, sequences)

@@ -11,6 +11,7 @@ import pytest
 from tests.support.checkpoints import EXTRA, save_steps
 from tests.support.jobs import make_job, write_corpus
 from titanlite.checkpoint.commit import manifest_text
+from titanlite.commands import shown_config
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.skips import SkippedSequences
@@ -59,9 +60,12 @@ def test_sequences_of_a_run_are_those_it_trains_on(
     corpus = write_corpus(tmp_path)
     job = make_job(tmp_path, corpus)
     (tmp_path / "resolved.toml").write_text(toml.dump(job))
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run/job.toml").write_text(toml.dump(job))
     sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
     for number in (0, 7, 12_345):
         lines = shown(capsys, tmp_path / "resolved.toml", f"--sequence={number}")
+        assert shown(capsys, tmp_path / "a run", f"--sequence={number}") == lines
         assert lines[0].startswith(f"==== training sequence {number:,}: sequence ")
         text = "".join(line for line in lines[1:] if not line.startswith("----"))
         (sequence,) = sequences.training(np.array([number]))
@@ -104,11 +108,25 @@ def test_sequences_that_a_run_skips_are_marked(tmp_path: Path, capsys: pytest.Ca
     assert "has checkpoint format 4" in said.err
 
 
+def test_a_configuration_that_comes_with_titanlite_is_shown_unless_a_dataset_has_its_name(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(dataset.parent)
+    assert shown_config("debug") == "debug"
+    assert shown_config("debgu") is None
+    assert shown_config("out") is None
+    dataset.rename("debug")
+    assert shown_config("debug") is None
+    (dataset.parent / "debug/job.toml").write_text("")
+    assert shown_config("debug") is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--sequence=3", "--seq_len=9"], r"has 3 sequences of 9 tokens, numbered from 0"),
         (["--sequence=x"], r"--sequence: 'x' is not an integer from 0"),
+        (["--num-sequences=0"], r"--num-sequences: 0 is not at least 1"),
         (["--seqlen=9"], r"unknown key 'seqlen'; did you mean 'seq_len'"),
         (["--tokenizer={name = 'tiktoken'}"], r"was made with tokenizer bytes-0000000001, this one is"),
     ],
