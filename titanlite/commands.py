@@ -291,8 +291,8 @@ def _config_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 
 def shown_config(path: str) -> str | None:
-    """Return the configuration whose sequences `titanlite data show PATH` prints: a TOML file, the job.toml of
-    a run folder, or the name of a configuration that comes with titanlite. None for a dataset."""
+    """Return the configuration whose sequences `titanlite data show PATH` prints: a TOML file, the job.toml
+    of a run folder, or the name of a configuration that comes with titanlite. None for a dataset."""
     if path.endswith(".toml"):
         return path
     here = Path(path)
