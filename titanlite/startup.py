@@ -126,7 +126,7 @@ def check_data(
     num_left = max(job.training.steps - step, 0) * global_batch_size
     lines = sequences.describe(skipped.advance(position, num_left)) if sequences is not None else []
     if skipped:
-        lines.append(f"{skipped.count():,} sequences are skipped for good: {_spelled(skipped)}")
+        lines.append(f"skipped for good: {_spelled(skipped)}; {skipped.count():,} in all")
     return lines
 
 

@@ -67,7 +67,7 @@ def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
     ("world_size", "replicate", "layout"),
     [
         (2, 1, {}), (2, 1, {"whole_logits": True}),
-        (2, 1, {"tied": False, "compile": "aot_eager"}), full(4, 1, {"compile": "inductor"}),
+        full(2, 1, {"tied": False, "compile": "aot_eager"}), full(4, 1, {"compile": "inductor"}),
         full(4, 1, {"activation_checkpoint": "full"}),
         (4, 1, {"activation_checkpoint": "selective", "reduce": "micro_batch"}), (4, 2, {"tied": False}),
         (2, 1, {"tp": 1, "cp": 2}), full(2, 1, {"tp": 1, "cp": 2, "compile": "aot_eager"}),
@@ -161,7 +161,8 @@ def names_on_rank(world_size: int, layout: dict[str, Any]) -> list[tuple[str, tu
 @pytest.mark.parametrize(
     "layout",
     [
-        {}, {"tp": 2}, {"activation_checkpoint": "full", "compile": "aot_eager"}, full({"dp_replicate": 2}),
+        {}, {"tp": 2}, full({"activation_checkpoint": "full", "compile": "aot_eager"}),
+        full({"dp_replicate": 2}),
         full({"float8": "tensorwise"}), full({"float8": "rowwise"}), full({"activation_checkpoint": "full"}),
         full({"activation_checkpoint": "selective"}), full({"tied": False}),
     ],

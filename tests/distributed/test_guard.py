@@ -54,7 +54,7 @@ def on_rank(folder: Path, corpus: Path, part: Part, fault: str, stops: tuple[int
 
 ONE_FAULT = {"pp 2 x tp 2", "dp_shard 4", "dp_replicate 2 x dp_shard 2", "CPU offload, dp_shard 2"}
 ONE_FAULT |= {"compiled", "dp_shard 2, compiled"}
-DEFAULT_TIER = {"dp_shard 2", "pp 2"}
+DEFAULT_TIER = {"dp_shard 2"}
 
 
 @pytest.mark.parametrize("name", [name if name in DEFAULT_TIER else full(name) for name in LAYOUTS])

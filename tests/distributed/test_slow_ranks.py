@@ -57,7 +57,7 @@ SENTENCES = {
 
 @pytest.mark.parametrize(
     ("size", "place", "log_freq"),
-    [(2, "data", 2), full(2, "data", 10), full(2, "host", 10), full(4, "data", 10), full(4, "host", 10)],
+    [full(2, "data", 2), full(2, "data", 10), full(2, "host", 10), full(4, "data", 10), full(4, "host", 10)],
 )
 def test_a_slow_rank_is_named(
     run_on: Any, tmp_path: Path, corpus: Path, size: int, place: str, log_freq: int

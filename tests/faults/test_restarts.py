@@ -138,6 +138,7 @@ def test_the_rank_that_fails_or_leaves_first_is_blamed(start: Any, how: str) -> 
     assert last.startswith(f"titanlite: {LAST_LINES[how]}"), node.log
 
 
+@pytest.mark.full
 def test_a_killed_launcher_leaves_nothing_behind(start: Any) -> None:
     node = start("--data.num_workers=1", MAX_RESTARTS="1", STEP_S="1")
     node.until(lambda: node.step >= 1)

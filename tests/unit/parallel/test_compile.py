@@ -172,6 +172,7 @@ def test_what_is_recomputed_is_not_kept() -> None:
     assert kept["norms and mlp"] < kept["mlp"]
 
 
+@pytest.mark.full
 def test_the_compiler_keeps_to_its_budget() -> None:
     whole = kept_elements(MODES["none"], compile=True)
     kept = [
