@@ -1,6 +1,6 @@
-"""A spike of the loss that its data cause: the run finds it, goes back once, and never trains on its
-sequences again. It is then equal, bit by bit, to a run that skipped these sequences from the start, on every
-number of ranks and with resumes in between."""
+"""A spike of the loss that bad data or bad gradients cause: the run finds it, goes back once, and never
+trains on its sequences again. It is then equal, bit by bit, to a run that skipped these sequences from the
+start, on every number of ranks and with resumes in between."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -17,7 +18,7 @@ import pytest
 from tests.support.checkpoints import archived
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import history, state_of
-from tests.support.spikes import garbage_sequences
+from tests.support.spikes import garbage_sequences, wrong_gradients
 from tests.support.tiers import full
 from titanlite.checkpoint.saver import Saver
 from titanlite.config.component import ConfigError
@@ -43,11 +44,13 @@ REWIND = ["--guard.on_spike=rewind", "--guard.rewind_margin=15"]
 
 class Case(NamedTuple):
     """A run on `ranks` ranks whose spike detector compares with `num_before` losses. The sequences of 24
-    steps after step `good_steps` are random tokens."""
+    steps after step `good_steps` are bad, as `plant` makes them."""
 
     ranks: int
     num_before: int
     good_steps: int
+    plant: Callable[[int, int], AbstractContextManager[None]] = garbage_sequences
+    lr: float = 1e-3
 
     @property
     def steps(self) -> int:
@@ -55,12 +58,13 @@ class Case(NamedTuple):
 
     @property
     def bad(self) -> tuple[int, int]:
-        """The first and the last sequence of random tokens."""
+        """The first and the last of the bad sequences."""
         return self.good_steps * BATCH, (self.good_steps + 24) * BATCH - 1
 
 
 WHOLE = Case(1, spikes.BEFORE, 300)
 SHORT = Case(1, 64, 100)  # for the default tier
+GRADIENTS = SHORT._replace(plant=wrong_gradients, lr=1e-2)
 
 
 def on_rank(
@@ -68,9 +72,9 @@ def on_rank(
 ) -> None:
     """Train a run whose loss spikes, with a new start of the program after each step of `stops`."""
     for last in (*stops, case.steps):
-        steps = f"--training.steps={last}"
-        with garbage_sequences(*case.bad), patch.object(spikes, "BEFORE", case.num_before):
-            train(make_job(folder, corpus, *BASE, *keys, steps, name=name, world_size=case.ranks))
+        changed = [f"--optimizer.lr={case.lr}", f"--training.steps={last}"]
+        with case.plant(*case.bad), patch.object(spikes, "BEFORE", case.num_before):
+            train(make_job(folder, corpus, *BASE, *changed, *keys, name=name, world_size=case.ranks))
 
 
 def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -85,15 +89,24 @@ def window_of(folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "case", [SHORT, full(WHOLE), full(WHOLE._replace(ranks=2)), full(SHORT._replace(ranks=4))]
+    "case",
+    [
+        SHORT,
+        full(WHOLE),
+        full(WHOLE._replace(ranks=2)),
+        full(SHORT._replace(ranks=4)),
+        full(GRADIENTS),
+        full(GRADIENTS._replace(ranks=2)),
+    ],
 )
 def test_a_rewound_run_equals_one_that_skipped_the_sequences_from_the_start(
     tmp_path: Path, corpus: Path, run_on: Callable[..., Any], case: Case
 ) -> None:
     run_on(case.ranks, on_rank, tmp_path, corpus, case, "rewound", REWIND)
     first, last = window_of(tmp_path)
-    assert abs(first - case.bad[0]) < 4 * BATCH
-    assert abs(last - case.bad[1]) < 4 * BATCH
+    late = 4 if case.plant is garbage_sequences else 8  # wrong gradients raise the loss step by step
+    assert abs(first - case.bad[0]) < late * BATCH
+    assert abs(last - case.bad[1]) < late * BATCH
     skip = [f"--data.skip_sequences=[[{first}, {last}]]"]
     run_on(case.ranks, on_rank, tmp_path, corpus, case, "skipped", skip)
     rewound, skipped = (make_job(tmp_path, corpus, *BASE, name=name) for name in ("rewound", "skipped"))

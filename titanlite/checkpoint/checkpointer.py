@@ -87,9 +87,7 @@ class Checkpointer:
         self._saved_step = 0  # the newest step that was loaded or passed to save()
         self._faults: list[Fault] = []  # on rank 0: damaged checkpoints that are not renamed yet
         self._exports = exports
-        self._task: Future[None] | None = (
-            None  # on rank 0: the newest task of the saving thread besides saves
-        )
+        self._task: Future[None] | None = None  # on rank 0: the saving thread's newest task besides saves
         self.saver = Saver(config, self.ranks, self._after_commit)
         try:
             self.ranks.from_rank_zero(self._take_lock)

@@ -67,7 +67,7 @@ class Decision:
         ]
 
     def about(self) -> dict[str, Any]:
-        """The numbers of a skipped step, for sinks."""
+        """The numbers of the decision on an outlier or a step that is not finite, for sinks."""
         about: dict[str, Any] = {
             "reason": "outlier" if self.is_finite else "not finite",
             "loss": self.loss,

@@ -198,8 +198,9 @@ class StepGuard:
 
     def read(self, leave: int = 0) -> list[GuardEvent]:
         """Read the decisions on all steps but the newest `leave`. Logs and returns the steps that were
-        skipped, and the spikes; sets `diverged` after as many non-finite steps in a row as the limit, or
-        after a spike that is to end the run. With `leave` = 1 this waits for no work that was just queued."""
+        skipped, the outliers that were accepted, and the spikes; sets `diverged` after as many non-finite
+        steps in a row as the limit, or after a spike that is to end the run. With `leave` = 1 this waits for
+        no work that was just queued."""
         self._take(leave)
         events = []
         for finding in self._unreported:
@@ -208,8 +209,8 @@ class StepGuard:
                 continue
             sigma = self._outliers.sigma if self._outliers else 0.0
             logger.info(finding.describe(self.config.limit, sigma))  # a warning would be logged by every rank
-            if finding.skipped:
-                events.append(GuardEvent(finding.step, "skipped", finding.about()))
+            event: Event = "skipped" if finding.skipped else "accepted"
+            events.append(GuardEvent(finding.step, event, finding.about()))
         self._unreported = []
         return events
 
@@ -231,9 +232,8 @@ class StepGuard:
         first, last = self.sequences_of(spike.start_step, spike.detected_step)
         logger.info(f"{spike}; the sequences of these steps are {first} to {last}")
         self.spike = spike
-        can_rewind = self.num_rewinds < self.config.max_rewinds
-        ends = {"log": False, "stop": True, "rewind": not can_rewind}
-        self.diverged = self.diverged or ends[self.config.on_spike]
+        can_rewind = self.config.on_spike == "rewind" and self.num_rewinds < self.config.max_rewinds
+        self.diverged = self.diverged or not (self.config.on_spike == "log" or can_rewind)
         about = asdict(spike) | {"first_sequence": first, "last_sequence": last}
         return GuardEvent(spike.detected_step, "spike", about)
 

@@ -41,7 +41,7 @@ class Mark:
 
     run: int
     x: float
-    kind: Literal["resumed", "saved", "skipped", "spike", "rewound"]
+    kind: Literal["resumed", "saved", "skipped", "accepted", "spike", "rewound"]
     text: str
 
 
@@ -162,6 +162,7 @@ def _mark(mark: Mark, x: float) -> str:
     shape = {
         "saved": f"M{x:.1f} {bottom}v-8",
         "skipped": f"M{x - 3:.1f} {TOP}l6 6m0 -6l-6 6",
+        "accepted": f"M{x - 3:.1f} {TOP + 3}h6m-3 -3v6",
         "spike": f"M{x - 4:.1f} {TOP}h8l-4 7z",
         "resumed": f"M{x:.1f} {TOP}V{bottom}",
         "rewound": f"M{x:.1f} {TOP}V{bottom}",

@@ -40,6 +40,7 @@ MAX_OTHERS = 40  # charts of a group
 MAX_MARKS = 300  # of a run: of saves, and of other events
 MARKS = {
     "resumed": "dashed: resumed", "rewound": "dotted: rewound", "skipped": "cross: skipped step",
+    "accepted": "plus: outlier accepted after too many in a row",
     "spike": "triangle: spike", "saved": "tick: saved",
 }  # fmt: skip
 SMALL = 700  # points of a line without noise
@@ -132,11 +133,12 @@ def metric_chart(runs: Sequence[RecordedRun], key: str, title: str, unit: str) -
 
 
 def marks_of(run: RecordedRun, index: int) -> list[Mark]:
-    """Return the marks of one run: resumes, saves, skipped steps, spikes and rewinds."""
+    """Return the marks of one run: resumes, saves, skipped steps, accepted outliers, spikes and
+    rewinds."""
     marks = [_mark(run, index, "resumed", step, f"resumed after step {step}") for step in run.resumes()]
     saves = sorted(run.saves())
     marks += [_mark(run, index, "saved", step, f"saved step {step}") for step in saves[-MAX_MARKS:]]
-    events = run.happened("skipped", "spike", "rewound")
+    events = run.happened("skipped", "accepted", "spike", "rewound")
     marks += [_mark(run, index, event.kind, event.step, event.text) for event in events[:MAX_MARKS]]
     if not run.events:  # a run of an older version: the count rises at logged steps
         counted = run.series("train/skipped_steps")

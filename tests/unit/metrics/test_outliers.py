@@ -192,7 +192,8 @@ def test_a_step_says_why_it_is_skipped(caplog: pytest.LogCaptureFixture) -> None
     assert lines[1].startswith("step 152 is skipped: gradient norm 30 is 68.0 standard deviations above")
     assert lines[1].endswith("(outlier 2 in a row)")
     assert lines[-1].startswith("step 169 is an outlier and is applied, because too many in a row were")
-    assert [event.event for event in events] == ["skipped"] * 10
+    assert [event.event for event in events] == ["skipped"] * 10 + ["accepted"]
+    assert (events[-1].step, events[-1].about["reason"]) == (169, "outlier")
     about = events[0].about
     assert about["reason"] == "outlier"
     assert about["grad_norm_median"] == 1

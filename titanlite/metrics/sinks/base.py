@@ -19,7 +19,7 @@ from titanlite.config.imports import error_with_place
 from titanlite.log import logger
 
 Values = Mapping[str, Any]  # metric name: int, float or str
-Event = Literal["resumed", "skipped", "spike", "rewound", "saved"]
+Event = Literal["resumed", "skipped", "accepted", "spike", "rewound", "saved"]
 Table = Literal["parameters", "probe"]
 
 
@@ -52,9 +52,10 @@ class Writer:
     def event(self, step: int, event: Event, about: Values) -> None:
         """Take an event: `resumed` (a new process continues the run after `step`), `rewound` (the run went
         back to `step` within the process and continues after it; as after `resumed`, a sink should drop its
-        records of later steps), `skipped` (the update of `step` was not applied), `spike` (the loss has
-        spiked, which was detected at `step`), `saved` (the checkpoint of `step` is complete; with
-        asynchronous saves this comes some steps later). `about`: numbers and texts that explain the event,
+        records of later steps), `skipped` (the update of `step` was not applied), `accepted` (`step` is an
+        outlier and was applied, because too many in a row had been skipped), `spike` (the loss has spiked,
+        which was detected at `step`), `saved` (the checkpoint of `step` is complete; with asynchronous saves
+        this comes some steps later). `about`: numbers and texts that explain the event,
         such as loss, grad_norm, first_sequence, last_sequence and reason; may be empty."""
 
     def table(self, step: int, kind: Table, values: Values) -> None:
