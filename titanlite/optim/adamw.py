@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,10 +13,13 @@ from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
 
+StateDtype = Literal["float32"]
+
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW(Optimizer, name="adamw"):
-    """AdamW. Weight decay is decoupled: each step shrinks the weights by learning rate x weight decay."""
+class AdamWKeys(Optimizer):
+    """The keys of AdamW and the estimates from its state: the base of optimizers that update at least some
+    parameters by AdamW."""
 
     beta1: float = 0.9
     """Decay rate of the running mean of the gradient."""
@@ -24,6 +27,8 @@ class AdamW(Optimizer, name="adamw"):
     """Decay rate of the running mean of the squared gradient."""
     eps: float = 1e-8
     """Added to the denominator of the update."""
+    state_dtype: StateDtype = "float32"
+    """dtype of AdamW's state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,10 +37,6 @@ class AdamW(Optimizer, name="adamw"):
                 raise ConfigError(f"{getattr(self, key)} is not in [0, 1)", key)
         if not self.eps >= 0:
             raise ConfigError(f"{self.eps} is below 0", "eps")
-
-    def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
-        betas = (self.beta1, self.beta2)
-        return torch.optim.AdamW(self.groups(model), lr=self.lr, betas=betas, eps=self.eps, fused=True)
 
     def update_of(
         self, weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
@@ -62,3 +63,18 @@ class AdamW(Optimizer, name="adamw"):
         square = state["exp_avg_sq"].sum() / (1 - self.beta2**step)
         signal = (mean_square - k * square) / (1 - k)
         return signal, square - signal
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(AdamWKeys, name="adamw"):
+    """AdamW. Weight decay is decoupled: each step shrinks the weights by learning rate x weight decay."""
+
+    def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
+        return build_adamw(self.groups(model), (self.beta1, self.beta2), self.eps, self.state_dtype)
+
+
+def build_adamw(
+    groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, state_dtype: StateDtype
+) -> torch.optim.Optimizer:
+    """The AdamW optimizer of parameter groups, each with `params`, `lr` and `weight_decay`."""
+    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
