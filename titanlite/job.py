@@ -14,6 +14,7 @@ from typing import Any
 # Importing these modules registers the components that ship with titanlite.
 import titanlite.models.llama3
 import titanlite.models.qwen3
+import titanlite.optim.muon
 import titanlite.prepare.sources
 import titanlite.tokenizers.bytes
 import titanlite.tokenizers.huggingface  # noqa: F401
@@ -121,6 +122,8 @@ class Job:
             micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.cp,
             cpu_offload=training.enable_cpu_offload,
         )
+        if training.enable_cpu_offload:
+            self.optimizer.check_cpu_offload()
         self.guard.check(self.checkpoint.enable)
         self.validation.check(bool(self.data.holdout_sequences or self.data.validation_sources))
         self.model.check_length(training.seq_len)

@@ -12,6 +12,7 @@ import itertools
 import math
 import warnings
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ KEYS = (  # one per field of Degrees, in the same order
     "tensor_parallel_degree",
 )
 DP_SHARD_AND_CP = "dp_shard_cp"  # the flattened axis over which FSDP shards under context parallel
+STAGE_SHARDS = "stage_shards"  # the flattened axes over which the parameters of a pipeline stage are sharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,13 +221,29 @@ class Mesh:
         parallel."""
         return self.device_mesh["pp"] if self.device_mesh and self.degrees.pp > 1 else None
 
+    @cached_property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that together hold one copy of this pipeline stage's parameters: FSDP, context-parallel
+        and tensor-parallel ranks of one replica. None for a single rank. The first use is collective, and
+        makes the group: only some optimizers need it."""
+        if self.device_mesh is None or self.shards == self.degrees.pp:
+            return None
+        axes = ["dp_shard", *(axis for axis in ("cp", "tp") if getattr(self.degrees, axis) > 1)]
+        if len(axes) > 1:
+            flatten_mesh(self.device_mesh[tuple(axes)], STAGE_SHARDS)
+        with warnings.catch_warnings():  # as in `fsdp`
+            warnings.simplefilter("ignore", UserWarning)
+            return self.device_mesh[STAGE_SHARDS if len(axes) > 1 else "dp_shard"].get_group()
+
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups that this rank is in, the default group first; none without a DeviceMesh."""
         if self.device_mesh is None:
             return []
-        # The flattened axis of FSDP with context parallel has a group that is in none of the axes.
+        # The flattened axes have groups that are in none of the axes.
         groups = itertools.chain(self.device_mesh.get_all_groups(), self.fsdp.get_all_groups())
+        if (stage_group := vars(self).get("stage_group")) is not None:  # only if it is in use
+            groups = itertools.chain(groups, [stage_group])
         assert dist.group.WORLD is not None
         return list(dict.fromkeys([dist.group.WORLD, *groups]))
 

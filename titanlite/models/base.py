@@ -109,6 +109,12 @@ class Decoder(nn.Module):
                 return "matrix"
         return "embedding" if isinstance(module, nn.Embedding) else "head"
 
+    def num_heads(self, name: str) -> int:
+        """The number of attention heads that share the rows of the parameter `name` equally, for optimizers
+        that treat each head's matrix by itself. Default: 1, for a parameter that is not divided into heads.
+        """
+        return 1
+
     def initial_buffer(self, name: str) -> torch.Tensor:
         """The initial value of the buffer `name`.
 

@@ -194,6 +194,11 @@ class RotaryDecoder(Decoder):
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         return 0.0, 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
 
+    def num_heads(self, name: str) -> int:
+        if name.endswith("q_proj.weight"):
+            return self.config.n_heads
+        return self.config.n_kv_heads if name.endswith(("k_proj.weight", "v_proj.weight")) else 1
+
     def num_matmul_parameters(self) -> int:
         total = sum(p.numel() for p in self.parameters())
         return total if self.lm_head is None else total - self.vocab_size * self.config.dim

@@ -40,7 +40,7 @@ class AdamWKeys(Optimizer):
 
     def update_of(
         self, weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """lr * (m / (sqrt(v) + eps) + weight_decay * w) with the moments m and v after bias correction. w is
         the weight before the step, which follows from the weight after it."""
         lr, decay, step = group["lr"], group["weight_decay"], state["step"]

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -31,6 +31,9 @@ class ParamGroup:
     """Factor by which optimizer.lr is multiplied for these parameters."""
     weight_decay: float | None = None
     """Weight decay of these parameters. Unset: optimizer.weight_decay, but 0 for norms and biases."""
+    rule: str = ""
+    """Update rule of these parameters, for an optimizer with several rules: `muon` has `muon` and `adamw`.
+    Empty: the rule that the optimizer chooses by the parameter's role."""
 
     def __post_init__(self) -> None:
         for key in ("lr_multiplier", "weight_decay"):
@@ -39,11 +42,12 @@ class ParamGroup:
                 raise ConfigError(f"{value} is not a finite number of at least 0", key)
 
 
-class _Settings(NamedTuple):
+class GroupSettings(NamedTuple):
     """Settings of one group of parameters. `entry`: the group's index in param_groups; None for parameters
-    that no pattern matches."""
+    that no pattern matches. `rule`: empty if the optimizer has a single update rule."""
 
     entry: int | None
+    rule: str
     peak_lr: float
     weight_decay: float
 
@@ -70,6 +74,9 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
     Skipped steps: see `guarded_step`.
     """
 
+    rules: ClassVar[tuple[str, ...]] = ()
+    """The names of the update rules, if the optimizer has several."""
+
     lr: float = 3e-4
     """Peak learning rate. Each step multiplies it by the factor of [lr_scheduler]."""
     weight_decay: float = 0.1
@@ -82,6 +89,12 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
             raise ConfigError(f"{self.lr} is not above 0 and finite", "lr")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"{self.weight_decay} is not a finite number of at least 0", "weight_decay")
+        for i, group in enumerate(self.param_groups):
+            if group.rule and group.rule not in self.rules:
+                key = f"param_groups.{i}.rule"
+                if not self.rules:
+                    raise ConfigError(f"{self.name} has a single update rule; remove this key", key)
+                raise ConfigError(f"unknown rule {group.rule!r}{suggest(group.rule, self.rules)}", key)
 
     @abstractmethod
     def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
@@ -110,22 +123,36 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
         None, the default: unknown. Arguments: see `update_of`."""
         return None
 
+    def default_rule(self, model: Decoder, name: str) -> str:
+        """The update rule of the parameter `name`, one of `rules`, unless param_groups says another. `model`
+        may be a pipeline stage. Default: empty, for an optimizer with a single rule."""
+        return ""
+
+    def peak_lr(self, rule: str) -> float:
+        """The peak learning rate of parameters under an update rule, before the multiplier of their group."""
+        return self.lr
+
+    def check_cpu_offload(self) -> None:
+        """Raises ConfigError if the optimizer cannot work on parameters in host memory, where
+        training.enable_cpu_offload keeps them. Default: it can."""
+
     def groups(self, model: Decoder) -> list[dict[str, Any]]:
-        """Parameter groups for the constructor of a torch.optim.Optimizer: `params`, `lr` (the peak) and
-        `weight_decay`. Frozen parameters are left out."""
+        """Parameter groups for the constructor of a torch.optim.Optimizer: `params`, `lr` (the peak),
+        `weight_decay`, and `rule` if the optimizer has several. Frozen parameters are left out."""
         return [
             {
                 "params": [model.get_parameter(name) for name in names],
                 "lr": settings.peak_lr,
                 "weight_decay": settings.weight_decay,
+                **({"rule": settings.rule} if self.rules else {}),
             }
-            for settings, names in self._grouped(model).items()
+            for settings, names in self.grouped(model).items()
         ]
 
     def check(self, model: Decoder) -> None:
         """Raises ConfigError for a pattern that selects no parameter of the whole model. With pipeline
         parallel a rank has only some of the parameters, so `model` must not be split into stages yet."""
-        used = {settings.entry for settings in self._grouped(model)}
+        used = {settings.entry for settings in self.grouped(model)}
         names = [name for name, _ in model.named_parameters()]
         for i, group in enumerate(self.param_groups):
             if i in used:
@@ -139,29 +166,28 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
     def describe(self, model: Decoder) -> list[str]:
         """One line for each parameter group of the whole model, for the log."""
         lines = []
-        for settings, names in self._grouped(model).items():
+        for settings, names in self.grouped(model).items():
             pattern = "" if settings.entry is None else f", {self.param_groups[settings.entry].pattern}"
             size = sum(model.get_parameter(name).numel() for name in names)
             lines.append(
-                f"{self.name}{pattern}: {len(names)} tensors of {size:,} parameters, peak learning rate "
-                f"{settings.peak_lr:g}, weight decay {settings.weight_decay:g}"
+                f"{settings.rule or self.name}{pattern}: {len(names)} tensors of {size:,} parameters, peak "
+                f"learning rate {settings.peak_lr:g}, weight decay {settings.weight_decay:g}"
             )
         return lines
 
-    def _grouped(self, model: Decoder) -> dict[_Settings, list[str]]:
+    def grouped(self, model: Decoder) -> dict[GroupSettings, list[str]]:
         """Names of the trained parameters by the settings of their group."""
-        grouped: dict[_Settings, list[str]] = {}
+        grouped: dict[GroupSettings, list[str]] = {}
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            settings = _Settings(
-                None, self.lr, 0.0 if model.parameter_role(name) == "norm" else self.weight_decay
-            )
-            for i, group in enumerate(self.param_groups):
-                if fnmatchcase(name, group.pattern):
-                    decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
-                    settings = _Settings(i, self.lr * group.lr_multiplier, decay)
-                    break
+            i = next((i for i, g in enumerate(self.param_groups) if fnmatchcase(name, g.pattern)), None)
+            group = ParamGroup(pattern="") if i is None else self.param_groups[i]
+            rule = group.rule or self.default_rule(model, name)
+            decay = 0.0 if model.parameter_role(name) == "norm" else self.weight_decay
+            if group.weight_decay is not None:
+                decay = group.weight_decay
+            settings = GroupSettings(i, rule, self.peak_lr(rule) * group.lr_multiplier, decay)
             grouped.setdefault(settings, []).append(name)
         return grouped
 

@@ -1,0 +1,151 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for the matrices of the blocks, and
+AdamW for all other parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from titanlite.config.component import ConfigError, check_at_least
+from titanlite.mesh import Mesh
+from titanlite.models.base import Decoder
+from titanlite.optim.adamw import AdamWKeys, build_adamw
+from titanlite.optim.muon_optimizer import Matrix, MuonOptimizer, MuonSettings
+from titanlite.optim.orthogonalize import Coefficients, coefficients_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(AdamWKeys, name="muon"):
+    """Muon: the update of a matrix is its momentum with all singular values set to about 1. Matrices within
+    the blocks have the rule `muon`; embedding, head, norms, routers and all other parameters have the rule
+    `adamw`, with the keys beta1, beta2, eps and state_dtype. `rule` in param_groups changes the choice."""
+
+    rules: ClassVar[tuple[str, ...]] = ("muon", "adamw")
+
+    momentum: float = 0.95
+    """Decay rate of the running mean of the gradient, for Muon's rule."""
+    nesterov: bool = True
+    """Whether the update looks ahead by one step of momentum, as in Nesterov's method."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original", "spectral"] = "match_rms_adamw"
+    """Factor of the learning rate for a matrix with m output and n input features. `match_rms_adamw`: 0.2
+    sqrt(max(m, n)), for the learning rate and weight decay of AdamW (Moonlight, arXiv 2502.16982).
+    `original`: sqrt(max(1, m / n)), for learning rates of about 0.02. `spectral`: sqrt(m / n), for learning
+    rates that carry over to other widths."""
+    adamw_lr_multiplier: float = 1.0
+    """Factor by which optimizer.lr is multiplied for parameters under AdamW's rule. With adjust_lr_fn =
+    "original", lr = 0.02 and 0.015 give these parameters 3e-4."""
+    ns_steps: int = 5
+    """Number of Newton-Schulz steps, which make the singular values equal."""
+    ns_coefficients: Literal["polar_express", "jordan"] = "polar_express"
+    """Coefficients of the Newton-Schulz steps. `polar_express` (arXiv 2505.16932): reaches smaller singular
+    values in as many steps. `jordan`: those of the original Muon, to repeat published runs."""
+    ns_custom_coefficients: list[list[float]] = field(default_factory=list)
+    """Coefficients [a, b, c] of each Newton-Schulz step X <- a X + b (X X^T) X + c (X X^T)^2 X, instead of
+    ns_coefficients and ns_steps."""
+    ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of the Newton-Schulz products, and of updates that travel between ranks. `auto`: bfloat16 on
+    CUDA, float32 elsewhere."""
+    normalize: Literal["none", "neuron"] = "none"
+    """`neuron`: also give the rows of the update equal sizes over time, by a running mean with beta2
+    (NorMuon, arXiv 2510.05491). Two more collectives per bucket of matrices, and one number of state per
+    row."""
+    split_heads: bool = False
+    """Whether the rows of each attention head are orthogonalised separately in the projections of queries,
+    keys and values."""
+    cautious_weight_decay: bool = False
+    """Whether weights under Muon's rule decay only where the update makes them smaller, too (arXiv
+    2510.12402)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"{self.momentum} is not in [0, 1)", "momentum")
+        if not 0 <= self.adamw_lr_multiplier < math.inf:
+            raise ConfigError(
+                f"{self.adamw_lr_multiplier} is not a finite number of at least 0", "adamw_lr_multiplier"
+            )
+        check_at_least(self, 1, "ns_steps")
+        for i, triple in enumerate(self.ns_custom_coefficients):
+            if len(triple) != 3 or not all(map(math.isfinite, triple)):
+                raise ConfigError(
+                    f"{triple} is not a list of three finite numbers", f"ns_custom_coefficients.{i}"
+                )
+
+    def default_rule(self, model: Decoder, name: str) -> str:
+        is_matrix = model.parameter_role(name) in ("matrix", "expert")
+        return "muon" if is_matrix and _fits(model.get_parameter(name)) else "adamw"
+
+    def peak_lr(self, rule: str) -> float:
+        return self.lr * (self.adamw_lr_multiplier if rule == "adamw" else 1.0)
+
+    def check(self, model: Decoder) -> None:
+        super().check(model)
+        for settings, names in self.grouped(model).items():
+            for name in names if settings.rule == "muon" else ():
+                if not _fits(parameter := model.get_parameter(name)):
+                    raise ConfigError(
+                        f"{name} has the shape {list(parameter.shape)}: the rule muon is for matrices whose "
+                        "dims are above 1, or stacks of them",
+                        f"optimizer.param_groups.{settings.entry}.rule",
+                    )
+
+    def check_cpu_offload(self) -> None:
+        raise ConfigError(
+            "muon would orthogonalise the matrices on the CPU, which takes minutes per step for a large "
+            'model; use optimizer.name = "adamw" with CPU offload',
+            "training.enable_cpu_offload",
+        )
+
+    def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
+        names = {p: name for name, p in model.named_parameters()}
+        blocks = {p: key for key, block in model.blocks().items() for p in block.parameters()}
+        groups = self.groups(model)
+        muon = [group for group in groups if group["rule"] == "muon"]
+        others = [group for group in groups if group["rule"] == "adamw"]
+        matrices = [
+            Matrix(p, blocks.get(p, names[p]), model.num_heads(names[p]) if self.split_heads else 1, group)
+            for group in muon
+            for p in group["params"]
+        ]
+        # In the model's order: groups of parameters must not change which matrices are in a batch.
+        position = {p: i for i, p in enumerate(names)}
+        matrices.sort(key=lambda matrix: position[matrix.parameter])
+        betas = (self.beta1, self.beta2)
+        adamw = build_adamw(others, betas, self.eps, self.state_dtype) if others else None
+        is_cuda = any(p.device.type == "cuda" for p in names)
+        return MuonOptimizer(matrices, muon, adamw, self._settings(is_cuda), mesh.stage_group)
+
+    def _settings(self, is_cuda: bool) -> MuonSettings:
+        dtype = {"auto": "bfloat16" if is_cuda else "float32"}.get(self.ns_dtype, self.ns_dtype)
+        return MuonSettings(
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            adjust_lr_fn=self.adjust_lr_fn,
+            coefficients=self._coefficients(),
+            dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
+            neuron_beta2=self.beta2 if self.normalize == "neuron" else None,
+            cautious_weight_decay=self.cautious_weight_decay,
+        )
+
+    def _coefficients(self) -> Coefficients:
+        return self.ns_custom_coefficients or coefficients_of(self.ns_coefficients, self.ns_steps)
+
+    def update_of(
+        self, weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """AdamW's update; None under Muon's rule, where it follows only from the whole matrix."""
+        return None if group["rule"] == "muon" else super().update_of(weight, state, group)
+
+    def signal_and_noise(
+        self, state: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """AdamW's estimates; None under Muon's rule, which keeps no second moments."""
+        return None if group["rule"] == "muon" else super().signal_and_noise(state, group)
+
+
+def _fits(parameter: torch.Tensor) -> bool:
+    return parameter.ndim in (2, 3) and min(parameter.shape[-2:]) > 1

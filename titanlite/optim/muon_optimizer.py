@@ -1,0 +1,364 @@
+"""The torch optimizer behind Muon: momentum whose matrices are orthogonalised, with AdamW for the rest.
+
+Equal gradients give equal bits on every layout. Momentum is updated on shards. The shards of an update travel
+to the rank that owns the matrix, which orthogonalises it, and back: two collectives per bucket of matrices.
+While one bucket is worked on, the next one is under way. There is no host synchronisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from titanlite.mesh import local_shard
+from titanlite.optim.exchange import BUCKET_BYTES, Exchange, Flight, Ownership
+from titanlite.optim.orthogonalize import Coefficients, num_flops, orthogonalize
+from titanlite.torch_compat import plain_tensor
+
+ALONE_NUMEL = 1 << 22  # a matrix with as many elements fills a GPU: a batch would only need more memory
+MOMENTUM, SECOND_MOMENTUM = "momentum_buffer", "second_momentum_buffer"  # keys of the state
+LearningRateScale = Literal["match_rms_adamw", "original", "spectral"]
+
+
+class MuonSettings(NamedTuple):
+    """The settings of Muon's rule. `coefficients`: those of each Newton-Schulz step. `dtype`: that of the
+    Newton-Schulz products and of the updates that travel between ranks. `neuron_beta2`: decay rate of
+    NorMuon's second moment; None: without NorMuon."""
+
+    momentum: float
+    nesterov: bool
+    adjust_lr_fn: LearningRateScale
+    coefficients: Coefficients
+    dtype: torch.dtype
+    neuron_beta2: float | None = None
+    cautious_weight_decay: bool = False
+
+
+class Matrix(NamedTuple):
+    """A parameter under Muon's rule: a matrix [m, n], or several [num_matrices, m, n] such as the weights of
+    experts. `block`: its transformer block, or another name that no other block has. `num_heads`: the
+    attention heads whose rows are orthogonalised separately; 1: all rows together."""
+
+    parameter: torch.nn.Parameter
+    block: str
+    num_heads: int
+    group: dict[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The number of matrices that are orthogonalised separately, and the shape of each of them."""
+        num, m, n = (1, *self.parameter.shape)[-3:]
+        return num * self.num_heads, m // self.num_heads, n
+
+
+class MuonOptimizer(torch.optim.Optimizer):
+    """Muon for `matrices`, and `adamw` for all other parameters, as one optimizer with one state.
+
+    `groups`: parameter groups of the matrices. `adamw`: the optimizer of the other parameters; its groups and
+    its state become this optimizer's. `process_group`: the ranks that together hold one copy of the matrices;
+    None: this process holds whole matrices. Follows the protocol of torch.amp.GradScaler that guarded_step
+    uses.
+
+    State of each matrix: `momentum_buffer`, of the matrix's shape. With NorMuon also
+    `second_momentum_buffer` [..., m, 1]: one number per row, sharded like the rows.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        groups: list[dict[str, Any]],
+        adamw: torch.optim.Optimizer | None,
+        settings: MuonSettings,
+        process_group: dist.ProcessGroup | None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
+        super().__init__([*groups, *(adamw.param_groups if adamw else [])], {})
+        self._matrices, self._settings, self._adamw = matrices, settings, adamw
+        if adamw is not None:
+            self.state.update(adamw.state)
+            adamw.state = self.state
+        for matrix in matrices:
+            p = matrix.parameter
+            self.state[p][MOMENTUM] = torch.zeros_like(p)
+            if settings.neuron_beta2 is not None:
+                self.state[p][SECOND_MOMENTUM] = _zeros_per_row(p)
+        self.batches = batches_of(matrices)
+        self._exchange: Exchange | None = None
+        self._row_exchange: Exchange | None = None
+        self.ownership: Ownership | None = None
+        if process_group is not None and matrices:
+            self._connect(process_group, bucket_bytes)
+        device = local_shard(matrices[0].parameter).device if matrices else torch.device("cpu")
+        self._update_momentum = _compiled(_momentum_update(settings), device)
+        self._update_weight = _compiled(_weight_update(settings.cautious_weight_decay), device)
+
+    def _connect(self, process_group: dist.ProcessGroup, bucket_bytes: int) -> None:
+        """Choose the owners of the matrices, and prepare the exchanges with them."""
+        costs = [
+            sum(num * num_flops(m, n, 1) for num, m, n in (self._matrices[i].shape for i in batch))
+            for batch in self.batches
+        ]
+        parameters = [matrix.parameter for matrix in self._matrices]
+        num_bytes = [p.numel() * self._settings.dtype.itemsize for p in parameters]
+        self.ownership = Ownership.balanced(
+            self.batches, costs, num_bytes, process_group.size(), bucket_bytes
+        )
+        self._exchange = Exchange(parameters, self.ownership, process_group)
+        if self._settings.neuron_beta2 is not None:
+            rows = [self.state[p][SECOND_MOMENTUM] for p in parameters]
+            self._row_exchange = Exchange(rows, self.ownership, process_group)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step. If the tensor `found_inf` is 1, weights and state stay bit-identical; gradients are
+        divided by the tensor `grad_scale`, in place."""
+        if self._matrices:
+            device = local_shard(self._matrices[0].parameter).device
+            found_inf, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+            one = torch.ones((), device=device)
+            apply = one.bool() if found_inf is None else found_inf == 0
+            rates = _Rates(self._settings.adjust_lr_fn, device)
+            for i, update in self._updates(apply, one if divisor is None else divisor):
+                matrix = self._matrices[i]
+                weight = _shard(matrix.parameter)
+                if weight.numel():
+                    rate, decay = rates.of(matrix)
+                    self._update_weight(weight.view(-1), update.reshape(-1), apply, rate, decay)
+        if self._adamw is not None:
+            keys = [key for key in ("found_inf", "grad_scale") if hasattr(self, key)]
+            for key in keys:
+                setattr(self._adamw, key, getattr(self, key))
+            try:
+                self._adamw.step()
+            finally:
+                for key in keys:
+                    delattr(self._adamw, key)
+
+    def _updates(self, apply: torch.Tensor, divisor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """This rank's shard of the update of each matrix, by index."""
+        if self._exchange is None:
+            for batch in self.batches:
+                updates = {i: self._update(i, apply, divisor) for i in batch}
+                yield from self._orthogonalized(batch, updates, self._rows(batch), apply).items()
+            return
+        buckets = self._exchange.buckets
+        next_flights = self._send(buckets[0], apply, divisor)
+        returning: tuple[list[int], _Flights] | None = None
+        for i, bucket in enumerate(buckets):
+            flights = next_flights
+            if i + 1 < len(buckets):  # on its way while this bucket is worked on
+                next_flights = self._send(buckets[i + 1], apply, divisor)
+            last, returning = returning, (bucket, self._work(bucket, flights, apply))
+            if last is not None:
+                yield from self._received(*last)
+        assert returning is not None
+        yield from self._received(*returning)
+
+    def _update(self, i: int, apply: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of the update of matrix i before orthogonalisation; updates its momentum."""
+        p = self._matrices[i].parameter
+        momentum = _shard(self.state[p][MOMENTUM])
+        gradient = torch.zeros_like(momentum) if p.grad is None else _shard(p.grad)
+        update = torch.empty_like(momentum, dtype=self._settings.dtype)
+        if momentum.numel():
+            flat = (tensor.view(-1) for tensor in (gradient, momentum, update))
+            self._update_momentum(*flat, apply, divisor)
+        return update
+
+    def _rows(self, bucket: Sequence[int]) -> dict[int, torch.Tensor]:
+        """This rank's shards of NorMuon's second moments, for the matrices of a bucket; else none."""
+        if self._settings.neuron_beta2 is None:
+            return {}
+        return {i: _shard(self.state[self._matrices[i].parameter][SECOND_MOMENTUM]) for i in bucket}
+
+    def _send(self, bucket: list[int], apply: torch.Tensor, divisor: torch.Tensor) -> _Flights:
+        """Begin to send the shards of a bucket's updates to the owners of the matrices."""
+        assert self._exchange is not None
+        flight = self._exchange.send(bucket, {i: self._update(i, apply, divisor) for i in bucket})
+        rows = self._row_exchange
+        return _Flights(flight, None if rows is None else rows.send(bucket, self._rows(bucket)))
+
+    def _work(self, bucket: list[int], flights: _Flights, apply: torch.Tensor) -> _Flights:
+        """Orthogonalise the matrices of a bucket that this rank owns, and begin to send them back."""
+        exchange, row_exchange = self._exchange, self._row_exchange
+        assert exchange is not None
+        whole = exchange.receive(bucket, flights.updates)
+        rows = {}
+        if row_exchange is not None and flights.rows is not None:
+            rows = row_exchange.receive(bucket, flights.rows)
+        done = dict[int, torch.Tensor]()
+        for batch in self.batches:
+            if batch[0] in whole:
+                done |= self._orthogonalized(batch, whole, rows, apply)
+        done = {i: done[i] for i in whole}  # in the order of the exchange
+        like = torch.empty(0, dtype=self._settings.dtype, device=apply.device)
+        returning = exchange.send_back(bucket, done, like)
+        if row_exchange is None:
+            return _Flights(returning, None)
+        return _Flights(returning, row_exchange.send_back(bucket, rows, like.float()))
+
+    def _received(self, bucket: list[int], flights: _Flights) -> Iterator[tuple[int, torch.Tensor]]:
+        """This rank's shards of the orthogonalised updates of a bucket."""
+        assert self._exchange is not None
+        yield from self._exchange.receive_back(bucket, flights.updates).items()
+        if self._row_exchange is not None and flights.rows is not None:
+            rows = self._rows(bucket)
+            for i, values in self._row_exchange.receive_back(bucket, flights.rows).items():
+                rows[i].copy_(values)
+
+    def _orthogonalized(
+        self,
+        batch: Sequence[int],
+        updates: dict[int, torch.Tensor],
+        rows: dict[int, torch.Tensor],
+        apply: torch.Tensor,
+    ) -> dict[int, torch.Tensor]:
+        """The orthogonalised updates of a batch of whole matrices. `rows`: NorMuon's second moments of whole
+        matrices, changed in place; empty without NorMuon."""
+        settings, shapes = self._settings, [self._matrices[i].shape for i in batch]
+        stacked = torch.cat([_wide(updates[i].view(shape)) for i, shape in zip(batch, shapes)])
+        stacked = orthogonalize(stacked, settings.coefficients, settings.dtype)
+        done = {}
+        for i, shape, part in zip(batch, shapes, stacked.split([shape[0] for shape in shapes])):
+            update = (part.mT if shape[1] > shape[2] else part).reshape(updates[i].shape)
+            if settings.neuron_beta2 is not None:
+                update = normalize_rows(update, rows[i], apply, settings.neuron_beta2)
+            done[i] = update
+        return done
+
+
+class _Flights(NamedTuple):
+    """The exchanges of a bucket under way: of updates, and of NorMuon's second moments."""
+
+    updates: Flight
+    rows: Flight | None
+
+
+class _Rates:
+    """Learning rate and weight decay of one step as scalars on the device: numbers would make torch.compile
+    compile again."""
+
+    def __init__(self, adjust_lr_fn: LearningRateScale, device: torch.device):
+        self._adjust_lr_fn, self._device = adjust_lr_fn, device
+        self._scalars: dict[tuple[float, float], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factor of the orthogonalised update, and the fraction of the weight that decays."""
+        lr = matrix.group["lr"]
+        key = lr * lr_scale(self._adjust_lr_fn, *matrix.shape[1:]), lr * matrix.group["weight_decay"]
+        if key not in self._scalars:
+            rate, decay = (torch.full((), value, device=self._device) for value in key)
+            self._scalars[key] = rate, decay
+        return self._scalars[key]
+
+
+def lr_scale(adjust_lr_fn: LearningRateScale, m: int, n: int) -> float:
+    """The factor of the learning rate for a matrix [m, n], m output features and n input features.
+
+    `match_rms_adamw`: the update has the RMS 0.2, which AdamW's updates have (Moonlight, arXiv 2502.16982).
+    `original`: Jordan's. `spectral`: the update has the spectral norm sqrt(m / n), so that a learning rate
+    carries over to other widths (Bernstein 2025). The first two are torch.optim.Muon's."""
+    return {
+        "match_rms_adamw": 0.2 * math.sqrt(max(m, n)),
+        "original": math.sqrt(max(1.0, m / n)),
+        "spectral": math.sqrt(m / n),
+    }[adjust_lr_fn]
+
+
+def batches_of(matrices: Sequence[Matrix]) -> list[list[int]]:
+    """The indices of the matrices that are orthogonalised together: small matrices of one shape in one block,
+    where a shape and its transpose are the same. The batches depend neither on the number of ranks nor on
+    pipeline stages, because the kernels of a matrix product may depend on the size of the batch."""
+    batches = defaultdict[tuple[object, ...], list[int]](list)
+    for i, matrix in enumerate(matrices):
+        _, m, n = matrix.shape
+        alone = i if matrix.parameter.ndim > 2 or matrix.parameter.numel() >= ALONE_NUMEL else None
+        batches[matrix.block, min(m, n), max(m, n), alone].append(i)
+    return list(batches.values())
+
+
+def normalize_rows(
+    update: torch.Tensor, second_moment: torch.Tensor, apply: torch.Tensor, beta2: float
+) -> torch.Tensor:
+    """NorMuon (arXiv 2510.05491): divide each row of the update [..., m, n] by the root of the running mean
+    of its mean square [..., m, 1], then give the matrix its norm back. Changes `second_moment` in place if
+    `apply`."""
+    x = update.float()
+    mean = torch.lerp(second_moment, x.square().mean(-1, keepdim=True), 1 - beta2)
+    second_moment.copy_(torch.where(apply, mean, second_moment))
+    normalized = x / (mean.sqrt() + 1e-8)
+    norms = [torch.linalg.vector_norm(t, dim=(-2, -1), keepdim=True) for t in (x, normalized)]
+    return (normalized * (norms[0] / (norms[1] + 1e-8))).to(update.dtype)
+
+
+def _momentum_update(settings: MuonSettings) -> Callable[..., None]:
+    momentum, nesterov = settings.momentum, settings.nesterov
+
+    def update_momentum(
+        gradient: torch.Tensor,
+        buffer: torch.Tensor,
+        update: torch.Tensor,
+        apply: torch.Tensor,
+        divisor: torch.Tensor,
+    ) -> None:
+        """Write the update into `update`, and, if `apply`, the new momentum into `buffer`."""
+        gradient = gradient / divisor
+        mean = torch.lerp(buffer, gradient, 1 - momentum)
+        update.copy_(torch.lerp(gradient, mean, momentum) if nesterov else mean)
+        buffer.copy_(torch.where(apply, mean, buffer))
+
+    return update_momentum
+
+
+def _weight_update(cautious: bool) -> Callable[..., None]:
+    def update_weight(
+        weight: torch.Tensor,
+        update: torch.Tensor,
+        apply: torch.Tensor,
+        rate: torch.Tensor,
+        decay: torch.Tensor,
+    ) -> None:
+        """If `apply`, let the weight decay and subtract `rate` times the update."""
+        kept = 1 - decay
+        if cautious:  # only where the update also makes the weight smaller (arXiv 2510.12402)
+            kept = torch.where(update * weight >= 0, kept, torch.ones_like(kept))
+        weight.copy_(torch.where(apply, weight * kept - rate * update, weight))
+
+    return update_weight
+
+
+def _compiled(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    """The function compiled on CUDA, into one kernel for tensors of any length; elsewhere as it is."""
+    return torch.compile(function, dynamic=True, fullgraph=True) if device.type == "cuda" else function
+
+
+def _shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard as a plain tensor; also of weights that FSDP gathers in float8."""
+    return plain_tensor(local_shard(tensor))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.mT if x.size(-2) > x.size(-1) else x
+
+
+def _zeros_per_row(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros [..., m, 1] for a parameter [..., m, n], sharded like its rows."""
+    shard = _shard(parameter)
+    local = shard.new_zeros((*shard.shape[:-1], 1))
+    if not isinstance(parameter, DTensor):
+        return local
+    last = parameter.ndim - 1
+    placements = [Replicate() if p.is_shard(last) else p for p in parameter.placements]
+    shape = torch.Size((*parameter.shape[:-1], 1))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
