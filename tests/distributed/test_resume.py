@@ -405,7 +405,8 @@ def test_another_optimizer_is_told_in_words(
     folder, other = whole.folder.parent, whole.folder.parent / "other"
     step = whole.folder / "checkpoint/step-12"
     ways = (
-        "Undo the change, or start a new run from the weights, in another --job.dump_folder, with "
+        'Undo the change, name "optimizer" in --checkpoint.allow_changed to start state that differs at '
+        "zero, or start a new run from the weights, in another --job.dump_folder, with "
         "--checkpoint.initial_load_path="
     )
     mine = ["--optimizer={name = 'momentum'}"]

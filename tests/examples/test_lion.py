@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from tests.examples.lion import LionOptimizer
-from tests.support.runs import train_on_rank
+from tests.support.runs import FOUR_MICRO_BATCHES, PP, TP, UNTIED, train_on_rank
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import read_metadata
 
+ALLOWED = "--checkpoint.allow_changed=['optimizer']"
 LION = ["--job.imports=['tests.examples.lion']", "--optimizer.name=lion", "--optimizer.lr=1e-3"]
 
 
@@ -82,6 +83,24 @@ def test_it_resumes_on_another_number_of_ranks(
     run_on(first, train_on_rank, tmp_path, corpus, [*LION, "--training.steps=4"], "hops", first)
     run_on(second, train_on_rank, tmp_path, corpus, LION, "hops", second)
     assert losses(tmp_path / "hops") == pytest.approx(losses(whole), abs=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "keys"), [(2, []), (2, [TP]), (2, [PP, UNTIED]), (4, [TP, FOUR_MICRO_BATCHES])]
+)
+def test_a_run_changes_its_optimizer_and_back(
+    tmp_path: Path, corpus: Path, run_on: Any, ranks: int, keys: list[str]
+) -> None:
+    """From AdamW to Lion to AdamW: on every layout as on one rank."""
+    model = [UNTIED] if UNTIED in keys else []
+    for name, world_size, layout in (("one", 1, model), ("other", ranks, keys)):
+        for steps, optimizer in ((4, []), (6, LION), (8, [])):
+            options = [ALLOWED, f"--training.steps={steps}", *layout, *optimizer]
+            run_on(world_size, train_on_rank, tmp_path, corpus, options, name, world_size)
+    assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+    names = read_metadata(tmp_path / "other/checkpoint/step-8").state_dict_metadata
+    assert "optimizer.model.norm.weight.exp_avg_sq" in names
 
 
 def test_control_a_resume_without_the_momentum_is_noticed(

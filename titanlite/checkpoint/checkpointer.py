@@ -24,7 +24,7 @@ from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.reader import MisfitError, load_tensors
 from titanlite.checkpoint.resume import Candidate, Fault, healthy_steps, newest_healthy
 from titanlite.checkpoint.run_folder import RunFolder
-from titanlite.checkpoint.run_identity import check_optimizer
+from titanlite.checkpoint.run_identity import OPTIMIZER, check_optimizer
 from titanlite.checkpoint.saver import Saver, Snapshot
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
 from titanlite.checkpoint.state import TRAIN, Tensors, TrainState, listed, non_finite, tensors_of
@@ -369,7 +369,8 @@ class Checkpointer:
         verification = resume.Verification(candidate, self.ranks) if full else None
         error = None
         try:
-            load_tensors(candidate.path, tensors, self.ranks)
+            other_optimizer = OPTIMIZER in self.config.allow_changed
+            load_tensors(candidate.path, tensors, self.ranks, other_optimizer)
         except CheckpointError as e:  # the hashes tell whether it is damaged or does not fit this job
             error = e
             verification = verification or resume.Verification(candidate, self.ranks)

@@ -10,6 +10,7 @@ import inspect
 import io
 import pickle
 import sys
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from enum import Enum
@@ -28,6 +29,8 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import Tensors, flattened, listed
 from titanlite.files import FileFault, check_regular, read_regular
+from titanlite.log import logger
+from titanlite.optim.base import CLIP_NORM
 
 THREADS = 4  # each holds one tensor in host memory while it is copied to the device
 
@@ -147,13 +150,18 @@ class MisfitError(CheckpointError):
         self.differences = differences
 
 
-def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> None:
+def load_tensors(
+    path: Path, tensors: Tensors, ranks: Ranks | None = None, other_optimizer: bool = False
+) -> None:
     """Load `{"model": {name: tensor}, ...}` in place from the checkpoint at `path`. Collective over `ranks`;
-    None loads whole tensors in this process. Raises MisfitError if a tensor is missing, unexpected, or has
-    another shape or dtype, CheckpointError if the checkpoint cannot be read."""
+    None loads whole tensors in this process. `other_optimizer`: optimizer state that the checkpoint does not
+    have in this form is set to zero. Raises MisfitError if a tensor is missing, unexpected, or has another
+    shape or dtype, CheckpointError if the checkpoint cannot be read."""
     ranks = ranks or Ranks(path, alone=True)
     try:
         saved = ranks.from_rank_zero(lambda: read_metadata(path))
+        if other_optimizer:
+            tensors, saved = _without_new_state(tensors, saved, ranks)
         if differences := misfits(tensors, saved, ranks):
             raise MisfitError(path, differences)
         reader = SafeReader(path, saved)
@@ -165,6 +173,52 @@ def load_tensors(path: Path, tensors: Tensors, ranks: Ranks | None = None) -> No
         raise CheckpointError(f"{path} cannot be loaded: {cause(e)}") from e
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {e}") from None
+
+
+def _without_new_state(tensors: Tensors, saved: Metadata, ranks: Ranks) -> tuple[Tensors, Metadata]:
+    """Set the optimizer state that the checkpoint cannot give to zero. Returns the remaining tensors, and the
+    checkpoint's metadata without the optimizer state that is not loaded. Collective.
+
+    The state of a parameter is loaded if the checkpoint has every tensor of it, with the same name, shape and
+    dtype; otherwise all of it starts at zero: AdamW's `step`, for example, must not count steps that its
+    moments have not seen. The clipper's `clip_norm`, which is not the optimizer's own, is left to misfits().
+    """
+    by_parameter: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    kept, fresh = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in tensors["optimizer"].items():
+        parameter, _, key = name.rpartition(".")
+        (kept if key == CLIP_NORM else by_parameter[parameter])[name] = tensor
+    for state in by_parameter.values():
+        fits = all(_is_saved(f"optimizer.{name}", tensor, saved) for name, tensor in state.items())
+        (kept if fits else fresh).update(state)
+    for tensor in fresh.values():
+        tensor.zero_()
+    num_fresh, names = len(ranks.union(fresh)), {f"optimizer.{name}" for name in ranks.union(kept)}
+    entries = saved.state_dict_metadata
+    unused = {
+        name
+        for name in entries.keys() - names
+        if name.startswith("optimizer.") and not name.endswith(f".{CLIP_NORM}")
+    }
+    if num_fresh or unused:
+        ignored = ", ".join(sorted({name.rpartition(".")[2] for name in unused})) or "nothing"
+        logger.info(
+            f'checkpoint.allow_changed has "optimizer": of the optimizer\'s state, {len(names)} tensors are '
+            f"loaded and {num_fresh} start at zero; ignored in the checkpoint: {ignored}"
+        )
+    tensors = {section: group for section, group in {**tensors, "optimizer": kept}.items() if group}
+    saved = replace(saved, state_dict_metadata={k: v for k, v in entries.items() if k not in unused})
+    return tensors, saved
+
+
+def _is_saved(name: str, tensor: torch.Tensor, saved: Metadata) -> bool:
+    """Whether the checkpoint has a tensor of this name, shape and dtype."""
+    entry = saved.state_dict_metadata.get(name)
+    return (
+        isinstance(entry, TensorStorageMetadata)
+        and tuple(entry.size) == tuple(tensor.shape)
+        and entry.properties.dtype == tensor.dtype
+    )
 
 
 def misfits(tensors: Tensors, saved: Metadata, ranks: Ranks) -> list[str]:

@@ -15,11 +15,13 @@ from titanlite.checkpoint.state import listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.json_file import read_object
+from titanlite.optim.base import CLIP_NORM
 
 NUMBERING = ("training.", "data.")  # sections that decide which sequence has which number,
 NOT_NUMBERING = "data.mask_documents"  # except this key, which only masks documents from each other
 TOKENIZER, SOURCES = "data.tokenizer", "data.sources."
 CLIP = "training.clip"
+OPTIMIZER = "optimizer"  # in allow_changed: the optimizer's state may differ; no key of the run identity
 WITHOUT_STATE = ("optimizer.lr", "optimizer.weight_decay", "optimizer.param_groups")  # add no state
 DEFAULTS = {"loss.z_loss_multiplier": 0.0}  # values that a run identity leaves out
 ABSENT = object()
@@ -41,7 +43,7 @@ def unknown_names(names: Sequence[str], *identities: dict[str, Any]) -> list[str
     return [
         f"the run identity has no key {name!r}{suggest(name, known)}"
         for name in names
-        if not any(_covers(name, key) for key in keys)
+        if name != OPTIMIZER and not any(_covers(name, key) for key in keys)
     ]
 
 
@@ -103,7 +105,7 @@ def check_optimizer(checkpoint: Path, job_toml: str, misfits: Sequence[str]) -> 
         for key, before, now in differences(theirs, ours)
         if not any(_covers(name, key) for name in WITHOUT_STATE)
     }
-    if CLIP in texts and all(phrase.partition(" ")[0].endswith(".clip_norm") for phrase in misfits):
+    if CLIP in texts and all(phrase.partition(" ")[0].endswith(f".{CLIP_NORM}") for phrase in misfits):
         texts = {CLIP: texts[CLIP]}
     if not texts:
         return
@@ -111,9 +113,12 @@ def check_optimizer(checkpoint: Path, job_toml: str, misfits: Sequence[str]) -> 
     if "optimizer.name" in texts:
         names = [settings["optimizer"].get("name") for settings in (theirs, ours)]
         difference = f"optimizer {names[0]}, this job has {names[1]}"
+    allow = f' name "{OPTIMIZER}" in --checkpoint.allow_changed to start state that differs at zero,'
+    if CLIP in texts:  # allow_changed does not cover the clipper's state
+        allow = ""
     raise ConfigError(
-        f"{checkpoint} was saved with {difference}. Undo the change, or start a new run from the weights, in "
-        f"another --job.dump_folder, with --checkpoint.initial_load_path={checkpoint}",
+        f"{checkpoint} was saved with {difference}. Undo the change,{allow} or start a new run from "
+        f"the weights, in another --job.dump_folder, with --checkpoint.initial_load_path={checkpoint}",
         CLIP if list(texts) == [CLIP] else "optimizer.name",
     )
 

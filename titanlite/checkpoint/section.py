@@ -58,6 +58,8 @@ class Checkpoint:
     allow_changed: list[str] = field(default_factory=list)
     """Keys of the run identity that may differ on resume, for example `["model.rope_theta"]`. Differences in
     other keys are refused, and so are differences that would repeat or leave out sequences of the epoch.
+    `"optimizer"` allows another optimizer: parameters whose whole optimizer state is in the checkpoint, with
+    the same keys, shapes and dtypes, load it; the state of all other parameters starts at zero.
     A new run refuses names that its run identity does not have; a resumed run warns of names that neither its
     identity nor its checkpoint's has."""
 

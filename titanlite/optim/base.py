@@ -18,6 +18,8 @@ from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
 from titanlite.torch_compat import takes_grad_scaler_tensors
 
+CLIP_NORM = "clip_norm"  # key of the scalar that training.clip = "tensor" adds to each parameter's state
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
@@ -67,6 +69,9 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
     - a scalar tensor that is equal on all ranks.
 
     With training.clip = "tensor" the clipper adds such a scalar, `clip_norm`, after the first step.
+
+    With checkpoint.allow_changed = ["optimizer"], state that the checkpoint does not have is set to zero, so
+    zeros must be a valid start.
 
     The optimizer's first step may make the state. If the state is needed earlier, `make_state` takes a step
     with zero gradients and a learning rate of 0.

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.mesh import local_shard
+from titanlite.optim.base import CLIP_NORM
 from titanlite.torch_compat import all_reduce, foreach_copy, foreach_norm
 
 MARGIN, DECAY, GLOBAL_STEPS = 1.05, 0.98, 100  # of AdaGC: lambda_rel, beta and the warmup
@@ -125,4 +126,4 @@ class Clipper:
         an optimizer would take a parameter with state for one whose state it has made."""
         for name, p in self._parameters.items():
             if p.grad is not None:
-                optimizer.state[p].setdefault("clip_norm", self._averages[name])
+                optimizer.state[p].setdefault(CLIP_NORM, self._averages[name])
