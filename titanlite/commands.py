@@ -49,7 +49,6 @@ TORCHTITAN = {
     "checkpoint.enable_checkpoint", "experimental", "quantize", "fault_tolerance",
 }  # fmt: skip
 
-
 # Modules and classes of the tables, imported only to explain keys of components from outside the package.
 SCHEMAS = {"job": ("titanlite.job", "Job"), "prepare": ("titanlite.tools.prepare", "Prepare")}
 
@@ -203,6 +202,7 @@ def _generate(options: Options) -> None:
     add("--top-k", type=int, default=0, help="sample from the K likeliest tokens only; 0: from all (0)")
     add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of probability P (1)")
     add("--seed", type=int, default=0, help="seed of the sampling; prompt i has seed + i (0)")
+    add("--ema", action="store_true", help="use the checkpoint's average of the weights ([ema])")
     _add_allow_imports(options)
 
 
@@ -212,6 +212,7 @@ def _export(options: Options) -> None:
     add("target", type=Path, help="the directory to make")
     _add_format(options, default_dtype="bfloat16")
     add("--keep-padding", action="store_true", help="keep rows of embedding and head without a token id")
+    add("--ema", action="store_true", help="export the checkpoint's average of the weights ([ema])")
     _add_allow_imports(options)
 
 
@@ -244,9 +245,8 @@ def parse_size(text: str) -> int:
 
 
 def _migrate(options: Options) -> None:
-    add = options.add
-    add("source", type=Path, help="a TOML file of torchtitan 0.1 or 0.2")
-    add("-o", "--output", type=Path, help="the file to write (standard output)")
+    options.add("source", type=Path, help="a TOML file of torchtitan 0.1 or 0.2")
+    options.add("-o", "--output", type=Path, help="the file to write (standard output)")
 
 
 def _compare(options: Options) -> None:

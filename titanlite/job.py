@@ -37,6 +37,7 @@ from titanlite.metrics.profiling import Profiling
 from titanlite.models.base import ModelFamily
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer
+from titanlite.optim.ema import EMA
 from titanlite.optim.schedule import LRScheduler
 from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
@@ -81,6 +82,7 @@ class Job:
     loss: Loss = field(default_factory=ChunkedCrossEntropy)
     optimizer: Optimizer = field(default_factory=AdamW)
     lr_scheduler: LRScheduler = field(default_factory=WarmupStableDecay)
+    ema: EMA = field(default_factory=EMA)
     parallelism: Parallelism = field(default_factory=Parallelism)
     attention: AttentionBackend = field(default_factory=Auto)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

@@ -30,6 +30,7 @@ from titanlite.metrics.parameters import ParameterStatistics
 from titanlite.metrics.profiling import Profiler
 from titanlite.metrics.slow_ranks import SlowRanks
 from titanlite.metrics.token_statistics import PrecisionWarning, TokenStatistics
+from titanlite.optim.ema import WeightAverage
 from titanlite.parallel.clip import Clipper, GradNorms
 from titanlite.parallel.compile import Compilations
 from titanlite.parallel.probe import probe_metrics
@@ -53,6 +54,7 @@ class Run:
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     clipper: Clipper
+    average: WeightAverage
     state: TrainState
     checkpoints: Checkpointer
     meter: Meter
@@ -139,7 +141,7 @@ class Run:
         """Shorten the timeout of collectives and prepare the first save, now that the step is compiled and
         its memory allocated."""
         self.rt.first_step_done()
-        self.checkpoints.warm_up(self.model.net, self.optimizer)
+        self.checkpoints.warm_up(self.model.net, self.optimizer, self.average)
 
     def read_guard(self, leave: int = 0) -> str | None:
         """Report skipped steps and spikes to the sinks; the newest `leave` steps are not read yet. Returns
@@ -173,7 +175,7 @@ class Run:
         step, num_rewinds = state.step, guard.num_rewinds + 1
         with self.meter.untimed("time/rewind_s"):
             latest = spike.start_step - config.rewind_margin
-            if not self.checkpoints.rewind(latest, self.model.net, self.optimizer, state):
+            if not self.checkpoints.rewind(latest, self.model.net, self.optimizer, state, self.average):
                 raise Diverged(
                     f"{guard.reason()}; no healthy checkpoint of step {max(latest, 0)} or earlier exists, to "
                     f"which guard.rewind_margin = {config.rewind_margin} allows to rewind; "
@@ -213,7 +215,9 @@ class Run:
     def save(self) -> None:
         """Save a checkpoint of the step that was just taken."""
         with self.meter.untimed("checkpoint/stall_s"):
-            self.checkpoints.save(self.model.net, self.optimizer, self.state, self.extra_state())
+            self.checkpoints.save(
+                self.model.net, self.optimizer, self.state, self.extra_state(), self.average
+            )
 
     def metrics(
         self, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[Batch]
@@ -308,15 +312,27 @@ class Run:
         }
 
     def validate(self) -> dict[str, Any]:
-        """The validation loss on the held-out sequences. Collective."""
+        """The validation loss on the held-out sequences: of the weights and, with [ema], of their average.
+        Collective."""
         num_sequences = self.job.validation.num_sequences(
             self.sequences.num_held_out, self.rt.batch.global_size
         )
         with self.meter.untimed("time/validation_s"):
-            return validate(self.model, self.sequences, num_sequences, self.rt)
+            metrics = validate(self.model, self.sequences, num_sequences, self.rt)
+            if self.job.ema.enable:
+                with self.average.as_weights():
+                    self.model.weights_changed()
+                    averaged = validate(self.model, self.sequences, num_sequences, self.rt)
+                self.model.weights_changed()
+                metrics["eval/ema_loss"] = averaged["eval/loss"]
+                metrics["eval/ema_perplexity"] = averaged["eval/perplexity"]
+        return metrics
 
     def probe(self, batch: Batch) -> dict[str, Any]:
-        """The metrics of a probe with one micro-batch, whose table goes to probe.jsonl. Collective."""
+        """If a probe is due, its metrics with one micro-batch; its table goes to probe.jsonl. Otherwise {}.
+        Collective."""
+        if not self.job.metrics.probe_is_due(self.state.step, self.job.training.steps):
+            return {}
         with self.meter.untimed("time/probe_s"):
             blocks = self.model.probe(batch)
         self.meter.sinks.table(self.state.step, "probe", {"blocks": [asdict(block) for block in blocks]})

@@ -150,6 +150,12 @@ def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def foreach_lerp(targets: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], share: torch.Tensor) -> None:
+    """Move each target by `share` of the way to its end, in place. `share`: scalar tensor on the same device,
+    which the host does not read. A share of 0 keeps the target's values if its end is finite."""
+    torch._foreach_lerp_(list(targets), list(ends), [share] * len(targets))
+
+
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor inside a wrapper subclass, such as torchao's class of weights that FSDP gathers in float8.
     Other tensors are returned unchanged. Shares memory with `tensor`; a DTensor stays a DTensor."""

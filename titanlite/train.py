@@ -25,6 +25,7 @@ from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.memory import building
 from titanlite.metrics.profiling import Profiler
 from titanlite.optim.base import guarded_step, set_lr
+from titanlite.optim.ema import WeightAverage
 from titanlite.parallel.apply import parallelize
 from titanlite.parallel.clip import Clipper, grad_norms
 from titanlite.run import Run
@@ -82,7 +83,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     startup.check_data(job, rt.batch.global_size, sequences, checkpoints.resumed_train)
 
     startup.log_start(job, rt, about, sequences, kernel)
-    with building(num_parameters, rt.mesh.shards):
+    with building(num_parameters, rt.mesh.shards, job.ema.enable):
         if checkpoints.resumed_train is None:
             logger.info("initialising the weights")
         model.materialize(rt.device, job.training.seed)
@@ -91,7 +92,8 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         state = TrainState(step=0, num_sequences=0, tokens=rt.count(0), skipped=job.data.skipped)
         if checkpoints.resumed_train is None and job.checkpoint.initial_load_path:
             load_initial(Path(job.checkpoint.initial_load_path), job.model, model.net, checkpoints.ranks)
-        checkpoints.load(model.net, optimizer, state)
+        average = WeightAverage(job.ema, model.net)
+        checkpoints.load(model.net, optimizer, state, average)
         model.weights_changed()
         guard = StepGuard(job.guard, rt.device, rt.world_size)
         if checkpoints.resumed_train is not None:
@@ -111,6 +113,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         model=model,
         optimizer=optimizer,
         clipper=clipper,
+        average=average,
         state=state,
         checkpoints=checkpoints,
         meter=meter,
@@ -148,6 +151,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         guarded_step(optimizer, apply, run.clipper.clip(norms, apply, state.step))
         optimizer.zero_grad()
         model.after_step(apply)
+        run.average.update(state.step, apply)
         state.step_done(next_sequence, num_targets)
         meter.step_done()
         profiler.step_done()
@@ -168,8 +172,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             metrics = run.metrics(loss, norms.total, micro_batches)
             if token_statistics is not None:
                 metrics |= run.detail_metrics(norms, apply, loss, token_statistics)
-            if job.metrics.probe_is_due(state.step, last_step):
-                metrics |= run.probe(micro_batches[0])
+            metrics |= run.probe(micro_batches[0])  # {} unless a probe is due
             meter.report(state.step, metrics | evaluation)
         if save_failed:
             checkpoints.check_save()

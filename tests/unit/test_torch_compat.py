@@ -260,6 +260,14 @@ def test_several_tensors_are_copied() -> None:
     assert [target.tolist() for target in targets] == [1.0, [0.0, 1.0, 2.0]]
 
 
+def test_several_tensors_are_moved_towards_their_ends_by_a_share_on_the_device() -> None:
+    targets, ends = [torch.zeros(()), torch.zeros(2, 2)], [torch.ones(()), torch.full((2, 2), 4.0)]
+    torch_compat.foreach_lerp(targets, ends, torch.tensor(0.25))
+    assert [target.tolist() for target in targets] == [0.25, [[1.0, 1.0], [1.0, 1.0]]]
+    torch_compat.foreach_lerp(targets, ends, torch.tensor(0.0))
+    assert [target.tolist() for target in targets] == [0.25, [[1.0, 1.0], [1.0, 1.0]]]
+
+
 def test_optimizers_that_read_the_tensors_of_a_grad_scaler() -> None:
     weight = [nn.Parameter(torch.ones(2))]
     fused = torch.optim.AdamW(weight, fused=True)

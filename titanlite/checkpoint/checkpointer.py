@@ -27,10 +27,20 @@ from titanlite.checkpoint.run_folder import RunFolder
 from titanlite.checkpoint.run_identity import OPTIMIZER, check_optimizer
 from titanlite.checkpoint.saver import Saver, Snapshot
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
-from titanlite.checkpoint.state import TRAIN, Tensors, TrainState, listed, non_finite, tensors_of
+from titanlite.checkpoint.state import (
+    AVERAGE,
+    TRAIN,
+    Tensors,
+    TrainState,
+    listed,
+    non_finite,
+    start_average,
+    tensors_of,
+)
 from titanlite.errors import Diverged
 from titanlite.log import logger
 from titanlite.optim.base import make_state
+from titanlite.optim.ema import WeightAverage
 
 LOWER_LR = "--optimizer.lr=<a lower one>"
 EXPORT_POLL_S = 60.0  # far below the timeout of the ranks that wait for rank 0, which exports
@@ -106,9 +116,16 @@ class Checkpointer:
         """The checkpoint that the run resumes from; None for a new run."""
         return self._candidate.path if self._candidate else None
 
-    def load(self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> None:
-        """Restore `net`, `optimizer` and `state` in place from the chosen checkpoint. If that turns out to be
-        damaged, use the usable checkpoint before it.
+    def load(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: TrainState,
+        average: WeightAverage | None = None,
+    ) -> None:
+        """Restore `net`, `optimizer`, `state` and `average` in place from the chosen checkpoint. If that
+        turns out to be damaged, use the usable checkpoint before it. If the checkpoint has no average, the
+        average is set to the weights.
 
         A new run loads nothing; with checkpoint.restart, the earlier run in the folder is archived here."""
         candidate = self._candidate
@@ -118,7 +135,7 @@ class Checkpointer:
         if self.config.initial_load_path:
             logger.info(f"initial_load_path is not used: the run resumes from {candidate.path}")
         make_state(optimizer)
-        tensors = tensors_of(net, optimizer)
+        tensors = tensors_of(net, optimizer, average)
         while reason := self._load(candidate, tensors):
             candidate = self.ranks.from_rank_zero(functools.partial(self._fall_back, candidate, reason))
         self._candidate = candidate
@@ -130,11 +147,16 @@ class Checkpointer:
         logger.info(f"resumed from {candidate.path}")
 
     def rewind(
-        self, last_step: int, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState
+        self,
+        last_step: int,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: TrainState,
+        average: WeightAverage | None = None,
     ) -> bool:
-        """Restore `net`, `optimizer` and `state` in place from the newest healthy checkpoint of step
-        `last_step` or earlier, and archive all later checkpoints and exports. Returns whether there is such a
-        checkpoint; if not, nothing changes.
+        """Restore `net`, `optimizer`, `state` and `average` in place from the newest healthy checkpoint of
+        step `last_step` or earlier, and archive all later checkpoints and exports. Returns whether there is
+        such a checkpoint; if not, nothing changes.
 
         No file records which sequences are skipped before the next save: a run that is killed before it
         resumes from this checkpoint, or from a later one that was not archived yet, meets the same steps
@@ -143,7 +165,7 @@ class Checkpointer:
         candidate = self.ranks.from_rank_zero(lambda: self._newest_healthy(last_step))
         if candidate is None:
             return False
-        tensors = tensors_of(net, optimizer)
+        tensors = tensors_of(net, optimizer, average)
         while reason := self._load(candidate, tensors):
             candidate = self.ranks.from_rank_zero(
                 functools.partial(self._healthy_before, candidate, reason, last_step)
@@ -186,14 +208,21 @@ class Checkpointer:
         interval = self.config.interval
         return step // interval > self._saved_step // interval and not in_streak()
 
-    def warm_up(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def warm_up(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
+    ) -> None:
         """Prepare the first save: check the free space of the disk and allocate host memory. Call this when
         the optimizer has its state."""
         if self.config.enable:
-            self.saver.warm_up(tensors_of(net, optimizer))
+            self.saver.warm_up(tensors_of(net, optimizer, average))
 
     def save(
-        self, net: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, extra_state: dict[str, Any]
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: TrainState,
+        extra_state: dict[str, Any],
+        average: WeightAverage | None = None,
     ) -> None:
         """Save now, after the save in flight has ended. If the state is not finite, nothing is saved, and
         Diverged is raised here or in check_save().
@@ -201,7 +230,7 @@ class Checkpointer:
         `extra_state`: plain values for train.json. Its entry `healthy` says whether a run that diverges later
         can go back to this checkpoint."""
         self._saved_step = state.step
-        tensors = tensors_of(net, optimizer)
+        tensors = tensors_of(net, optimizer, average)
         branch = self.config.load_step if self.config.load_step != -1 else None
         train = state.as_json() | extra_state | {"finite": True, "branch": branch, "identity": self.identity}
         snapshot = Snapshot(
@@ -367,10 +396,10 @@ class Checkpointer:
         full = self.config.verify == "full"
         logger.info(f"loading {'and verifying ' if full else ''}{candidate.path}")
         verification = resume.Verification(candidate, self.ranks) if full else None
-        error = None
+        error, sections = None, set[str]()
         try:
             other_optimizer = OPTIMIZER in self.config.allow_changed
-            load_tensors(candidate.path, tensors, self.ranks, other_optimizer)
+            sections = load_tensors(candidate.path, tensors, self.ranks, other_optimizer, optional=[AVERAGE])
         except CheckpointError as e:  # the hashes tell whether it is damaged or does not fit this job
             error = e
             verification = verification or resume.Verification(candidate, self.ranks)
@@ -379,9 +408,15 @@ class Checkpointer:
             if isinstance(error, MisfitError):
                 check_optimizer(candidate.path, self.job_toml, error.differences)
             raise error
-        if reason is None and (names := self.ranks.union(non_finite(tensors))):
-            reason = f"{listed(names)} are not finite"
-        return reason
+        if reason is not None:
+            return reason
+        if AVERAGE in tensors and AVERAGE not in sections:
+            start_average(tensors)
+            logger.info(f"{candidate.path} has no average of the weights: it starts from the loaded weights")
+        elif AVERAGE in sections and AVERAGE not in tensors:
+            logger.info(f"the average of the weights in {candidate.path} is not used: ema.enable = false")
+        names = self.ranks.union(non_finite(tensors))
+        return f"{listed(names)} are not finite" if names else None
 
     def _fall_back(self, damaged: Candidate, reason: str) -> Candidate:
         """The usable checkpoint before a damaged one. Called on rank 0. Raises CheckpointError if none is

@@ -11,6 +11,7 @@ import io
 import pickle
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from enum import Enum
@@ -151,15 +152,24 @@ class MisfitError(CheckpointError):
 
 
 def load_tensors(
-    path: Path, tensors: Tensors, ranks: Ranks | None = None, other_optimizer: bool = False
-) -> None:
-    """Load `{"model": {name: tensor}, ...}` in place from the checkpoint at `path`. Collective over `ranks`;
-    None loads whole tensors in this process. `other_optimizer`: optimizer state that the checkpoint does not
-    have in this form is set to zero. Raises MisfitError if a tensor is missing, unexpected, or has another
-    shape or dtype, CheckpointError if the checkpoint cannot be read."""
+    path: Path,
+    tensors: Tensors,
+    ranks: Ranks | None = None,
+    other_optimizer: bool = False,
+    optional: Collection[str] = (),
+) -> set[str]:
+    """Load `{"model": {name: tensor}, ...}` in place from the checkpoint at `path`. Returns the names of the
+    checkpoint's sections. Collective over `ranks`; None loads whole tensors in this process.
+
+    `other_optimizer`: optimizer state that the checkpoint does not have in this form is set to zero.
+    `optional`: sections that are left as they are if the checkpoint does not have them. Raises MisfitError if
+    a tensor is missing, unexpected, or has another shape or dtype, CheckpointError if the checkpoint cannot
+    be read."""
     ranks = ranks or Ranks(path, alone=True)
     try:
         saved = ranks.from_rank_zero(lambda: read_metadata(path))
+        sections = _sections(saved)
+        tensors = {name: t for name, t in tensors.items() if name in sections or name not in optional}
         if other_optimizer:
             tensors, saved = _without_new_state(tensors, saved, ranks)
         if differences := misfits(tensors, saved, ranks):
@@ -173,6 +183,15 @@ def load_tensors(
         raise CheckpointError(f"{path} cannot be loaded: {cause(e)}") from e
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {e}") from None
+    return sections
+
+
+def _sections(saved: Metadata) -> set[str]:
+    """The names of the sections of a checkpoint; none if its metadata is damaged, which misfits() reports."""
+    try:
+        return {name.partition(".")[0] for name in saved.state_dict_metadata}
+    except (AttributeError, TypeError):
+        return set()
 
 
 def _without_new_state(tensors: Tensors, saved: Metadata, ranks: Ranks) -> tuple[Tensors, Metadata]:

@@ -22,6 +22,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect, load_object
 from titanlite.data.skips import SkippedSequences
 from titanlite.mesh import local_shard
+from titanlite.optim.ema import WeightAverage
 from titanlite.torch_compat import foreach_norm, is_persistent, plain_tensor
 
 TRAIN = "train.json"
@@ -29,7 +30,8 @@ TRAIN_KEYS: dict[str, type] = {
     "step": int, "sequences": int, "tokens": int, "global_batch_size": int, "guard": dict, "healthy": bool,
     "finite": bool, "identity": dict, "skipped": list,
 }  # fmt: skip
-Tensors = dict[str, dict[str, torch.Tensor]]  # section, "model" or "optimizer" -> name -> tensor
+AVERAGE = "ema"  # the section of the weights' average
+Tensors = dict[str, dict[str, torch.Tensor]]  # section, "model", "optimizer" or AVERAGE -> name -> tensor
 
 
 @dataclass
@@ -111,9 +113,18 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return tensors
 
 
-def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """All tensors that a checkpoint holds."""
-    return {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
+def tensors_of(
+    net: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
+) -> Tensors:
+    """All tensors that a checkpoint holds. The section of the average exists only if there is an average."""
+    tensors = {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
+    return tensors | {AVERAGE: average.tensors} if average is not None and average.tensors else tensors
+
+
+def start_average(tensors: Tensors) -> None:
+    """Set the average to the weights."""
+    for name, average in tensors[AVERAGE].items():
+        local_shard(average).copy_(local_shard(tensors["model"][name]))
 
 
 def flattened(tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -122,8 +133,8 @@ def flattened(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def non_finite(tensors: Tensors) -> list[str]:
-    """Names of this rank's weights and optimizer state tensors that hold NaN or infinity. Waits for the
-    device, and needs almost no memory.
+    """Names of this rank's weights, averages and optimizer state tensors that hold NaN or infinity. Waits for
+    the device, and needs almost no memory.
 
     Optimizer state whose shape differs from its parameter's is not checked: a scalar may be infinite on
     purpose."""
@@ -131,7 +142,7 @@ def non_finite(tensors: Tensors) -> list[str]:
     local: dict[str, torch.Tensor] = {}
     for section, group in tensors.items():
         for name, tensor in group.items():
-            parameter = name if section == "model" else name.rpartition(".")[0]
+            parameter = name.rpartition(".")[0] if section == "optimizer" else name
             shard = local_shard(tensor)
             if shard.is_floating_point() and shard.numel() and shapes.get(parameter) == tensor.shape:
                 local[f"{section}.{name}"] = shard

@@ -20,7 +20,7 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import first_fault
 from titanlite.checkpoint.reader import read_metadata
 from titanlite.checkpoint.resume import find_checkpoint, small_files
-from titanlite.checkpoint.state import TRAIN, read_train
+from titanlite.checkpoint.state import AVERAGE, TRAIN, read_train
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect
 from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
@@ -30,15 +30,22 @@ from titanlite.torch_compat import file_view
 MODEL = "model."  # prefix of the weights in a titanlite checkpoint
 
 
-def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
+def open_titanlite(path: Path, family: ModelFamily | None = None, average: bool = False) -> Weights:
     """Open the weights of a step folder, or of the newest checkpoint of a run. Raises CheckpointError if the
-    checkpoint is damaged; the contents of its shards are not checked. `family`: the family of the recorded
-    model, whose architecture is then read."""
+    checkpoint is damaged; the contents of its shards are not checked.
+
+    `family`: the family of the recorded model, whose architecture is then read. `average`: open the average
+    of the trained weights in place of the weights. Raises ConfigError if the checkpoint has none."""
     path = find_checkpoint(path)
     if reason := first_fault(path, small_files(path)):
         raise CheckpointError(f"{path} is damaged: {reason}")
     metadata = read_metadata(path)
-    names = {n.removeprefix(MODEL): n for n in metadata.state_dict_metadata if n.startswith(MODEL)}
+    names = _names_in(metadata, MODEL)
+    if average:
+        averages = _names_in(metadata, f"{AVERAGE}.")
+        if not averages:
+            raise ConfigError(f"{path} has no average of the weights: its run had ema.enable = false")
+        names |= averages
     try:
         identity = read_train(path)["identity"]
         expect(identity, model=dict)
@@ -50,6 +57,11 @@ def open_titanlite(path: Path, family: ModelFamily | None = None) -> Weights:
         raise CheckpointError(f"{path} is damaged: its {TRAIN} cannot be trusted: {e}") from None
     architecture = _recorded(identity["model"], family, path) if family is not None else {}
     return Weights(path, "titanlite", stored_tensors(path, metadata, names), architecture, tokenizer)
+
+
+def _names_in(metadata: Metadata, prefix: str) -> dict[str, str]:
+    """The names with this prefix, by the names without it."""
+    return {n.removeprefix(prefix): n for n in metadata.state_dict_metadata if n.startswith(prefix)}
 
 
 def stored_tensors(path: Path, metadata: Metadata, names: Mapping[str, str]) -> dict[str, LazyTensor]:

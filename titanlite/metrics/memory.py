@@ -37,13 +37,15 @@ class OutOfMemory(RuntimeError):
 
 
 @contextmanager
-def building(num_parameters: int, shards: int) -> Iterator[None]:
-    """Turns an out-of-memory error while the model and its optimizer are made into OutOfMemory."""
+def building(num_parameters: int, shards: int, keeps_average: bool = False) -> Iterator[None]:
+    """Turns an out-of-memory error while the model and its optimizer are made into OutOfMemory.
+    `keeps_average`: whether an average of the weights is made, too."""
     try:
         yield
     except torch.OutOfMemoryError as e:
         size = 4 * num_parameters / shards / GIB
-        where = f"before the first step: weights take {size:.1f} GiB per GPU, gradients as much"
+        others = "gradients and the average of the weights (ema.enable)" if keeps_average else "gradients"
+        where = f"before the first step: weights take {size:.1f} GiB per GPU, {others} as much"
         raise OutOfMemory(explain(where)) from e
 
 

@@ -20,6 +20,7 @@ SPEED = "throughput/tokens_per_second"
 # Metrics with a chart of their own: key, title, unit.
 KNOWN = [
     (VALIDATION, "Validation loss", "nats per token"),
+    ("eval/ema_loss", "Validation loss of the average of the weights", "nats per token"),
     ("train/learning_rate", "Learning rate", ""),
     ("train/grad_norm", "Gradient norm", ""),
     (SPEED, "Throughput", "tokens/s"),
@@ -31,8 +32,9 @@ KNOWN = [
 ]
 # Metrics that say nothing new, or that the table of lost time has.
 NOT_SHOWN = {
-    "train/loss", "train/perplexity", "eval/perplexity", "eval/tokens", "progress/total_tokens",
-    "progress/sequences", "throughput/tokens_per_second_per_device", "throughput/tflops",
+    "train/loss", "train/perplexity", "eval/perplexity", "eval/ema_perplexity", "eval/tokens",
+    "progress/total_tokens", "progress/sequences", "throughput/tflops",
+    "throughput/tokens_per_second_per_device",
     "train/noise_scale_sequences", "memory/peak_allocated_gib", "time/to_first_step_s",
     "compile/graphs", "compile/seconds", *PAUSES.values(),
 }  # fmt: skip

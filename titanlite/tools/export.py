@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     check_hashes(path)
     job = load_recorded_job(path, options.allow_imports)
     tokenizer = job.tokenizer.build()
-    weights = open_titanlite(path, job.model)
+    weights = open_titanlite(path, job.model, options.ema)
     now = getattr(job.tokenizer, "path", job.tokenizer.name)
     command = f"titanlite import {path} DIR CONFIG.toml --tokenizer.path=..."
     advice = f"{now} has changed; if the tokenizer has moved, run `{command}` with the run's CONFIG.toml"
@@ -34,5 +34,6 @@ def main(argv: Sequence[str]) -> int:
     tell(f"using {path}")
     form = ExportFormat(DTYPES.get(options.dtype), options.max_shard_size, options.keep_padding)
     size = write_directory(weights, options.target, ModelAndTokenizer(job.model, tokenizer), form)
-    print(f"{options.target}: {job.model.name} {job.model.flavor} from {path}, {gib(size)}")
+    source = f"the average of the weights in {path}" if options.ema else path
+    print(f"{options.target}: {job.model.name} {job.model.flavor} from {source}, {gib(size)}")
     return 0

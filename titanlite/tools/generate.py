@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as e:
         raise ConfigError(f"--{str(e.key).replace('_', '-')}: {e}") from None
     set_up_logging(rank=0, verbose=False)
-    source = open_source(options.path, pick_device(), options.allow_imports)
-    tell(f"using {source.path}")
+    source = open_source(options.path, pick_device(), options.allow_imports, options.ema)
+    tell(f"using {'the average of the weights in ' if options.ema else ''}{source.path}")
     for i, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(f"--- {i + 1} of {len(prompts)}")
@@ -111,15 +111,18 @@ def _print_growing(prompt: str, texts: Iterator[str]) -> None:
     print(for_terminal(text[printed:]))
 
 
-def open_source(path: Path, device: torch.device, allow_imports: bool) -> Source:
-    """Load the model at `path` onto `device`, in bf16 on GPUs. Raises ConfigError or CheckpointError."""
+def open_source(path: Path, device: torch.device, allow_imports: bool, average: bool = False) -> Source:
+    """Load the model at `path` onto `device`, in bf16 on GPUs. `average`: with the average of the weights
+    from a checkpoint. Raises ConfigError or CheckpointError."""
     if (path / "config.json").exists():
+        if average:
+            raise ConfigError(f"{path} is a Hugging Face directory, which has no average: leave out --ema")
         return _open_hugging_face(path, device)
     path = find_checkpoint(path)
     check_hashes(path)
     job = load_recorded_job(path, allow_imports)
     tokenizer = job.tokenizer.build()
-    weights = open_titanlite(path)
+    weights = open_titanlite(path, average=average)
     net = _load(weights, job.model, device)
 
     def encode(prompt: str) -> list[int]:

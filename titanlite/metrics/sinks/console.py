@@ -27,6 +27,7 @@ def console_line(step: int, total_steps: int, values: Values) -> str:
     formats = {
         "train/loss": "loss {:.4f}",
         "eval/loss": "validation loss {:.4f}",
+        "eval/ema_loss": "ema loss {:.4f}",
         "train/grad_norm": "grad_norm {:.3f}",
         "train/learning_rate": "lr {:.2e}",
         "throughput/tokens_per_second": "{:,.0f} tok/s",

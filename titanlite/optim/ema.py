@@ -1,0 +1,95 @@
+"""`[ema]`: an exponential moving average of the weights, kept beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from titanlite.config.component import ConfigError, check_at_least
+from titanlite.mesh import local_shard
+from titanlite.torch_compat import foreach_copy, foreach_lerp, plain_tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class EMA:
+    """An exponential moving average of the weights. It changes nothing about training: validation also
+    measures it, checkpoints hold it, and `titanlite export --ema` exports it."""
+
+    enable: bool = False
+    """Keep the average. It needs 4 bytes per parameter, sharded like the weights, in memory and in each
+    checkpoint, and validation takes twice as long. A run may switch it on or off when it resumes; switched
+    on, the average starts from the loaded weights."""
+    decay: float = 0.999
+    """The share of the average that remains after one step. The average is mostly of the last
+    1 / (1 - decay) steps."""
+    start_step: int = 0
+    """The average equals the weights up to and including this step, and leaves them with the first update
+    after it. It needs no bias correction, because it starts from weights and not from 0."""
+    freq: int = 1
+    """Steps between updates after start_step. An update keeps decay^freq of the average, so that the average
+    reaches back equally far with every freq."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ConfigError(f"{self.decay} is not in [0, 1)", "decay")
+        check_at_least(self, 0, "start_step")
+        check_at_least(self, 1, "freq")
+
+
+class WeightAverage:
+    """The average of the trained parameters of `net`, which begins equal to them; empty if `config` does not
+    enable it. Buffers are not averaged.
+
+    `tensors`: this rank's part of the average, by parameter name, each sharded like its parameter."""
+
+    def __init__(self, config: EMA, net: nn.Module):
+        self._config = config
+        parameters = net.named_parameters() if config.enable else ()
+        trained = {name: p for name, p in parameters if p.requires_grad}
+        for name, p in trained.items():
+            if p.dtype != torch.float32:  # an update would be lost in the rounding of a 16-bit average
+                raise ConfigError(f"{name} is {p.dtype}; only float32 weights are averaged", "ema.enable")
+        self.tensors = {name: plain_tensor(p.detach()).clone() for name, p in trained.items()}
+        self._parameters = list(trained.values())
+        self._averages = [local_shard(tensor) for tensor in self.tensors.values()]
+
+    @torch.no_grad()
+    def update(self, step: int, applied: torch.Tensor) -> None:
+        """Update the average after a step of the optimizer. `applied`: bool scalar on the device, False if
+        the step was skipped; the average then stays bit-identical. Not collective, and does not wait for the
+        device unless the weights are on the CPU."""
+        config, num_steps = self._config, step - self._config.start_step
+        if not self._averages or (num_steps > 0 and num_steps % config.freq):
+            return
+        if num_steps <= 0:
+            foreach_copy(self._averages, self._weights())
+            return
+        # A skipped step has left the weights finite, so a factor of 0 keeps the average exactly.
+        factor = applied.to(self._averages[0].device) * (1 - config.decay**config.freq)
+        foreach_lerp(self._averages, self._weights(), factor)
+
+    @contextmanager
+    def as_weights(self) -> Iterator[None]:
+        """In the body, the model's parameters hold the average, and the average the weights. Needs the memory
+        of one shard. Values that the model derives from its weights are not updated. Not collective."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for weight, average in zip(self._weights(), self._averages):
+            spare = weight.clone()
+            weight.copy_(average)
+            average.copy_(spare)
+
+    def _weights(self) -> list[torch.Tensor]:
+        """This rank's shards of the parameters. Looked up anew each time, because FSDP may replace a shard by
+        a padded copy in its first forward."""
+        return [local_shard(plain_tensor(p)) for p in self._parameters]
