@@ -107,6 +107,33 @@ def test_a_z_loss_is_the_same_on_every_layout(run_on, layout) -> None:
         assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
 
 
+SCALES = {"residual_scale": 0.3, "attention_scale": 1.7, "logit_scale": 0.6, "matrix_init_std": 0.05}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2},
+        *map(full, [
+            {}, {"cp": 2}, {"pp": 2, "tied": False}, {"tp": 2, "family": "qwen3"},
+            {"tp": 2, "compile": "aot_eager"}, {"activation_checkpoint": "full", "compile": "inductor"},
+            {"tp": 2, "activation_checkpoint": "selective"},
+        ]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gradient_is_the_same_with_scales(run_on, layout) -> None:
+    shape = {"shape": SCALES, "tied": layout.get("tied", True), "family": layout.get("family", "llama3")}
+    whole = gradients(1, 0, 1, whole_logits=True, **shape)
+    plain = gradients(1, 0, 1, whole_logits=True, **{**shape, "shape": {}})
+    assert not torch.allclose(whole["norm"], plain["norm"], rtol=1e-2), "the scales do nothing"
+    by_rank = run_on(2, on_rank, 2, 2, {**layout, **shape})
+    split = {name: value for gradients_of_rank in by_rank for name, value in gradients_of_rank.items()}
+    assert split.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.allclose(split[name], value, rtol=1e-4, atol=1e-7), name
+
+
 def broken_on_rank(missing_sum: str) -> dict[str, torch.Tensor]:
     """The gradients without one of the sums over the tensor-parallel ranks."""
     with pytest.MonkeyPatch.context() as patch:

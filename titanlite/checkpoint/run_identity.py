@@ -23,7 +23,14 @@ TOKENIZER, SOURCES = "data.tokenizer", "data.sources."
 CLIP = "training.clip"
 OPTIMIZER = "optimizer"  # in allow_changed: the optimizer's state may differ; no key of the run identity
 WITHOUT_STATE = ("optimizer.lr", "optimizer.weight_decay", "optimizer.param_groups")  # add no state
-DEFAULTS = {"loss.z_loss_multiplier": 0.0}  # values that a run identity leaves out
+DEFAULTS = {  # values of keys that a run identity may lack
+    "loss.z_loss_multiplier": 0.0,
+    "model.residual_scale": 1.0,
+    "model.attention_scale": 1.0,
+    "model.logit_scale": 1.0,
+    "model.matrix_init_std": 0.02,
+    "model.depth_scaled_init": True,
+}
 ABSENT = object()
 
 
@@ -172,7 +179,8 @@ def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str
             yield key, same_name if old == new else f"the tokenizer was {old}, is {new}"
         else:
             a, b = (DEFAULTS.get(key, value) if value is ABSENT else value for value in (a, b))
-            yield key, f"{key} was {spell(a)}, is {spell(b)}"
+            if a != b:
+                yield key, f"{key} was {spell(a)}, is {spell(b)}"
 
 
 def _percent(share: Any) -> str:

@@ -48,12 +48,13 @@ DEFAULT_FORMAT = ExportFormat()
 
 
 class _Output(NamedTuple):
-    """A tensor of an export: the first `shape[0]` rows of `stored`, in `dtype`."""
+    """A tensor of an export: the first `shape[0]` rows of `stored` times `factor`, in `dtype`."""
 
     name: str
     stored: LazyTensor
     shape: tuple[int, ...]
     dtype: torch.dtype
+    factor: float
 
     @property
     def size(self) -> int:
@@ -128,7 +129,7 @@ def _outputs(weights: Weights, model: ModelAndTokenizer, form: ExportFormat) -> 
             vocab_size = shape[0] if form.keep_padding else num_ids
             shape = (vocab_size, *shape[1:])
         written = form.dtype if form.dtype and stored.dtype.is_floating_point else stored.dtype
-        outputs.append(_Output(name, stored, shape, written))
+        outputs.append(_Output(name, stored, shape, written, net.export_factor(name)))
     return outputs, vocab_size
 
 
@@ -196,7 +197,9 @@ def _write_shard(file: Path, shard: Sequence[_Output], should_stop: Callable[[],
                 chunk = output.stored.read(region)
                 num_rows = max(BLOCK_BYTES // max(chunk[:1].numel() * output.dtype.itemsize, 1), 1)
                 for block in chunk.split(num_rows):
-                    values = block.to(output.dtype)
+                    # In fp64, so that values are rounded once.
+                    exact = block if output.factor == 1.0 else block.double() * output.factor
+                    values = exact.to(output.dtype)
                     if not values.isfinite().all():
                         raise CheckpointError(_not_finite(output, block))
                     f.write(values.flatten().view(torch.uint8).numpy().data)

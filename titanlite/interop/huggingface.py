@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
 from titanlite.files import FileFault, check_regular
-from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
+from titanlite.interop.weights import UNSCALED, Chunk, LazyTensor, Region, Weights
 from titanlite.log import logger
 from titanlite.models.base import ModelFamily
 from titanlite.models.hf_config import read_family
@@ -122,8 +122,8 @@ def warn_of_generation_settings(weights: Weights, tokenizer: Tokenizer) -> None:
 
 
 def _architecture(path: Path, family: ModelFamily | None) -> dict[str, Any]:
-    """Return the architecture fields in config.json; empty without the file, which torchtitan does not write,
-    or if the family does not read one."""
+    """Return the architecture fields in config.json; only UNSCALED without the file, which torchtitan does
+    not write, or if the family does not read one."""
     if family is None or not family.hf_model_type or not (path / "config.json").exists():
-        return {}
+        return UNSCALED
     return read_family(path, family).config.architecture_fields()

@@ -23,7 +23,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
 from titanlite.files import check_regular
 from titanlite.interop.dcp import stored_tensors
-from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
+from titanlite.interop.weights import UNSCALED, Chunk, LazyTensor, Region, Weights
 from titanlite.models.base import ModelFamily
 
 OUTSIDE_BLOCKS = {  # Meta's name -> Hugging Face's name
@@ -71,7 +71,8 @@ def open_torchtitan(path: Path, family: ModelFamily) -> Weights:
         )
     states = r"(optimizer|lr_scheduler|dataloader|train_state|ft_dataloader)\b"
     inside = {n.removeprefix(prefix): n for n in names if n.startswith(prefix) and not re.match(states, n)}
-    return Weights(path, "torchtitan", _renamed(stored_tensors(path, metadata, inside), family, path), {})
+    tensors = _renamed(stored_tensors(path, metadata, inside), family, path)
+    return Weights(path, "torchtitan", tensors, UNSCALED)
 
 
 def open_meta(path: Path, family: ModelFamily) -> Weights:
@@ -180,10 +181,10 @@ def _num_files(content: Mapping[str, torch.Tensor], family: ModelFamily) -> int:
 def _params(path: Path, family: ModelFamily) -> dict[str, Any]:
     """Return the architecture fields in params.json."""
     if not (path / "params.json").exists():
-        return {}
+        return UNSCALED
     params = read_object(path / "params.json")
     fields = "dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta"  # as in titanlite
-    named: dict[str, Any] = {key: params[key] for key in fields if key in params}
+    named: dict[str, Any] = UNSCALED | {key: params[key] for key in fields if key in params}
     if not params.get("use_scaled_rope", False):
         return {**named, "rope_factor": 1.0}
     # The factor is in Meta's code: 8 for Llama 3.1, 32 for 3.2.

@@ -27,6 +27,8 @@ Region = tuple[slice, ...]  # begin and end along each dimension of a tensor
 
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 HEAD = "lm_head.weight"
+# Architecture fields that models of other programs lack, with their values for these models.
+UNSCALED = {"residual_scale": 1.0, "attention_scale": 1.0, "logit_scale": 1.0}
 
 
 class Chunk(NamedTuple):

@@ -93,6 +93,11 @@ class Decoder(nn.Module):
         """Mean and standard deviation of the normal distribution that initialises the parameter `name`."""
         raise NotImplementedError
 
+    def export_factor(self, name: str) -> float:
+        """The factor by which the parameter `name` is multiplied in Hugging Face's form of the model. A
+        family with scales that this form lacks folds them into the weights. Default: 1."""
+        return 1.0
+
     def parameter_role(self, name: str) -> Role:
         """The role of the parameter `name`, for optimizers that treat weights by their purpose.
 

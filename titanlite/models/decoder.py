@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,16 +23,30 @@ from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, DecoderConfig, HeadFn, logits
 from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, SwiGLU, apply_rope, rope_tables
 
+INIT_STD = 0.02
+INIT_FIELDS = ("matrix_init_std", "depth_scaled_init")  # decide initial weights only
+
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig(DecoderConfig):
     """The architecture of one flavor. `max_position`: the maximum sequence length in tokens; a larger
-    training.seq_len is refused."""
+    training.seq_len is refused.
+
+    The scales multiply what they are named after; with 1 they cost nothing. `residual_scale`: what attention
+    and MLP add to the residual stream. `attention_scale`: the attention scores, beside 1 / sqrt(head_dim).
+    `logit_scale`: the logits. `matrix_init_std`: standard deviation of the initial matrices of the blocks;
+    embedding and head have INIT_STD. `depth_scaled_init`: divide it by sqrt(2 n_layers) for the projections
+    that write to the residual stream (GPT-2), so that the variance of the stream does not grow with depth."""
 
     norm_eps: float
     rope_theta: float
     max_position: int
     tie_word_embeddings: bool = False
+    residual_scale: float = 1.0
+    attention_scale: float = 1.0
+    logit_scale: float = 1.0
+    matrix_init_std: float = INIT_STD
+    depth_scaled_init: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,6 +54,10 @@ class RotaryConfig(DecoderConfig):
             raise ConfigError(f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim = {self.head_dim} is odd; rotary embedding pairs its two halves")
+
+    def architecture_fields(self) -> dict[str, Any]:
+        fields = super().architecture_fields()
+        return {key: value for key, value in fields.items() if key not in INIT_FIELDS}
 
     @property
     def rope_scaling(self) -> RopeScaling:
@@ -64,9 +83,12 @@ TP_PLAN = {
 class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
+    scales_queries: ClassVar[str] = "q_proj"
+    """Name of the module whose weight the queries are proportional to."""
+
     def __init__(self, config: RotaryConfig):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.scale = config.head_dim, config.attention_scale
         self.q_proj = Linear(config.dim, config.n_heads * config.head_dim)
         self.k_proj = Linear(config.dim, config.n_kv_heads * config.head_dim)
         self.v_proj = Linear(config.dim, config.n_kv_heads * config.head_dim)
@@ -80,7 +102,10 @@ class SelfAttention(nn.Module):
             p(x_BTD).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         q_BTHE, k_BTKE = self.normed(q, k)
-        out_BTHE = attention.attend(apply_rope(q_BTHE, cos, sin), apply_rope(k_BTKE, cos, sin), v)
+        k_BTKE = apply_rope(k_BTKE, cos, sin)
+        if self.scale != 1.0:  # of the queries' tables: in fp32, and equal for every attention backend
+            cos, sin = cos * self.scale, sin * self.scale
+        out_BTHE = attention.attend(apply_rope(q_BTHE, cos, sin), k_BTKE, v)
         return self.o_proj(out_BTHE.flatten(-2))
 
     def normed(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +115,7 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), with residual_scale."""
 
     def __init__(self, config: RotaryConfig, attention: nn.Module):
         super().__init__()
@@ -98,12 +123,14 @@ class Block(nn.Module):
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = SwiGLU(config.dim, config.hidden_dim)
+        self.scale = config.residual_scale
 
     def forward(
         self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin, attention)
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        attended = self.self_attn(self.input_layernorm(x_BTD), cos, sin, attention)
+        x_BTD = torch.add(x_BTD, attended, alpha=self.scale)
+        return torch.add(x_BTD, self.mlp(self.post_attention_layernorm(x_BTD)), alpha=self.scale)
 
 
 class Model(nn.Module):
@@ -115,7 +142,8 @@ class Model(nn.Module):
         self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         blocks = {str(i): Block(config, attention(config)) for i in range(config.n_layers)}
         self.layers = nn.ModuleDict(blocks)
-        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
+        # Scaling the last hidden states scales the logits: no head and no loss has to know the scale.
+        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps, config.logit_scale)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None, attention: Attention) -> torch.Tensor:
         if positions is None:
@@ -148,6 +176,12 @@ class RotaryDecoder(Decoder):
         super().__init__()
         self.config, self.vocab_size = config, config.vocab_size
         self.model = Model(config, attention)
+        self.folded_scales = {
+            "o_proj.weight": config.residual_scale,
+            "down_proj.weight": config.residual_scale,
+            f"self_attn.{attention.scales_queries}.weight": config.attention_scale,
+            "model.norm.weight": config.logit_scale,
+        }
         self.lm_head = None if config.tie_word_embeddings else Head(config.dim, config.vocab_size)
         head_plan = {} if config.tie_word_embeddings else {"lm_head": "head"}
         self.tp_plan = TP_PLAN | (attention_plan or {}) | head_plan
@@ -189,10 +223,14 @@ class RotaryDecoder(Decoder):
     def init_normal(self, name: str) -> tuple[float, float]:
         if name.endswith("norm.weight"):
             return 1.0, 0.0
-        # Projections that write to the residual stream start smaller in deeper models (GPT-2), so that the
-        # variance of the stream does not grow with depth.
+        if self.parameter_role(name) in ("embedding", "head"):
+            return 0.0, INIT_STD
+        config, std = self.config, self.config.matrix_init_std
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return 0.0, 0.02 / math.sqrt(2 * self.config.n_layers) if residual else 0.02
+        return 0.0, std / math.sqrt(2 * config.n_layers) if residual and config.depth_scaled_init else std
+
+    def export_factor(self, name: str) -> float:
+        return next((scale for end, scale in self.folded_scales.items() if name.endswith(end)), 1.0)
 
     def num_heads(self, name: str) -> int:
         if name.endswith("q_proj.weight"):

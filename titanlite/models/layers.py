@@ -34,17 +34,20 @@ class Head(Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, computed in fp32, returned in x's dtype (Zhang & Sennrich 2019).
-    The weight is rounded to x's dtype first, because FSDP gathers it in that dtype: results are the same with
-    and without FSDP."""
+    """x / rms(x) * weight * scale over the last dim, computed in fp32, returned in x's dtype (Zhang &
+    Sennrich 2019). The weight is rounded to x's dtype first, because FSDP gathers it in that dtype: results
+    are the same with and without FSDP."""
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, dim: int, eps: float, scale: float = 1.0):
         super().__init__()
-        self.eps = eps
+        self.eps, self.scale = eps, scale
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.to(x.dtype).float(), self.eps).to(x.dtype)
+        weight = self.weight.to(x.dtype).float()
+        if self.scale != 1.0:
+            weight = weight * self.scale
+        return F.rms_norm(x.float(), self.weight.shape, weight, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ TP_PLAN = {"model.layers.*.self_attn.[qk]_norm": "heads"}
 class SelfAttention(decoder.SelfAttention):
     """Attention with a norm of the queries and a norm of the keys. All heads share the norms' weights."""
 
+    scales_queries = "q_norm"
+
     def __init__(self, config: RotaryConfig):
         super().__init__(config)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)

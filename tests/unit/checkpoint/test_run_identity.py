@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from titanlite.checkpoint.run_identity import check_identity
+import pytest
+
+from tests.support.models import SHAPE
+from titanlite.checkpoint.run_identity import DEFAULTS, check_identity
+from titanlite.config import toml
+from titanlite.config.component import ConfigError
+from titanlite.models.decoder import RotaryConfig
+
+ADDED = {key.removeprefix("model.") for key in DEFAULTS if key.startswith("model.")}
 
 
 def test_a_default_that_the_run_identity_leaves_out_is_named() -> None:
@@ -16,3 +24,13 @@ def test_a_default_that_the_run_identity_leaves_out_is_named() -> None:
         (without, none, 'loss.name was "cross_entropy", is absent'),
     ]:
         assert check_identity(before, now, ["loss"], Path()) == [text]
+
+
+def test_scales_of_a_run_from_before_they_existed_are_1() -> None:
+    old, scaled = {"model": {"dim": 64}}, {"model": {"dim": 64, "residual_scale": 0.5}}
+    new = {"model": toml.as_tree(RotaryConfig(**SHAPE, norm_eps=1e-5, rope_theta=1e4, max_position=64))}
+    old_keys = {"model": {key: value for key, value in new["model"].items() if key not in ADDED}}
+    assert len(ADDED) == 5 == len(new["model"]) - len(old_keys["model"])
+    assert check_identity(old_keys, new, [], Path()) == []
+    with pytest.raises(ConfigError, match=r"model.residual_scale was 1.0, is 0.5"):
+        check_identity(old, scaled, [], Path())
