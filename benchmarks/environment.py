@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +28,13 @@ def write_result(path: Path, result: dict[str, Any], *packages: str) -> None:
     """Write a benchmark's raw output with its environment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**result, "environment": environment(*packages)}, indent=1) + "\n")
+
+
+def without_paths(text: str) -> str:
+    """A text without this machine's folders."""
+    for place in (Path(__file__).resolve().parents[1], *map(Path, sys.path), Path(sys.prefix)):
+        text = text.replace(f"{place}/", "") if place.is_absolute() and place != Path("/") else text
+    return text
 
 
 def installed(package: str) -> str:

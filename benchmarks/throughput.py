@@ -29,6 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +106,34 @@ def main() -> None:
 
 
 def measure(
-    options: argparse.Namespace, overrides: list[str], device: str | None = None, root: Path = ROOT
+    options: argparse.Namespace,
+    overrides: list[str],
+    device: str | None = None,
+    root: Path = ROOT,
+    folder: Path | None = None,
+    data: Sequence[str] = SHIPPED_DATA,
 ) -> dict[str, Any]:
-    """Run titanlite once. Returns its reports. `device`: the only visible device. `root`: the checkout."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Run titanlite once. Returns its reports. `device`: the only visible device. `root`: the checkout.
+    `folder`: a new folder for the run and for its output, `log.txt`; None: a temporary one, and the output is
+    this program's. `data`: overrides that come before `overrides`."""
+    with ExitStack() as stack:
+        log = None
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        else:
+            folder.mkdir(parents=True)
+            log = stack.enter_context((folder / "log.txt").open("w"))
         command = [str(root / "run_train.sh"), options.config, f"--training.steps={options.steps}"]
-        command += [*SHIPPED_DATA, *overrides, f"--job.dump_folder={folder}"]
+        command += [*data, *overrides, f"--job.dump_folder={folder}"]
         began = time.perf_counter()
         env = os.environ | {"NGPU": str(options.ngpu), "PYTHON": sys.executable}
         if device is not None:
             env["CUDA_VISIBLE_DEVICES"] = device
-        subprocess.run(command, env=env, check=True, cwd=root)  # Python imports titanlite from cwd first
+        # Python imports titanlite from cwd first.
+        subprocess.run(command, env=env, check=True, cwd=root, stdout=log, stderr=log)
         wall_s = time.perf_counter() - began
-        reports = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        ran_on = json.loads((Path(folder) / "env.json").read_text())
+        reports = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        ran_on = json.loads((folder / "env.json").read_text())
     del ran_on["command"], ran_on["platform"]  # they name this machine's folders and kernel
     counted = [report for report in reports if report["step"] > options.skip]
     return {"trainer": "titanlite", "wall_s": wall_s, "env": ran_on, "counted": counted, "reports": reports}
