@@ -61,13 +61,16 @@ class Group(NamedTuple):
 
 def main_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Return the charts of the loss, and those of metrics that most runs have."""
-    charts = [loss_by_tokens(runs), *_differences(runs), *_by_cost(runs)]
+    by_time = _by_time(runs, LOSS, "Training loss by time")
+    charts = [loss_by_tokens(runs), *_differences(runs), by_time, _by_compute(runs)]
     for key, title, unit in KNOWN:
         chart = metric_chart(runs, key, title, unit)
         if key == SPEED:
             marks = [mark for i, run in enumerate(runs) for mark in marks_of(run, i)]
             chart = replace(chart, marks=marks, note=_explained(marks))
         charts.append(chart)
+        if key == VALIDATION:
+            charts.append(_by_time(runs, VALIDATION, "Validation loss by time"))
     charts.append(_noise_scales(runs))
     return [chart for chart in charts if chart.lines]
 
@@ -199,33 +202,39 @@ def noise_scale(run: RecordedRun) -> Series:
     return Series(last.steps, last.tokens, per_step * ratios).finite()
 
 
-def _by_cost(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Return the loss by time and by FLOPs, as far as the runs have recorded them."""
-    hours = [_hours_at(run) for run in runs]
+def _by_time(runs: Sequence[RecordedRun], key: str, title: str) -> Chart:
+    """Return the chart of a loss by the time that the runs had taken, as far as they have recorded it."""
+    hours = [_hours_at(run, key) for run in runs]
     is_short = max((x[-1] for x in hours if x is not None and len(x)), default=0) < 2
     times = [None if x is None else x * (60 if is_short else 1) for x in hours]
-    axes = [
-        ("Training loss by time", "minutes" if is_short else "hours", times),
-        ("Training loss by compute", "model FLOPs", [_flops_at(run) for run in runs]),
-    ]
-    charts = []
-    for title, label, places in axes:
-        lines = list[Line]()
-        for i, (run, x) in enumerate(zip(runs, places)):
-            if x is not None:
-                lines += noisy_lines(i, run.series(LOSS), x)[-1:]  # the smoothed line only
-        note = "median over 3% of the run" if _has_smooth(lines) else ""
-        charts.append(Chart(title, label, lines, "nats", note))
-    return charts
+    return _by_cost(runs, key, title, "minutes" if is_short else "hours", times)
 
 
-def _hours_at(run: RecordedRun) -> Floats | None:
-    """The hours that a run had taken at each logged loss."""
+def _by_compute(runs: Sequence[RecordedRun]) -> Chart:
+    """Return the chart of the training loss by FLOPs, as far as the runs have recorded them."""
+    flops = [_flops_at(run) for run in runs]
+    return _by_cost(runs, LOSS, "Training loss by compute", "model FLOPs", flops)
+
+
+def _by_cost(
+    runs: Sequence[RecordedRun], key: str, title: str, label: str, places: Sequence[Floats | None]
+) -> Chart:
+    """The chart of a loss. `places`: for each run the place of each of its points on the x axis."""
+    lines = list[Line]()
+    for i, (run, x) in enumerate(zip(runs, places)):
+        if x is not None:
+            lines += noisy_lines(i, run.series(key), x)[-1:]  # the smoothed line only
+    note = "median over 3% of the run" if _has_smooth(lines) else ""
+    return Chart(title, label, lines, "nats", note)
+
+
+def _hours_at(run: RecordedRun, key: str) -> Floats | None:
+    """The hours that a run had taken at each point of a metric."""
     hours = timeline(run).hours
     if not len(hours):
         return None
     by_step = {record["step"]: at for record, at in zip(run.records, hours)}
-    return np.array([by_step[step] for step in run.series(LOSS).steps.tolist()])
+    return np.array([by_step[step] for step in run.series(key).steps.tolist()])
 
 
 def _flops_at(run: RecordedRun) -> Floats | None:

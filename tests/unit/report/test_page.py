@@ -222,6 +222,24 @@ def test_the_time_of_a_killed_run_has_its_causes(tmp_path: Path) -> None:
     assert minutes["x"][-1] == pytest.approx((20 + 30 + 198 * 1.5 + 12 + 4 + 60) / 60)
 
 
+def test_the_validation_loss_is_drawn_by_tokens_and_by_time(tmp_path: Path) -> None:
+    validated = [i % 20 == 19 for i in range(100)]
+    values = {
+        "train/loss": falling(100),
+        "time/step_s": np.full(100, 36.0),
+        "eval/loss": [2.5 - i / 100 if due else None for i, due in enumerate(validated)],
+        "time/validation_s": [72.0 if due else None for due in validated],
+    }
+    charts = {chart.title: chart for chart in main_charts([read_run(write_run(tmp_path, values), "run")])}
+    (by_tokens,), (by_time,) = charts["Validation loss"].lines, charts["Validation loss by time"].lines
+    assert by_tokens.y.tolist() == by_time.y.tolist() == pytest.approx([2.31, 2.11, 1.91, 1.71, 1.51])
+    assert by_time.x * 60 == pytest.approx([(20 * 36 + 72) * i for i in range(1, 6)])
+    assert charts["Validation loss by time"].x_label == "minutes"
+    values["time/step_s"] = np.full(100, 360.0)
+    charts = {chart.title: chart for chart in main_charts([read_run(write_run(tmp_path, values), "run")])}
+    assert charts["Validation loss by time"].x_label == charts["Training loss by time"].x_label == "hours"
+
+
 def test_of_two_rewinds_only_their_own_steps_count_as_trained_again(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", metrics(100), every=10, job=JOB)
     again = [*range(210, 241, 10), *range(810, 831, 10), *range(820, 841, 10)]  # 40, 30 and 30 steps
