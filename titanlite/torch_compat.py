@@ -42,13 +42,21 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> None:
     mesh._flatten(name)
 
 
-def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor with the mesh, placements and global shape of `like`, whose local shard is `local`.
+def dtensor_like(local: torch.Tensor, like: DTensor, shape: torch.Size | None = None) -> DTensor:
+    """A DTensor with the mesh and placements of `like`, whose local shard is `local`. `shape`: its global
+    shape; default: that of `like`. The shape may differ from that of `like` only in the size of dims that
+    are divided evenly.
 
     DTensor.from_local would move `local` to the device of the mesh; this function leaves a shard in host
     memory.
     """
-    return DTensor(local, like._spec, requires_grad=False)
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    if shape is None:
+        meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    else:
+        meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    return DTensor(local, like._spec.shallow_copy_with_tensor_meta(meta), requires_grad=False)
 
 
 def local_offsets(tensor: DTensor) -> tuple[int, ...]:
@@ -306,6 +314,11 @@ def compilations() -> list[Compilation]:
             seconds += record.entire_frame_compile_time_s or 0.0
         compilations.append(Compilation(record, function, record.recompile_reason or "", seconds))
     return compilations
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Let torch.compile make code for any size of this dim above 1, instead of this size."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def loss_compile_options(backend: str) -> dict[str, Any] | None:

@@ -65,7 +65,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     attention, kernel = startup.check_device(job, rt.device, rt.param_dtype, rt.world_size)
     tokenizer = startup.open_tokenizer(job)
     net = job.model.build_on_meta()
-    job.optimizer.check(net)
+    job.optimizer.check(net, rt.mesh.degrees.tp)
     num_parameters = sum(p.numel() for p in net.parameters())
     flops_per_token = net.flops_per_token(job.training.seq_len)
     about = startup.summary(job, net, tokenizer.vocab_size)

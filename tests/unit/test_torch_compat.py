@@ -65,16 +65,19 @@ def shards() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     tensor = distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [Shard(0)])
     again = torch_compat.dtensor_like(tensor.to_local() + 1, tensor)
+    sums = torch_compat.dtensor_like(tensor.to_local().sum(1, keepdim=True).int(), tensor, torch.Size([5, 1]))
     return {
         "offsets": torch_compat.local_offsets(tensor),
         "global": again.full_tensor().flatten().tolist(),
+        "sums": (sums.full_tensor().flatten().tolist(), sums.shape, sums.dtype, sums.stride()),
         "placements": again.placements == tensor.placements,
         "grad": again.requires_grad,
     }
 
 
 def test_a_dtensor_is_made_of_a_local_shard_and_knows_where_it_begins(run_on: Any) -> None:
-    expected = {"global": [float(i) for i in range(1, 11)], "placements": True, "grad": False}
+    sums = ([1, 5, 9, 13, 17], (5, 1), torch.int32, (1, 1))
+    expected = {"global": [float(i) for i in range(1, 11)], "sums": sums, "placements": True, "grad": False}
     assert run_on(2, shards) == [{"offsets": (offset, 0), **expected} for offset in (0, 3)]
 
 
@@ -135,6 +138,19 @@ def test_the_compilers_records() -> None:
     assert "requires_grad" in forward.reason
     assert backward.function is None
     assert 0 < backward.seconds < 600
+
+
+def test_code_for_any_size_of_a_dim() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    double = torch.compile(lambda x: 2 * x, backend=counter)
+    for rows in (4, 5, 9):
+        x = torch.ones(rows, 8)
+        torch_compat.mark_dynamic(x, 0)
+        double(x)
+    assert counter.frame_count == 1
+    double(torch.ones(4, 9))  # the other dim keeps its size
+    assert counter.frame_count == 2
 
 
 def test_the_option_of_the_compiled_loss_exists() -> None:

@@ -126,13 +126,15 @@ def check_optimizer(checkpoint: Path, job_toml: str, misfits: Sequence[str]) -> 
     raise ConfigError(
         f"{checkpoint} was saved with {difference}. Undo the change,{allow} or start a new run from "
         f"the weights, in another --job.dump_folder, with --checkpoint.initial_load_path={checkpoint}",
-        CLIP if list(texts) == [CLIP] else "optimizer.name",
+        next(iter(texts)) if len(texts) == 1 else "optimizer.name",
     )
 
 
 def _optimizer_settings(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    clip = job.get("training", {}).get("clip", "global")  # jobs from before the key have none
-    return {"optimizer": job.get("optimizer", {}), "training": {"clip": clip}}
+    # Jobs from before these keys have none.
+    clip = job.get("training", {}).get("clip", "global")
+    optimizer = {"state_dtype": "float32", **job.get("optimizer", {})}
+    return {"optimizer": optimizer, "training": {"clip": clip}}
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

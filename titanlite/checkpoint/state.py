@@ -136,15 +136,16 @@ def non_finite(tensors: Tensors) -> list[str]:
     """Names of this rank's weights, averages and optimizer state tensors that hold NaN or infinity. Waits for
     the device, and needs almost no memory.
 
-    Optimizer state whose shape differs from its parameter's is not checked: a scalar may be infinite on
-    purpose."""
+    Scalars of the optimizer state may be infinite on purpose and are not checked, unless the parameter is a
+    scalar, too."""
     shapes = {name: t.shape for name, t in tensors["model"].items()}
     local: dict[str, torch.Tensor] = {}
     for section, group in tensors.items():
         for name, tensor in group.items():
             parameter = name.rpartition(".")[0] if section == "optimizer" else name
             shard = local_shard(tensor)
-            if shard.is_floating_point() and shard.numel() and shapes.get(parameter) == tensor.shape:
+            checked = tensor.ndim > 0 or shapes.get(parameter) == tensor.shape
+            if checked and shard.is_floating_point() and shard.numel():
                 local[f"{section}.{name}"] = shard
     if not local:
         return []

@@ -1,9 +1,11 @@
-"""AdamW (Loshchilov & Hutter 2019): torch's fused implementation, which supports CPU, CUDA and DTensors."""
+"""AdamW (Loshchilov & Hutter 2019): torch's fused implementation, which supports CPU, CUDA and DTensors, or
+LowBitAdamW."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any, Literal
 
 import torch
@@ -12,8 +14,10 @@ from titanlite.config.component import ConfigError
 from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
+from titanlite.optim.low_bit import BLOCK, LowBitAdamW, has_blocks, moments
 
-StateDtype = Literal["float32"]
+BFLOAT16_BETA2 = 0.99  # largest beta2 with bfloat16 state: at 0.999, sqrt(v) is 21% too large
+StateDtype = Literal["float32", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,9 @@ class AdamWKeys(Optimizer):
     eps: float = 1e-8
     """Added to the denominator of the update."""
     state_dtype: StateDtype = "float32"
-    """dtype of AdamW's state."""
+    """How AdamW's moments are stored; updates are computed in float32. `float32`: 8 bytes per parameter.
+    `bfloat16`: 4 bytes, for beta2 of at most 0.99. `int8`: 2.125 bytes; a parameter of one dim, or whose last
+    dim is no multiple of 64, keeps float32."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,15 +43,45 @@ class AdamWKeys(Optimizer):
                 raise ConfigError(f"{getattr(self, key)} is not in [0, 1)", key)
         if not self.eps >= 0:
             raise ConfigError(f"{self.eps} is below 0", "eps")
+        if self.state_dtype == "bfloat16" and self.beta2 > BFLOAT16_BETA2:
+            raise ConfigError(
+                f'state_dtype = "bfloat16" needs beta2 of at most {BFLOAT16_BETA2}, not {self.beta2:g}: '
+                "rounding would lose most changes of the second moment; use int8 or float32",
+                "beta2",
+            )
+
+    def check(self, model: Decoder, tensor_parallel: int = 1) -> None:
+        super().check(model, tensor_parallel)
+        if self.state_dtype == "int8":
+            self._check_blocks(model, tensor_parallel)
+
+    def _check_blocks(self, model: Decoder, tensor_parallel: int) -> None:
+        """Raises ConfigError if tensor parallel would cut a block of 8-bit state."""
+        rowwise = [pattern for pattern, style in model.tp_plan.items() if style == "rowwise"]
+        for settings, names in self.grouped(model).items():
+            for name in names if settings.rule in ("", "adamw") else ():
+                parameter, module = model.get_parameter(name), name.rpartition(".")[0]
+                if not has_blocks(parameter) or not any(fnmatch(module, pattern) for pattern in rowwise):
+                    continue
+                size = parameter.shape[-1]
+                if size // tensor_parallel % BLOCK:
+                    raise ConfigError(
+                        f"{name} has rows of {size} values, which {tensor_parallel} tensor-parallel ranks share: with "
+                        f"8-bit state, each needs a multiple of {BLOCK}; use a tensor_parallel_degree that "
+                        f'divides {size // BLOCK}, or optimizer.state_dtype = "bfloat16"',
+                        "optimizer.state_dtype",
+                    )
 
     def update_of(
         self, weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
     ) -> torch.Tensor | None:
         """lr * (m / (sqrt(v) + eps) + weight_decay * w) with the moments m and v after bias correction. w is
-        the weight before the step, which follows from the weight after it."""
+        the weight before the step, which follows from the weight after it. With 8-bit state the moments are
+        those that were stored, with their rounding errors of about 1%."""
         lr, decay, step = group["lr"], group["weight_decay"], state["step"]
-        denominator = (state["exp_avg_sq"] / (1 - self.beta2**step)).sqrt_().add_(self.eps)
-        update = (state["exp_avg"] / (1 - self.beta1**step)).div_(denominator)
+        m, v = moments(state)
+        denominator = (v / (1 - self.beta2**step)).sqrt_().add_(self.eps)
+        update = (m / (1 - self.beta1**step)).div_(denominator)
         return update.add_(weight, alpha=decay).mul_(lr / (1 - lr * decay))
 
     def signal_and_noise(
@@ -58,9 +94,10 @@ class AdamWKeys(Optimizer):
         if step < 2 or self.beta1 == 0:
             return None
         decayed = self.beta1**step
+        m, v = moments(state)
         k = (1 - self.beta1) / (1 + self.beta1) * (1 + decayed) / (1 - decayed)
-        mean_square = state["exp_avg"].square().sum() / (1 - decayed) ** 2
-        square = state["exp_avg_sq"].sum() / (1 - self.beta2**step)
+        mean_square = m.square().sum() / (1 - decayed) ** 2
+        square = v.sum() / (1 - self.beta2**step)
         signal = (mean_square - k * square) / (1 - k)
         return signal, square - signal
 
@@ -77,4 +114,6 @@ def build_adamw(
     groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, state_dtype: StateDtype
 ) -> torch.optim.Optimizer:
     """The AdamW optimizer of parameter groups, each with `params`, `lr` and `weight_decay`."""
+    if state_dtype != "float32":
+        return LowBitAdamW(groups, betas, eps, state_dtype)
     return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)

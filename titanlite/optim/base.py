@@ -154,9 +154,10 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
             for settings, names in self.grouped(model).items()
         ]
 
-    def check(self, model: Decoder) -> None:
-        """Raises ConfigError for a pattern that selects no parameter of the whole model. With pipeline
-        parallel a rank has only some of the parameters, so `model` must not be split into stages yet."""
+    def check(self, model: Decoder, tensor_parallel: int = 1) -> None:
+        """Raises ConfigError for a pattern that selects no parameter of the whole model, and if the optimizer
+        cannot work on shards of `tensor_parallel` ranks. With pipeline parallel a rank has only some of the
+        parameters, so `model` must not be split into stages yet."""
         used = {settings.entry for settings in self.grouped(model)}
         names = [name for name, _ in model.named_parameters()]
         for i, group in enumerate(self.param_groups):

@@ -82,8 +82,8 @@ class Muon(AdamWKeys, name="muon"):
     def peak_lr(self, rule: str) -> float:
         return self.lr * (self.adamw_lr_multiplier if rule == "adamw" else 1.0)
 
-    def check(self, model: Decoder) -> None:
-        super().check(model)
+    def check(self, model: Decoder, tensor_parallel: int = 1) -> None:
+        super().check(model, tensor_parallel)
         for settings, names in self.grouped(model).items():
             for name in names if settings.rule == "muon" else ():
                 if not _fits(parameter := model.get_parameter(name)):

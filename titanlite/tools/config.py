@@ -60,7 +60,7 @@ def build_on_meta(job: Job) -> Decoder:
     """Build the model on the meta device. Raises ConfigError for a key with a pattern that matches none of
     its modules or parameters."""
     net = job.model.build_on_meta()
-    job.optimizer.check(net)
+    job.optimizer.check(net, job.parallelism.tensor_parallel_degree)
     if job.float8.enable:
         split_layers(net, job.float8, job.parallelism.tensor_parallel_degree)
     check_auxiliary_losses(net, job.parallelism.pipeline_parallel_degree)
