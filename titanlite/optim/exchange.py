@@ -57,14 +57,14 @@ class Ownership:
 
         `batches`: indices of the tensors that must have the same owner and be exchanged together; each tensor
         is in one batch. `costs`: of each batch. `num_bytes`: of each whole tensor. A bucket ends before an
-        owner would receive more than `bucket_bytes`."""
+        owner would receive more than `bucket_bytes` in several batches."""
         owners, load = [0] * len(num_bytes), [0.0] * num_ranks
         buckets, held = [list[int]()], [0] * num_ranks
         for i in sorted(range(len(batches)), key=lambda i: (-costs[i], i)):
             owner = min(range(num_ranks), key=lambda rank: (load[rank], rank))
             load[owner] += costs[i]
             size = sum(num_bytes[j] for j in batches[i])
-            if buckets[-1] and held[owner] + size > bucket_bytes:
+            if held[owner] and held[owner] + size > bucket_bytes:
                 buckets.append([])
                 held = [0] * num_ranks
             held[owner] += size
