@@ -62,8 +62,8 @@ class TorchaoAdamW8bit(Optimizer, name="torchao_adamw8bit"):
 
 
 def write_state_bytes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Write this rank's bytes of state per parameter to STATE_BYTES_FILE, after an optimizer's first step.
-    `Both` ends its step after its parts, so that its number is the one that stays."""
+    """Write this rank's bytes of state per parameter to STATE_BYTES_FILE, after an optimizer's first step. An
+    optimizer that consists of others ends its step after theirs, so that its number stays."""
     if optimizer not in measured:
         measured.append(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -22,7 +22,7 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.environment import installed  # noqa: E402
 from titanlite.data.shards import TokenShards  # noqa: E402
 
 FOLDER, MEGABYTES = Path("outputs/package_text"), 250
@@ -141,14 +142,12 @@ def _versions(packages: Counter[str]) -> list[dict[str, Any]]:
     """The packages with at least a megabyte of text, the largest first, and the sum of all others."""
     distributions, result, others = packages_distributions(), list[dict[str, Any]](), 0
     for name, num_bytes in packages.most_common():
-        known = distributions.get(name)
-        number = version(known[0]) if known else ""
-        if name == "standard library":
-            number = platform.python_version()
         if num_bytes < 10**6:
             others += num_bytes
-        else:
-            result.append({"package": name, "version": number, "bytes": num_bytes})
+            continue
+        is_python = name == "standard library"
+        number = platform.python_version() if is_python else installed(distributions.get(name, [name])[0])
+        result.append({"package": name, "version": number, "bytes": num_bytes})
     return [*result, {"package": "others", "version": "", "bytes": others}]
 
 
