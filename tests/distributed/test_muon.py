@@ -107,9 +107,9 @@ def test_a_checkpoint_goes_on_on_another_layout(
 @pytest.mark.full
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
 def test_real_gradients_differ_by_rounding_only(run_on: Callable[..., Any], dtype: str, bound: float) -> None:
-    optimizer = Muon(lr=LR, ns_dtype=dtype)
+    optimizer = Muon(lr=1e-3, ns_dtype=dtype)
     start, alone = (train(1, {}, optimizer, range(n), None, None, set_real_gradients) for n in (0, 8))
-    other = Muon(lr=LR, ns_dtype=dtype, ns_coefficients="jordan")
+    other = Muon(lr=1e-3, ns_dtype=dtype, ns_coefficients="jordan")
     assert distance_moved(train(1, {}, other, range(8), None, None, set_real_gradients), alone, start) > 0.05
     for options in ({}, {"tp": 2}):
         args = (4, options, optimizer, range(8), None, None, set_real_gradients)

@@ -1,0 +1,130 @@
+"""Muon on CUDA: its kernels, its bits on two GPUs, and no wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.gpu import column, run
+from tests.support.optimizer_layouts import LR, assert_equal, gradient
+from titanlite.mesh import ALONE, Mesh, Parallelism, build_mesh, local_shard_and_offsets
+from titanlite.models.base import Decoder
+from titanlite.models.llama3 import Llama3
+from titanlite.optim.base import guarded_step
+from titanlite.optim.muon import Muon
+from titanlite.optim.orthogonalize import coefficients_of, orthogonalize
+from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.torch_compat import dtensor_like
+
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+SHAPE = {
+    "dim": 256, "n_layers": 3, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "hidden_dim": 704,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def steps(optimizer: Muon, device: str, mesh: Mesh = ALONE) -> dict[str, torch.Tensor]:
+    """Whole weights and momentum on the CPU after four steps with the gradients of `gradient`."""
+    torch.manual_seed(0)
+    net: Decoder = Llama3(flavor="debug", overrides=SHAPE).build().to(device)
+    if mesh.device_mesh is not None:
+        apply_fsdp(net, mesh, torch.float32, torch.float32, "always", cpu_offload=False)
+    built = optimizer.build(net, mesh)
+    for step in range(4):
+        for name, p in net.named_parameters():
+            shard, offsets = local_shard_and_offsets(p)
+            whole = gradient(name, step, p.shape)
+            local = whole[tuple(slice(o, o + n) for o, n in zip(offsets, shard.shape))].contiguous()
+            p.grad = dtensor_like(local.to(device), p) if mesh.device_mesh else local.to(device)
+        guarded_step(built, torch.tensor(True, device=device), torch.tensor(2.0, device=device))
+    tensors = {name: p.detach() for name, p in net.named_parameters()}
+    tensors |= {
+        f"{name}.momentum": built.state[p]["momentum_buffer"]
+        for name, p in net.named_parameters()
+        if "momentum_buffer" in built.state[p]
+    }
+    return {name: (t.full_tensor() if mesh.device_mesh else t).cpu() for name, t in tensors.items()}
+
+
+def test_singular_values_end_in_the_band_in_bf16() -> None:
+    x = torch.randn(2, 512, 2048, device="cuda")
+    values = torch.linalg.svdvals(
+        orthogonalize(x, coefficients_of("polar_express", 5), torch.bfloat16).float()
+    )
+    assert 0.86 < values.min() < values.max() < 1.13
+
+
+@pytest.mark.parametrize("normalize", ["none", "neuron"])
+def test_the_steps_are_those_of_the_cpu(normalize: Any) -> None:
+    optimizer = Muon(lr=LR, ns_dtype="float32", normalize=normalize, cautious_weight_decay=True)
+    cuda, cpu = steps(optimizer, "cuda"), steps(optimizer, "cpu")
+    for name, wanted in cpu.items():
+        error = (cuda[name] - wanted).norm() / wanted.norm()
+        assert error < 2e-3, name  # tf32 is off; what is left comes from small singular values
+
+
+def test_a_step_never_waits_for_the_device() -> None:
+    net: Decoder = Llama3(flavor="debug", overrides=SHAPE).build().to("cuda")
+    optimizer = Muon(normalize="neuron", split_heads=True).build(net, ALONE)
+    apply, divisor = torch.tensor(True, device="cuda"), torch.tensor(1.0, device="cuda")
+
+    def step() -> None:
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        guarded_step(optimizer, apply, divisor)
+
+    step()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5  # another learning rate must not compile again
+        step()
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            apply.item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def on_two_gpus(folder: Path, optimizer: Muon) -> dict[str, torch.Tensor]:
+    rank = torch.distributed.get_rank()
+    torch.cuda.set_device(rank)
+    torch.distributed.destroy_process_group()  # that of run_on has no NCCL
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    return steps(optimizer, "cuda", build_mesh(Parallelism(), "cuda", rank, 2))
+
+
+@two_gpus
+@pytest.mark.parametrize("keys", [{}, {"normalize": "neuron", "split_heads": True}], ids=str)
+def test_two_gpus_have_the_bits_of_one(
+    tmp_path: Path, run_on: Callable[..., Any], keys: dict[str, Any]
+) -> None:
+    optimizer = Muon(lr=LR, **keys)
+    alone = steps(optimizer, "cuda")
+    for result in run_on(2, on_two_gpus, tmp_path, optimizer):
+        assert_equal(result, alone)
+
+
+@two_gpus
+@pytest.mark.parametrize("axis", ["tensor_parallel", "context_parallel", "pipeline_parallel"])
+def test_two_gpus_train_as_one(tmp_path: Path, corpus: Path, axis: str) -> None:
+    keys = [
+        "--optimizer.name=muon",
+        "--optimizer.ns_dtype=float32",
+        "--training.seq_len=256",
+        "--data.holdout_sequences=0",
+        "--model.overrides.head_dim=16",
+        "--training.global_batch_size=4",
+        "--model.overrides.tie_word_embeddings=false",
+        "--training.mixed_precision_param=float32",
+    ]
+    kernel = [] if axis == "context_parallel" else ["--attention.sdpa_kernel=math"]
+    one = run(tmp_path, corpus, *keys, "--attention.sdpa_kernel=math", name="one")
+    two = run(tmp_path, corpus, *keys, *kernel, f"--parallelism.{axis}_degree=2", ngpu=2, name="two")
+    assert column(two, "train/loss") == pytest.approx(column(one, "train/loss"), rel=1e-4)
