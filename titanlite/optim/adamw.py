@@ -66,9 +66,10 @@ class AdamWKeys(Optimizer):
                 size = parameter.shape[-1]
                 if size // tensor_parallel % BLOCK:
                     raise ConfigError(
-                        f"{name} has rows of {size} values, which {tensor_parallel} tensor-parallel ranks share: with "
-                        f"8-bit state, each needs a multiple of {BLOCK}; use a tensor_parallel_degree that "
-                        f'divides {size // BLOCK}, or optimizer.state_dtype = "bfloat16"',
+                        f"{name} has rows of {size} values, which {tensor_parallel} tensor-parallel ranks "
+                        f"share: with 8-bit state, each needs a multiple of {BLOCK}; use a "
+                        f"tensor_parallel_degree that divides {size // BLOCK}, or "
+                        'optimizer.state_dtype = "bfloat16"',
                         "optimizer.state_dtype",
                     )
 
