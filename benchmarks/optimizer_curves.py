@@ -1,6 +1,6 @@
 """Do other optimizers train better? Runs of optimizer_curves.toml on real text with AdamW and Muon.
 
-    python benchmarks/optimizer_curves.py --output benchmarks/results/optimizer_curves.json
+    python benchmarks/optimizer_curves.py --output benchmarks/results/optimizer_curves_h200.json
         [--resume FILE.json] [--devices 0,1] [--budget-s 480] [--rates muon=2e-3,4e-3,8e-3]
         [--section.key=value ...]
     python benchmarks/optimizer_curves.py --output FILE.json --folders outputs/optimizer_curves

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiktoken
 
+from benchmarks import optimizer_tables
 from tests.support import module_list
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
@@ -112,3 +113,26 @@ def test_the_lines_that_convert_nanochats_tokenizer_keep_its_ids(
     text = "the 1234 cat's THE\n\n  theme"
     assert ours.encode(text) == theirs.encode_ordinary(text)
     assert (ours.vocab_size, ours.bos, ours.eos) == (theirs.n_vocab, 258, 259)
+
+
+OPTIMIZERS = ROOT / "docs/optimizers.md"
+
+
+@pytest.mark.parametrize("title", ["rates of embedding and head", "rules"])
+def test_the_examples_of_parameter_groups_make_the_groups_on_the_page(tmp_path: Path, title: str) -> None:
+    page = OPTIMIZERS.read_text(encoding="utf-8")
+    example, listed = re.findall(rf'```\w+ title="{title}"\n(.*?)```', page, re.DOTALL)
+    model = '[model]\nname = "llama3"\nflavor = "debug"\noverrides.tie_word_embeddings = false\n'
+    source = '[[data.sources]]\nname = "python_stdlib"\n'
+    (tmp_path / "job.toml").write_text(f"{example}\n{model}\n{source}")
+    job = load_job(tmp_path / "job.toml")
+    net = job.model.build_on_meta()
+    job.optimizer.check(net)
+    assert "\n".join(job.optimizer.describe(net)) + "\n" == listed
+
+
+def test_the_tables_on_optimizers_are_those_of_the_results() -> None:
+    page = OPTIMIZERS.read_text(encoding="utf-8")
+    assert page == optimizer_tables.refreshed(page), "run: python benchmarks/optimizer_tables.py"
+    (number,) = re.findall(r"^\| 8B \| (\S+)", page, re.MULTILINE)
+    assert optimizer_tables.refreshed(page.replace(number, "1.0e+00")) == page  # control
