@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoints import EXTRA, Toy, open_run
+from tests.support.checkpoints import EXTRA, Toy, names, open_run
+from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import MisfitError, read_metadata
 from titanlite.checkpoint.state import non_finite, tensors_of
 from titanlite.errors import Diverged
+from titanlite.interop.dcp import non_finite_in
 from titanlite.optim.ema import EMA, WeightAverage
 
 APPLIED = torch.tensor(True)
@@ -118,3 +120,18 @@ def test_an_average_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"after step 1 ema\.bias are not finite"):
         toy.train(run, 2)
     run.close_after_error()
+
+
+def test_a_checkpoint_whose_average_is_not_finite_is_found_and_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy, run = AveragedToy(), open_run(tmp_path)
+    toy.train(run, 1)
+    toy.average.tensors["bias"][1] = float("nan")
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpointer, "non_finite", lambda tensors: [])
+        toy.train(run, 2)
+    run.close()
+    assert non_finite_in(tmp_path / "checkpoint/step-2") == ["ema.bias"]
+    assert resumed(tmp_path).state.step == 1
+    assert names(tmp_path) == ["quarantined-step-2-0", "step-1"]

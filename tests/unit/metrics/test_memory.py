@@ -71,8 +71,13 @@ def test_a_model_that_does_not_fit_says_what_it_takes(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ShardedModel, "materialize", too_large)
-    with pytest.raises(OutOfMemory, match=r"before the first step: weights take 0.0 GiB per GPU"):
+    weights = "before the first step: weights take 0.0 GiB per GPU, gradients"
+    with pytest.raises(OutOfMemory, match=rf"{weights} as much"):
         train(make_job(tmp_path, corpus))
+    with pytest.raises(
+        OutOfMemory, match=rf"{weights} and the average of the weights \(ema.enable\) as much"
+    ):
+        train(make_job(tmp_path, corpus, "--ema.enable"))
 
 
 def test_every_key_that_is_named_exists() -> None:
