@@ -12,6 +12,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,10 +98,8 @@ def test_control_lost_optimizer_state_is_noticed(
 ) -> None:
     load = Checkpointer.load
 
-    def forgetful(
-        self: Checkpointer, net: object, optimizer: torch.optim.Optimizer, state: TrainState
-    ) -> None:
-        load(self, net, optimizer, state)
+    def forgetful(self: Checkpointer, net: object, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+        load(self, net, optimizer, *rest)
         for moments in optimizer.state.values():
             moments[part].zero_()
 

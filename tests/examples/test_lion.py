@@ -31,8 +31,8 @@ def train_without_momentum(*args: Any) -> None:
     """One rank's part of a run whose resume loses the optimizer's state."""
     load = Checkpointer.load
 
-    def forgetful(self: Checkpointer, net: Any, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        load(self, net, optimizer, state)
+    def forgetful(self: Checkpointer, net: Any, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+        load(self, net, optimizer, *rest)
         for tensors in optimizer.state.values():
             tensors["exp_avg"].zero_()
 
