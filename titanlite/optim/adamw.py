@@ -58,20 +58,17 @@ class AdamWKeys(Optimizer):
     def _check_blocks(self, model: Decoder, tensor_parallel: int) -> None:
         """Raises ConfigError if tensor parallel would cut a block of 8-bit state."""
         rowwise = [pattern for pattern, style in model.tp_plan.items() if style == "rowwise"]
-        for settings, names in self.grouped(model).items():
-            for name in names if settings.rule in ("", "adamw") else ():
-                parameter, module = model.get_parameter(name), name.rpartition(".")[0]
-                if not has_blocks(parameter) or not any(fnmatch(module, pattern) for pattern in rowwise):
-                    continue
-                size = parameter.shape[-1]
-                if size // tensor_parallel % BLOCK:
-                    raise ConfigError(
-                        f"{name} has rows of {size} values, which {tensor_parallel} tensor-parallel ranks "
-                        f"share: with 8-bit state, each needs a multiple of {BLOCK}; use a "
-                        f"tensor_parallel_degree that divides {size // BLOCK}, or "
-                        'optimizer.state_dtype = "bfloat16"',
-                        "optimizer.state_dtype",
-                    )
+        grouped = self.grouped(model).items()
+        for name in [name for group, names in grouped if group.rule in ("", "adamw") for name in names]:
+            parameter, module = model.get_parameter(name), name.rpartition(".")[0]
+            size = parameter.shape[-1] if has_blocks(parameter) else 0
+            if size // tensor_parallel % BLOCK and any(fnmatch(module, pattern) for pattern in rowwise):
+                raise ConfigError(
+                    f"{name} has rows of {size} values, which {tensor_parallel} tensor-parallel ranks share: "
+                    f"with 8-bit state, each rank needs a multiple of {BLOCK}; use a tensor_parallel_degree "
+                    f'that divides {size // BLOCK}, or optimizer.state_dtype = "bfloat16"',
+                    "optimizer.state_dtype",
+                )
 
     def update_of(
         self, weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
