@@ -352,10 +352,10 @@ def test_another_state_dtype_is_refused_on_resume(tmp_path: Path, corpus: Path) 
 
 
 class Uneven(nn.Module):
-    """Features of sizes from 1 to 1/30, which make the gradients of the next layer's columns as uneven."""
+    """Features of sizes from 1 to 1/30, which make the gradients before and after as uneven."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.logspace(-1.5, 0, x.shape[1])
+        return x * torch.logspace(-1.5, 0, x.shape[-1])
 
 
 def final_loss(state_dtype: str, seed: int, num_steps: int) -> torch.Tensor:
@@ -363,7 +363,7 @@ def final_loss(state_dtype: str, seed: int, num_steps: int) -> torch.Tensor:
     learning rate decays to zero."""
     torch.manual_seed(seed)
     mlp = [nn.Linear(256, 128), nn.SiLU(), nn.Linear(128, 256)]
-    net = nn.Sequential(nn.Embedding(256, 64), nn.Flatten(), Uneven(), *mlp)
+    net = nn.Sequential(nn.Embedding(256, 64), Uneven(), nn.Flatten(), *mlp)
     config = {"lr": 3e-3, "weight_decay": 0.1}
     optimizer = LowBitAdamW([{"params": list(net.parameters()), **config}], (0.9, 0.95), 1e-8, state_dtype)
     table = torch.randint(0, 256, (256,), generator=torch.Generator().manual_seed(7))
