@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.support.jobs import make_job, metrics_of
+from tests.support.low_bit import Cut, gradient, grid, joined, rows, trained_shards, whole
 from tests.support.models import Parameters, family
 from tests.support.runs import assert_same, run_in_hops
 from tests.support.tiers import full
@@ -23,23 +24,16 @@ from titanlite.mesh import ALONE
 from titanlite.optim import low_bit
 from titanlite.optim.adamw import AdamW, StateDtype
 from titanlite.optim.base import guarded_step, set_lr
-from titanlite.optim.low_bit import BLOCK, LowBitAdamW, moments
+from titanlite.optim.low_bit import BLOCK, LowBitAdamW
 from titanlite.train import train
 
 INT8, BFLOAT16 = "--optimizer.state_dtype=int8", "--optimizer.state_dtype=bfloat16"
 SHAPES = {"weight": (48, 512), "experts": (2, 5, 64), "narrow": (6, 40), "norm": (64,), "scale": ()}
-Cut = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
     g = torch.Generator().manual_seed(seed)
     return {name: nn.Parameter(torch.randn(shape, generator=g)) for name, shape in SHAPES.items()}
-
-
-def gradient(shape: tuple[int, ...] | torch.Size, step: int) -> torch.Tensor:
-    """A gradient whose rows differ in size by a factor of 1000."""
-    g = torch.randn(shape, generator=torch.Generator().manual_seed(step))
-    return g * torch.logspace(-3, 0, shape[0])[:, None] if len(shape) == 2 else g
 
 
 def steps(
@@ -137,42 +131,6 @@ def test_a_parameter_without_gradient_stays() -> None:
 
 
 # ---- shards
-
-
-def whole(x: torch.Tensor) -> list[torch.Tensor]:
-    return [x.clone()]
-
-
-def rows(x: torch.Tensor) -> list[torch.Tensor]:
-    return [part.clone() for part in x.split([17, 17, 14])]
-
-
-def grid(x: torch.Tensor) -> list[torch.Tensor]:
-    return [part.clone() for half in x.split([20, 28]) for part in half.split([64, x.shape[1] - 64], 1)]
-
-
-def trained_shards(cut: Cut, block_of_shard: bool = False) -> list[torch.Tensor]:
-    """The shards of a weight and of its moments after five steps. `block_of_shard`: torchao's rule, by which
-    the state of a shard is in 8 bits if the shard's number of elements is a multiple of the block."""
-    weight = parameters()["weight"].detach()
-    params = [nn.Parameter(shard) for shard in cut(weight)]
-    kinds = ["int8" if not block_of_shard or p.numel() % 1024 == 0 else "float32" for p in params]
-    optimizers = [
-        LowBitAdamW([{"params": [p], "lr": 1e-2, "weight_decay": 0.1}], (0.9, 0.95), 1e-8, kind)
-        for p, kind in zip(params, kinds)
-    ]
-    for step in range(1, 6):
-        for p, shard, optimizer in zip(params, cut(gradient(weight.shape, step)), optimizers):
-            p.grad = shard
-            optimizer.step()
-    states = [moments(optimizer.state[p]) for optimizer, p in zip(optimizers, params)]
-    return [torch.stack([p.detach(), *state]) for p, state in zip(params, states)]
-
-
-def joined(shards: list[torch.Tensor]) -> torch.Tensor:
-    if len(shards) == 4:
-        shards = [torch.cat(shards[:2], -1), torch.cat(shards[2:], -1)]
-    return torch.cat(shards, 1)
 
 
 @pytest.mark.parametrize("cut", [rows, grid])
@@ -387,7 +345,6 @@ def test_2000_steps_end_as_with_fp32_state() -> None:
     spread = max(exact) - min(exact)
     for state_dtype in ("int8", "bfloat16"):
         ours = final_loss(state_dtype, 0, 2000)
-        print(state_dtype, ours, exact)
         assert abs(ours - exact[0]) < max(spread, torch.tensor(0.01)), (state_dtype, ours, exact)
 
 
