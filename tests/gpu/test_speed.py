@@ -170,9 +170,14 @@ clip.GLOBAL_STEPS = 2
 
 @pytest.mark.parametrize(
     "keys",
-    "keys",
-    [[], OUTLIERS, ["--training.clip=tensor"], ["--optimizer.name=muon"], ["--optimizer.state_dtype=int8"]],
-    ids=["default", "outliers", "clipped by tensor", "muon", "int8"],
+    [
+        [],
+        OUTLIERS,
+        ["--training.clip=tensor"],
+        ["--optimizer.name=muon"],
+        [*WIDE, "--optimizer.state_dtype=int8"],
+    ],
+    ids=["default", "outliers", "clipped by tensor", "muon", "8-bit state"],
 )
 def test_a_step_never_waits_for_the_device(tmp_path: Path, corpus: Path, keys: list[str]) -> None:
     """Four more steps bring no synchronising call, unless they are logged."""
