@@ -24,7 +24,7 @@ from titanlite.models.llama3 import Llama3  # noqa: E402
 from titanlite.optim.orthogonalize import num_flops  # noqa: E402
 
 PAGE = ROOT / "docs/optimizers.md"
-RESULTS = ROOT / "benchmarks/results"
+RESULTS, PICTURE = ROOT / "benchmarks/results", "assets/optimizer_curves.png"
 CURVES, STEPS = "optimizer_curves_h200.json", "optimizer_steps_*.json"
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 VALIDATION, LOSS = "eval/loss", "train/loss"
@@ -98,7 +98,10 @@ def curves() -> str:
         "tokens/s",
         "seconds",
     ]
-    return f"{about_text(result, runs[0])}\n\n{table(head, rows)}\n{compared(result['summary'])}\n"
+    picture = (
+        f"![Validation losses by tokens and by time](../{PICTURE})\n\n" if (ROOT / PICTURE).exists() else ""
+    )
+    return f"{about_text(result, runs[0])}\n\n{picture}{table(head, rows)}\n{compared(result['summary'])}\n"
 
 
 def about_text(result: dict[str, Any], run: dict[str, Any]) -> str:
