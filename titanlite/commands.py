@@ -344,9 +344,7 @@ VERBS = {
         config_of=_launch_config,
     ),
     "generate": Verb("titanlite.tools.generate", "sample text from a checkpoint", options=_generate),
-    "export": Verb(
-        "titanlite.tools.export", "write a checkpoint's model as a Hugging Face directory", options=_export
-    ),
+    "export": Verb("titanlite.tools.export", "write a checkpoint as a Hugging Face model", options=_export),
     "import": Verb(
         "titanlite.tools.import_weights",
         "convert torchtitan's or Meta's weights to a Hugging Face directory",
@@ -354,7 +352,11 @@ VERBS = {
         table="job",
         config_of=_import_config,
     ),
-    "checkpoint": Verb("titanlite.tools.checkpoint", "list, verify and show checkpoints", own=("--tensors",)),
+    "checkpoint": Verb(
+        "titanlite.tools.checkpoint",
+        "list, verify, show and average checkpoints",
+        own=("--tensors", "--last", "--steps", "--weights", "--output", "--allow-decayed", ALLOW_IMPORTS),
+    ),
     "compare": Verb("titanlite.tools.compare", "compare runs on the terminal", options=_compare),
     "report": Verb("titanlite.tools.report", "write an HTML report on runs", options=_report),
     "prepare": Verb(
@@ -384,9 +386,7 @@ VERBS = {
         config_of=_metrics_config,
         own=(ALLOW_IMPORTS,),
     ),
-    "migrate": Verb(
-        "titanlite.tools.migrate", "translate a torchtitan 0.1 or 0.2 TOML file", options=_migrate
-    ),
+    "migrate": Verb("titanlite.tools.migrate", "translate a TOML file of torchtitan", options=_migrate),
     "config": Verb(
         "titanlite.tools.config",
         "check a configuration and print it resolved, or print the reference of all keys",

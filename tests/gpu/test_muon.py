@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from tests.support.gpu import column, run
-from tests.support.jobs import ROOT
 from tests.support.optimizer_layouts import LR, assert_equal, gradient
 from titanlite.mesh import ALONE, Mesh, Parallelism, build_mesh, local_shard_and_offsets
 from titanlite.models.base import Decoder
@@ -31,17 +28,10 @@ SHAPE = {
 }  # fmt: skip
 
 
-def model_of(device: str) -> Decoder:
-    """A model with the same weights on every device."""
-    net: Decoder = Llama3(flavor="debug", overrides=SHAPE).build()
-    for name, p in net.named_parameters():
-        torch.nn.init.normal_(p, std=0.02, generator=torch.Generator().manual_seed(len(name)))
-    return net.to(device)
-
-
 def steps(optimizer: Muon, device: str, mesh: Mesh = ALONE) -> dict[str, torch.Tensor]:
     """Whole weights and momentum on the CPU after four steps with the gradients of `gradient`."""
-    net = model_of(device)
+    torch.manual_seed(0)
+    net: Decoder = Llama3(flavor="debug", overrides=SHAPE).build().to(device)
     if mesh.device_mesh is not None:
         apply_fsdp(net, mesh, torch.float32, torch.float32, "always", cpu_offload=False)
     built = optimizer.build(net, mesh)
@@ -79,7 +69,7 @@ def test_the_steps_are_those_of_the_cpu(normalize: Any) -> None:
 
 
 def test_a_step_never_waits_for_the_device() -> None:
-    net = model_of("cuda")
+    net: Decoder = Llama3(flavor="debug", overrides=SHAPE).build().to("cuda")
     optimizer = Muon(normalize="neuron", split_heads=True).build(net, ALONE)
     apply, divisor = torch.tensor(True, device="cuda"), torch.tensor(1.0, device="cuda")
 
@@ -100,28 +90,25 @@ def test_a_step_never_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"normalize": "neuron", "split_heads": True}]
+def on_two_gpus(folder: Path, optimizer: Muon) -> dict[str, torch.Tensor]:
+    rank = torch.distributed.get_rank()
+    torch.cuda.set_device(rank)
+    torch.distributed.destroy_process_group()  # that of run_on has no NCCL
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    return steps(optimizer, "cuda", build_mesh(Parallelism(), "cuda", rank, 2))
 
 
 @two_gpus
-def test_two_gpus_have_the_bits_of_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run([*command, "-m", "tests.gpu.test_muon", str(tmp_path)], check=True, cwd=ROOT)
-    for i, options in enumerate(OPTIONS):
-        alone = steps(Muon(lr=LR, **options), "cuda")
-        for rank in range(2):
-            assert_equal(torch.load(tmp_path / f"{i}-{rank}.pt"), alone)
-
-
-def on_two_gpus(folder: Path) -> None:
-    """Write the result of each of OPTIONS on this rank into `folder`."""
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
-    for i, options in enumerate(OPTIONS):
-        mesh = build_mesh(Parallelism(), "cuda", rank, 2)
-        torch.save(steps(Muon(lr=LR, **options), "cuda", mesh), folder / f"{i}-{rank}.pt")
-    torch.distributed.destroy_process_group()
+@pytest.mark.parametrize("keys", [{}, {"normalize": "neuron", "split_heads": True}], ids=str)
+def test_two_gpus_have_the_bits_of_one(
+    tmp_path: Path, run_on: Callable[..., Any], keys: dict[str, Any]
+) -> None:
+    optimizer = Muon(lr=LR, **keys)
+    alone = steps(optimizer, "cuda")
+    for result in run_on(2, on_two_gpus, tmp_path, optimizer):
+        assert_equal(result, alone)
 
 
 @two_gpus
@@ -141,7 +128,3 @@ def test_two_gpus_train_as_one(tmp_path: Path, corpus: Path, axis: str) -> None:
     one = run(tmp_path, corpus, *keys, "--attention.sdpa_kernel=math", name="one")
     two = run(tmp_path, corpus, *keys, *kernel, f"--parallelism.{axis}_degree=2", ngpu=2, name="two")
     assert column(two, "train/loss") == pytest.approx(column(one, "train/loss"), rel=1e-4)
-
-
-if __name__ == "__main__":
-    on_two_gpus(Path(sys.argv[1]))

@@ -85,26 +85,34 @@ def discard(folder: Path) -> None:
 def commit(
     partial: Path, step: int, texts: Mapping[str, str], files: dict[str, FileDigest], about: dict[str, Any]
 ) -> Path:
-    """Commit the directory `partial` as the checkpoint of `step`, and return its new path.
-
-    Called on one rank, after all ranks have written and synced their `files`. `texts`: content of small files
-    by name, which are written here. `about`: plain values for the manifest. Raises OSError if a file is
-    missing, CheckpointError if it does not have its size."""
-    # Another node's file may be incomplete here, or on a disk that this node does not see.
-    for name, digest in files.items():
-        size = (partial / name).stat().st_size
-        if size != digest.size:
-            raise CheckpointError(f"{partial / name} has {size} bytes, {digest.size} were written")
-    for name, text in texts.items():
-        files[name] = write_file(partial / name, text.encode())
-    manifest = {"format": FORMAT, "step": step, **about}
-    manifest["files"] = {name: files[name]._asdict() for name in sorted(files)}
-    write_file(partial / MANIFEST, manifest_text(manifest).encode())
+    """Commit the directory `partial` as the checkpoint of `step`, and return its new path. Called on one
+    rank. Arguments and errors: see complete()."""
+    complete(partial, step, texts, files, about)
     sync(partial)
     final = partial.with_name(f"step-{step}")
     os.rename(partial, final)  # fails if step-N exists: nothing is ever replaced
     sync(final.parent)
     return final
+
+
+def complete(
+    folder: Path, step: int, texts: Mapping[str, str], files: dict[str, FileDigest], about: dict[str, Any]
+) -> None:
+    """Write the small files and the manifest of a checkpoint, after all ranks have written and synced its
+    `files`.
+
+    `texts`: content of small files by name. `about`: plain values for the manifest. Raises OSError if a file
+    is missing, CheckpointError if it does not have its size."""
+    # Another node's file may be incomplete here, or on a disk that this node does not see.
+    for name, digest in files.items():
+        size = (folder / name).stat().st_size
+        if size != digest.size:
+            raise CheckpointError(f"{folder / name} has {size} bytes, {digest.size} were written")
+    for name, text in texts.items():
+        files[name] = write_file(folder / name, text.encode())
+    manifest = {"format": FORMAT, "step": step, **about}
+    manifest["files"] = {name: files[name]._asdict() for name in sorted(files)}
+    write_file(folder / MANIFEST, manifest_text(manifest).encode())
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import SHARD_SUFFIX, CheckpointError
 from titanlite.checkpoint.digest import FileDigest, first_fault, write_file
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.state import TRAIN, listed, read_train
+from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, listed, read_train
 from titanlite.config.component import ConfigError
 from titanlite.files import if_on_hub, make_folder, read_regular
 from titanlite.log import logger
@@ -45,21 +45,34 @@ def newest(folder: Path, load_step: int, faults: list[Fault], verify: str) -> Ca
     Called on one rank.
 
     Adds the damaged checkpoints that were tried to `faults`. Checks only the sizes of shards; Verification
-    hashes them."""
+    hashes them. Raises ConfigError for an average of checkpoints, from which no run can resume."""
     for step, path in reversed(commit.list_committed(folder)):
         if load_step not in (-1, step) or path in dict(faults):
             continue
         reason = commit.fault(path, step, sizes=verify != "off") or first_fault(path, small_files(path))
         if not reason:
             try:
-                train = read_train(path)
-                if train["finite"]:
-                    return Candidate(step, path, train, _manifest_sha256(path))
-                reason = "its weights or optimizer state are not finite"
+                candidate = Candidate(step, path, read_train(path), _manifest_sha256(path))
             except (FileNotFoundError, ValueError) as e:  # its hashes are right, but no run has written it
                 reason = f"its {TRAIN} cannot be trusted: {e}"
+            else:
+                _check_is_of_a_run(candidate)
+                if candidate.train["finite"]:
+                    return candidate
+                reason = "its weights or optimizer state are not finite"
         faults.append((path, reason))
     return None
+
+
+def _check_is_of_a_run(candidate: Candidate) -> None:
+    """Raises ConfigError for an average of checkpoints. It is not damaged, so it is not quarantined."""
+    if AVERAGED_FROM in candidate.train:
+        raise ConfigError(
+            f"{candidate.path} is an average of checkpoints, without optimizer state: no run can resume from "
+            f"it. Move it out of {candidate.path.parent}, and start a new run from it with "
+            "--checkpoint.initial_load_path",
+            "job.dump_folder",
+        )
 
 
 def healthy_steps(folder: Path) -> list[int]:

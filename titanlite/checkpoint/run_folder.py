@@ -30,10 +30,17 @@ class RunFolder:
         return self._record.restart_is_due() or not commit.list_committed(self._folder)
 
     def check_known_identity(self) -> None:
-        """Raises ConfigError if the run in the folder has another run identity than this job. Reads only
-        small files. Called before the data sources are opened, so it compares only the keys that are known
-        by then; choose_checkpoint() compares all keys."""
+        """Raises ConfigError if the run in the folder has another run identity than this job, or if the
+        folder is itself a checkpoint. Reads only small files. Called before the data sources are opened, so
+        it compares only the keys that are known by then; choose_checkpoint() compares all keys."""
         config, ours = self._config, self._identity
+        for folder in (self._run_folder, self._folder):
+            if (folder / commit.MANIFEST).exists():
+                raise ConfigError(
+                    f"{folder} is a checkpoint, not the folder of a run; to start from its weights, give it "
+                    "as --checkpoint.initial_load_path, with another --job.dump_folder",
+                    "job.dump_folder",
+                )
         if ours is None or config.restart or config.load_step != -1:
             return  # the checkpoint to resume from is not known yet
         faults: list[Fault] = []

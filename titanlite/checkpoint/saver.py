@@ -210,13 +210,7 @@ class Saver:
     ) -> None:
         written = {name: digest for by_rank in digests for name, digest in by_rank.items()}
         size = sum(digest.size for digest in written.values())
-        about = {
-            **snapshot.about,
-            "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "titanlite": __version__,
-            "torch": torch.__version__,
-            "ranks": self.ranks.size,
-        }
+        about = {**snapshot.about, **about_save(self.ranks.size)}
         with _disk_errors(snapshot.step):
             path = commit.commit(partial, snapshot.step, snapshot.texts, written, about)
         logger.info(f"saved {path} ({gib(size)}, {time.perf_counter() - began:.1f} s)")
@@ -224,6 +218,16 @@ class Saver:
     def _newest_checkpoint(self) -> str:
         checkpoints = commit.list_committed(self._folder)
         return f" (the newest checkpoint is {checkpoints[-1][1].name})" if checkpoints else ""
+
+
+def about_save(num_ranks: int) -> dict[str, Any]:
+    """When and by which versions a checkpoint is written, for its manifest."""
+    return {
+        "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "titanlite": __version__,
+        "torch": torch.__version__,
+        "ranks": num_ranks,
+    }
 
 
 @contextmanager

@@ -30,6 +30,7 @@ TRAIN_KEYS: dict[str, type] = {
     "step": int, "sequences": int, "tokens": int, "global_batch_size": int, "guard": dict, "healthy": bool,
     "finite": bool, "identity": dict, "skipped": list,
 }  # fmt: skip
+AVERAGED_FROM = "averaged_from"  # entry of train.json that only averages of checkpoints have
 AVERAGE = "ema"  # the section of the weights' average
 Tensors = dict[str, dict[str, torch.Tensor]]  # section, "model", "optimizer" or AVERAGE -> name -> tensor
 
@@ -81,6 +82,8 @@ def read_train(path: Path) -> dict[str, Any]:
     expect(train, **TRAIN_KEYS)
     check_guard(train["guard"])
     SkippedSequences.of(train["skipped"])
+    if AVERAGED_FROM in train:
+        expect(train, **{AVERAGED_FROM: dict})
     for key, value in train.items():
         if type(value) is int and not 0 <= value < 1 << 63:
             raise ValueError(f"{key} is {value}")

@@ -56,13 +56,15 @@ class HashingFileSystem(FileSystem):
 
 
 class ShardWriter(FileSystemWriter):
-    """Writes this rank's shards into the directory `path`."""
+    """Writes this rank's shards into the directory `path`. `num_threads`: the number of files that are
+    written at the same time."""
 
     fs: HashingFileSystem
     path: Path
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, num_threads: int = THREADS):
         super().__init__(path, overwrite=False)
+        self._num_threads = num_threads
         self.fs = HashingFileSystem()
         self._planned: set[Any] = set()
 
@@ -84,8 +86,10 @@ class ShardWriter(FileSystemWriter):
         """Write this rank's items. Raises the error of any thread."""
         files = _files(plan.items)
         names = [f"{file_prefix(plan)}{i}{SHARD_SUFFIX}" for i in range(len(files))]
-        with ThreadPoolExecutor(THREADS) as pool:
-            results = list(pool.map(lambda name, items: self.write_file(name, items, planner), names, files))
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            # Only the main thread ends at once when the process is interrupted.
+            apply = pool.map if self._num_threads > 1 else map
+            results = list(apply(lambda name, items: self.write_file(name, items, planner), names, files))
         sync(self.path)
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for by_file in results for result in by_file])
@@ -113,6 +117,7 @@ class ShardWriter(FileSystemWriter):
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, torch.Tensor)
                 write_tensor(tensor, stream)
+                del tensor  # before the planner makes the next one
                 length = stream.size - offset
                 results.append(WriteResult(item.index, length, storage_info(name, offset, length)))
             os.fsync(stream.fileno())

@@ -49,6 +49,10 @@ class LazyTensor:
     file: Path
     chunks: Sequence[Chunk]
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def read(self, region: Region) -> torch.Tensor:
         """Read a region into host memory, in the stored dtype. Raises CheckpointError if the chunks do not
         cover the region, or differ from their description."""
@@ -96,6 +100,10 @@ class Weights:
     tensors: Mapping[str, LazyTensor]
     architecture: Mapping[str, Any]
     tokenizer: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
 class ModelAndTokenizer(NamedTuple):

@@ -2,10 +2,22 @@
 titanlite checkpoint verify DIR [DIR ...]     hash every file and search for values that are not finite; exit
                                               code 3 if a checkpoint is bad
 titanlite checkpoint show DIR [--tensors]     print the newest checkpoint's state, identity, files and tensors
+titanlite checkpoint average DIR -o NEW --last=N [--weights=uniform|linear|sqrt]
+                                              average the weights of the newest N checkpoints of a run
 
 DIR is a run folder, its checkpoint folder, or one step-N folder; a folder with several runs is an error. To
 keep a checkpoint for good, put an empty file step-N.keep beside it. To go back to step N, train with
 --checkpoint.load_step=N.
+
+NEW, made by `average`, is a checkpoint without optimizer state: `titanlite export`, `generate` and
+`checkpoint` read it, and a new run starts from it with --checkpoint.initial_load_path=NEW. Buffers are those
+of the newest checkpoint.
+  --steps=A,B,...     average the checkpoints of these steps instead of the newest
+  --weights=uniform   equal weights (the default)
+           =linear    proportional to 1, 2, ..., N, from the oldest to the newest
+           =sqrt      imitates a 1 - sqrt decay of the learning rate; docs/optimizers.md has the formula
+  --allow-decayed     average although the learning rate changes by more than a tenth among the checkpoints
+  --allow-imports     run the modules that the job imports
 """
 
 from __future__ import annotations
@@ -19,7 +31,7 @@ from titanlite.checkpoint.digest import first_fault, gib
 from titanlite.checkpoint.reader import read_metadata
 from titanlite.checkpoint.resume import checkpoints_below, find_checkpoint, small_files
 from titanlite.checkpoint.run_identity import flatten
-from titanlite.checkpoint.state import TRAIN, read_train
+from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, read_train
 from titanlite.config.component import ConfigError, suggest
 from titanlite.interop.dcp import non_finite_in
 from titanlite.log import printable
@@ -28,13 +40,17 @@ EXIT_BAD = commit.CheckpointError.exit_code
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the action `list`, `verify` or `show`."""
+    """Run the action `list`, `verify`, `show` or `average`."""
     action, *rest = argv
+    if action == "average":
+        from titanlite.tools import average  # which needs every component; the other actions need none
+
+        return average.main(rest)
     options = [word for word in rest if word.startswith("--")]
     paths = [Path(word) for word in rest if not word.startswith("--")]
     actions = {"list": _list, "verify": _verify, "show": _show}
     if action not in actions:
-        raise ConfigError(f"unknown action {action!r}{suggest(action, sorted(actions))}")
+        raise ConfigError(f"unknown action {action!r}{suggest(action, [*actions, 'average'])}")
     if unknown := [o for o in options if (action, o) != ("show", "--tensors")]:
         raise ConfigError(f"unknown option {unknown[0]!r} of `titanlite checkpoint {action}`")
     if not paths or (action != "verify" and len(paths) > 1):
@@ -93,13 +109,17 @@ def _show(paths: list[Path], list_tensors: bool = False) -> int:
         train = read_train(path)
     except ValueError as e:
         raise commit.CheckpointError(f"{path} is damaged: its {TRAIN} cannot be trusted: {e}") from None
-    identity = flatten(train.pop("identity"))
+    identity, averaged_from = flatten(train.pop("identity")), train.pop(AVERAGED_FROM, {})
     saved = read_metadata(path).state_dict_metadata
     tensors: dict[str, Any] = {name: t for name, t in saved.items() if hasattr(t, "size")}
     _print(path)
     for key, value in {**train, **{k: v for k, v in manifest.items() if k not in ("files", "step")}}.items():
         if value is not None:
             _print(f"  {key:20} {value:,}" if type(value) is int else f"  {key:20} {value}")
+    for key, value in averaged_from.items():
+        values = value if isinstance(value, list) else [value]
+        texts = [f"{number:.4f}" if isinstance(number, float) else str(number) for number in values]
+        _print(f"  {f'average of {key}':20} {', '.join(texts)}")
     _print("identity:")
     for key, value in identity.items():
         _print(f"  {key:40} {value}")
