@@ -42,6 +42,7 @@ LAYOUTS = {
     "dp_shard 2, float8": combined("dp_shard", "float8 tensorwise"),
     "dp_shard 2, CPU offload": combined("dp_shard", "CPU offload"),
     "dp_shard 2, compiled": combined("dp_shard", "compile"),
+    "dp_shard 2, Muon": Part(2, ["--optimizer={name = 'muon'}"]),
 }
 DEFAULT_TIER = {"dp_shard 2"}
 
