@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -177,15 +178,21 @@ def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def uses(path: Path, *prefixes: str) -> bool:
-    """Whether the file imports anything under the prefixes, or spells them as attributes (`os.environ`)."""
+@cache
+def names_in(path: Path) -> frozenset[str]:
+    """The names that the file imports, and the attributes that it spells, such as `os.environ`."""
     tree = ast.parse(path.read_text())
-    names = list(imports(tree)) + [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
-    return any(name == p or name.startswith(p + ".") for name in names for p in prefixes)
+    attributes = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return frozenset([*imports(tree), *attributes])
 
 
 def users(*prefixes: str) -> set[str]:
-    return {path.relative_to(PACKAGE).as_posix() for path in sources() if uses(path, *prefixes)}
+    """The files with a name that is one of the prefixes or under one of them."""
+
+    def uses(path: Path) -> bool:
+        return any(name == p or name.startswith(p + ".") for name in names_in(path) for p in prefixes)
+
+    return {path.relative_to(PACKAGE).as_posix() for path in sources() if uses(path)}
 
 
 def test_each_thing_is_touched_in_one_place() -> None:

@@ -102,6 +102,7 @@ def test_no_usable_checkpoint_is_3(tmp_path: Path, corpus: Path) -> None:
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+@pytest.mark.full
 def test_input_that_cannot_be_read_is_2_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n')
     (tmp_path / "b.txt").write_bytes(b"abc\xff")
@@ -119,6 +120,7 @@ def test_a_number_of_processes_that_is_none_is_2(tmp_path: Path, corpus: Path) -
     assert run.stderr == "titanlite: NGPU=-1: expected an integer >= 1\n"
 
 
+@pytest.mark.full
 def test_the_worked_example_of_the_data_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,6 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from tests.support.gradients import build, uneven_sequences
 from tests.support.jobs import make_job
 from tests.support.runs import history, run_in_hops, weights_sha
-from tests.support.tiers import full
 from titanlite.train import train
 
 FLOAT8 = ("--float8.enable", "--float8.emulate")
@@ -36,13 +35,17 @@ def gradients_on_rank(layout: dict[str, Any], scales: bool) -> dict[str, torch.T
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
 
 
-def test_gathering_in_8_bits_changes_no_number(run_on) -> None:
-    plain = run_on(2, gradients_on_rank, {}, False)[0]
+def all_gradients_on_rank() -> list[dict[str, torch.Tensor]]:
+    """Without float8; gathering in full precision; gathering in 8 bits, without and with scales."""
     layout = {"float8": "tensorwise"}
-    reference = run_on(2, gradients_on_rank, {**layout, "gather": False}, False)[0]
+    cases = [({}, False), ({**layout, "gather": False}, False), (layout, False), (layout, True)]
+    return [gradients_on_rank(*case) for case in cases]
+
+
+def test_gathering_in_8_bits_changes_no_number(run_on) -> None:
+    plain, reference, *others = run_on(2, all_gradients_on_rank)[0]
     assert any(not torch.equal(reference[name], plain[name]) for name in plain), "float8 is not in use"
-    for scales in (False, True):
-        actual = run_on(2, gradients_on_rank, layout, scales)[0]
+    for actual in others:
         assert all(torch.equal(actual[name], reference[name]) for name in reference)
 
 
@@ -51,7 +54,8 @@ def train_on_ranks(folder: str, corpus: str, hops: list[tuple[int, tuple[str, ..
         train(make_job(folder, corpus, f"--training.steps={steps}", *overrides, name=name))
 
 
-@pytest.mark.parametrize("mode", ["async", full("disabled")])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["async", "disabled"])
 def test_two_hops_equal_one_run(run_on, tmp_path: Path, corpus: Path, mode: str) -> None:
     overrides = (*FLOAT8, f"--checkpoint.async_mode={mode}")
     jobs = {}

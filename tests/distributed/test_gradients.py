@@ -3,6 +3,7 @@ the sequences have different numbers of tokens that count. No transform renames 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -19,19 +20,12 @@ from titanlite.models.llama3 import Llama3
 from titanlite.parallel import apply, tensor_parallel
 
 SPLITS = [(1, 4, 1), (4, 1, 1), (2, 2, 1), (4, 2, 2), (4, 1, 4)]  # ranks, micro-batches, replicas
+LAYOUTS = ({}, {"tied": False}, {"reduce": "micro_batch"})
+CASES = [((1, 4, 1), {}), ((2, 2, 1), {}), ((4, 2, 2), {"reduce": "micro_batch"})]
+CASES += [full(*case) for case in itertools.product(SPLITS, LAYOUTS) if case not in CASES[:3]]
 
 
-@pytest.mark.parametrize(
-    ("split", "layout"),
-    [
-        *((split, {}) for split in SPLITS),
-        ((4, 1, 1), {"tied": False}),
-        ((4, 2, 2), {"reduce": "micro_batch"}),
-        *(full(split, {"tied": False}) for split in SPLITS if split != (4, 1, 1)),
-        *(full(split, {"reduce": "micro_batch"}) for split in SPLITS if split != (4, 2, 2)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("split", "layout"), CASES, ids=str)
 def test_gradient_is_the_same_for_any_split(run_on, split, layout) -> None:
     world_size, micro_batches, replicate = split
     whole = gradients(1, 0, 1, whole_logits=True, **layout)
@@ -46,7 +40,9 @@ def test_gradient_is_the_same_for_any_split(run_on, split, layout) -> None:
         assert torch.allclose(actual[name], value, rtol=1e-4, atol=1e-7), name
 
 
-@pytest.mark.parametrize("layout", [{}, {"tied": False}, {"activation_checkpoint": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{}, full({"tied": False}), full({"activation_checkpoint": "full"})], ids=str
+)
 def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
     """The casts in the layers and the casts of FSDP give equal results; weights and gradients stay fp32."""
     alone, fp32 = gradients(1, 0, 2, dtype=torch.bfloat16, **layout), gradients(1, 0, 2, **layout)
@@ -66,15 +62,15 @@ def test_bf16_is_the_same_alone_as_sharded(run_on, layout) -> None:
 @pytest.mark.parametrize(
     ("world_size", "replicate", "layout"),
     [
-        (2, 1, {}), (2, 1, {"whole_logits": True}),
+        (2, 1, {}), full(2, 1, {"whole_logits": True}),
         full(2, 1, {"tied": False, "compile": "aot_eager"}), full(4, 1, {"compile": "inductor"}),
         full(4, 1, {"activation_checkpoint": "full"}),
-        (4, 1, {"activation_checkpoint": "selective", "reduce": "micro_batch"}), (4, 2, {"tied": False}),
+        (4, 1, {"activation_checkpoint": "selective", "reduce": "micro_batch"}), full(4, 2, {"tied": False}),
         (2, 1, {"tp": 1, "cp": 2}), full(2, 1, {"tp": 1, "cp": 2, "compile": "aot_eager"}),
         full(4, 1, {"tp": 1, "cp": 2, "compile": "inductor"}),
         full(4, 2, {"tp": 1, "cp": 2, "tied": False}),
         full(4, 1, {"cp": 2, "activation_checkpoint": "full"}),
-        (4, 1, {"tp": 1, "cp": 4}), full(4, 1, {"tp": 1, "cp": 4, "attention": "sdpa"}),
+        full(4, 1, {"tp": 1, "cp": 4}), full(4, 1, {"tp": 1, "cp": 4, "attention": "sdpa"}),
     ],
     ids=str,
 )  # fmt: skip
@@ -188,7 +184,7 @@ def names_on_rank(world_size: int, layout: dict[str, Any]) -> list[tuple[str, tu
 @pytest.mark.parametrize(
     "layout",
     [
-        {}, {"tp": 2}, full({"activation_checkpoint": "full", "compile": "aot_eager"}),
+        {}, full({"tp": 2}), full({"activation_checkpoint": "full", "compile": "aot_eager"}),
         full({"dp_replicate": 2}),
         full({"float8": "tensorwise"}), full({"float8": "rowwise"}), full({"activation_checkpoint": "full"}),
         full({"activation_checkpoint": "selective"}), full({"tied": False}),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import train_on_rank
+from tests.support.tiers import full
 
 SINK = [
     "--job.imports=['tests.examples.counting_sink']",
@@ -19,7 +20,7 @@ SINK = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, full(2)])
 def test_it_counts(tmp_path: Path, corpus: Path, run_on: Any, world_size: int) -> None:
     def counts(*keys: str) -> list[dict[str, Any]]:
         run_on(world_size, train_on_rank, tmp_path, corpus, [*SINK, *keys], "run", world_size)

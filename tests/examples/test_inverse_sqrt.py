@@ -11,6 +11,7 @@ import pytest
 
 from tests.examples.inverse_sqrt import InverseSqrt
 from tests.support.runs import train_on_rank
+from tests.support.tiers import full
 from titanlite.config.component import ConfigError
 
 # The base job's schedule has keys of its own, so the whole table is replaced.
@@ -29,7 +30,7 @@ def train_with_table(folder: Path, corpus: Path, overrides: list[str], world_siz
         train_on_rank(folder, corpus, [*KEYS, *overrides], "run", world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, full(2)])
 def test_a_run_has_its_learning_rates(tmp_path: Path, corpus: Path, run_on: Any, world_size: int) -> None:
     for steps in (5, 8):  # the second run resumes the first
         run_on(world_size, train_with_table, tmp_path, corpus, [f"--training.steps={steps}"], world_size)

@@ -15,6 +15,7 @@ import torch
 
 from tests.examples.lion import LionOptimizer
 from tests.support.runs import FOUR_MICRO_BATCHES, PP, TP, UNTIED, train_on_rank
+from tests.support.tiers import full
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.reader import read_metadata
 
@@ -75,7 +76,7 @@ def test_it_learns_on_two_ranks_as_on_one(whole: Path, tmp_path: Path, corpus: P
     assert not [name for name in names if name.endswith("exp_avg_sq")]
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("ranks", [(2, 1), full((1, 2))])
 def test_it_resumes_on_another_number_of_ranks(
     whole: Path, tmp_path: Path, corpus: Path, run_on: Any, ranks: tuple[int, int]
 ) -> None:

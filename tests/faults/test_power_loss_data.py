@@ -259,6 +259,7 @@ def test_the_export_verb(trained: Path, tmp_path: Path) -> None:
     assert (count > 30, starts > 3) == (True, True), f"{count} states, {starts} of them started from"
 
 
+@pytest.mark.full
 def test_a_run_with_exports(trained: Path, tmp_path: Path) -> None:
     """A checkpoint is kept until its export is on the disk. A run's small files are absent or complete. The
     next start makes missing exports. metrics.jsonl is not synced; no loss of its lines stops a run."""

@@ -22,6 +22,7 @@ from tests.support.jobs import make_job, metrics_of
 from tests.support.launcher import SOON, Node
 from tests.support.ports import is_loopback
 from tests.support.runs import assert_same, train_on_rank
+from tests.support.tiers import full
 from titanlite.job import Job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -42,16 +43,21 @@ def start(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Node]]:
         node.close()
 
 
+def uninterrupted(folder: Path, corpus: Path, num_ranks: int) -> Job:
+    """The run without a launcher."""
+    ranks.run(num_ranks, train_on_rank, folder, corpus, [], "whole", num_ranks)
+    return make_job(folder, corpus, world_size=num_ranks, name="whole")
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Job:
-    folder = tmp_path_factory.mktemp("whole")
-    ranks.run(2, train_on_rank, folder, corpus, [], "whole", 2)
-    return make_job(folder, corpus, world_size=2, name="whole")
+    return uninterrupted(tmp_path_factory.mktemp("whole"), corpus, 2)
 
 
 # ---- a launcher that is told to stop
 
 
+@pytest.mark.full
 def test_sigterm_to_the_launcher_waits_for_the_save_and_nothing_is_restarted(start: Any) -> None:
     """The commit takes three seconds; torchrun would kill the ranks after one (PET_SHUTDOWN_TIMEOUT)."""
     node = start(NGPU="2", MAX_RESTARTS="2", STEP_S="0.3", COMMIT_S="3", PET_SHUTDOWN_TIMEOUT="1")
@@ -105,21 +111,25 @@ def test_sigterm_while_waiting_for_nodes_after_a_crash_is_75(start: Any) -> None
 # ---- kill -9
 
 
-def test_a_killed_rank_is_restarted_and_the_run_equals_one_that_was_not(start: Any, whole: Job) -> None:
+@pytest.mark.parametrize("num_ranks", [1, full(2)])
+def test_a_killed_rank_is_restarted_and_the_run_equals_one_that_was_not(
+    start: Any, tmp_path: Path, corpus: Path, num_ranks: int
+) -> None:
     """No port is open to the network at any time, and only one rank reports."""
     sync = "--checkpoint.async_mode=disabled"  # else it depends on the disk whether step 4 is there by step 7
-    node = start("--data.num_workers=1", sync, NGPU="2", MAX_RESTARTS="1", KILL="1 0 7")
+    last = num_ranks - 1
+    node = start("--data.num_workers=1", sync, NGPU=str(num_ranks), MAX_RESTARTS="1", KILL=f"{last} 0 7")
     assert node.end() == 0, node.log
-    assert node.starts == ["0 0", "0 1", "1 0", "1 1"]
+    assert node.starts == ["0 0", "0 1", "1 0", "1 1"][: 2 * num_ranks]
     assert f"resumed from {node.job.folder}/checkpoint/step-4\n" in node.log
-    assert node.listened, "the ranks meet somewhere"
+    assert node.listened or num_ranks == 1, "the ranks meet somewhere"
     assert all(map(is_loopback, node.listened)), f"open to the network: {node.listened}"
-    assert "titanlite: rank 1 was ended by SIGKILL" in node.log
+    assert f"titanlite: rank {last} was ended by SIGKILL" in node.log
     assert "starting all ranks again (1 of 1)\n" in node.log
     assert not list(node.scratch.glob("titanlite-*")), "the launcher's folder is left"
     assert not list(node.scratch.glob("torchelastic*"))
     assert node.log.count("step 8/8") == 1
-    assert_same(node.job, whole)
+    assert_same(node.job, uninterrupted(tmp_path, corpus, num_ranks))
 
 
 LAST_LINES = {

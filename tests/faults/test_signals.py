@@ -24,7 +24,7 @@ import torch.distributed as dist
 from tests.support.jobs import make_job, metrics_of, write_corpus
 from tests.support.ranks import Ranks, leave, write_output_to
 from tests.support.runs import assert_same, history, state_of
-from tests.support.tiers import full
+from tests.support.tiers import full, sampled
 from titanlite import cli
 from titanlite.checkpoint import resume
 from titanlite.checkpoint.commit import list_committed
@@ -252,11 +252,7 @@ STOPS = {
 }
 
 
-FULL_TIER = ("loading, with workers", "the first step", "between two micro-batches", "SIGINT, validation")
-FULL_TIER += ("sampling", "twice", "SIGUSR1")
-
-
-@pytest.mark.parametrize("name", [full(name) if name in FULL_TIER else name for name in STOPS])
+@pytest.mark.parametrize("name", sampled(STOPS, {"waiting for a rank", "a file"}))
 def test_one_rank_is_told(whole: Job, tmp_path: Path, corpus: Path, name: str) -> None:
     event, step, overrides = STOPS[name]
     runs = Runs(tmp_path, corpus, *overrides)
@@ -301,6 +297,7 @@ def test_sigusr2_saves_and_goes_on(whole: Job, tmp_path: Path, corpus: Path) -> 
     assert_same(runs.job, whole)
 
 
+@pytest.mark.full
 def test_too_late_to_stop_is_done(whole: Job, tmp_path: Path, corpus: Path) -> None:
     """In the last step there is nothing left to stop."""
     runs = Runs(tmp_path, corpus)
@@ -344,7 +341,7 @@ EARLY = {
 }
 
 
-@pytest.mark.parametrize("name", [full(name) if name == "opening the data" else name for name in EARLY])
+@pytest.mark.parametrize("name", sampled(EARLY, {"tokenising"}))
 def test_before_the_first_step_the_rank_that_is_told_ends(whole: Job, tmp_path: Path, name: str) -> None:
     """The other ranks end later: the launcher reports the exit code of the rank that ends first."""
     runs, event = Runs(tmp_path, write_corpus(tmp_path)), EARLY[name]
@@ -356,6 +353,7 @@ def test_before_the_first_step_the_rank_that_is_told_ends(whole: Job, tmp_path: 
     assert_same(runs.job, whole)
 
 
+@pytest.mark.full
 def test_while_a_checkpoint_is_read(whole: Job, tmp_path: Path, corpus: Path) -> None:
     runs = Runs(tmp_path, corpus)
     assert runs(Event("loading", 11)) == [75, 75], runs.log

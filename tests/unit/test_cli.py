@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.tiers import full
 from titanlite import cli, train
 from titanlite.commands import DTYPES, VERBS, Verb, parser
 from titanlite.config.component import ConfigError
@@ -559,7 +560,7 @@ def test_no_name_shows_the_usage(run_train, argv):
     ("argv", "needs_flag"),
     [
         (["config", "job.toml"], True),
-        (["data", "show", "job.toml", "--sequence=0"], True),
+        full(["data", "show", "job.toml", "--sequence=0"], True),
         (["tokenizer", "show", "job.toml", "text"], True),
         (["import", "nothing", "new", "job.toml"], True),
         (["train", "job.toml", "--training.steps=0"], False),
@@ -762,6 +763,7 @@ def test_a_stop_while_torch_is_imported_is_75(hangups: None, verb: str, number: 
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_save_while_torch_is_imported_ends_nothing() -> None:
     words = ["train", DEBUG, "--training.steps=-5"]  # a value is judged once torch is there
     command = [sys.executable, "-c", IMPORT, str(int(signal.SIGUSR2)), *words]
