@@ -44,7 +44,8 @@ def test_the_debug_run_learns_and_says_where_everything_is(
     folder = tmp_path / "debug"
     shorter = [
         "--training.steps=24",
-        "--training.global_batch_size=8",
+        "--training.global_batch_size=4",
+        "--data.holdout_sequences=32",
         f"--job.dump_folder={folder}",
         f"--data.cache_dir={tmp_path / 'cache'}",
     ]

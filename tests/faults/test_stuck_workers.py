@@ -127,6 +127,7 @@ def test_several_ranks_end_in_time_and_the_stuck_one_names_its_worker(
     assert runs.result() == whole[2]
 
 
+@pytest.mark.full
 def test_a_worker_that_is_slow_changes_nothing(
     trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.tiers import sampled
 from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
 from titanlite.losses import ChunkedCrossEntropy, cross_entropy
@@ -58,7 +59,6 @@ MODES = {
     "norms and mlp": ActivationCheckpoint(mode="selective", selective_ac_option="norms+mlp"),
     "memory budget": ActivationCheckpoint(mode="memory_budget", memory_budget=0.3),
 }
-checkpointing = pytest.mark.parametrize("checkpointing", MODES.values(), ids=MODES.keys())
 
 
 def close(actual: tuple[float, list[torch.Tensor]], wanted: tuple[float, list[torch.Tensor]]) -> bool:
@@ -67,11 +67,9 @@ def close(actual: tuple[float, list[torch.Tensor]], wanted: tuple[float, list[to
     )
 
 
-@checkpointing
-def test_one_graph_serves_all_blocks_and_changes_nothing(
-    checkpointing: ActivationCheckpoint,
-) -> None:
-    wanted = step(build())
+@pytest.mark.parametrize("name", sampled(MODES, {"none", "op", "every second", "memory budget"}))
+def test_one_graph_serves_all_blocks_and_changes_nothing(name: str) -> None:
+    checkpointing, wanted = MODES[name], step(build())
     torch.compiler.reset()
     net, compilations = build(), Compilations()
     apply_activation_checkpoint(net, checkpointing)

@@ -12,6 +12,7 @@ import pytest
 
 from titanlite.config.component import ConfigError
 from titanlite.data.shards import TokenShards
+from titanlite.prepare import pipeline
 from titanlite.prepare.corpus import documents, find_files
 from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes
@@ -24,6 +25,13 @@ BOS, EOS = 256, 257
 Reader = Callable[..., TokenShards]
 
 
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without worker processes, which take longer to start than the files to read; test_pipeline.py has
+    several."""
+    monkeypatch.setattr(pipeline, "num_cores", lambda: 1)
+
+
 def by_source(folder: Path, *inputs: str, field: str = "text") -> TokenShards:
     """Into a cache in folder/out."""
     return Text(path=list(inputs), field=field).build(Bytes().build(), folder / "out")
@@ -33,7 +41,6 @@ def by_prepare(folder: Path, *inputs: str, field: str = "text") -> TokenShards:
     """Into folder/out/shards."""
     output = folder / "out" / "shards"
     arguments = [*inputs, "--output", str(output), "--field", field, "--tokenizer.name=bytes"]
-    arguments += ["--num_processes=1"]  # tests/unit/prepare/test_pipeline.py has several
     assert prepare.main(arguments) == 0
     return TokenShards(output)
 
