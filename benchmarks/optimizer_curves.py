@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,6 @@ from benchmarks.devices import on_devices  # noqa: E402
 from benchmarks.environment import without_paths, write_result  # noqa: E402
 from benchmarks.package_text import FOLDER, MEGABYTES, package_text  # noqa: E402
 from benchmarks.throughput import TPS, measure  # noqa: E402
-from titanlite.report.recorded_run import read_run  # noqa: E402
-from titanlite.report.timeline import timeline  # noqa: E402
 
 CONFIG = ROOT / "benchmarks/optimizer_curves.toml"
 RUNS = ROOT / "outputs/optimizer_curves"
@@ -105,7 +103,7 @@ class Recorder:
             keys = [*self.overrides, *case.keys]
             run = measure(self.options, keys, device, folder=folder, data=[])
             result = about | recorded(folder, run) | {"wall_s": run["wall_s"]}
-        except (subprocess.CalledProcessError, OSError) as e:
+        except (subprocess.CalledProcessError, OSError, LookupError, ValueError) as e:
             error = without_paths((folder / "log.txt").read_text()[-2000:])
             seconds = time.perf_counter() - began
             result = about | {"error": f"{type(e).__name__}\n{error}", "wall_s": seconds}
@@ -152,7 +150,9 @@ def main() -> None:
     options.config, options.ngpu, options.skip = str(CONFIG), 1, options.steps // 10
     if options.folders is None and options.picture is None:
         rates = {**RATES, **dict(map(parse_rates, options.rates))}
-        run_all(Recorder(options, overrides), rates, options.more_rates)
+        recorder = Recorder(options, overrides)
+        run_all(recorder, rates, options.more_rates)
+        recorder.write()
         return
     result = json.loads(options.output.read_text())
     if options.folders is not None:
@@ -203,10 +203,9 @@ def next_rates(runs: dict[str, dict[str, Any]], optimizer: str) -> list[float]:
 
 
 def recorded(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
-    """The result of a run: its curve, its final losses, its speed, and the files of its folder. The seconds
-    count from the end of the first step, because only the first run of each kind compiles anew."""
-    hours = timeline(read_run(folder, folder.name)).hours
-    reports, seconds = run["reports"], [float(at - hours[0]) * 3600 for at in hours]
+    """The result of a run: its curve, its final losses, its speed, and the files of its folder."""
+    reports = run["reports"]
+    seconds = list(accumulate(starmap(seconds_between, pairwise(reports)), initial=0.0))
     curve = [
         {
             "step": report["step"],
@@ -232,6 +231,13 @@ def recorded(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
         },
         "reports": reports,
     }
+
+
+def seconds_between(before: dict[str, Any], report: dict[str, Any]) -> float:
+    """The seconds of steps and validation between two reports, without compilation, which later runs find in
+    a cache."""
+    steps_s = (report["step"] - before["step"]) * report["time/step_s"]
+    return steps_s + report.get("time/validation_s", 0.0) - report.get("compile/seconds", 0.0)
 
 
 def summary(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:

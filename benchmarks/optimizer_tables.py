@@ -111,7 +111,8 @@ def about_text(result: dict[str, Any], run: dict[str, Any]) -> str:
         f"Each run took {result['steps']} steps of {tokens / result['steps']:,.0f} tokens,",
         f"{tokens / 1e6:.1f} million tokens or {tokens / text['train_tokens']:.2f} epochs of",
         f"{text['files']:,} files ({text['bytes'] / 1e6:.0f} MB), on one {env['device']} with torch",
-        f"{env['torch']}. The seconds count from the end of the first step and include validation.",
+        f"{env['torch']}. The seconds count from the end of the first step, with validation and without",
+        "compilation.",
         f"All runs took {result['gpu_minutes']:.0f} GPU minutes (`{CURVES}`).",
     )
 
