@@ -7,8 +7,8 @@ between the checkpoints j - 1 and j is contained in the average c_j + ... + c_(N
 that gives these updates the factor f(j / N), where f falls from f(0) = 1 to f(1) = 0, each coefficient is the
 drop of the factor at its checkpoint: c_j = f(j / N) - f((j + 1) / N).
 
-Tensors are read, averaged in fp64 and written one chunk at a time. A model of any size needs three times the
-memory of its largest chunk."""
+Tensors are read, averaged in fp64 and written one chunk at a time. A model of any size needs about five times
+the memory of its largest chunk."""
 
 from __future__ import annotations
 

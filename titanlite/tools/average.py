@@ -1,5 +1,5 @@
 """`titanlite checkpoint average`: the average of several checkpoints of a run, as a new checkpoint. Its help
-is in tools/checkpoint.py. Runs on the CPU and needs three times the memory of the largest chunk."""
+is in tools/checkpoint.py. Runs on the CPU and needs about five times the memory of the largest chunk."""
 
 from __future__ import annotations
 
