@@ -83,11 +83,14 @@ class Lines(logging.Handler):
             self.texts.append(record.getMessage())
 
     def __enter__(self) -> list[str]:
+        self._level_before = logger.level  # other tests and ranks may have made it WARNING
+        logger.setLevel(logging.INFO)
         logger.addHandler(self)
         return self.texts
 
     def __exit__(self, *_: object) -> None:
         logger.removeHandler(self)
+        logger.setLevel(self._level_before)
 
 
 def said(loaded: int, fresh: int, ignored: str) -> str:
@@ -269,7 +272,6 @@ def half_on_rank(folder: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
     else:
         del toy.net.bias
         mixed(toy)
-    logger.setLevel(logging.INFO)  # ranks are processes of their own
     with Lines() as lines:
         resume(folder, toy).close()
     return state_of(toy), lines
