@@ -20,9 +20,11 @@ from titanlite.mesh import local_shard
 from titanlite.optim import low_bit
 from titanlite.optim.adamw import AdamW, StateDtype
 from titanlite.optim.base import guarded_step, set_lr
+from titanlite.optim.muon import Muon
 from titanlite.parallel.initialize import fill_normal
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.tools import config
+from titanlite.torch_compat import plain_tensor
 
 # Three shards of rows are uneven, and so are two x two shards of the vocabulary. Tensor parallel leaves one
 # block of 64 values in each row of down_proj.
@@ -39,13 +41,17 @@ LAYOUTS = {
     "TP 2 x PP 2": (4, {"tp": 2, "pp": 2}),
     "CP 2": (2, {"cp": 2}),
     "CP 2 x TP 2": (4, {"cp": 2, "tp": 2}),
+    "FSDP 2, gathered in float8": (2, {"float8": "tensorwise"}),
 }
 
 
 def build(world_size: int, layout: dict[str, Any], state_dtype: StateDtype) -> tuple[ShardedModel, Any]:
     rank = dist.get_rank() if world_size > 1 else 0
     model = gradients.build(world_size, rank, shape=SHAPE, tied=False, **layout)
-    return model, AdamW(state_dtype=state_dtype, **CONFIG).build(model.net, model.mesh)
+    wrapped = [p for p in model.net.parameters() if plain_tensor(p) is not p]
+    assert bool(wrapped) == ("float8" in layout)
+    config = Muon if layout.get("muon") else AdamW
+    return model, config(state_dtype=state_dtype, **CONFIG).build(model.net, model.mesh)
 
 
 def take_steps(model: ShardedModel, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -117,6 +123,14 @@ def test_every_layout_has_the_bits_of_one_process(layout: str, state_dtype: Stat
     world_size, options = LAYOUTS[layout]
     results = ranks.run(world_size, trained, world_size, options, state_dtype, None)
     assert_bits(results, trained(1, {}, state_dtype, None))
+
+
+@pytest.mark.full
+def test_embedding_and_head_under_muon_have_the_bits_of_one_process() -> None:
+    world_size, layout = FSDP_TP
+    wanted = trained(1, {"muon": True}, "int8", None)
+    assert wanted["optimizer.model.embed_tokens.weight.exp_avg"].dtype == torch.int8
+    assert_bits(ranks.run(world_size, trained, world_size, {**layout, "muon": True}, "int8", None), wanted)
 
 
 def trained_by_local_size(world_size: int) -> dict[str, torch.Tensor]:

@@ -75,8 +75,8 @@ class LowBitAdamW(torch.optim.Optimizer):
             scalars = _scalars(group, steps, one if divisor is None else divisor, apply)
             for parameter, state, row in zip(parameters, states, scalars.unbind()):
                 assert parameter.grad is not None
-                tensors = [parameter, parameter.grad, *_moment_tensors(state)]
-                _step_one(row, _blocks([local_shard(plain_tensor(t)) for t in tensors]))
+                tensors = [plain_tensor(parameter), parameter.grad, *_moment_tensors(state)]
+                _step_one(row, _blocks([local_shard(tensor) for tensor in tensors]))
 
 
 def moments(state: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -304,6 +304,8 @@ def test_another_state_dtype_is_refused_on_resume(tmp_path: Path, corpus: Path) 
         with pytest.raises(ConfigError, match=f'state_dtype was "int8", is "{other}". Undo the change') as e:
             train(job)
         assert e.value.key == "optimizer.state_dtype"
+    allowed = '--checkpoint.allow_changed=["optimizer"]'  # the new state starts at zero
+    train(make_job(tmp_path, corpus, *WIDE, BFLOAT16, "--training.steps=2", allowed))
 
 
 # ---- training for longer
