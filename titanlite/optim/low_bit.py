@@ -7,8 +7,8 @@ value of the block:
     second moment v    uint8   code = round(255 sqrt(v / s)), at least 1 if v > 0
 
 f is the companding function of FlashOptim (arXiv 2602.23349). Both functions spend most of the codes on small
-values. With linear codes, most second moments of a block would be rounded to 0, and the updates
-m / (sqrt(v) + eps) would explode.
+values. Linear codes would round the small second moments of a block to 0; where the next gradient is 0, too,
+the update m / (sqrt(v) + eps) would explode.
 
 No block crosses the border of a shard, so each code and each scale, and with them each weight, has the same
 bits on every layout. The state consists of plain tensors, which torch DCP reshards."""
@@ -28,6 +28,7 @@ from titanlite.torch_compat import dtensor_like, foreach_copy, mark_dynamic, pla
 
 BLOCK = 64  # values per scale
 KEYS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")  # without blocks there are no scales
+DTYPES = (torch.int8, torch.float32, torch.uint8, torch.float32)  # of KEYS
 CPU_CHUNK = 1 << 16  # values that the CPU updates at a time: their temporary tensors fit its cache
 SMALLEST = torch.finfo(torch.float32).tiny  # the scale of a block of zeros
 
@@ -44,8 +45,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     state is made by the constructor.
 
     The step follows the protocol of `guarded_step`: it reads `found_inf` and `grad_scale` as tensors and does
-    not wait for the device. On CUDA the update of each parameter is one compiled kernel, which all parameters
-    share."""
+    not wait for the device. On CUDA the update of a parameter is one kernel, compiled once for all shapes."""
 
     _step_supports_amp_scaling = True
 
@@ -85,8 +85,13 @@ def moments(state: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     m, v = state["exp_avg"], state["exp_avg_sq"]
     if m.dtype != torch.int8:
         return m.float(), v.float()
-    decoded = _decode(_blocks(_moment_tensors(state)))
+    decoded = _decode(*_blocks(_moment_tensors(state)))
     return decoded[0].view(m.shape), decoded[1].view(m.shape)
+
+
+def stored_in_8_bits(m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What 8-bit state keeps of moments: fp32 [number of blocks, 64]."""
+    return _decode(*(t.to(dtype) for t, dtype in zip(_encode(m, v), DTYPES)))
 
 
 def has_blocks(parameter: torch.Tensor) -> bool:
@@ -107,9 +112,8 @@ def _initial_state(parameter: torch.Tensor, state_dtype: str) -> dict[str, torch
             "optimizer.state_dtype",
         )
     else:
-        dtypes = (torch.int8, torch.float32, torch.uint8, torch.float32)
         sizes = (1, BLOCK, 1, BLOCK)
-        made = {key: _zeros(whole, dtype, size) for key, dtype, size in zip(KEYS, dtypes, sizes)}
+        made = {key: _zeros(whole, dtype, size) for key, dtype, size in zip(KEYS, DTYPES, sizes)}
     return {"step": torch.zeros((), device=shard.device), **made}
 
 
@@ -190,31 +194,31 @@ def _update(
     On CPU each operation is rounded by itself (torch.lerp would not be), which makes the bits of a value
     independent of its place in the tensor."""
     shrink, step_size, inverse_root, eps, weight1, weight2, divisor, apply = scalars.unbind()
-    m, v = _decode(state)
+    in_8_bits = len(state) == len(KEYS)
+    m, v = _decode(*state) if in_8_bits else (state[0].float(), state[1].float())
     g = gradient.float() / divisor
     m = m + (g - m) * weight1
     v = v + (g * g - v) * weight2
     updated = weight * shrink - m * step_size / (v.sqrt() * inverse_root + eps)
-    for old, new in zip((weight, *state), (updated, *_encode(m, v, state))):
+    stored = _encode(m, v) if in_8_bits else (m, v)
+    for old, new in zip((weight, *state), (updated, *stored)):
         old.copy_(torch.where(apply > 0, new.to(old.dtype), old))
 
 
-def _decode(state: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The moments in fp32, from views by `_blocks`."""
-    if len(state) == 2:
-        return state[0].float(), state[1].float()
-    codes1, scale1, codes2, scale2 = state
-    x, root = codes1.float() / 127, codes2.float() / 255
-    return x / (2 - x.abs()) * scale1, root * root * scale2
-
-
-def _encode(m: torch.Tensor, v: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """What is stored of the moments, in the order of `state`; before the conversion to its dtypes."""
-    if len(state) == 2:
-        return m, v
+def _encode(m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Codes and scales of fp32 moments [number of blocks, 64], in the order of KEYS. Codes are whole numbers
+    in fp32."""
     scale1 = m.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
     scale2 = v.amax(-1, keepdim=True).clamp(min=SMALLEST)
     x, root = m / scale1, (v / scale2).sqrt() * 255
     codes1 = (2 * x / (1 + x.abs()) * 127).round()
     codes2 = torch.where(v > 0, root.round().clamp(min=1), 0)
     return codes1, scale1, codes2, scale2
+
+
+def _decode(
+    codes1: torch.Tensor, scale1: torch.Tensor, codes2: torch.Tensor, scale2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fp32 moments of codes and scales."""
+    x, root = codes1.float() / 127, codes2.float() / 255
+    return x / (2 - x.abs()) * scale1, root * root * scale2

@@ -24,7 +24,7 @@ from titanlite.mesh import ALONE
 from titanlite.optim import low_bit
 from titanlite.optim.adamw import AdamW, StateDtype
 from titanlite.optim.base import guarded_step, set_lr
-from titanlite.optim.low_bit import BLOCK, LowBitAdamW
+from titanlite.optim.low_bit import BLOCK, LowBitAdamW, stored_in_8_bits
 from titanlite.train import train
 
 INT8, BFLOAT16 = "--optimizer.state_dtype=int8", "--optimizer.state_dtype=bfloat16"
@@ -159,20 +159,10 @@ def test_cpu_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- quantisers
 
 
-def stored(m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The moments as 8-bit state keeps them."""
-    m, v = m.view(-1, BLOCK), v.view(-1, BLOCK)
-    codes = [torch.zeros(m.shape, dtype=dtype) for dtype in (torch.int8, torch.uint8)]
-    encoded = low_bit._encode(m, v, (codes[0], m, codes[1], v))
-    dtypes = (torch.int8, torch.float32, torch.uint8, torch.float32)
-    return low_bit._decode([t.to(dtype) for t, dtype in zip(encoded, dtypes)])
-
-
 def linear(m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with linear codes of the second moment."""
-    v = v.view(-1, BLOCK)
+    """8-bit state with linear codes of the second moment."""
     scale = v.amax(-1, keepdim=True)
-    return stored(m, v)[0], (v / scale * 255).round() / 255 * scale
+    return stored_in_8_bits(m, v)[0], (v / scale * 255).round() / 255 * scale
 
 
 def update_error(store: Callable[..., Any], spread: float) -> float:
@@ -186,15 +176,15 @@ def update_error(store: Callable[..., Any], spread: float) -> float:
 
 
 def test_small_moments_keep_their_digits_and_linear_codes_lose_them() -> None:
-    assert update_error(stored, 0.5) < 0.02
-    assert update_error(stored, 1.0) < 0.1
+    assert update_error(stored_in_8_bits, 0.5) < 0.02
+    assert update_error(stored_in_8_bits, 1.0) < 0.1
     assert update_error(linear, 1.0) > 1e3
 
 
 def test_what_is_above_zero_stays_above_zero() -> None:
     v = torch.logspace(-20, 0, BLOCK)
     v[0] = 0
-    codes = low_bit._encode(v, v, (v, v, v, v))[2].flatten()
+    codes = low_bit._encode(v[None], v[None])[2][0]
     assert codes[0] == 0
     assert (codes[1:] >= 1).all()
     assert codes[-1] == 255
@@ -204,20 +194,20 @@ def test_blocks_of_zeros_and_of_extremes_are_finite() -> None:
     for value in (0.0, 1e-45, 1e-30, 3e38):
         m, v = torch.full((2, BLOCK), value), torch.full((2, BLOCK), value)
         m[0, 1] = -value
-        for x, y in zip((m, v), stored(m, v)):
+        for x, y in zip((m, v), stored_in_8_bits(m, v)):
             assert torch.allclose(x, y, rtol=1e-5, atol=1e-37)
 
 
 def ratio_of_running_means(beta2: float, num_steps: int, kind: str) -> float:
     """The mean of sqrt(v) with stored moments to sqrt(v) in fp32, under gradients that shrink tenfold."""
     g = torch.Generator().manual_seed(0)
-    size = torch.exp(0.5 * torch.randn(4, 4 * BLOCK, generator=g))
+    size = torch.exp(0.5 * torch.randn(16, BLOCK, generator=g))
     exact = ours = torch.zeros_like(size)
     for step in range(num_steps):
         square = (size * 10 ** (-step / num_steps) * torch.randn(size.shape, generator=g)).square()
         exact = exact + (1 - beta2) * (square - exact)
         ours = ours + (1 - beta2) * (square - ours)
-        ours = ours.bfloat16().float() if kind == "bfloat16" else stored(ours, ours)[1].view_as(ours)
+        ours = ours.bfloat16().float() if kind == "bfloat16" else stored_in_8_bits(ours, ours)[1]
     return (ours / exact).sqrt().mean().item()
 
 
@@ -352,21 +342,16 @@ def test_2000_steps_end_as_with_fp32_state() -> None:
 
 @pytest.mark.full
 def test_control_linear_codes_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = low_bit._encode
+    encode, decode = low_bit._encode, low_bit._decode
 
-    def linear_codes(m: torch.Tensor, v: torch.Tensor, state: Any) -> tuple[torch.Tensor, ...]:
-        if len(state) == 2:
-            return encode(m, v, state)
-        codes1, scale1, _, scale2 = encode(m, v, state)
+    def encode_linearly(m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        codes1, scale1, _, scale2 = encode(m, v)
         return codes1, scale1, (v / scale2 * 255).round(), scale2
 
-    def decode_linear(state: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(state) == 2:
-            return decode(state)
-        m, _ = decode(state)
-        return m, state[2].float() / 255 * state[3]
+    def decode_linearly(*state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return decode(*state)[0], state[2].float() / 255 * state[3]
 
-    exact, decode = final_loss("int8", 0, 400), low_bit._decode
-    monkeypatch.setattr(low_bit, "_encode", linear_codes)
-    monkeypatch.setattr(low_bit, "_decode", decode_linear)
+    exact = final_loss("int8", 0, 400)
+    monkeypatch.setattr(low_bit, "_encode", encode_linearly)
+    monkeypatch.setattr(low_bit, "_decode", decode_linearly)
     assert not final_loss("int8", 0, 400) < exact + 0.5
