@@ -12,7 +12,7 @@ import pytest
 import tiktoken
 
 from benchmarks import optimizer_tables
-from tests.support import module_list
+from tests.support import module_list, suite_times
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
 from titanlite.job import load_job
@@ -46,6 +46,19 @@ def test_the_list_of_modules_is_that_of_the_package() -> None:
     page = module_list.PAGE.read_text(encoding="utf-8")
     assert page == module_list.refreshed(page), "run: python -m tests.support.module_list"
     assert module_list.refreshed(page.replace("The training", "A training")) == page  # control
+
+
+def test_the_table_of_test_times_is_written_from_the_measurement() -> None:
+    page, result = suite_times.TABLE.read_text(encoding="utf-8"), {"wall_s": 3725.4, "passed": 1234}
+    commands = [row[2] for row in suite_times.ROW.finditer(page)]
+    assert len(commands) == page.count("| `pytest")
+    assert all((ROOT / word).exists() for command in commands for word in command.split() if "/" in word)
+    written = suite_times.with_times(page, dict.fromkeys(commands, result))
+    assert written.count("` | 62 min 5 s |\n") == len(commands)
+    assert suite_times.with_times(page, {}) == page
+    readme = suite_times.README.read_text(encoding="utf-8")
+    sentence = "runs the 1,200 tests of the default tier in 62 min 5 s on two cores"
+    assert suite_times.with_count(readme, {suite_times.DEFAULT_TIER: result}).count(sentence) == 1
 
 
 PREFIXES = (
