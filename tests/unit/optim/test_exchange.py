@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from titanlite.mesh import local_shard
 from titanlite.optim.exchange import Exchange, Ownership
 
-SHAPES = [(7, 4), (2, 6), (8, 8), (5, 2), (3, 4, 6)]
+SHAPES = [(7, 4), (2, 6), (8, 8), (5, 2), (3, 4, 6), (1, 9)]
 
 
 def test_batches_stay_together_and_the_most_expensive_ones_are_spread() -> None:
@@ -37,9 +37,9 @@ def exchanged(placements: list[list[Any]], mesh_shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     wholes = [torch.arange(float(torch.Size(shape).numel())).view(shape) for shape in SHAPES]
     tensors = [distribute_tensor(t, mesh, p, src_data_rank=None) for t, p in zip(wholes, placements)]
-    batches = [[0, 3], [1], [2], [4]]
-    size = mesh.size()
-    ownership = Ownership.balanced(batches, [3, 2, 4, 1], [t.numel() for t in wholes], size, bucket_bytes=50)
+    batches = [[0, 3], [1], [2], [4], [5]]  # more than ranks, or there would be one bucket
+    costs, sizes = [3, 2, 4, 1, 1], [t.numel() for t in wholes]
+    ownership = Ownership.balanced(batches, costs, sizes, mesh.size(), bucket_bytes=50)
     assert len(ownership.buckets) > 1
     exchange = Exchange(tensors, ownership, torch.distributed.group.WORLD)
     for bucket in ownership.buckets:
@@ -57,9 +57,9 @@ def exchanged(placements: list[list[Any]], mesh_shape: tuple[int, ...]) -> None:
 
 def test_tensors_sharded_in_any_way_arrive_whole_and_come_back(run_on: Callable[..., Any]) -> None:
     rows, columns, copies = [Shard(0)], [Shard(1)], [Replicate()]
-    run_on(3, exchanged, [rows, columns, rows, copies, [Shard(2)]], (3,))
+    run_on(3, exchanged, [rows, columns, rows, copies, [Shard(2)], rows], (3,))
     grid = [[Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]]
-    run_on(4, exchanged, [*grid, [Shard(0), Shard(2)]], (2, 2))
+    run_on(4, exchanged, [*grid, [Shard(0), Shard(2)], [Shard(1), Replicate()]], (2, 2))
 
 
 def test_one_process_needs_no_group() -> None:
