@@ -59,6 +59,6 @@ if __name__ == "__main__":
     before = TABLE.read_text(encoding="utf-8")
     if sys.argv[1:]:
         measure([row[2] for row in ROW.finditer(before) if "gpu" not in row[2]])
-    found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    TABLE.write_text(with_times(before, found), encoding="utf-8")
-    README.write_text(with_count(README.read_text(encoding="utf-8"), found), encoding="utf-8")
+    known = json.loads(RESULTS.read_text(encoding="utf-8"))
+    TABLE.write_text(with_times(before, known), encoding="utf-8")
+    README.write_text(with_count(README.read_text(encoding="utf-8"), known), encoding="utf-8")
