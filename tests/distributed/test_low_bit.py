@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.support import gradients, ranks
 from tests.support.checkpoints import EXTRA, open_run
-from tests.support.jobs import tiny_arguments
+from tests.support.jobs import make_job, metrics_of, tiny_arguments
+from tests.support.runs import CP, FOUR_MICRO_BATCHES, PP, TP, UNTIED, run_in_hops, train_on_rank
 from titanlite.checkpoint.state import TrainState, flattened, tensors_of
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_shard
@@ -157,6 +158,22 @@ def test_a_checkpoint_resumes_on_every_layout(tmp_path: Path, first: str) -> Non
         results = ranks.run(world_size, resumed, world_size, layout, "int8", tmp_path)
         assert_bits([loaded for loaded, _ in results], wanted)
         assert_bits([after for _, after in results], wanted_after)
+
+
+@pytest.mark.full
+def test_a_run_over_a_chain_of_layouts_is_near_one_run(tmp_path: Path, corpus: Path) -> None:
+    """With the gradients of training, which differ by rounding between layouts."""
+    keys = [UNTIED, "--optimizer.state_dtype=int8", "--model.overrides.dim=64"]
+    keys += ["--model.overrides.hidden_dim=128", "--model.overrides.head_dim=32"]
+    whole = run_in_hops(tmp_path, corpus, [12], *keys, name="whole")
+    chain = [(4, [FOUR_MICRO_BATCHES]), (4, [PP, TP]), (2, [CP]), (1, [])]
+    for steps, (world_size, layout) in zip((3, 6, 9, 12), chain):
+        overrides = [*keys, *layout, f"--training.steps={steps}"]
+        ranks.run(world_size, train_on_rank, tmp_path, corpus, overrides, "chain", world_size)
+    job = make_job(tmp_path, corpus, *keys, name="chain")
+    for ours, theirs in zip(metrics_of(job), metrics_of(whole), strict=True):
+        assert ours["data/batch_sha"] == theirs["data/batch_sha"]
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-4)
 
 
 def test_config_finds_a_block_that_tensor_parallel_would_cut(tmp_path: Path, corpus: Path) -> None:
