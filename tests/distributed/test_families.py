@@ -88,6 +88,7 @@ def own_heads_on_rank() -> dict[str, torch.Tensor]:
         return gradients(2, torch.distributed.get_rank(), 1, tp=2, **QWEN3)
 
 
+@pytest.mark.full
 def test_control_a_missing_sum_over_heads_is_noticed(run_on) -> None:
     whole, name = gradients(1, 0, 1, **QWEN3), "model.layers.0.self_attn.q_norm.weight"
     actual = run_on(2, own_heads_on_rank)[0]

@@ -74,40 +74,37 @@ def test_a_bad_step_on_one_rank_does_nothing_on_any(
     assert [line["train/skipped_steps"] for line in steps] == [0, 1, 2, 2, 3, 3]
 
 
-def on_rank_with_outliers(
-    folder: Path, corpus: Path, part: Part, faults: tuple[str, ...], *keys: str
-) -> None:
+def on_rank_with_outliers(folder: Path, corpus: Path, part: Part, *keys: str) -> None:
     """Train with bad steps 14, 15 and 17 of each kind; those of random tokens with a resume in a streak, and
     another one soon after it."""
-    for fault in ("nothing", *faults):
+    for fault in ("nothing", *OUTLIERS):
         for last in (14, 16, 20) if fault == "random tokens" else (20,):
             every = [*BASE, *WATCHED, *part.keys, f"--training.steps={last}", *keys]
             with bad_steps({14, 15, 17}, fault):
                 train(make_job(folder, corpus, *every, name=fault, world_size=part.ranks))
 
 
+@pytest.mark.full  # tests/unit/metrics/test_outliers.py is in the default tier
 @pytest.mark.parametrize(
-    ("name", "faults"),
+    "name",
     [
-        ("dp_shard 2", OUTLIERS[:1]),
-        full("dp_shard 2", OUTLIERS),
-        full("dp_shard 4", OUTLIERS),
-        full("dp_replicate 2 x dp_shard 2", OUTLIERS),
-        full("tp 2", OUTLIERS),
-        full("cp 2", OUTLIERS),
-        full("pp 2 x tp 2", OUTLIERS),
-        full("CPU offload, dp_shard 2", OUTLIERS),
+        "dp_shard 2",
+        "dp_shard 4",
+        "dp_replicate 2 x dp_shard 2",
+        "tp 2",
+        "cp 2",
+        "pp 2 x tp 2",
+        "CPU offload, dp_shard 2",
     ],
-    ids=str,
 )
 def test_an_outlier_does_nothing_on_any_rank(
-    tmp_path: Path, corpus: Path, run_on: Callable[..., Any], name: str, faults: tuple[str, ...]
+    tmp_path: Path, corpus: Path, run_on: Callable[..., Any], name: str
 ) -> None:
     """The large gradient is in one replica's copy alone: its ranks have another norm than the others."""
     part = LAYOUTS[name]
-    run_on(part.ranks, on_rank_with_outliers, tmp_path, corpus, part, faults)
+    run_on(part.ranks, on_rank_with_outliers, tmp_path, corpus, part)
     wanted = shards(tmp_path / "nothing/checkpoint/step-20")
-    for fault in faults:
+    for fault in OUTLIERS:
         assert shards(tmp_path / fault / "checkpoint/step-20") == wanted != {}, fault
         counts = [line["train/skipped_steps"] for line in metrics_in(tmp_path / fault)]
         assert counts == [0] * 13 + [1, 2, 2, 3, 3, 3, 3]
@@ -117,8 +114,7 @@ def test_an_outlier_does_nothing_on_any_rank(
 def test_control_a_run_that_admits_outliers_differs(
     tmp_path: Path, corpus: Path, run_on: Callable[..., Any]
 ) -> None:
-    part = LAYOUTS["dp_shard 2"]
-    run_on(2, on_rank_with_outliers, tmp_path, corpus, part, OUTLIERS, "--guard.skip_sigma=0")
+    run_on(2, on_rank_with_outliers, tmp_path, corpus, LAYOUTS["dp_shard 2"], "--guard.skip_sigma=0")
     wanted = shards(tmp_path / "nothing/checkpoint/step-20")
     for fault in OUTLIERS:
         assert shards(tmp_path / fault / "checkpoint/step-20") != wanted, fault

@@ -109,7 +109,8 @@ def refused_on_rank(folder: Path, corpus: Path, overrides: list[str], world_size
     return str(error.value)
 
 
-@pytest.mark.parametrize("layout", [full([]), full([TP]), [PP]], ids=["dp_shard 2", "tp 2", "pp 2"])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [[], [TP], [PP]], ids=["dp_shard 2", "tp 2", "pp 2"])
 def test_all_ranks_refuse_what_does_not_fit(tmp_path: Path, corpus: Path, run_on, layout: list[str]) -> None:
     model_family = family(tie_word_embeddings=False, n_layers=3)
     hugging_face(model_family).save_pretrained(tmp_path / "theirs")

@@ -68,7 +68,7 @@ def test_the_run_passes_an_epoch(whole: Job) -> None:
         (),
         ("--data.num_workers=2",),
         full(("--checkpoint.async_mode=disabled",)),
-        (FOUR_MICRO_BATCHES, "--data.num_workers=1"),
+        full((FOUR_MICRO_BATCHES, "--data.num_workers=1")),
     ],
     ids=["plain", "workers", "sync", "micro-batches"],
 )
@@ -152,7 +152,7 @@ def test_a_chain_of_layouts_equals_one_run(untied: Job, tmp_path: Path, corpus: 
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(4, [FOUR_MICRO_BATCHES]), (2, [PP]), full(2, [TP]), full(2, [CP])],
+    [(2, [PP]), full(4, [FOUR_MICRO_BATCHES]), full(2, [TP]), full(2, [CP])],
     ids=str,
 )
 def test_validation_is_the_same_number_on_any_ranks(

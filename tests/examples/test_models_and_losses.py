@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import family, random_net
 from tests.support.runs import train_on_rank
-from tests.support.tiers import full
 from titanlite.data.batch import Batch
 from titanlite.losses import CrossEntropy
 from titanlite.mesh import ALONE
@@ -46,7 +45,8 @@ def losses(run_on: Any, folder: Path, corpus: Path, *keys: str, ranks: int = 1) 
     return [json.loads(line)["train/loss"] for line in lines]
 
 
-@pytest.mark.parametrize("example", ["family", *(full(name) for name in EXAMPLES if name != "family")])
+@pytest.mark.full
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_it_trains_alike_on_every_layout(tmp_path: Path, corpus: Path, run_on: Any, example: str) -> None:
     keys = EXAMPLES[example]
     one = losses(run_on, tmp_path / "one", corpus, *keys)

@@ -198,6 +198,7 @@ def test_a_run_on_a_disk_that_was_full_for_a_while(
     assert {**one, "job.toml": None} == {**other, "job.toml": None}
 
 
+@pytest.mark.full
 def test_metrics_of_steps_on_a_full_disk_are_written_later(
     disk: Disk, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

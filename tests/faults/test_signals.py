@@ -367,7 +367,8 @@ def test_while_a_checkpoint_is_read(whole: Job, tmp_path: Path, corpus: Path) ->
 # ---- controls
 
 
-@pytest.mark.parametrize("loss", [full("lose update"), "lose a sequence"])
+@pytest.mark.full
+@pytest.mark.parametrize("loss", ["lose update", "lose a sequence"])
 def test_control_a_resume_that_loses_one_step_is_noticed(
     whole: Job, tmp_path: Path, corpus: Path, loss: str
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.tiers import sampled
+from tests.support.tiers import full, sampled
 from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
 from titanlite.losses import ChunkedCrossEntropy, cross_entropy
@@ -83,7 +83,7 @@ def test_one_graph_serves_all_blocks_and_changes_nothing(name: str) -> None:
     assert [name for name, _ in net.named_parameters()] == names
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", full("full")])
 def test_one_graph_serves_all_attention_objects_of_a_backend(mode: str) -> None:
     """A mask is an input of the graph: a micro-batch with other documents does not recompile it."""
     torch.compiler.reset()
