@@ -23,7 +23,7 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"optim"},
     {"checkpoint", "parallel", "runtime", "metrics", "prepare"},
     {"interop"},
-    {"evaluate", "generate", "report"},
+    {"evaluate", "generate", "planning", "report"},
     {"job"},
     {"startup"},
     {"run"},

@@ -259,6 +259,43 @@ def _compare(options: Options) -> None:
     )
 
 
+def _tune(options: Options) -> None:
+    add = options.add
+    options.usage = "titanlite tune CONFIG --coordinate-check [options] [--section.key=value ...]"
+    add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
+    add("--coordinate-check", action="store_true", help="compare what blocks learn at several widths")
+    widths = [128, 256, 512, 1024]
+    add("--widths", type=parse_widths, default=widths, help="widths to compare (128,256,512,1024)")
+    add("--base-width", type=int, default=128, help="width that the settings in CONFIG are for (128)")
+    add("--target-width", type=int, default=0, help="width to print the settings for (see above)")
+    add("--standard", action="store_true", help="use the settings in CONFIG at every width, without rules")
+    add("--steps", type=int, default=5, help="training steps at each width (5)")
+    add("--seeds", type=int, default=3, help="number of seeds, from training.seed on, to average over (3)")
+    add("--output", type=Path, help="also write all numbers to this JSON file")
+
+
+def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of `titanlite tune` and the overrides. Raises ConfigError."""
+    options, overrides = parser("tune").read_known(argv)
+    if not options.coordinate_check:
+        raise ConfigError("name what to do: --coordinate-check; see `titanlite tune --help`")
+    for key in ("base_width", "steps", "seeds"):
+        if getattr(options, key) < 1:
+            raise ConfigError(f"command line, --{key.replace('_', '-')}: {getattr(options, key)} is below 1")
+    if options.target_width < 0:
+        raise ConfigError(f"command line, --target-width: {options.target_width} is below 0")
+    return options, overrides
+
+
+def parse_widths(text: str) -> list[int]:
+    """Return `128,256` as two or more different numbers in order. Raises ArgumentTypeError."""
+    words = text.split(",")
+    widths = sorted({int(word) for word in words if word.strip().isdecimal() and int(word) > 0})
+    if len(widths) < len(words) or len(widths) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of two or more widths such as 128,256,512")
+    return widths
+
+
 def parse_price(text: str) -> float:
     """Return `2.50` as a number. Raises ArgumentTypeError."""
     if not re.fullmatch(r"\d{1,9}(\.\d*)?|\.\d+", text):
@@ -282,6 +319,11 @@ def _launch_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 def _import_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     options, overrides = parser("import").read_known(argv)
+    return options.config, overrides
+
+
+def _tune_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    options, overrides = tune_arguments(argv)
     return options.config, overrides
 
 
@@ -359,6 +401,13 @@ VERBS = {
     ),
     "compare": Verb("titanlite.tools.compare", "compare runs on the terminal", options=_compare),
     "report": Verb("titanlite.tools.report", "write an HTML report on runs", options=_report),
+    "tune": Verb(
+        "titanlite.tools.tune",
+        "check that settings carry over to wider models",
+        options=_tune,
+        table="job",
+        config_of=_tune_config,
+    ),
     "prepare": Verb(
         "titanlite.tools.prepare",
         "make a dataset of token shards from text",

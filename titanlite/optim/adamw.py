@@ -104,6 +104,9 @@ class AdamWKeys(Optimizer):
 class AdamW(AdamWKeys, name="adamw"):
     """AdamW. Weight decay is decoupled: each step shrinks the weights by learning rate x weight decay."""
 
+    def width_exponent(self, rule: str) -> float:
+        return 1.0
+
     def build(self, model: Decoder, mesh: Mesh) -> torch.optim.Optimizer:
         return build_adamw(self.groups(model), (self.beta1, self.beta2), self.eps, self.state_dtype)
 

@@ -137,6 +137,12 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
         """The peak learning rate of parameters under an update rule, before the multiplier of their group."""
         return self.lr
 
+    def width_exponent(self, rule: str) -> float | None:
+        """The power p for which a peak learning rate proportional to width ** -p makes an update of a matrix
+        in the blocks change its output by the same amount at every width (muP). `rule`: the matrix's update
+        rule. None, the default: unknown."""
+        return None
+
     def check_cpu_offload(self) -> None:
         """Raises ConfigError if the optimizer cannot work on parameters in host memory, where
         training.enable_cpu_offload keeps them. Default: it can."""

@@ -82,6 +82,13 @@ class Muon(AdamWKeys, name="muon"):
     def peak_lr(self, rule: str) -> float:
         return self.lr * (self.adamw_lr_multiplier if rule == "adamw" else 1.0)
 
+    def width_exponent(self, rule: str) -> float:
+        """Muon's update has singular values of about adjust_lr_fn's factor, and 1 is the size that carries
+        over. The update of AdamW has a largest singular value that grows with the width."""
+        if rule == "adamw":
+            return 1.0
+        return 0.5 if self.adjust_lr_fn == "match_rms_adamw" else 0.0
+
     def check(self, model: Decoder, tensor_parallel: int = 1) -> None:
         super().check(model, tensor_parallel)
         for settings, names in self.grouped(model).items():

@@ -1,0 +1,1 @@
+"""Answers about a job from short runs and arithmetic, before it is trained."""

@@ -1,0 +1,152 @@
+"""The coordinate check (Yang et al. 2022, arXiv 2203.03466, appendix D.1): after a few steps of training, the
+outputs of the blocks must have changed by an amount that does not depend on the width.
+
+Tokens are random, with Zipf's frequencies, so that a check needs no data and is the same on every machine:
+what the first steps learn is the frequencies of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from titanlite.attention.sdpa import CAUSAL
+from titanlite.data.batch import Batch
+from titanlite.errors import Diverged
+from titanlite.losses import Loss
+from titanlite.mesh import ALONE
+from titanlite.models.base import Decoder, ModelFamily, logits
+from titanlite.optim.base import Optimizer, guarded_step, set_lr
+from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.clip import Clipper, grad_norms
+from titanlite.runtime.training import Training
+
+EMBEDDING, LOGITS = "embedding", "logits"
+TOLERANCE = 0.1
+TINY = 1e-30  # in place of an RMS of 0, which has no logarithm
+LAST_LR = 0.25  # share of the peak learning rate in the last step, to which the rate rises linearly
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What all widths of a check have in common. `batches`: one per step; outputs are measured on the
+    first."""
+
+    loss: Loss
+    training: Training
+    batches: Sequence[Batch]
+    seed: int
+    device: torch.device
+
+
+class Size(NamedTuple):
+    """Root mean square of an output at initialisation, after the steps, and of the difference of the two."""
+
+    initial: float
+    final: float
+    change: float
+
+
+class Slopes(NamedTuple):
+    """Slopes of log(root mean square) over log(width). `output`: after the steps. None for the logits, whose
+    change may also fall with the width: under the rules, the initial head adds width ** -0.5 to both."""
+
+    output: float | None
+    change: float
+
+    @property
+    def excess(self) -> float:
+        """The distance from slopes that are allowed."""
+        return max(self.change, 0.0) if self.output is None else max(abs(self.output), abs(self.change))
+
+
+def random_batches(num: int, shape: tuple[int, int], vocab_size: int, seed: int) -> list[Batch]:
+    """Batches of `shape` = (sequences, tokens). Token i has a frequency proportional to 1 / (i + 1)."""
+    sequences, length = shape
+    rng = np.random.default_rng(seed)
+    frequencies = 1 / np.arange(1, vocab_size + 1)
+    tokens = rng.choice(vocab_size, (num, sequences, length + 1), p=frequencies / frequencies.sum())
+    batches = torch.from_numpy(tokens)
+    return [Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), sequences * length, 0) for t in batches]
+
+
+def measure(
+    model: ModelFamily, optimizer: Optimizer, trial: Trial, step_done: Callable[[], None] = lambda: None
+) -> dict[str, Size]:
+    """Train a new model for one step per batch, and measure the outputs of embedding, blocks and head. Raises
+    Diverged if a loss is not finite."""
+    device = trial.device
+    net = model.build_on_meta()
+    optimizer.check(net)
+    sharded = parallelize(net, trial.loss, ALONE, ParallelSettings())
+    sharded.materialize(device, trial.seed)
+    stepper = optimizer.build(sharded.net, ALONE)
+    clipper = Clipper(trial.training.clip, trial.training.max_norm, sharded.net, stepper)
+    tokens = trial.batches[0].inputs.to(device)
+    before = outputs(sharded.net, tokens)
+    for step, batch in enumerate(trial.batches, 1):
+        loss = sharded.forward_backward([batch.to(device)], torch.tensor(batch.num_targets, device=device))
+        norms = grad_norms(sharded.net)
+        apply = norms.total.isfinite() & loss.isfinite()
+        if not apply.item():
+            raise Diverged(f"width {model.config.dim}: the loss of step {step} is not finite")
+        set_lr(stepper, LAST_LR * step / len(trial.batches))
+        guarded_step(stepper, apply, clipper.clip(norms, apply, step))
+        stepper.zero_grad()
+        sharded.after_step(apply)
+        step_done()
+    after = outputs(sharded.net, tokens)
+    return {
+        name: Size(_rms(value), _rms(after[name]), _rms(after[name] - value))
+        for name, value in before.items()
+    }
+
+
+@torch.no_grad()
+def outputs(net: Decoder, tokens_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The outputs of the embedding, of each block and of the head, in fp32."""
+    found = dict[str, torch.Tensor]()
+    blocks = list(net.blocks().items())
+
+    def keep(name: str, value: torch.Tensor) -> None:
+        found[name] = value.float()
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, args, output: keep(name, output)
+
+    hooks = [blocks[0][1].register_forward_pre_hook(lambda module, args: keep(EMBEDDING, args[0]))]
+    hooks += [block.register_forward_hook(hook(f"block {name}")) for name, block in blocks]
+    try:
+        keep(LOGITS, net(tokens_BT, None, CAUSAL, logits))
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return found
+
+
+def averaged(sizes: Sequence[Mapping[str, Size]]) -> dict[str, Size]:
+    """The geometric means over several seeds."""
+    logs = {name: np.log(np.maximum([measured[name] for measured in sizes], TINY)) for name in sizes[0]}
+    return {name: Size(*np.exp(values.mean(0)).tolist()) for name, values in logs.items()}
+
+
+def slopes(sizes: Mapping[int, Mapping[str, Size]]) -> dict[str, Slopes]:
+    """The slopes of each output, from its sizes by width."""
+    widths = list(sizes)
+    names = list(sizes[widths[0]])
+
+    def slope(name: str, key: str) -> float:
+        values = [max(getattr(sizes[width][name], key), TINY) for width in widths]
+        return float(np.polyfit(np.log(widths), np.log(values), 1)[0])
+
+    return {
+        name: Slopes(None if name == LOGITS else slope(name, "final"), slope(name, "change"))
+        for name in names
+    }
+
+
+def _rms(x: torch.Tensor) -> float:
+    return x.double().square().mean().sqrt().item()

@@ -1,0 +1,143 @@
+"""Rules that carry the settings of a model to another width.
+
+They are those of muP (Yang et al. 2022, arXiv 2203.03466, table 8), for models whose width grows by more
+heads of the same size. With m = width / base width, relative to the settings at the base width:
+
+    initial matrices of the blocks     standard deviation / sqrt(m)
+    their learning rate                / m ** p, where p is Optimizer.width_exponent: 1 for AdamW
+    their weight decay                 * m ** p, because each step decays by learning rate x weight decay
+    logits                             / m
+    embedding, head, norms             as at the base width
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from titanlite.config.component import ConfigError
+from titanlite.models.base import Decoder, DecoderConfig, ModelFamily
+from titanlite.optim.base import Optimizer, ParamGroup
+
+SCALED_FIELDS = ("logit_scale", "matrix_init_std")  # of the model's config, which the rules set
+
+
+def shape_at(config: DecoderConfig, width: int, head_dim: int | None = None) -> dict[str, int]:
+    """The fields of `config` that depend on the width, for dim = `width`. `head_dim`: default, the config's.
+
+    The ratios of all sizes to dim are kept. If n_kv_heads would not divide n_heads, it is the largest divisor
+    below. Raises ConfigError if the width is not a multiple of the size of a head."""
+    head_dim = head_dim or config.head_dim
+    query_width = config.n_heads * config.head_dim * width / config.dim
+    heads = round(query_width / head_dim)
+    if heads < 1 or not math.isclose(heads * head_dim, query_width):
+        raise ConfigError(
+            f"width {width} has {query_width:g} query features, no multiple of head_dim {head_dim}"
+        )
+    most = max(heads * config.n_kv_heads // config.n_heads, 1)
+    return {
+        "dim": width,
+        "n_heads": heads,
+        "n_kv_heads": max(k for k in range(1, most + 1) if heads % k == 0),
+        "head_dim": head_dim,
+        "hidden_dim": round(config.hidden_dim * width / config.dim),
+    }
+
+
+def check_supported(model: ModelFamily, optimizer: Optimizer) -> None:
+    """Raises ConfigError if there are no rules for the model family or the optimizer."""
+    names = {f.name for f in dataclasses.fields(model.config)}
+    if missing := [name for name in SCALED_FIELDS if name not in names]:
+        raise ConfigError(
+            f"{model.name!r} has no field {missing[0]}, which the width rules set", "model.name"
+        )
+    if any(optimizer.width_exponent(rule) is None for rule in optimizer.rules or ("",)):
+        raise ConfigError(
+            f"how the learning rate of {optimizer.name!r} has to change with the width is unknown "
+            "(Optimizer.width_exponent)",
+            "optimizer.name",
+        )
+
+
+def scales_at(config: DecoderConfig, multiple: float) -> dict[str, float]:
+    """The fields of the model that the rules set, for a model that is `multiple` times as wide as the model
+    that `config` was tuned for."""
+    scale, std = (getattr(config, name) for name in SCALED_FIELDS)
+    return dict(zip(SCALED_FIELDS, (scale / multiple, std / math.sqrt(multiple))))
+
+
+def param_groups_at(optimizer: Optimizer, net: Decoder, multiple: float) -> list[ParamGroup]:
+    """The optimizer's param_groups for a model that is `multiple` times as wide as the model that its
+    settings were tuned for, without those that select no parameter of `net`, the whole model.
+
+    Raises ConfigError if a pattern selects matrices of the blocks together with other parameters."""
+    left = {name for name, p in net.named_parameters() if p.requires_grad}
+
+    def factor_of(name: str, rule: str) -> float:
+        if multiple == 1.0 or net.parameter_role(name) in ("embedding", "head", "norm"):
+            return 1.0
+        exponent = optimizer.width_exponent(rule or optimizer.default_rule(net, name))
+        assert exponent is not None, "check_supported"
+        return multiple**exponent
+
+    groups = []
+    for i, group in enumerate(optimizer.param_groups):
+        names = {name for name in left if fnmatchcase(name, group.pattern)}
+        left -= names
+        factors = {factor_of(name, group.rule) for name in names}
+        if len(factors) > 1:
+            raise ConfigError(
+                f"{group.pattern!r} selects matrices of the blocks and other parameters, which follow the "
+                "width in different ways; divide the group",
+                f"optimizer.param_groups.{i}.pattern",
+            )
+        groups += [_scaled(group, optimizer, factor) for factor in factors]
+    by_factor: dict[float, set[str]] = {}
+    for name in sorted(left):
+        by_factor.setdefault(factor_of(name, ""), set()).add(name)
+    for factor, names in by_factor.items():
+        if factor != 1.0:
+            groups += [_scaled(ParamGroup(pattern=p), optimizer, factor) for p in _patterns(names, left)]
+            left -= names
+    return groups
+
+
+def _scaled(group: ParamGroup, optimizer: Optimizer, factor: float) -> ParamGroup:
+    """The group with its learning rate divided and its weight decay multiplied by `factor`."""
+    if factor == 1.0:
+        return group
+    decay = optimizer.weight_decay if group.weight_decay is None else group.weight_decay
+    return dataclasses.replace(group, lr_multiplier=group.lr_multiplier / factor, weight_decay=decay * factor)
+
+
+def _patterns(names: Collection[str], among: Collection[str]) -> list[str]:
+    """Patterns that select `names` and no others of `among`: one for the common end of the names if it
+    does, else one for each name, for all blocks."""
+    lengths = range(min(map(len, names)), 0, -1)
+    endings = (name[-length:] for length in lengths for name in list(names)[:1])
+    ending = next((e for e in endings if all(name.endswith(e) for name in names)), "")
+    if {name for name in among if name.endswith(ending)} == set(names):
+        return [f"*{ending}"]
+    return sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
+
+
+def toml_lines(config: DecoderConfig, fields: Mapping[str, float], groups: list[ParamGroup]) -> Iterator[str]:
+    """The lines of a TOML file that set the fields that differ from `config`, and param_groups."""
+    changed = {key: value for key, value in fields.items() if value != getattr(config, key)}
+    if changed:
+        yield "[model.overrides]"
+        yield from (
+            f"{key} = {value if type(value) is int else f'{value:.6g}'}" for key, value in changed.items()
+        )
+    for group in groups:
+        yield ""
+        yield "[[optimizer.param_groups]]"
+        yield f'pattern = "{group.pattern}"'
+        yield f"lr_multiplier = {group.lr_multiplier:.6g}"
+        if group.weight_decay is not None:
+            yield f"weight_decay = {group.weight_decay:.6g}"
+        if group.rule:
+            yield f'rule = "{group.rule}"'

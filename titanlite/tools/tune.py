@@ -1,0 +1,176 @@
+"""titanlite tune CONFIG --coordinate-check [--widths=128,256,512,1024] [--base-width=128] [--target-width=W]
+                                            [--standard] [--steps=5] [--seeds=3] [--output=FILE]
+                                            [--section.key=value ...]
+
+Check that the settings of a configuration carry over to wider models. CONFIG's model is built at each width,
+with the ratios of all its sizes to dim, at most 4 blocks and 1024 token ids, and trained for a few steps on
+random tokens with CONFIG's loss and optimizer, in this process. The table has the RMS (root mean square) of
+the change of each block's output, and its slope over the width on logarithmic axes: 0 if wider models learn
+as the base width does. The learning rate rises to a quarter of optimizer.lr, as it does in a warmup.
+
+The settings in CONFIG are taken for those of --base-width, and the width rules (muP) carry them to the other
+widths; --standard checks the model without them. The last lines of the output set what the rules need for
+--target-width, by default CONFIG's dim or, if that is not above the base width, the largest width.
+
+Exit code: 0 if all slopes are within 0.1 of zero, 1 if not. The change of the logits may fall with the width:
+the initial head contributes less to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from titanlite import commands
+from titanlite.config import toml
+from titanlite.config.component import ConfigError
+from titanlite.files import write_atomically
+from titanlite.job import Job, load_job
+from titanlite.log import set_up_logging
+from titanlite.models.base import ModelFamily
+from titanlite.optim.base import Optimizer
+from titanlite.planning import width as rules
+from titanlite.planning.coordinate_check import (
+    TOLERANCE,
+    Size,
+    Slopes,
+    Trial,
+    averaged,
+    measure,
+    random_batches,
+    slopes,
+)
+from titanlite.progress import Progress
+from titanlite.runtime.process import device_name, pick_device
+
+MAX_BLOCKS, MAX_IDS = 4, 1024
+BATCH = 4, 64  # sequences, tokens
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the check. Returns 0 if it passes, else 1."""
+    options, overrides = commands.tune_arguments(argv)
+    set_up_logging(rank=0, verbose=False)
+    job = load_job(options.config, overrides, None, allow_imports=True)
+    try:
+        return coordinate_check(job, options)
+    except ConfigError as e:
+        raise toml.read(options.config, overrides)[1].located(e) from None
+
+
+def coordinate_check(job: Job, options: Namespace) -> int:
+    """Measure all widths, and print the table and the settings of the target width. Returns the exit code."""
+    runs = {width: _at_width(job, width, options) for width in options.widths}
+    settings = [] if options.standard else _settings(job, options)
+    device, seeds = pick_device(), range(job.training.seed, job.training.seed + options.seeds)
+    sizes = {width: list[Mapping[str, Size]]() for width in runs}
+    total = len(runs) * options.seeds * options.steps
+    with Progress(total=total, desc="coordinate check", unit="step", delay=2, leave=False) as progress:
+        for seed in seeds:
+            batches = random_batches(
+                options.steps, BATCH, _small(job, options.widths).config.vocab_size, seed
+            )
+            trial = Trial(job.loss, job.training, batches, seed, device)
+            for width, (model, optimizer) in runs.items():
+                sizes[width].append(measure(model, optimizer, trial, progress.update))
+    mean = {width: averaged(measured) for width, measured in sizes.items()}
+    found = slopes(mean)
+    lines = [*table(mean, found, options.steps), verdict(found), *settings]
+    print("\n".join(lines))
+    if options.output:
+        write_atomically(options.output, _record(job, options, mean, found))
+    return 0 if _worst(found)[1] <= TOLERANCE else 1
+
+
+def _small(job: Job, widths: Sequence[int]) -> ModelFamily:
+    """The job's model with few blocks, a small vocabulary, and heads so small that the smallest width has a
+    group of them for each key and value head."""
+    config = job.model.config
+    head_dim, group = config.head_dim, config.n_heads // config.n_kv_heads
+    query_width = config.n_heads * config.head_dim * min(widths) / config.dim
+    while query_width < group * head_dim and head_dim % 4 == 0:
+        head_dim //= 2
+    fields = {
+        "n_layers": min(config.n_layers, MAX_BLOCKS),
+        "vocab_size": min(config.vocab_size, MAX_IDS),
+        "n_heads": config.n_heads * config.head_dim // head_dim,
+        "n_kv_heads": config.n_kv_heads * config.head_dim // head_dim,
+        "head_dim": head_dim,
+    }
+    return replace(job.model, overrides=job.model.overrides | fields)
+
+
+def _at_width(job: Job, width: int, options: Namespace) -> tuple[ModelFamily, Optimizer]:
+    """The model and the optimizer that are measured at a width."""
+    small = _small(job, options.widths)
+    fields: dict[str, Any] = rules.shape_at(small.config, width)
+    multiple = 1.0 if options.standard else width / options.base_width
+    if not options.standard:
+        rules.check_supported(job.model, job.optimizer)
+        fields |= rules.scales_at(small.config, multiple)
+    model = replace(small, overrides=small.overrides | fields)
+    groups = rules.param_groups_at(job.optimizer, model.build_on_meta(), multiple)
+    return model, replace(job.optimizer, param_groups=groups)
+
+
+def _settings(job: Job, options: Namespace) -> list[str]:
+    """Lines on the settings of the target width: what to put into its TOML file."""
+    config, base = job.model.config, options.base_width
+    target = options.target_width or (config.dim if config.dim > base else max(options.widths))
+    fields = rules.shape_at(config, target) | rules.scales_at(config, target / base)
+    net = replace(job.model, overrides=job.model.overrides | fields).build_on_meta()
+    job.optimizer.check(net)
+    groups = rules.param_groups_at(job.optimizer, net, target / base)
+    head = f"# settings for width {target}, carried from width {base}"
+    return ["", head, *rules.toml_lines(config, fields, groups)]
+
+
+def table(sizes: Mapping[int, Mapping[str, Size]], found: Mapping[str, Slopes], steps: int) -> list[str]:
+    """The lines of the table: the change of each output by width, and the slopes."""
+    widths = "".join(f"{width:>10}" for width in sizes)
+    lines = [f"RMS of the change after {steps} steps, by width; slopes of the change and of the output"]
+    lines.append(f"{'':12}{widths}{'change':>10}{'output':>10}")
+    for name, slope in found.items():
+        changes = "".join(f"{of_width[name].change:10.4f}" for of_width in sizes.values())
+        output = "" if slope.output is None else f"{slope.output:+10.2f}"
+        lines.append(f"{name:12}{changes}{slope.change:+10.2f}{output}")
+    return lines
+
+
+def _worst(found: Mapping[str, Slopes]) -> tuple[str, float]:
+    """The output that is farthest from the allowed slopes, and how far."""
+    return max(((name, slope.excess) for name, slope in found.items()), key=lambda pair: pair[1])
+
+
+def verdict(found: Mapping[str, Slopes]) -> str:
+    name, excess = _worst(found)
+    if excess <= TOLERANCE:
+        return f"passed: all slopes are within {TOLERANCE} of zero"
+    return f"failed: a slope of {name} is {excess:.2f} from zero, more than {TOLERANCE}"
+
+
+def _record(
+    job: Job, options: Namespace, sizes: Mapping[int, Mapping[str, Size]], found: Mapping[str, Slopes]
+) -> str:
+    """The JSON of --output: options, the job, all numbers, hardware and versions."""
+    record = {
+        "options": {key: value for key, value in vars(options).items() if key != "output"},
+        "model": toml.as_tree(job.model),
+        "optimizer": toml.as_tree(job.optimizer),
+        "rms": {
+            width: {name: size._asdict() for name, size in of_width.items()}
+            for width, of_width in sizes.items()
+        },
+        "slopes": {name: slope._asdict() for name, slope in found.items()},
+        "passed": _worst(found)[1] <= TOLERANCE,
+        "device": device_name(pick_device()),
+        "cpus": os.cpu_count(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+    return json.dumps(record, indent=1) + "\n"
