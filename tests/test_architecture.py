@@ -17,7 +17,8 @@ PACKAGE = ROOT / "titanlite"
 LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"files", "errors"},
     {"config", "log", "host_copy", "step_clock", "torch_compat"},
-    {"progress", "commands"},
+    {"options", "progress"},
+    {"commands"},
     {"attention", "tokenizers", "losses", "mesh", "flops"},
     {"data", "models"},
     {"optim"},

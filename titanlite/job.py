@@ -60,8 +60,8 @@ class JobInfo:
     """Free text for readers of the file; titanlite does not use it."""
     imports: list[str] = field(default_factory=list)
     """Python modules to import before the rest of the file is read; they register components from outside
-    the package. Modules in the current directory come first. `train`, `launch` and `tune` import them; `config`,
-    `data`, `tokenizer`, `import`, `export`, `generate` and `metrics` need `--allow-imports`."""
+    the package. Modules in the current directory come first. `train`, `launch` and `tune` import them;
+    `config`, `data`, `tokenizer`, `import`, `export`, `generate` and `metrics` need `--allow-imports`."""
 
     def __post_init__(self) -> None:
         if not self.dump_folder:

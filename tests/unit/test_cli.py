@@ -22,11 +22,12 @@ import pytest
 
 from tests.support.tiers import full
 from titanlite import cli, train
-from titanlite.commands import DTYPES, VERBS, Verb, parser
+from titanlite.commands import VERBS, Verb, parser
 from titanlite.config.component import ConfigError
 from titanlite.interop import export
 from titanlite.log import for_terminal, logger, set_up_logging
 from titanlite.optim.base import Optimizer
+from titanlite.options import DTYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TRAIN = ROOT / "run_train.sh"

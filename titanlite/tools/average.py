@@ -13,7 +13,6 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.resume import checkpoints_below
 from titanlite.checkpoint.state import listed
-from titanlite.commands import Options
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.paths import check_new
@@ -22,6 +21,7 @@ from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.weights import Weights, mismatches, skeleton
 from titanlite.job import Job, load_recorded_job
 from titanlite.log import set_up_logging
+from titanlite.options import Options
 from titanlite.progress import Progress
 from titanlite.startup import learning_rate
 

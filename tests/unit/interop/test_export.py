@@ -22,7 +22,6 @@ from titanlite import cli
 from titanlite.checkpoint.commit import CheckpointError, list_committed
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import model_tensors
-from titanlite.commands import parse_size
 from titanlite.config.component import ConfigError
 from titanlite.interop import export, exporter
 from titanlite.interop.dcp import open_titanlite
@@ -32,6 +31,7 @@ from titanlite.interop.weights import ModelAndTokenizer, mismatches
 from titanlite.job import Job
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
+from titanlite.options import parse_size
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.train import train
 

@@ -10,6 +10,10 @@ import pytest
 from tests.support.tiers import full
 from titanlite import cli
 from titanlite.config import toml
+from titanlite.planning.coordinate_check import Size, Slopes, slopes
+from titanlite.tools.tune import table, verdict
+
+ROOT = Path(__file__).resolve().parents[3]
 
 CHECK = ["tune", "debug", "--coordinate-check"]
 SMALL = [*CHECK, "--widths=128,256,512", "--seeds=1", "--model.overrides.n_layers=1"]
@@ -37,6 +41,36 @@ def test_control_the_standard_parametrisation_fails(capsys: pytest.CaptureFixtur
     assert "settings" not in out
     row = next(line for line in out.splitlines() if line.startswith("block 0"))
     assert float(row.split()[-2]) > 0.5
+
+
+def recorded(name: str) -> tuple[dict[int, dict[str, Size]], dict[str, Slopes]]:
+    """The sizes and slopes in a file of benchmarks/results."""
+    record = json.loads((ROOT / "benchmarks/results" / name).read_text())
+    sizes = {int(w): {key: Size(**size) for key, size in rms.items()} for w, rms in record["rms"].items()}
+    return sizes, {name: Slopes(**slope) for name, slope in record["slopes"].items()}
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("with the rules", "coordinate_check_2_cores.json"),
+        ("without rules", "coordinate_check_standard_2_cores.json"),
+    ],
+)
+def test_docs_quote_the_recorded_checks(title: str, name: str) -> None:
+    sizes, slopes_of = recorded(name)
+    quoted = (ROOT / "docs/optimizers.md").read_text().partition(f'```text title="{title}"\n')[2]
+    assert quoted.partition("\n```")[0] == "\n".join([*table(sizes, slopes_of, 5), verdict(slopes_of)])
+    assert slopes(sizes) == {
+        key: Slopes(value.output and pytest.approx(value.output), pytest.approx(value.change))
+        for key, value in slopes_of.items()
+    }
+
+
+def test_docs_quote_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([*SMALL, "--target-width=1024", "--widths=128,256", "--steps=1"]) in (0, 1)
+    _, _, settings = capsys.readouterr().out.partition("\n\n")
+    assert f'```toml title="settings"\n{settings}```' in (ROOT / "docs/optimizers.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,174 @@
+"""The options of the verbs that have some, as argparse's parsers, and the values that they take.
+
+Does not import torch, so that help and errors in a command appear in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.component import ConfigError, suggest
+from titanlite.config.imports import ALLOW_IMPORTS
+
+DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights; as in interop/export.py
+SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Options(argparse.ArgumentParser):
+    """A parser of options. `-` and `_` in names are equal, names cannot be abbreviated, and errors are raised
+    as ConfigError."""
+
+    def __init__(self, **kwargs: Any):
+        self._known: dict[str, str] = {}
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def add(self, *names: str, **kwargs: Any) -> None:
+        """Add an argument as `add_argument` does."""
+        self._known |= {name.replace("-", "_"): name for name in names if name.startswith("--")}
+        self.add_argument(*names, **kwargs)
+
+    def read_known(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options, and the words that are not options. Raises ConfigError."""
+        return self.parse_known_args([self._spelled(word) for word in argv])
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Return the options. Raises ConfigError, also for a word that is not an option."""
+        options, rest = self.read_known(argv)
+        if rest:
+            word = rest[0].partition("=")[0]
+            known = suggest(word, self.known) if word.startswith("-") else ""
+            self.error(f"unknown {'option' if known else 'argument'} {word!r}{known}")
+        return options
+
+    @property
+    def known(self) -> list[str]:
+        """The names of the options, such as --top-k."""
+        return list(self._known.values())
+
+    def error(self, message: str) -> Any:
+        """Raise ConfigError. argparse would print the usage and exit."""
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+    def _spelled(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        return self._known.get(name.replace("-", "_"), name) + equals + value
+
+
+def add_launch(options: Options) -> None:
+    add = options.add
+    options.usage = "titanlite launch [options] CONFIG.toml [--section.key=value ...]"
+    add("--nproc-per-node", default="1", help="number of processes on this node (1)")
+    add("--nnodes", default="1", help="number of nodes (1), or MIN:MAX to continue while MIN nodes are left")
+    add("--node-rank", default="0", help="rank of this node, from 0 (0)")
+    add("--rdzv-endpoint", default="", help="host:port of the first node; required for several nodes")
+    add("--rdzv-id", default="", help="secret word of this run; nodes with another word cannot join")
+    add("--max-restarts", default="0", help="number of restarts of all processes after crashes (0)")
+
+
+def add_generate(options: Options) -> None:
+    add = options.add
+    add("path", type=Path, help="a run folder, checkpoint folder, step-N folder or Hugging Face directory")
+    add("--prompt", action="append", default=[], help="text to continue; may be given several times")
+    add("--prompt-file", type=Path, help="a file with one prompt per line")
+    add("--max-new-tokens", type=int, default=64, help="maximum number of tokens after the prompt (64)")
+    add("--temperature", type=float, default=0.7, help="sampling temperature; 0: the likeliest token (0.7)")
+    add("--top-k", type=int, default=0, help="sample from the K likeliest tokens only; 0: from all (0)")
+    add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of probability P (1)")
+    add("--seed", type=int, default=0, help="seed of the sampling; prompt i has seed + i (0)")
+    add("--ema", action="store_true", help="use the checkpoint's average of the weights ([ema])")
+    _add_allow_imports(options)
+
+
+def add_export(options: Options) -> None:
+    add = options.add
+    add("path", type=Path, help="a run folder, its checkpoint folder, or one step-N folder")
+    add("target", type=Path, help="the directory to make")
+    _add_format(options, default_dtype="bfloat16")
+    add("--keep-padding", action="store_true", help="keep rows of embedding and head without a token id")
+    add("--ema", action="store_true", help="export the checkpoint's average of the weights ([ema])")
+    _add_allow_imports(options)
+
+
+def add_import(options: Options) -> None:
+    add = options.add
+    options.usage = "titanlite import [options] SRC DIR CONFIG.toml [--section.key=value ...]"
+    add("source", type=Path, help="the directory to read")
+    add("target", type=Path, help="the directory to make")
+    add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
+    _add_format(options, default_dtype="as-is")
+    _add_allow_imports(options)
+
+
+def _add_allow_imports(options: Options) -> None:
+    options.add(ALLOW_IMPORTS, action="store_true", help="run the modules that the job imports")
+
+
+def _add_format(options: Options, default_dtype: str) -> None:
+    dtypes = [*DTYPES, "as-is"]
+    options.add("--dtype", choices=dtypes, default=default_dtype, help=f"dtype of weights ({default_dtype})")
+    options.add("--max-shard-size", type=parse_size, default="5GB", help="maximum size of one file (5GB)")
+
+
+def parse_size(text: str) -> int:
+    """Return `5GB`, `500MB`, `2GiB` or a number in bytes. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if not match or match[2].upper() not in SIZE_UNITS or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")
+    return int(float(match[1]) * SIZE_UNITS[match[2].upper()])
+
+
+def add_migrate(options: Options) -> None:
+    options.add("source", type=Path, help="a TOML file of torchtitan 0.1 or 0.2")
+    options.add("-o", "--output", type=Path, help="the file to write (standard output)")
+
+
+def add_compare(options: Options) -> None:
+    options.add("runs", type=Path, nargs="+", metavar="RUN", help="a run folder, which has metrics.jsonl")
+    options.add(
+        "--price-per-gpu-hour",
+        type=parse_price,
+        metavar="PRICE",
+        help="adds what the GPU hours of each run cost",
+    )
+
+
+def add_tune(options: Options) -> None:
+    add = options.add
+    options.usage = "titanlite tune CONFIG --coordinate-check [options] [--section.key=value ...]"
+    add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
+    add("--coordinate-check", action="store_true", help="compare what blocks learn at several widths")
+    widths = [128, 256, 512, 1024]
+    add("--widths", type=parse_widths, default=widths, help="widths to compare (128,256,512,1024)")
+    add("--base-width", type=int, default=128, help="width that the settings in CONFIG are for (128)")
+    add("--target-width", type=int, default=0, help="width to print the settings for (see above)")
+    add("--standard", action="store_true", help="use the settings in CONFIG at every width, without rules")
+    add("--steps", type=int, default=5, help="training steps at each width (5)")
+    add("--seeds", type=int, default=3, help="number of seeds, from training.seed on, to average over (3)")
+    add("--output", type=Path, help="also write all numbers to this JSON file")
+
+
+def parse_widths(text: str) -> list[int]:
+    """Return `128,256` as two or more different numbers in order. Raises ArgumentTypeError."""
+    words = text.split(",")
+    widths = sorted({int(word) for word in words if word.strip().isdecimal() and int(word) > 0})
+    if len(widths) < len(words) or len(widths) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of two or more widths such as 128,256,512")
+    return widths
+
+
+def parse_price(text: str) -> float:
+    """Return `2.50` as a number. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"\d{1,9}(\.\d*)?|\.\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price such as 2.50")
+    return float(text)
+
+
+def add_report(options: Options) -> None:
+    add_compare(options)
+    options.add(
+        "-o", "--output", type=Path, default=Path("report.html"), help="the file to write (report.html)"
+    )
