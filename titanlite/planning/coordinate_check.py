@@ -108,11 +108,11 @@ def measure(
 @torch.no_grad()
 def outputs(net: Decoder, tokens_BT: torch.Tensor) -> dict[str, torch.Tensor]:
     """The outputs of the embedding, of each block and of the head, in fp32."""
-    found = dict[str, torch.Tensor]()
+    by_name = dict[str, torch.Tensor]()
     blocks = list(net.blocks().items())
 
     def keep(name: str, value: torch.Tensor) -> None:
-        found[name] = value.float()
+        by_name[name] = value.float()
 
     def hook(name: str) -> Callable[..., None]:
         return lambda module, args, output: keep(name, output)
@@ -124,7 +124,7 @@ def outputs(net: Decoder, tokens_BT: torch.Tensor) -> dict[str, torch.Tensor]:
     finally:
         for handle in hooks:
             handle.remove()
-    return found
+    return by_name
 
 
 def averaged(sizes: Sequence[Mapping[str, Size]]) -> dict[str, Size]:

@@ -80,12 +80,12 @@ def coordinate_check(job: Job, options: Namespace) -> int:
             for width, (model, optimizer) in runs.items():
                 sizes[width].append(measure(model, optimizer, trial, progress.update))
     mean = {width: averaged(measured) for width, measured in sizes.items()}
-    found = slopes(mean)
-    lines = [*table(mean, found, options.steps), verdict(found), *settings]
+    slopes_of = slopes(mean)
+    lines = [*table(mean, slopes_of, options.steps), verdict(slopes_of), *settings]
     print("\n".join(lines))
     if options.output:
-        write_atomically(options.output, _record(job, options, mean, found))
-    return 0 if _worst(found)[1] <= TOLERANCE else 1
+        write_atomically(options.output, _record(job, options, mean, slopes_of))
+    return 0 if _worst(slopes_of)[1] <= TOLERANCE else 1
 
 
 def _small(job: Job, widths: Sequence[int]) -> ModelFamily:
@@ -131,32 +131,32 @@ def _settings(job: Job, options: Namespace) -> list[str]:
     return ["", head, *rules.toml_lines(config, fields, groups)]
 
 
-def table(sizes: Mapping[int, Mapping[str, Size]], found: Mapping[str, Slopes], steps: int) -> list[str]:
+def table(sizes: Mapping[int, Mapping[str, Size]], slopes_of: Mapping[str, Slopes], steps: int) -> list[str]:
     """The lines of the table: the change of each output by width, and the slopes."""
     widths = "".join(f"{width:>10}" for width in sizes)
     lines = [f"RMS of the change after {steps} steps, by width; slopes of the change and of the output"]
     lines.append(f"{'':12}{widths}{'change':>10}{'output':>10}")
-    for name, slope in found.items():
+    for name, slope in slopes_of.items():
         changes = "".join(f"{of_width[name].change:10.4f}" for of_width in sizes.values())
         output = "" if slope.output is None else f"{slope.output:+10.2f}"
         lines.append(f"{name:12}{changes}{slope.change:+10.2f}{output}")
     return lines
 
 
-def _worst(found: Mapping[str, Slopes]) -> tuple[str, float]:
+def _worst(slopes_of: Mapping[str, Slopes]) -> tuple[str, float]:
     """The output that is farthest from the allowed slopes, and how far."""
-    return max(((name, slope.excess) for name, slope in found.items()), key=lambda pair: pair[1])
+    return max(((name, slope.excess) for name, slope in slopes_of.items()), key=lambda pair: pair[1])
 
 
-def verdict(found: Mapping[str, Slopes]) -> str:
-    name, excess = _worst(found)
+def verdict(slopes_of: Mapping[str, Slopes]) -> str:
+    name, excess = _worst(slopes_of)
     if excess <= TOLERANCE:
         return f"passed: all slopes are within {TOLERANCE} of zero"
     return f"failed: a slope of {name} is {excess:.2f} from zero, more than {TOLERANCE}"
 
 
 def _record(
-    job: Job, options: Namespace, sizes: Mapping[int, Mapping[str, Size]], found: Mapping[str, Slopes]
+    job: Job, options: Namespace, sizes: Mapping[int, Mapping[str, Size]], slopes_of: Mapping[str, Slopes]
 ) -> str:
     """The JSON of --output: options, the job, all numbers, hardware and versions."""
     record = {
@@ -167,8 +167,8 @@ def _record(
             width: {name: size._asdict() for name, size in of_width.items()}
             for width, of_width in sizes.items()
         },
-        "slopes": {name: slope._asdict() for name, slope in found.items()},
-        "passed": _worst(found)[1] <= TOLERANCE,
+        "slopes": {name: slope._asdict() for name, slope in slopes_of.items()},
+        "passed": _worst(slopes_of)[1] <= TOLERANCE,
         "device": device_name(pick_device()),
         "cpus": os.cpu_count(),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
