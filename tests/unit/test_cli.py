@@ -190,6 +190,7 @@ def test_no_verb_is_a_mistake_that_shows_the_help(run):
         "migrate",
         "report",
         "compare",
+        "tune",
     ],
 )
 def test_every_verb_has_help(verb, capsys):
