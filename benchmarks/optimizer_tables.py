@@ -26,6 +26,7 @@ from titanlite.optim.orthogonalize import num_flops  # noqa: E402
 PAGE = ROOT / "docs/optimizers.md"
 RESULTS, PICTURE = ROOT / "benchmarks/results", "assets/optimizer_curves.png"
 CURVES, STEPS = "optimizer_curves_h200.json", "optimizer_steps_*.json"
+FIXED = "optimizer_fixed_weights_h200x2.json"
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 VALIDATION, LOSS = "eval/loss", "train/loss"
 SPEED, RESERVED = "throughput/tokens_per_second_per_device", "memory/peak_reserved_gib"
@@ -101,7 +102,8 @@ def curves() -> str:
     picture = (
         f"![Validation losses by tokens and by time](../{PICTURE})\n\n" if (ROOT / PICTURE).exists() else ""
     )
-    return f"{about_text(result, runs[0])}\n\n{picture}{table(head, rows)}\n{compared(result['summary'])}\n"
+    sentences = compared(result["summary"], runs)
+    return f"{about_text(result, runs[0])}\n\n{picture}{table(head, rows)}\n{sentences}\n"
 
 
 def about_text(result: dict[str, Any], run: dict[str, Any]) -> str:
@@ -117,12 +119,12 @@ def about_text(result: dict[str, Any], run: dict[str, Any]) -> str:
     )
 
 
-def compared(summary: dict[str, Any]) -> str:
-    """Sentences on the best rates, the spread of seeds, and what Muon saved."""
+def compared(summary: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
+    """Sentences on the best rates, the spread of seeds, the dtypes of AdamW's state, and what Muon saved."""
     adamw, muon = summary["adamw"], summary["muon"]
     sentences = [
         f"At its best rate, {muon['best_lr']:g}, Muon's validation loss is "
-        f"{muon['losses'][0] - adamw['losses'][0]:+.4f} against AdamW's at {adamw['best_lr']:g}."
+        f"{_difference(muon['losses'][0], adamw['losses'][0])} AdamW's at {adamw['best_lr']:g}."
     ]
     for name, numbers in (("AdamW", adamw), ("Muon", muon)):
         if len(numbers["losses"]) > 1:
@@ -130,12 +132,37 @@ def compared(summary: dict[str, Any]) -> str:
             sentences.append(f"Two seeds of {name} differ by {difference:.4f}.")
         if not numbers["best_is_inside"]:
             sentences.append(f"The best rate of {name} is at the edge of those tried.")
+    variants = {r["optimizer"]: r["final"][VALIDATION] for r in runs if r["optimizer"].startswith("adamw ")}
+    for name, loss in variants.items():
+        sentences.append(
+            f"With {name.removeprefix('adamw ')} state, AdamW's loss is "
+            f"{_difference(loss, adamw['losses'][0])} that with float32 state and the same seed."
+        )
     if where := summary.get("muon_reaches_adamw"):
         sentences.append(
             f"Muon has AdamW's final loss after {where['tokens']:.0%} of the tokens and "
             f"{where['seconds']:.0%} of the time, when its learning rate has not decayed to the end yet."
         )
     return paragraph(*sentences)
+
+
+def _difference(loss: float, reference: float) -> str:
+    return f"{abs(loss - reference):.4f} {'below' if loss < reference else 'above'}"
+
+
+def fixed_weights() -> str:
+    """The phases of a step of AdamW and Muon on the same weights."""
+    if not (RESULTS / FIXED).exists():
+        return "Unmeasured.\n"
+    result = json.loads((RESULTS / FIXED).read_text())
+    rows = []
+    for name, numbers in result["summaries"].items():
+        last = result["runs"][name][-1]["reports"][-1]
+        phases = [f"{1000 * last[f'time/{phase}_s']:.0f} ms" for phase in ("forward", "backward")]
+        optimizer = f"{1000 * last['time/optimizer_s']:.1f} ms"
+        rows.append([name, f"{numbers['time/step_s']:.3f} s", *phases, optimizer])
+    head = ["optimizer", "step", "forward", "backward", "gradient norm, clipping, optimizer"]
+    return f"{table(head, rows)}\n`{FIXED}`\n"
 
 
 def steps() -> str:
@@ -177,7 +204,12 @@ def step_row(name: str, result: dict[str, Any]) -> list[str]:
     ]
 
 
-TABLES: dict[str, Callable[[], str]] = {"muon_cost": muon_cost, "curves": curves, "steps": steps}
+TABLES: dict[str, Callable[[], str]] = {
+    "muon_cost": muon_cost,
+    "curves": curves,
+    "steps": steps,
+    "fixed": fixed_weights,
+}
 
 if __name__ == "__main__":
     PAGE.write_text(refreshed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -80,7 +80,7 @@ def test_tables_and_sentences_have_the_numbers_of_the_results(
     page = " ".join(optimizer_tables.curves().split())
     assert "| adamw int8 | 0.002 | 0 | 3.0200 | 3.020 | 1,234 | 3 |" in page
     assert "0.50 epochs of 12 files" in page
-    assert "At its best rate, 0.002, Muon's validation loss is -0.2000 against AdamW's at 0.002." in page
+    assert "At its best rate, 0.002, Muon's validation loss is 0.2000 below AdamW's at 0.002." in page
     assert "Two seeds of AdamW differ by 0.0100." in page
     assert "after 89% of the tokens and 89% of the time" in page  # between 3.4 and 2.8, at 2 / 3
     assert "edge" not in page
