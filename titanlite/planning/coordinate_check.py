@@ -149,4 +149,4 @@ def slopes(sizes: Mapping[int, Mapping[str, Size]]) -> dict[str, Slopes]:
 
 
 def _rms(x: torch.Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
+    return x.cpu().double().square().mean().sqrt().item()  # MPS has no float64

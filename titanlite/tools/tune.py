@@ -1,25 +1,24 @@
-"""titanlite tune CONFIG --coordinate-check [--widths=128,256,512,1024] [--base-width=128] [--target-width=W]
-                                            [--standard] [--steps=5] [--seeds=3] [--output=FILE]
-                                            [--section.key=value ...]
+"""Check that the settings of a configuration carry over to wider models.
 
-Check that the settings of a configuration carry over to wider models. CONFIG's model is built at each width,
-with the ratios of all its sizes to dim, at most 4 blocks and 1024 token ids, and trained for a few steps on
-random tokens with CONFIG's loss and optimizer, in this process. The table has the RMS (root mean square) of
-the change of each block's output, and its slope over the width on logarithmic axes: 0 if wider models learn
-as the base width does. The learning rate rises to a quarter of optimizer.lr, as it does in a warmup.
+CONFIG's model is built at each width, with the ratios of all its sizes to dim, at most 4 blocks and 1024
+token ids. It is trained for a few steps on random tokens with CONFIG's loss and optimizer, in this process;
+the learning rate rises to a quarter of optimizer.lr, as it does in a warmup. The table has the RMS (root mean
+square) of the change of each block's output, and its slope over the width on logarithmic axes: 0 if wider
+models learn as the base width does.
 
 The settings in CONFIG are taken for those of --base-width, and the width rules (muP) carry them to the other
 widths; --standard checks the model without them. The last lines of the output set what the rules need for
 --target-width, by default CONFIG's dim or, if that is not above the base width, the largest width.
 
-Exit code: 0 if all slopes are within 0.1 of zero, 1 if not. The change of the logits may fall with the width:
-the initial head contributes less to it."""
+Exit code: 0 if all slopes are within 0.1 of zero, 1 if not. The change of the logits may fall with the width,
+because the initial head contributes less to it."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -56,6 +55,8 @@ BATCH = 4, 64  # sequences, tokens
 def main(argv: Sequence[str]) -> int:
     """Run the check. Returns 0 if it passes, else 1."""
     options, overrides = commands.tune_arguments(argv)
+    if options.output and not options.output.parent.is_dir():
+        raise ConfigError(f"{options.output.parent}: there is no such folder")
     set_up_logging(rank=0, verbose=False)
     job = load_job(options.config, overrides, None, allow_imports=True)
     try:
@@ -66,16 +67,15 @@ def main(argv: Sequence[str]) -> int:
 
 def coordinate_check(job: Job, options: Namespace) -> int:
     """Measure all widths, and print the table and the settings of the target width. Returns the exit code."""
-    runs = {width: _at_width(job, width, options) for width in options.widths}
+    runs = {width: at_width(job, width, options) for width in options.widths}
+    num_ids = next(iter(runs.values()))[0].config.vocab_size
     settings = [] if options.standard else _settings(job, options)
     device, seeds = pick_device(), range(job.training.seed, job.training.seed + options.seeds)
     sizes = {width: list[Mapping[str, Size]]() for width in runs}
     total = len(runs) * options.seeds * options.steps
     with Progress(total=total, desc="coordinate check", unit="step", delay=2, leave=False) as progress:
         for seed in seeds:
-            batches = random_batches(
-                options.steps, BATCH, _small(job, options.widths).config.vocab_size, seed
-            )
+            batches = random_batches(options.steps, BATCH, num_ids, seed)
             trial = Trial(job.loss, job.training, batches, seed, device)
             for width, (model, optimizer) in runs.items():
                 sizes[width].append(measure(model, optimizer, trial, progress.update))
@@ -89,24 +89,27 @@ def coordinate_check(job: Job, options: Namespace) -> int:
 
 
 def _small(job: Job, widths: Sequence[int]) -> ModelFamily:
-    """The job's model with few blocks, a small vocabulary, and heads so small that the smallest width has a
-    group of them for each key and value head."""
-    config = job.model.config
+    """The job's model at the smallest width, with few blocks, a small vocabulary, and heads so small that
+    there are enough queries for at least one key and value head."""
+    config, width = job.model.config, min(widths)
     head_dim, group = config.head_dim, config.n_heads // config.n_kv_heads
-    query_width = config.n_heads * config.head_dim * min(widths) / config.dim
-    while query_width < group * head_dim and head_dim % 4 == 0:
+    query_features = config.n_heads * config.head_dim * width / config.dim
+    while query_features < group * head_dim and head_dim % 4 == 0:
         head_dim //= 2
+    kv_heads = max(int(query_features / (group * head_dim)), 1)
     fields = {
+        "dim": width,
         "n_layers": min(config.n_layers, MAX_BLOCKS),
-        "vocab_size": min(config.vocab_size, MAX_IDS),
-        "n_heads": config.n_heads * config.head_dim // head_dim,
-        "n_kv_heads": config.n_kv_heads * config.head_dim // head_dim,
+        "n_heads": kv_heads * group,
+        "n_kv_heads": kv_heads,
         "head_dim": head_dim,
+        "hidden_dim": max(round(config.hidden_dim * width / config.dim), 1),
+        "vocab_size": min(config.vocab_size, MAX_IDS),
     }
     return replace(job.model, overrides=job.model.overrides | fields)
 
 
-def _at_width(job: Job, width: int, options: Namespace) -> tuple[ModelFamily, Optimizer]:
+def at_width(job: Job, width: int, options: Namespace) -> tuple[ModelFamily, Optimizer]:
     """The model and the optimizer that are measured at a width."""
     small = _small(job, options.widths)
     fields: dict[str, Any] = rules.shape_at(small.config, width)
@@ -169,6 +172,7 @@ def _record(
         },
         "slopes": {name: slope._asdict() for name, slope in slopes_of.items()},
         "passed": _worst(slopes_of)[1] <= TOLERANCE,
+        "cpu_s": round(time.process_time(), 1),
         "device": device_name(pick_device()),
         "cpus": os.cpu_count(),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},

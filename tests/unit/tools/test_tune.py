@@ -9,9 +9,12 @@ import pytest
 
 from tests.support.tiers import full
 from titanlite import cli
+from titanlite.commands import tune_arguments
 from titanlite.config import toml
+from titanlite.config.shipped import shipped_configs
+from titanlite.job import load_job
 from titanlite.planning.coordinate_check import Size, Slopes, slopes
-from titanlite.tools.tune import table, verdict
+from titanlite.tools.tune import at_width, table, verdict
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,6 +44,20 @@ def test_control_the_standard_parametrisation_fails(capsys: pytest.CaptureFixtur
     assert "settings" not in out
     row = next(line for line in out.splitlines() if line.startswith("block 0"))
     assert float(row.split()[-2]) > 0.5
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_shipped_model_can_be_checked(name: str) -> None:
+    job = load_job(name, world_size=None)
+    options, _ = tune_arguments([name, "--coordinate-check"])
+    groups = set()
+    for width in options.widths:
+        model, optimizer = at_width(job, width, options)
+        config = model.config
+        assert config.dim == width
+        groups.add(config.n_heads / config.n_kv_heads)
+        optimizer.check(model.build_on_meta())
+    assert groups == {job.model.config.n_heads / job.model.config.n_kv_heads}
 
 
 def recorded(name: str) -> tuple[dict[int, dict[str, Size]], dict[str, Slopes]]:
@@ -95,6 +112,7 @@ def test_every_rule_passes(keys: list[str]) -> None:
         ([*CHECK, "--widths=128"], "'128' is not a list of two or more widths"),
         ([*CHECK, "--widths=128,0"], "'128,0' is not a list of two or more widths"),
         ([*CHECK, "--widths=128,200"], "width 200 has 200 query features, no multiple of head_dim 32"),
+        ([*CHECK, "--output=nowhere/it.json"], "nowhere: there is no such folder"),
         ([*CHECK, "--steps=0"], "--steps: 0 is below 1"),
         ([*CHECK, "--base-width=x"], "invalid int value: 'x'"),
         ([*CHECK, "--optimizer.lrr=1"], "unknown key 'lrr'; did you mean 'lr'?"),
