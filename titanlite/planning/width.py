@@ -25,24 +25,23 @@ from titanlite.optim.base import Optimizer, ParamGroup
 SCALED_FIELDS = ("logit_scale", "matrix_init_std")  # of the model's config, which the rules set
 
 
-def shape_at(config: DecoderConfig, width: int, head_dim: int | None = None) -> dict[str, int]:
-    """The fields of `config` that depend on the width, for dim = `width`. `head_dim`: default, the config's.
+def shape_at(config: DecoderConfig, width: int) -> dict[str, int]:
+    """The fields of `config` that depend on the width, for dim = `width`.
 
-    The ratios of all sizes to dim are kept. If n_kv_heads would not divide n_heads, it is the largest divisor
-    below. Raises ConfigError if the width is not a multiple of the size of a head."""
-    head_dim = head_dim or config.head_dim
-    query_width = config.n_heads * config.head_dim * width / config.dim
-    heads = round(query_width / head_dim)
-    if heads < 1 or not math.isclose(heads * head_dim, query_width):
+    head_dim and the ratios of all other sizes to dim are kept. If n_kv_heads would not divide n_heads, it is
+    the largest divisor below. Raises ConfigError if the number of heads would not be whole."""
+    head_dim = config.head_dim
+    query_features = config.n_heads * head_dim * width / config.dim
+    heads = round(query_features / head_dim)
+    if heads < 1 or not math.isclose(heads * head_dim, query_features):
         raise ConfigError(
-            f"width {width} has {query_width:g} query features, no multiple of head_dim {head_dim}"
+            f"width {width} has {query_features:g} query features, no multiple of head_dim {head_dim}"
         )
     most = max(heads * config.n_kv_heads // config.n_heads, 1)
     return {
         "dim": width,
         "n_heads": heads,
         "n_kv_heads": max(k for k in range(1, most + 1) if heads % k == 0),
-        "head_dim": head_dim,
         "hidden_dim": round(config.hidden_dim * width / config.dim),
     }
 
