@@ -37,6 +37,11 @@ LAYOUTS = {
     "compiled": Part(1, ["--compile.enable"]),
     "dp_shard 2, compiled": combined("dp_shard", "compile"),
     "CPU offload, dp_shard 2": combined("dp_shard", "CPU offload"),
+    "dp_shard 2, Muon": combined("dp_shard", "Muon"),
+    "dp_shard 2 x tp 2, NorMuon": Part(4, [*combined("tp", "Muon").keys, "--optimizer.normalize=neuron"]),
+    "dp_shard 2, AdamW with 8-bit state": combined("dp_shard", "AdamW with 8-bit state"),
+    "AdamW with bfloat16 state": Part(1, ["--optimizer.state_dtype=bfloat16"]),
+    "dp_shard 2, Lion": Part(2, ['--job.imports=["tests.examples.lion"]', "--optimizer.name=lion"]),
 }
 
 
@@ -54,6 +59,7 @@ def on_rank(folder: Path, corpus: Path, part: Part, fault: str, stops: tuple[int
 
 ONE_FAULT = {"pp 2 x tp 2", "dp_shard 4", "dp_replicate 2 x dp_shard 2", "CPU offload, dp_shard 2"}
 ONE_FAULT |= {"compiled", "dp_shard 2, compiled"}
+ONE_FAULT |= {name for name in LAYOUTS if name.endswith(("uon", "state", "Lion"))}
 CASES = [("dp_shard 2", FAULTS[:1])]
 CASES += [full(name, FAULTS[:1] if name in ONE_FAULT else FAULTS) for name in LAYOUTS]
 

@@ -85,7 +85,7 @@ class Runs:
 
     def alone(self, part: Part, steps: int) -> Job:
         """The reference run in one process, with the keys of `part` that change the numbers."""
-        keys = tuple(k for k in part.keys if k.startswith(("--float8", "--data", "--model")))
+        keys = tuple(k for k in part.keys if k.startswith(("--float8", "--data", "--model", "--optimizer")))
         if (keys, steps) not in self._alone:
             job = job_of(self.folder, self.corpus, Part(1, list(keys)), f"alone-{len(self._alone)}", steps)
             train(job)

@@ -82,6 +82,13 @@ def train_with_bucket_of(num_bytes: int, *args: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.full
+def test_weights_that_fsdp_gathers_in_float8_move_as_in_bfloat16(run_on: Callable[..., Any]) -> None:
+    alone = train(1, {}, MUON, range(3))
+    actual = merged(run_on(2, train, 2, {"float8": "tensorwise"}, MUON, range(3)))
+    assert_equal(actual, alone)
+
+
+@pytest.mark.full
 def test_the_size_of_buckets_changes_nothing(run_on: Callable[..., Any]) -> None:
     alone = train(1, {}, MUON, range(3))
     for num_bytes in (1, 5000):

@@ -36,12 +36,16 @@ FLOAT8 = ["--float8.enable", "--float8.emulate", "--compile.enable=false"]
 TRACED = "--compile.backend=aot_eager"  # as torch.compile traces and divides it, without generated code
 COMPILED = ["--compile.enable", TRACED]
 MASKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
+# The rows of all matrices have a multiple of 64 values on each of two tensor-parallel ranks.
+WIDE = ["--model.overrides.head_dim=32", "--model.overrides.hidden_dim=128"]
 OPTIONS = {
     "full activation checkpointing": Part(1, ["--activation_checkpoint.mode=full"]),
     "op activation checkpointing": Part(1, ["--activation_checkpoint.mode=selective"]),
     "float8 tensorwise": Part(1, [*FLOAT8, "--float8.recipe=tensorwise"]),
     "float8 rowwise": Part(1, [*FLOAT8, "--float8.recipe=rowwise"]),
     "document masks": Part(1, MASKED),
+    "Muon": Part(1, ["--optimizer.name=muon"]),
+    "AdamW with 8-bit state": Part(1, [*WIDE, "--optimizer.state_dtype=int8"]),
     "CPU offload": Part(1, ["--training.enable_cpu_offload"]),
     "fsdp_reshard_after_forward always": Part(1, ["--parallelism.fsdp_reshard_after_forward=always"]),
     "fsdp_reduce micro_batch": Part(1, ["--parallelism.fsdp_reduce=micro_batch"]),
