@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.component import ConfigError, check_at_least
-from titanlite.torch_compat import flatten_mesh, local_offsets
+from titanlite.torch_compat import flatten_mesh, local_offsets, plain_tensor
 
 
 class Degrees(NamedTuple):
@@ -268,6 +268,12 @@ def build_mesh(
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def plain_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard as a plain tensor, also of weights that FSDP gathers in float8. Shares memory with
+    `tensor`."""
+    return plain_tensor(local_shard(tensor))
 
 
 def num_ranks_and_copies(tensor: torch.Tensor) -> tuple[int, int]:

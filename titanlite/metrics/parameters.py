@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from titanlite.mesh import local_shard, num_ranks_and_copies
+from titanlite.mesh import num_ranks_and_copies, plain_shard
 from titanlite.metrics.ranks import Ranks
 from titanlite.optim.base import Optimizer
-from titanlite.torch_compat import foreach_norm, plain_tensor
+from titanlite.torch_compat import foreach_norm
 
 
 class ParameterReport(NamedTuple):
@@ -96,7 +96,7 @@ class ParameterStatistics:
     def _shares(self, applied: bool) -> dict[str, list[float]]:
         """By parameter, this rank's shares of: squared norm of the weight, squared norm of the update, signal
         and noise. NaN: unknown."""
-        shards = {name: _plain_shard(p.detach()) for name, (p, _) in self._groups.items()}
+        shards = {name: plain_shard(p.detach()) for name, (p, _) in self._groups.items()}
         if not shards:
             return {}
         states, rows = self._states(), list[torch.Tensor]()
@@ -116,17 +116,13 @@ class ParameterStatistics:
         states, scalars = dict[str, dict[str, Any]](), list[tuple[str, str]]()
         for name, (parameter, _) in self._groups.items():
             state = self._optimizer.state.get(parameter, {})
-            states[name] = {key: _plain_shard(tensor) for key, tensor in state.items()}
+            states[name] = {key: plain_shard(tensor) for key, tensor in state.items()}
             scalars += [(name, key) for key, t in state.items() if _is_scalar(t) and parameter.ndim > 0]
         if scalars:
             values = torch.stack([states[name][key].to(self._ranks.device).float() for name, key in scalars])
             for (name, key), value in zip(scalars, values.tolist()):
                 states[name][key] = value
         return states
-
-
-def _plain_shard(tensor: torch.Tensor) -> torch.Tensor:
-    return local_shard(plain_tensor(tensor))
 
 
 def _is_scalar(value: Any) -> bool:

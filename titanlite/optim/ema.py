@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from titanlite.config.component import ConfigError, check_at_least
-from titanlite.mesh import local_shard
+from titanlite.mesh import local_shard, plain_shard
 from titanlite.torch_compat import foreach_copy, foreach_lerp, plain_tensor
 
 
@@ -92,4 +92,4 @@ class WeightAverage:
     def _weights(self) -> list[torch.Tensor]:
         """This rank's shards of the parameters. Looked up anew each time, because FSDP may replace a shard by
         a padded copy in its first forward."""
-        return [local_shard(plain_tensor(p)) for p in self._parameters]
+        return [plain_shard(p) for p in self._parameters]

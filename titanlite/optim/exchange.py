@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from titanlite.mesh import local_shard_and_offsets
-from titanlite.torch_compat import plain_tensor
 
 BUCKET_BYTES = 256 << 20  # whole matrices that an owner receives in one exchange
 
@@ -74,64 +73,65 @@ class Ownership:
         return cls(owners, buckets)
 
 
-class Flight:
-    """An exchange under way: the buffer that it fills, and torch's handle of the collective."""
+class Transfer:
+    """A collective under way: the buffer that it fills, and torch's handle."""
 
-    def __init__(self, buffer: torch.Tensor, work: dist.Work | None):
-        self._buffer, self._work = buffer, work
+    def __init__(self, buffer: torch.Tensor, work: dist.Work):
+        self._buffer: torch.Tensor | None = buffer
+        self._work = work
 
     def wait(self) -> torch.Tensor:
-        """The filled buffer. On CUDA the current stream waits; the host does not."""
-        if self._work is not None:
-            self._work.wait()
-        return self._buffer
+        """The filled buffer, which this object gives up, so that its memory is free after the last use. On
+        CUDA the current stream waits; the host does not."""
+        assert self._buffer is not None, "waited twice"
+        self._work.wait()
+        buffer, self._buffer = self._buffer, None
+        return buffer
 
 
 class Exchange:
     """The exchanges of tensors that are sharded like `tensors`.
 
-    `group`: the ranks that together hold one copy of the tensors; None: this process has whole tensors. Every
-    element is sent by one rank, the lowest of those that have it. Collective: all ranks of `group` call all
-    methods in the same order."""
+    `group`: the ranks that together hold one copy of the tensors. Every element is sent by one rank, the
+    lowest of those that have it. Collective: all ranks of `group` call all methods in the same order. Raises
+    ValueError if the shards of a tensor do not make up the whole tensor."""
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], ownership: Ownership, group: dist.ProcessGroup | None
-    ):
-        self._group = group
-        self._rank, self._size = (dist.get_rank(group), group.size()) if group is not None else (0, 1)
+    def __init__(self, tensors: Sequence[torch.Tensor], ownership: Ownership, group: dist.ProcessGroup):
+        self._group, self._rank, self._size = group, dist.get_rank(group), group.size()
         self.buckets, self._owners = ownership.buckets, ownership.owners
         self._shapes = [tensor.shape for tensor in tensors]
         mine = []
         for tensor in tensors:
             shard, offsets = local_shard_and_offsets(tensor)
-            mine.append(Region(tuple(offsets), tuple(plain_tensor(shard).shape)))
-        by_rank = [mine]
-        if group is not None:
-            by_rank = [[]] * self._size
-            dist.all_gather_object(by_rank, mine, group=group)
+            mine.append(Region(tuple(offsets), tuple(shard.shape)))
+        by_rank: list[list[Region]] = [[] for _ in range(self._size)]
+        dist.all_gather_object(by_rank, mine, group=group)
         self._regions = list(zip(*by_rank))  # by tensor, then by rank
         self._senders = [
             [rank for rank, region in enumerate(regions) if regions.index(region) == rank and region.numel]
             for regions in self._regions
         ]
+        for tensor, regions, senders in zip(tensors, self._regions, self._senders):
+            if sum(regions[rank].numel for rank in senders) != tensor.numel():
+                raise ValueError(f"{regions} are not the shards of a tensor of shape {tuple(tensor.shape)}")
 
     def owned(self, bucket: Sequence[int]) -> list[int]:
         """The tensors of a bucket that this rank owns."""
         return [i for i in bucket if self._owners[i] == self._rank]
 
-    def send(self, bucket: Sequence[int], shards: dict[int, torch.Tensor]) -> Flight:
+    def send(self, bucket: Sequence[int], shards: dict[int, torch.Tensor]) -> Transfer:
         """Begin to send this rank's shards of a bucket's tensors to their owners."""
-        outgoing = [[i for i in bucket if self._owners[i] == rank] for rank in range(self._size)]
-        pieces = [[shards[i] for i in ids if self._rank in self._senders[i]] for ids in outgoing]
+        sent = [i for i in bucket if self._rank in self._senders[i]]
+        outgoing = [[shards[i] for i in sent if self._owners[i] == rank] for rank in range(self._size)]
         sizes = [
             sum(self._regions[i][rank].numel for i in self.owned(bucket) if rank in self._senders[i])
             for rank in range(self._size)
         ]
-        return self._start(pieces, sizes, next(iter(shards.values())))
+        return self._start(outgoing, sizes, next(iter(shards.values())))
 
-    def receive(self, bucket: Sequence[int], flight: Flight) -> dict[int, torch.Tensor]:
+    def receive(self, bucket: Sequence[int], transfer: Transfer) -> dict[int, torch.Tensor]:
         """The whole tensors of a bucket that this rank owns."""
-        buffer, begin = flight.wait(), 0
+        buffer, begin = transfer.wait(), 0
         whole = {i: buffer.new_empty(self._shapes[i]) for i in self.owned(bucket)}
         for rank in range(self._size):
             for i, tensor in whole.items():
@@ -141,21 +141,23 @@ class Exchange:
                     begin += region.numel
         return whole
 
-    def send_back(self, bucket: Sequence[int], whole: dict[int, torch.Tensor], like: torch.Tensor) -> Flight:
+    def send_back(
+        self, bucket: Sequence[int], whole: dict[int, torch.Tensor], like: torch.Tensor
+    ) -> Transfer:
         """Begin to send each rank its shards of the tensors that this rank owns. `like`: any tensor with the
         dtype and the device of all owners' tensors, for ranks that own none."""
-        pieces = [
+        outgoing = [
             [self._regions[i][rank].of(tensor) for i, tensor in whole.items()] for rank in range(self._size)
         ]
         sizes = [
             sum(self._regions[i][self._rank].numel for i in bucket if self._owners[i] == rank)
             for rank in range(self._size)
         ]
-        return self._start(pieces, sizes, like)
+        return self._start(outgoing, sizes, like)
 
-    def receive_back(self, bucket: Sequence[int], flight: Flight) -> dict[int, torch.Tensor]:
+    def receive_back(self, bucket: Sequence[int], transfer: Transfer) -> dict[int, torch.Tensor]:
         """This rank's shards of a bucket's tensors, from their owners."""
-        buffer, begin, shards = flight.wait(), 0, dict[int, torch.Tensor]()
+        buffer, begin, shards = transfer.wait(), 0, dict[int, torch.Tensor]()
         for i in sorted(bucket, key=lambda i: self._owners[i]):  # stable: by owner, then as in the bucket
             region = self._regions[i][self._rank]
             shards[i] = buffer[begin : begin + region.numel].view(region.shape)
@@ -163,14 +165,13 @@ class Exchange:
         return shards
 
     def _start(
-        self, pieces: Sequence[Sequence[torch.Tensor]], sizes: list[int], like: torch.Tensor
-    ) -> Flight:
-        """Send `pieces`, by rank; `sizes`: number of elements that arrive from each rank."""
-        flat = [piece.reshape(-1) for by_rank in pieces for piece in by_rank]
-        outgoing = torch.cat(flat) if flat else like.new_empty(0)
-        if self._group is None:
-            return Flight(outgoing, None)
-        incoming = outgoing.new_empty(sum(sizes))
-        splits = [sum(piece.numel() for piece in by_rank) for by_rank in pieces]
-        work = dist.all_to_all_single(incoming, outgoing, sizes, splits, group=self._group, async_op=True)
-        return Flight(incoming, work)
+        self, outgoing: Sequence[Sequence[torch.Tensor]], sizes: list[int], like: torch.Tensor
+    ) -> Transfer:
+        """Send the tensors of `outgoing`, by rank. `sizes`: number of elements that arrive from each rank."""
+        flat = [tensor.reshape(-1) for tensors in outgoing for tensor in tensors]
+        buffer = torch.cat(flat) if flat else like.new_empty(0)
+        incoming = buffer.new_empty(sum(sizes))
+        splits = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
+        work = dist.all_to_all_single(incoming, buffer, sizes, splits, group=self._group, async_op=True)
+        assert work is not None
+        return Transfer(incoming, work)

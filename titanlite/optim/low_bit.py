@@ -23,7 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.component import ConfigError
-from titanlite.mesh import local_shard
+from titanlite.mesh import local_shard, plain_shard
 from titanlite.torch_compat import dtensor_like, foreach_copy, mark_dynamic, plain_tensor
 
 BLOCK = 64  # values per scale
@@ -75,8 +75,8 @@ class LowBitAdamW(torch.optim.Optimizer):
             scalars = _scalars(group, steps, one if divisor is None else divisor, apply)
             for parameter, state, row in zip(parameters, states, scalars.unbind()):
                 assert parameter.grad is not None
-                tensors = [plain_tensor(parameter), parameter.grad, *_moment_tensors(state)]
-                _step_one(row, _blocks([local_shard(tensor) for tensor in tensors]))
+                tensors = [parameter, parameter.grad, *_moment_tensors(state)]
+                _step_one(row, _blocks([plain_shard(tensor) for tensor in tensors]))
 
 
 def moments(state: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

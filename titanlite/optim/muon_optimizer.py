@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanlite.mesh import local_shard
-from titanlite.optim.exchange import BUCKET_BYTES, Exchange, Flight, Ownership
+from titanlite.mesh import plain_shard
+from titanlite.optim.exchange import BUCKET_BYTES, Exchange, Ownership, Transfer
 from titanlite.optim.orthogonalize import Coefficients, num_flops, orthogonalize
-from titanlite.torch_compat import plain_tensor
 
 ALONE_NUMEL = 1 << 22  # a matrix with as many elements fills a GPU: a batch would only need more memory
 MOMENTUM, SECOND_MOMENTUM = "momentum_buffer", "second_momentum_buffer"  # keys of the state
@@ -96,7 +95,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         self.ownership: Ownership | None = None
         if process_group is not None and matrices:
             self._connect(process_group, bucket_bytes)
-        device = local_shard(matrices[0].parameter).device if matrices else torch.device("cpu")
+        device = plain_shard(matrices[0].parameter).device if matrices else torch.device("cpu")
         self._update_momentum = _compiled(_momentum_update(settings), device)
         self._update_weight = _compiled(_weight_update(settings.cautious_weight_decay), device)
 
@@ -121,17 +120,17 @@ class MuonOptimizer(torch.optim.Optimizer):
         """Take a step. If the tensor `found_inf` is 1, weights and state stay bit-identical; gradients are
         divided by the tensor `grad_scale`, in place."""
         if self._matrices:
-            device = local_shard(self._matrices[0].parameter).device
+            device = plain_shard(self._matrices[0].parameter).device
             found_inf, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
             one = torch.ones((), device=device)
             apply = one.bool() if found_inf is None else found_inf == 0
             rates = _Rates(self._settings.adjust_lr_fn, device)
             for i, update in self._updates(apply, one if divisor is None else divisor):
                 matrix = self._matrices[i]
-                weight = _shard(matrix.parameter)
+                weight = plain_shard(matrix.parameter)
                 if weight.numel():
                     rate, decay = rates.of(matrix)
-                    self._update_weight(weight.view(-1), update.reshape(-1), apply, rate, decay)
+                    self._update_weight(_flat(weight), _flat(update.contiguous()), apply, rate, decay)
         if self._adamw is not None:
             keys = [key for key in ("found_inf", "grad_scale") if hasattr(self, key)]
             for key in keys:
@@ -150,13 +149,13 @@ class MuonOptimizer(torch.optim.Optimizer):
                 yield from self._orthogonalized(batch, updates, self._rows(batch), apply).items()
             return
         buckets = self._exchange.buckets
-        next_flights = self._send(buckets[0], apply, divisor)
-        returning: tuple[list[int], _Flights] | None = None
+        next_transfers = self._send(buckets[0], apply, divisor)
+        returning: tuple[list[int], _Transfers] | None = None
         for i, bucket in enumerate(buckets):
-            flights = next_flights
+            transfers = next_transfers
             if i + 1 < len(buckets):  # on its way while this bucket is worked on
-                next_flights = self._send(buckets[i + 1], apply, divisor)
-            last, returning = returning, (bucket, self._work(bucket, flights, apply))
+                next_transfers = self._send(buckets[i + 1], apply, divisor)
+            last, returning = returning, (bucket, self._orthogonalize_owned(bucket, transfers, apply))
             if last is not None:
                 yield from self._received(*last)
         assert returning is not None
@@ -165,35 +164,36 @@ class MuonOptimizer(torch.optim.Optimizer):
     def _update(self, i: int, apply: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the update of matrix i before orthogonalisation; updates its momentum."""
         p = self._matrices[i].parameter
-        momentum = _shard(self.state[p][MOMENTUM])
-        gradient = torch.zeros_like(momentum) if p.grad is None else _shard(p.grad)
+        momentum = plain_shard(self.state[p][MOMENTUM])
+        gradient = torch.zeros_like(momentum) if p.grad is None else plain_shard(p.grad)
         update = torch.empty_like(momentum, dtype=self._settings.dtype)
         if momentum.numel():
-            flat = (tensor.view(-1) for tensor in (gradient, momentum, update))
-            self._update_momentum(*flat, apply, divisor)
+            self._update_momentum(*map(_flat, (gradient, momentum, update)), apply, divisor)
         return update
 
     def _rows(self, bucket: Sequence[int]) -> dict[int, torch.Tensor]:
         """This rank's shards of NorMuon's second moments, for the matrices of a bucket; else none."""
         if self._settings.neuron_beta2 is None:
             return {}
-        return {i: _shard(self.state[self._matrices[i].parameter][SECOND_MOMENTUM]) for i in bucket}
+        return {i: plain_shard(self.state[self._matrices[i].parameter][SECOND_MOMENTUM]) for i in bucket}
 
-    def _send(self, bucket: list[int], apply: torch.Tensor, divisor: torch.Tensor) -> _Flights:
+    def _send(self, bucket: list[int], apply: torch.Tensor, divisor: torch.Tensor) -> _Transfers:
         """Begin to send the shards of a bucket's updates to the owners of the matrices."""
         assert self._exchange is not None
-        flight = self._exchange.send(bucket, {i: self._update(i, apply, divisor) for i in bucket})
+        transfer = self._exchange.send(bucket, {i: self._update(i, apply, divisor) for i in bucket})
         rows = self._row_exchange
-        return _Flights(flight, None if rows is None else rows.send(bucket, self._rows(bucket)))
+        return _Transfers(transfer, None if rows is None else rows.send(bucket, self._rows(bucket)))
 
-    def _work(self, bucket: list[int], flights: _Flights, apply: torch.Tensor) -> _Flights:
+    def _orthogonalize_owned(
+        self, bucket: list[int], transfers: _Transfers, apply: torch.Tensor
+    ) -> _Transfers:
         """Orthogonalise the matrices of a bucket that this rank owns, and begin to send them back."""
         exchange, row_exchange = self._exchange, self._row_exchange
         assert exchange is not None
-        whole = exchange.receive(bucket, flights.updates)
+        whole = exchange.receive(bucket, transfers.updates)
         rows = {}
-        if row_exchange is not None and flights.rows is not None:
-            rows = row_exchange.receive(bucket, flights.rows)
+        if row_exchange is not None and transfers.rows is not None:
+            rows = row_exchange.receive(bucket, transfers.rows)
         done = dict[int, torch.Tensor]()
         for batch in self.batches:
             if batch[0] in whole:
@@ -202,16 +202,16 @@ class MuonOptimizer(torch.optim.Optimizer):
         like = torch.empty(0, dtype=self._settings.dtype, device=apply.device)
         returning = exchange.send_back(bucket, done, like)
         if row_exchange is None:
-            return _Flights(returning, None)
-        return _Flights(returning, row_exchange.send_back(bucket, rows, like.float()))
+            return _Transfers(returning, None)
+        return _Transfers(returning, row_exchange.send_back(bucket, rows, like.float()))
 
-    def _received(self, bucket: list[int], flights: _Flights) -> Iterator[tuple[int, torch.Tensor]]:
+    def _received(self, bucket: list[int], transfers: _Transfers) -> Iterator[tuple[int, torch.Tensor]]:
         """This rank's shards of the orthogonalised updates of a bucket."""
         assert self._exchange is not None
-        yield from self._exchange.receive_back(bucket, flights.updates).items()
-        if self._row_exchange is not None and flights.rows is not None:
+        yield from self._exchange.receive_back(bucket, transfers.updates).items()
+        if self._row_exchange is not None and transfers.rows is not None:
             rows = self._rows(bucket)
-            for i, values in self._row_exchange.receive_back(bucket, flights.rows).items():
+            for i, values in self._row_exchange.receive_back(bucket, transfers.rows).items():
                 rows[i].copy_(values)
 
     def _orthogonalized(
@@ -235,11 +235,11 @@ class MuonOptimizer(torch.optim.Optimizer):
         return done
 
 
-class _Flights(NamedTuple):
+class _Transfers(NamedTuple):
     """The exchanges of a bucket under way: of updates, and of NorMuon's second moments."""
 
-    updates: Flight
-    rows: Flight | None
+    updates: Transfer
+    rows: Transfer | None
 
 
 class _Rates:
@@ -340,9 +340,10 @@ def _compiled(function: Callable[..., None], device: torch.device) -> Callable[.
     return torch.compile(function, dynamic=True, fullgraph=True) if device.type == "cuda" else function
 
 
-def _shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard as a plain tensor; also of weights that FSDP gathers in float8."""
-    return plain_tensor(local_shard(tensor))
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in one dim. For torch.compile, `data` makes a tensor that does not know its base: it would
+    compile again for each kind of base."""
+    return tensor.view(-1).data
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -351,7 +352,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def _zeros_per_row(parameter: torch.Tensor) -> torch.Tensor:
     """Zeros [..., m, 1] for a parameter [..., m, n], sharded like its rows."""
-    shard = _shard(parameter)
+    shard = plain_shard(parameter)
     local = shard.new_zeros((*shard.shape[:-1], 1))
     if not isinstance(parameter, DTensor):
         return local

@@ -33,12 +33,12 @@ def coefficients_of(name: str, num_steps: int) -> Coefficients:
 
 
 def orthogonalize(x: torch.Tensor, coefficients: Coefficients, dtype: torch.dtype) -> torch.Tensor:
-    """The nearest matrices with orthonormal rows or columns, about: singular values near 1 instead of exactly
-    1, and below 1 for directions that were below a thousandth of the matrix's norm.
+    """Approximate the nearest matrices with orthonormal rows or columns: singular values are near 1 instead of
+    exactly 1, and below 1 in directions whose singular value was below a thousandth of the matrix's norm.
 
     x: [num_matrices, m, n]. Returns the same shape in `dtype`, in which the products are computed. Each step
     is X <- a X + (b A + c A A) X with A = X X^T. The norm is taken in fp32: in bf16 it may be 0.4% too small,
-    and the iteration diverges from singular values above 1. The norm of Frobenius bounds the largest singular
+    and the iteration diverges from singular values above 1. The Frobenius norm bounds the largest singular
     value. A matrix of zeros stays zero."""
     is_tall = x.size(-2) > x.size(-1)
     if is_tall:  # A is then the smaller of the two possible products

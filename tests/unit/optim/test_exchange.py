@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -43,8 +44,8 @@ def exchanged(placements: list[list[Any]], mesh_shape: tuple[int, ...]) -> None:
     assert len(ownership.buckets) > 1
     exchange = Exchange(tensors, ownership, torch.distributed.group.WORLD)
     for bucket in ownership.buckets:
-        flight = exchange.send(bucket, {i: local_shard(tensors[i]) for i in bucket})
-        received = exchange.receive(bucket, flight)
+        transfer = exchange.send(bucket, {i: local_shard(tensors[i]) for i in bucket})
+        received = exchange.receive(bucket, transfer)
         for i, tensor in received.items():
             assert ownership.owners[i] == torch.distributed.get_rank()
             assert torch.equal(tensor, wholes[i]), i
@@ -62,8 +63,19 @@ def test_tensors_sharded_in_any_way_arrive_whole_and_come_back(run_on: Callable[
     run_on(4, exchanged, [*grid, [Shard(0), Shard(2)], [Shard(1), Replicate()]], (2, 2))
 
 
-def test_one_process_needs_no_group() -> None:
-    tensors = [torch.ones(2, 3), torch.zeros(3, 2)]
-    exchange = Exchange(tensors, Ownership([0, 0], [[0, 1]]), None)
-    received = exchange.receive([0, 1], exchange.send([0, 1], dict(enumerate(tensors))))
-    assert all(torch.equal(received[i], tensor) for i, tensor in enumerate(tensors))
+def rows_without_a_rank() -> str:
+    """The error for a tensor whose shards are on two of three ranks."""
+    mesh = init_device_mesh("cpu", (3,))
+    tensor = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)], src_data_rank=None)
+    group = torch.distributed.new_group([0, 1], use_local_synchronization=True)
+    if torch.distributed.get_rank() == 2:
+        return ""
+    with pytest.raises(ValueError) as raised:
+        Exchange([tensor], Ownership([0], [[0]]), group)
+    return str(raised.value)
+
+
+def test_a_group_that_lacks_a_shard_is_an_error(run_on: Callable[..., Any]) -> None:
+    first, second, _ = run_on(3, rows_without_a_rank)
+    assert first == second
+    assert "are not the shards of a tensor of shape (6, 2)" in first
