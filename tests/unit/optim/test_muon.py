@@ -14,6 +14,7 @@ from titanlite.config.component import ConfigError
 from titanlite.mesh import ALONE
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
+from titanlite.optim import muon_optimizer
 from titanlite.optim.base import ParamGroup, guarded_step, make_state, set_lr
 from titanlite.optim.muon import Muon
 from titanlite.optim.muon_optimizer import MuonOptimizer, batches_of, lr_scale
@@ -248,3 +249,27 @@ def test_custom_coefficients_replace_the_set() -> None:
     weights = [train(nets[0], custom.build(nets[0], ALONE), 2)]
     weights.append(train(nets[1], Muon(lr=0.01, ns_coefficients="jordan").build(nets[1], ALONE), 2))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def num_compilations(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The number of graphs that torch.compile makes for two steps, if it compiles on the CPU as on CUDA."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled(function: Any, device: torch.device) -> Any:
+        return torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(muon_optimizer, "_compiled", compiled)
+    net = model_of()
+    train(net, Muon(lr=0.01).build(net, ALONE), 2)
+    return len(graphs)
+
+
+def test_each_kernel_is_compiled_once_for_matrices_of_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_compilations(monkeypatch) == 2
+    monkeypatch.setattr(muon_optimizer, "_flat", lambda tensor: tensor.view(-1))
+    assert num_compilations(monkeypatch) > 2  # a view's base has a shape, which the compiler looks at
