@@ -33,8 +33,8 @@ def coefficients_of(name: str, num_steps: int) -> Coefficients:
 
 
 def orthogonalize(x: torch.Tensor, coefficients: Coefficients, dtype: torch.dtype) -> torch.Tensor:
-    """Approximate the nearest matrices with orthonormal rows or columns: singular values are near 1 instead of
-    exactly 1, and below 1 in directions whose singular value was below a thousandth of the matrix's norm.
+    """Approximate the nearest matrices with orthonormal rows or columns: singular values are near 1 instead
+    of exactly 1, and below 1 in directions whose singular value was below a thousandth of the matrix's norm.
 
     x: [num_matrices, m, n]. Returns the same shape in `dtype`, in which the products are computed. Each step
     is X <- a X + (b A + c A A) X with A = X X^T. The norm is taken in fp32: in bf16 it may be 0.4% too small,
