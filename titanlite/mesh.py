@@ -198,10 +198,14 @@ class Mesh:
     def fsdp(self) -> DeviceMesh:
         """The mesh for fully_shard: one axis, or two axes (replicas, shards) for HSDP."""
         assert self.device_mesh is not None, "no process group: nothing to shard over"
-        shard = "dp_shard" if self.degrees.cp == 1 else DP_SHARD_AND_CP
+        shard = self._fsdp_axis
         with warnings.catch_warnings():  # torch warns about flattened axes, but offers no alternative yet
             warnings.simplefilter("ignore", UserWarning)
             return self.device_mesh[("dp_replicate", shard) if self.degrees.dp_replicate > 1 else shard]
+
+    @property
+    def _fsdp_axis(self) -> str:
+        return "dp_shard" if self.degrees.cp == 1 else DP_SHARD_AND_CP
 
     @property
     def cp(self) -> DeviceMesh:
@@ -224,16 +228,18 @@ class Mesh:
     @cached_property
     def stage_group(self) -> dist.ProcessGroup | None:
         """The ranks that together hold one copy of this pipeline stage's parameters: FSDP, context-parallel
-        and tensor-parallel ranks of one replica. None for a single rank. The first use is collective, and
-        makes the group: only some optimizers need it."""
+        and tensor-parallel ranks of one replica. None for a single rank. The first use is collective over all
+        ranks, because with tensor parallel it makes the group, which only some optimizers need."""
         if self.device_mesh is None or self.shards == self.degrees.pp:
             return None
-        axes = ["dp_shard", *(axis for axis in ("cp", "tp") if getattr(self.degrees, axis) > 1)]
-        if len(axes) > 1:
-            flatten_mesh(self.device_mesh[tuple(axes)], STAGE_SHARDS)
+        axis = self._fsdp_axis
+        if self.degrees.tp > 1:
+            axes = ("dp_shard", "tp") if self.degrees.cp == 1 else ("dp_shard", "cp", "tp")
+            axis = STAGE_SHARDS
+            flatten_mesh(self.device_mesh[axes], axis)
         with warnings.catch_warnings():  # as in `fsdp`
             warnings.simplefilter("ignore", UserWarning)
-            return self.device_mesh[STAGE_SHARDS if len(axes) > 1 else "dp_shard"].get_group()
+            return self.device_mesh[axis].get_group()
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:

@@ -76,8 +76,7 @@ def test_orthogonalising_shards_is_found() -> None:
 
 
 def train_with_bucket_of(num_bytes: int, *args: Any) -> dict[str, torch.Tensor]:
-    defaults = (num_bytes,)
-    with patch.object(muon_optimizer.MuonOptimizer.__init__, "__defaults__", defaults):
+    with patch.object(muon_optimizer, "BUCKET_BYTES", num_bytes):
         return train(*args)
 
 
@@ -132,7 +131,7 @@ def collectives_of_a_step(world_size: int, optimizer: Muon) -> tuple[dict[str, i
     from tests.support.optimizer_layouts import set_equal_gradients
 
     model = build(world_size, torch.distributed.get_rank(), tied=False)
-    with patch.object(muon_optimizer.MuonOptimizer.__init__, "__defaults__", (5000,)):
+    with patch.object(muon_optimizer, "BUCKET_BYTES", 5000):
         built = optimizer.build(model.net, model.mesh)
     set_equal_gradients(model, 0)
     with CommDebugMode() as mode:

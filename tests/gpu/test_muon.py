@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from tests.support.gpu import column, run
-from tests.support.optimizer_layouts import LR, assert_equal, gradient
-from titanlite.mesh import ALONE, Mesh, Parallelism, build_mesh, local_shard_and_offsets
+from tests.support.optimizer_layouts import LR, assert_equal, set_gradients_of
+from titanlite.mesh import ALONE, Mesh, Parallelism, build_mesh
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
 from titanlite.optim.base import guarded_step
 from titanlite.optim.muon import Muon
 from titanlite.optim.orthogonalize import coefficients_of, orthogonalize
 from titanlite.parallel.fsdp import apply_fsdp
-from titanlite.torch_compat import dtensor_like
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -36,11 +35,7 @@ def steps(optimizer: Muon, device: str, mesh: Mesh = ALONE) -> dict[str, torch.T
         apply_fsdp(net, mesh, torch.float32, torch.float32, "always", cpu_offload=False)
     built = optimizer.build(net, mesh)
     for step in range(4):
-        for name, p in net.named_parameters():
-            shard, offsets = local_shard_and_offsets(p)
-            whole = gradient(name, step, p.shape)
-            local = whole[tuple(slice(o, o + n) for o, n in zip(offsets, shard.shape))].contiguous()
-            p.grad = dtensor_like(local.to(device), p) if mesh.device_mesh else local.to(device)
+        set_gradients_of(net, step)
         guarded_step(built, torch.tensor(True, device=device), torch.tensor(2.0, device=device))
     tensors = {name: p.detach() for name, p in net.named_parameters()}
     tensors |= {

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.gradients import NUM_SEQUENCES, build, uneven_sequences
@@ -46,10 +47,15 @@ def gradient(name: str, step: int, shape: torch.Size) -> torch.Tensor:
 
 def set_equal_gradients(model: ShardedModel, step: int) -> None:
     """Give this rank its shards of the gradients of `step`."""
-    for name, p in model.net.named_parameters():
+    set_gradients_of(model.net, step)
+
+
+def set_gradients_of(net: nn.Module, step: int) -> None:
+    """Give the parameters of `net` this rank's shards of the gradients of `step`."""
+    for name, p in net.named_parameters():
         shard, offsets = local_shard_and_offsets(p)
         whole = gradient(name, step, p.shape)
-        local = whole[tuple(slice(o, o + n) for o, n in zip(offsets, shard.shape))].contiguous()
+        local = whole[tuple(slice(o, o + n) for o, n in zip(offsets, shard.shape))].contiguous().to(p.device)
         p.grad = dtensor_like(local, p) if isinstance(p, DTensor) else local
 
 

@@ -254,3 +254,18 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates):
         group["lr"] = rate
+
+
+@torch.no_grad()
+def load_in_place(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load a state dict of an equal optimizer, with the dtypes that the state dict has.
+
+    torch's load_state_dict casts state to the dtype of the weights, which would spoil 8-bit codes, and makes
+    new parameter groups, which the optimizers inside a composite would not see."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, saved in state_dict["state"].items():
+        state = optimizer.state[parameters[i]]
+        for key, value in saved.items():
+            state.setdefault(key, torch.empty_like(value)).copy_(value)
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})

@@ -44,7 +44,7 @@ class WeightAverage:
     """The average of the trained parameters of `net`, which begins equal to them; empty if `config` does not
     enable it. Buffers are not averaged.
 
-    `tensors`: this rank's part of the average, by parameter name, each sharded like its parameter."""
+    `tensors`: the average by parameter name, each tensor sharded like its parameter."""
 
     def __init__(self, config: EMA, net: nn.Module):
         self._config = config

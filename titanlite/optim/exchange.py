@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from titanlite.mesh import local_shard_and_offsets
 
-BUCKET_BYTES = 256 << 20  # whole matrices that an owner receives in one exchange
-
 
 class Region(NamedTuple):
     """The part of a tensor that one rank holds: `offsets` in the whole tensor, and the shard's `shape`."""
@@ -49,7 +47,7 @@ class Ownership:
         costs: Sequence[float],
         num_bytes: Sequence[int],
         num_ranks: int,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int,
     ) -> Ownership:
         """Balance the cost over the ranks: batches in descending order of cost, each to the rank with the
         least work so far.

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_shard, plain_shard
+from titanlite.optim.base import load_in_place
 from titanlite.torch_compat import dtensor_like, foreach_copy, mark_dynamic, plain_tensor
 
 BLOCK = 64  # values per scale
@@ -77,6 +78,9 @@ class LowBitAdamW(torch.optim.Optimizer):
                 assert parameter.grad is not None
                 tensors = [parameter, parameter.grad, *_moment_tensors(state)]
                 _step_one(row, _blocks([plain_shard(tensor) for tensor in tensors]))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_in_place(self, state_dict)
 
 
 def moments(state: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

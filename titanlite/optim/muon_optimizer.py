@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.mesh import plain_shard
-from titanlite.optim.exchange import BUCKET_BYTES, Exchange, Ownership, Transfer
+from titanlite.optim.base import load_in_place
+from titanlite.optim.exchange import Exchange, Ownership, Transfer
 from titanlite.optim.orthogonalize import Coefficients, num_flops, orthogonalize
 
+BUCKET_BYTES = 256 << 20  # at most so many bytes of whole matrices per owner and exchange
 ALONE_NUMEL = 1 << 22  # a matrix with as many elements fills a GPU: a batch would only need more memory
 MOMENTUM, SECOND_MOMENTUM = "momentum_buffer", "second_momentum_buffer"  # keys of the state
 LearningRateScale = Literal["match_rms_adamw", "original", "spectral"]
@@ -77,7 +79,6 @@ class MuonOptimizer(torch.optim.Optimizer):
         adamw: torch.optim.Optimizer | None,
         settings: MuonSettings,
         process_group: dist.ProcessGroup | None,
-        bucket_bytes: int = BUCKET_BYTES,
     ):
         super().__init__([*groups, *(adamw.param_groups if adamw else [])], {})
         self._matrices, self._settings, self._adamw = matrices, settings, adamw
@@ -94,12 +95,12 @@ class MuonOptimizer(torch.optim.Optimizer):
         self._row_exchange: Exchange | None = None
         self.ownership: Ownership | None = None
         if process_group is not None and matrices:
-            self._connect(process_group, bucket_bytes)
+            self._connect(process_group)
         device = plain_shard(matrices[0].parameter).device if matrices else torch.device("cpu")
         self._update_momentum = _compiled(_momentum_update(settings), device)
         self._update_weight = _compiled(_weight_update(settings.cautious_weight_decay), device)
 
-    def _connect(self, process_group: dist.ProcessGroup, bucket_bytes: int) -> None:
+    def _connect(self, process_group: dist.ProcessGroup) -> None:
         """Choose the owners of the matrices, and prepare the exchanges with them."""
         costs = [
             sum(num * num_flops(m, n, 1) for num, m, n in (self._matrices[i].shape for i in batch))
@@ -108,7 +109,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         parameters = [matrix.parameter for matrix in self._matrices]
         num_bytes = [p.numel() * self._settings.dtype.itemsize for p in parameters]
         self.ownership = Ownership.balanced(
-            self.batches, costs, num_bytes, process_group.size(), bucket_bytes
+            self.batches, costs, num_bytes, process_group.size(), BUCKET_BYTES
         )
         self._exchange = Exchange(parameters, self.ownership, process_group)
         if self._settings.neuron_beta2 is not None:
@@ -117,29 +118,38 @@ class MuonOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step. If the tensor `found_inf` is 1, weights and state stay bit-identical; gradients are
-        divided by the tensor `grad_scale`, in place."""
+        """Take a step. If the tensor `found_inf` is 1, weights and state stay bit-identical. Gradients are
+        divided by the tensor `grad_scale`."""
         if self._matrices:
-            device = plain_shard(self._matrices[0].parameter).device
-            found_inf, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-            one = torch.ones((), device=device)
-            apply = one.bool() if found_inf is None else found_inf == 0
-            rates = _Rates(self._settings.adjust_lr_fn, device)
-            for i, update in self._updates(apply, one if divisor is None else divisor):
-                matrix = self._matrices[i]
-                weight = plain_shard(matrix.parameter)
-                if weight.numel():
-                    rate, decay = rates.of(matrix)
-                    self._update_weight(_flat(weight), _flat(update.contiguous()), apply, rate, decay)
+            self._step_matrices()
         if self._adamw is not None:
-            keys = [key for key in ("found_inf", "grad_scale") if hasattr(self, key)]
+            self._step_adamw(self._adamw)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_in_place(self, state_dict)
+
+    def _step_matrices(self) -> None:
+        device = plain_shard(self._matrices[0].parameter).device
+        found_inf, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        one = torch.ones((), device=device)
+        apply = one.bool() if found_inf is None else found_inf == 0
+        rates = _Rates(self._settings.adjust_lr_fn, device)
+        for i, update in self._updates(apply, one if divisor is None else divisor):
+            matrix = self._matrices[i]
+            weight = plain_shard(matrix.parameter)
+            if weight.numel():
+                rate, decay = rates.of(matrix)
+                self._update_weight(_flat(weight), _flat(update.contiguous()), apply, rate, decay)
+
+    def _step_adamw(self, adamw: torch.optim.Optimizer) -> None:
+        keys = [key for key in ("found_inf", "grad_scale") if hasattr(self, key)]
+        for key in keys:
+            setattr(adamw, key, getattr(self, key))
+        try:
+            adamw.step()
+        finally:
             for key in keys:
-                setattr(self._adamw, key, getattr(self, key))
-            try:
-                self._adamw.step()
-            finally:
-                for key in keys:
-                    delattr(self._adamw, key)
+                delattr(adamw, key)
 
     def _updates(self, apply: torch.Tensor, divisor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """This rank's shard of the update of each matrix, by index."""

@@ -19,7 +19,7 @@ SHAPES = [(7, 4), (2, 6), (8, 8), (5, 2), (3, 4, 6), (1, 9)]
 
 def test_batches_stay_together_and_the_most_expensive_ones_are_spread() -> None:
     batches = [[0, 1], [2], [3], [4, 5]]
-    ownership = Ownership.balanced(batches, costs=[4, 3, 2, 1], num_bytes=[10] * 6, num_ranks=2)
+    ownership = Ownership.balanced(batches, [4, 3, 2, 1], [10] * 6, num_ranks=2, bucket_bytes=100)
     assert ownership.owners == [0, 0, 1, 1, 0, 0]
     assert ownership.buckets == [[0, 1, 2, 3, 4, 5]]
 

@@ -3,6 +3,7 @@ skipped step, and its errors."""
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -249,6 +250,29 @@ def test_custom_coefficients_replace_the_set() -> None:
     weights = [train(nets[0], custom.build(nets[0], ALONE), 2)]
     weights.append(train(nets[1], Muon(lr=0.01, ns_coefficients="jordan").build(nets[1], ALONE), 2))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+def test_a_state_dict_of_another_optimizer_is_loaded(state_dtype: Any) -> None:
+    config = Muon(lr=0.01, state_dtype=state_dtype)
+    net, other = model_of(dim=64), model_of(dim=64)
+    optimizer = config.build(net, ALONE)
+    train(net, optimizer, 2)
+    loaded = config.build(other, ALONE)
+    other.load_state_dict(net.state_dict())
+    set_lr(optimizer, 0.5)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    states = [
+        [(t, t.dtype) for s in one.state_dict()["state"].values() for _, t in sorted(s.items())]
+        for one in (optimizer, loaded)
+    ]
+    assert len(states[0]) == len(states[1]) > 14
+    assert all(dtype == wanted and torch.equal(t, u) for (t, dtype), (u, wanted) in zip(*states))
+    set_lr(loaded, 0.25)  # of both rules
+    set_lr(optimizer, 0.25)
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    moved, again = train(net, optimizer, 1), train(other, loaded, 1)
+    assert all(torch.equal(again[name], p) and not torch.equal(p, before[name]) for name, p in moved.items())
 
 
 def num_compilations(monkeypatch: pytest.MonkeyPatch) -> int:
