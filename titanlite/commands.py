@@ -157,6 +157,10 @@ def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ConfigError(f"command line, --{key.replace('_', '-')}: {getattr(options, key)} is below 1")
     if options.target_width < 0:
         raise ConfigError(f"command line, --target-width: {options.target_width} is below 0")
+    if options.standard and options.target_width:
+        raise ConfigError(
+            "command line, --target-width: --standard prints no settings; leave out one of the two"
+        )
     return options, overrides
 
 

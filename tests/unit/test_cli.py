@@ -274,6 +274,8 @@ def test_an_unknown_key_is_told_with_file_line_and_the_nearest_name(run, config)
 def test_an_unknown_key_on_the_command_line(run, config):
     message = complaint_of(run("train", config, "--optimizer.beta3=0.9"))
     assert message.startswith("command line, --optimizer.beta3: unknown key 'beta3'; did you mean 'beta2'?")
+    message = complaint_of(run("train", config, "--optimizer.momentum=0.9"))
+    assert "unknown key 'momentum'; optimizer 'muon' has it (known: beta1, " in message
 
 
 @pytest.mark.parametrize(

@@ -36,3 +36,11 @@ def check_new(path: Path, key: str) -> None:
     if path.exists() or path.is_symlink():
         raise ConfigError(f"{path} exists; choose another, or delete it", key)
     check_writable(path.parent, key)
+
+
+def check_output_file(path: Path) -> None:
+    """Raise ConfigError if a command cannot write the file: its folder is missing, or it is a folder."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path.parent}: there is no such folder")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name the file to write")

@@ -15,7 +15,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Union
@@ -240,14 +240,20 @@ class _Conversion:
             if k in keys:
                 made[k] = self.value(keys[k], v, where)
             else:
-                renamed = RENAMED.get(re.sub(r"\.\d+", "", where))
-                known = suggest(k, keys, elsewhere=sorted(set(_paths(self._root, k))))
-                hint = f"; did you mean {renamed!r}?" if renamed else known
-                self._complain(f"unknown key {k!r}{hint}", where)
+                self._complain(f"unknown key {k!r}{self._hint(k, where, node, keys)}", where)
         for k, inner in keys.items():
             if k not in tree and inner.get("required"):
                 self._complain(f"missing required key {k!r}", key)
         return made
+
+    def _hint(self, unknown: str, where: str, node: Node, keys: Collection[str]) -> str:
+        """What to write instead of an unknown key of a table, or of a choice with `keys`."""
+        if renamed := RENAMED.get(re.sub(r"\.\d+", "", where)):
+            return f"; did you mean {renamed!r}?"
+        owners = [name for name, choice in node.get("choices", {}).items() if unknown in choice["keys"]]
+        if owners:
+            return f"; {node['kind']} {' and '.join(map(repr, owners))} has it (known: {', '.join(sorted(keys))})"
+        return suggest(unknown, keys, elsewhere=sorted(set(_paths(self._root, unknown))))
 
     def _complain(self, message: str, key: str) -> None:
         self.errors.append(ConfigError(message, key))

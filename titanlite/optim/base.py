@@ -173,7 +173,10 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
             if any(fnmatchcase(name, group.pattern) for name in names):
                 raise ConfigError(f"{group.pattern!r}: earlier groups match the same parameters", key)
             known = {re.sub(r"\.\d+\.", ".*.", name) for name in names}
-            raise ConfigError(f"{group.pattern!r} matches no parameter{suggest(group.pattern, known)}", key)
+            is_head = fnmatchcase("lm_head.weight", group.pattern)
+            why = ": embedding and head of this model share a weight" if is_head else ""
+            hint = suggest(group.pattern, known)
+            raise ConfigError(f"{group.pattern!r} matches no parameter{why}{hint}", key)
 
     def describe(self, model: Decoder) -> list[str]:
         """One line for each parameter group of the whole model, for the log."""

@@ -119,7 +119,7 @@ def _show(paths: list[Path], list_tensors: bool = False) -> int:
     for key, value in averaged_from.items():
         values = value if isinstance(value, list) else [value]
         texts = [f"{number:.4f}" if isinstance(number, float) else str(number) for number in values]
-        _print(f"  {f'average of {key}':20} {', '.join(texts)}")
+        _print(f"  {f'{AVERAGED_FROM}.{key}':20} {', '.join(texts)}")
     _print("identity:")
     for key, value in identity.items():
         _print(f"  {key:40} {value}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlite import commands
-from titanlite.config.component import ConfigError
+from titanlite.config.paths import check_output_file
 from titanlite.files import write_atomically
 from titanlite.report.page import report
 from titanlite.report.recorded_run import names_of, read_run
@@ -17,10 +17,7 @@ from titanlite.report.recorded_run import names_of, read_run
 def main(argv: Sequence[str]) -> int:
     """Write the report."""
     options = commands.parser("report").read(argv)
-    if not options.output.parent.is_dir():
-        raise ConfigError(f"{options.output.parent}: there is no such folder")
-    if options.output.is_dir():
-        raise ConfigError(f"{options.output} is a folder; name the file to write, such as report.html")
+    check_output_file(options.output)
     runs = [read_run(folder, name) for folder, name in zip(options.runs, names_of(options.runs))]
     write_atomically(options.output, report(runs, options.price_per_gpu_hour))
     print(options.output)

@@ -29,6 +29,7 @@ import torch
 from titanlite import commands
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.config.paths import check_output_file
 from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
 from titanlite.log import set_up_logging
@@ -55,8 +56,8 @@ BATCH = 4, 64  # sequences, tokens
 def main(argv: Sequence[str]) -> int:
     """Run the check. Returns 0 if it passes, else 1."""
     options, overrides = commands.tune_arguments(argv)
-    if options.output and not options.output.parent.is_dir():
-        raise ConfigError(f"{options.output.parent}: there is no such folder")
+    if options.output:
+        check_output_file(options.output)
     set_up_logging(rank=0, verbose=False)
     job = load_job(options.config, overrides, None, allow_imports=True)
     try:
@@ -126,6 +127,8 @@ def _settings(job: Job, options: Namespace) -> list[str]:
     """Lines on the settings of the target width: what to put into its TOML file."""
     config, base = job.model.config, options.base_width
     target = options.target_width or (config.dim if config.dim > base else max(options.widths))
+    if target == base:
+        return ["", f"# width {base} is the base width: the settings stay"]
     fields = rules.shape_at(config, target) | rules.scales_at(config, target / base)
     net = replace(job.model, overrides=job.model.overrides | fields).build_on_meta()
     job.optimizer.check(net)

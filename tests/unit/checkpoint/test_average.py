@@ -17,6 +17,7 @@ from titanlite.checkpoint.reader import MisfitError, read_metadata
 from titanlite.checkpoint.state import non_finite, tensors_of
 from titanlite.errors import Diverged
 from titanlite.interop.dcp import non_finite_in
+from titanlite.log import logger
 from titanlite.optim.ema import EMA, WeightAverage
 
 APPLIED = torch.tensor(True)
@@ -73,19 +74,23 @@ def test_the_average_is_saved_and_restored(tmp_path: Path) -> None:
 
 
 def test_switched_on_the_average_starts_from_the_loaded_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(tmp_path, enable=False)
     assert sections(tmp_path / "checkpoint/step-3") == {"model", "optimizer"}
+    monkeypatch.setattr(logger, "propagate", True)  # a command in this process may have set it to False
     with caplog.at_level(logging.INFO):
         toy = resumed(tmp_path)
     assert same(toy.averages(), toy.weights())
     (line,) = [line for line in caplog.messages if "average of the weights" in line]
-    assert re.search(r"step-3 has no average of the weights: it starts from the loaded weights$", line)
+    assert re.search(r"step-3 has no average of the weights: a new one starts from them$", line)
 
 
-def test_switched_off_the_saved_average_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_switched_off_the_saved_average_is_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained(tmp_path)
+    monkeypatch.setattr(logger, "propagate", True)  # a command in this process may have set it to False
     with caplog.at_level(logging.INFO):
         toy = resumed(tmp_path, enable=False)
     assert toy.state.step == 3

@@ -99,6 +99,11 @@ def test_the_log_has_a_line_for_each_group(model: Decoder) -> None:
             "'model.layers.*.mlp.down_proj.weight'?",
             "optimizer.param_groups.1.pattern",
         ),
+        (
+            ["lm_head.*"],
+            "'lm_head.*' matches no parameter: embedding and head of this model share a weight (known: ",
+            "optimizer.param_groups.0.pattern",
+        ),
         (["xyz"], "'xyz' matches no parameter (known: ", "optimizer.param_groups.0.pattern"),
         (
             ["*.mlp.*", DOWN],

@@ -84,9 +84,9 @@ def test_the_average_is_a_checkpoint(job: Job, average: Path, capsys: pytest.Cap
     assert line.startswith(f"{average}: good, 4 files")
     text = "\n".join(output(capsys, "checkpoint", "show", average))
     for key, value in (("folder", "run/checkpoint"), ("steps", "4, 6"), ("weights", "0.5000, 0.5000")):
-        assert re.search(rf"^  average of {key} +{value}$", text, re.M), text
+        assert re.search(rf"^  averaged_from\.{key} +{value}$", text, re.M), text
     assert "optimizer: " not in text
-    assert "average of" not in "\n".join(output(capsys, "checkpoint", "show", job.folder))
+    assert "averaged_from" not in "\n".join(output(capsys, "checkpoint", "show", job.folder))
     assert len(output(capsys, "generate", average, "--prompt=a", "--max-new-tokens=3", "--temperature=0"))
 
 

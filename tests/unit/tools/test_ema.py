@@ -89,7 +89,7 @@ def test_a_checkpoint_without_an_average_says_so(
         ["generate", str(without), "--ema", "--prompt=a"],
     ):
         assert cli.run(command) == 2
-        message = "step-1 has no average of the weights: its run had ema.enable = false"
+        message = "step-1 has no average of the weights: it was saved with ema.enable = false"
         assert message in capsys.readouterr().err
     assert not (tmp_path / "it").exists()
 

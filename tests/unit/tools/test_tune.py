@@ -90,6 +90,11 @@ def test_docs_quote_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert f'```toml title="settings"\n{settings}```' in (ROOT / "docs/optimizers.md").read_text()
 
 
+def test_the_base_width_keeps_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([*SMALL, "--target-width=128", "--widths=128,256", "--steps=1"]) in (0, 1)
+    assert capsys.readouterr().out.endswith("\n\n# width 128 is the base width: the settings stay\n")
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -113,6 +118,8 @@ def test_every_rule_passes(keys: list[str]) -> None:
         ([*CHECK, "--widths=128,0"], "'128,0' is not a list of two or more widths"),
         ([*CHECK, "--widths=128,200"], "width 200 has 200 query features, no multiple of head_dim 32"),
         ([*CHECK, "--output=nowhere/it.json"], "nowhere: there is no such folder"),
+        ([*CHECK, "--standard", "--target-width=512"], "--target-width: --standard prints no settings"),
+        ([*CHECK, "--output=/"], "/ is a folder; name the file to write"),
         ([*CHECK, "--steps=0"], "--steps: 0 is below 1"),
         ([*CHECK, "--base-width=x"], "invalid int value: 'x'"),
         ([*CHECK, "--optimizer.lrr=1"], "unknown key 'lrr'; did you mean 'lr'?"),
