@@ -412,7 +412,9 @@ class Checkpointer:
             return reason
         if AVERAGE in tensors and AVERAGE not in sections:
             start_average(tensors)
-            logger.info(f"{candidate.path} has no average of the weights: a new one starts from them")
+            logger.info(
+                f"{candidate.path} has no average of the weights: a new one starts from the loaded weights"
+            )
         elif AVERAGE in sections and AVERAGE not in tensors:
             logger.info(f"the average of the weights in {candidate.path} is not used: ema.enable = false")
         names = self.ranks.union(non_finite(tensors))

@@ -252,7 +252,8 @@ class _Conversion:
             return f"; did you mean {renamed!r}?"
         owners = [name for name, choice in node.get("choices", {}).items() if unknown in choice["keys"]]
         if owners:
-            return f"; {node['kind']} {' and '.join(map(repr, owners))} has it (known: {', '.join(sorted(keys))})"
+            names = " and ".join(map(repr, owners))
+            return f"; {node['kind']} {names} has it (known: {', '.join(sorted(keys))})"
         return suggest(unknown, keys, elsewhere=sorted(set(_paths(self._root, unknown))))
 
     def _complain(self, message: str, key: str) -> None:

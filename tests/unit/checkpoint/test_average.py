@@ -78,20 +78,20 @@ def test_switched_on_the_average_starts_from_the_loaded_weights(
 ) -> None:
     trained(tmp_path, enable=False)
     assert sections(tmp_path / "checkpoint/step-3") == {"model", "optimizer"}
-    monkeypatch.setattr(logger, "propagate", True)  # a command in this process may have set it to False
-    with caplog.at_level(logging.INFO):
+    monkeypatch.setattr(logger, "propagate", True)  # a command before may have set it to False
+    with caplog.at_level(logging.INFO, logger.name):
         toy = resumed(tmp_path)
     assert same(toy.averages(), toy.weights())
     (line,) = [line for line in caplog.messages if "average of the weights" in line]
-    assert re.search(r"step-3 has no average of the weights: a new one starts from them$", line)
+    assert re.search(r"step-3 has no average of the weights: a new one starts from the loaded weights$", line)
 
 
 def test_switched_off_the_saved_average_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(tmp_path)
-    monkeypatch.setattr(logger, "propagate", True)  # a command in this process may have set it to False
-    with caplog.at_level(logging.INFO):
+    monkeypatch.setattr(logger, "propagate", True)  # a command before may have set it to False
+    with caplog.at_level(logging.INFO, logger.name):
         toy = resumed(tmp_path, enable=False)
     assert toy.state.step == 3
     (line,) = [line for line in caplog.messages if "average of the weights" in line]
