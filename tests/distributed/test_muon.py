@@ -63,6 +63,13 @@ def test_equal_gradients_give_equal_bits_on_every_layout(
     assert len(momentum) == (28 if variant == "normalize" else 12 if variant == "groups" else 14)
 
 
+@pytest.mark.full
+def test_weights_that_fsdp_gathers_in_float8_move_as_others_do(run_on: Callable[..., Any]) -> None:
+    optimizer = VARIANTS["normalize"]
+    actual = merged(run_on(2, train, 2, {"float8": "tensorwise"}, optimizer, range(4)))
+    assert_equal(actual, train(1, {}, optimizer, range(4)))
+
+
 def test_orthogonalising_shards_is_found() -> None:
     """The mistake that a sharded Muon invites: each rank orthogonalises its shard of a matrix."""
 
