@@ -222,6 +222,7 @@ def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
         f"{job.model.shape()}{ids}",
         *job.optimizer.describe(net),
         f"learning rate: {job.lr_scheduler.describe(job.training.steps)}",
+        *job.ema.describe(),
     ]
 
 

@@ -36,9 +36,10 @@ class ConfigError(ValueError):
 
 def suggest(word: str, known: Iterable[object], elsewhere: Sequence[str] = ()) -> str:
     """Return `; did you mean 'x'? (known: x, y)` for an unknown word: the nearest valid word and all valid
-    words. `elsewhere`: suggestions if no valid word is near."""
+    words. A word that begins with the unknown one is near, too. `elsewhere`: suggestions if none is near."""
     names = sorted(str(k) for k in known)
-    close = get_close_matches(word, names, n=1) or (elsewhere if len(elsewhere) <= 3 else ())
+    begun = [name for name in names if name.startswith(f"{word}_")][:1]
+    close = get_close_matches(word, names, n=1) or begun or (elsewhere if len(elsewhere) <= 3 else ())
     meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     return f"{meant} (known: {', '.join(names)})"
 

@@ -39,6 +39,12 @@ class EMA:
         check_at_least(self, 0, "start_step")
         check_at_least(self, 1, "freq")
 
+    def describe(self) -> list[str]:
+        """A line for the log, if the average is kept."""
+        often = "every step" if self.freq == 1 else f"every {self.freq} steps"
+        line = f"exponential moving average of the weights: decay {self.decay:g}, updated {often}"
+        return [line + (f" after step {self.start_step}" if self.start_step else "")] if self.enable else []
+
 
 class WeightAverage:
     """The average of the trained parameters of `net`, which begins equal to them; empty if `config` does not

@@ -116,6 +116,11 @@ def test_a_config_error_is_the_users_mistake():
     assert (str(error), error.key, error.exit_code) == ("wrong", "a.b", 2)
 
 
+def test_suggest_completes_a_word():
+    assert suggest("lr", ["decay", "lr_multiplier"]).startswith("; did you mean 'lr_multiplier'? (known: ")
+    assert suggest("l", ["decay", "lr_multiplier"]).startswith(" (known: ")  # control
+
+
 def test_suggest_sorts_what_is_known_and_takes_other_types():
     assert suggest("stesp", ["steps", "seed", "lr"]) == "; did you mean 'steps'? (known: lr, seed, steps)"
     assert suggest("3", [2, 1]) == " (known: 1, 2)"

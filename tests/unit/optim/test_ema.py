@@ -107,6 +107,13 @@ def test_weights_and_average_are_exchanged_and_exchanged_back_also_after_an_erro
     assert bits(average.tensors) == bits(averages)
 
 
+def test_the_log_says_how_the_average_is_kept() -> None:
+    line = "exponential moving average of the weights: decay 0.99, updated every "
+    assert EMA().describe() == []
+    assert EMA(enable=True, decay=0.99).describe() == [f"{line}step"]
+    assert EMA(enable=True, decay=0.99, start_step=7, freq=5).describe() == [f"{line}5 steps after step 7"]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
