@@ -44,7 +44,8 @@ def open_titanlite(path: Path, family: ModelFamily | None = None, average: bool 
     if average:
         averages = _names_in(metadata, f"{AVERAGE}.")
         if not averages:
-            raise ConfigError(f"{path} has no average of the weights: it was saved with ema.enable = false")
+            why = "it was saved with ema.enable = false, or is itself an average of checkpoints"
+            raise ConfigError(f"{path} has no average of the weights: {why}")
         names |= averages
     try:
         identity = read_train(path)["identity"]

@@ -115,11 +115,11 @@ def _show(paths: list[Path], list_tensors: bool = False) -> int:
     _print(path)
     for key, value in {**train, **{k: v for k, v in manifest.items() if k not in ("files", "step")}}.items():
         if value is not None:
-            _print(f"  {key:20} {value:,}" if type(value) is int else f"  {key:20} {value}")
+            _print(f"  {key:22} {value:,}" if type(value) is int else f"  {key:22} {value}")
     for key, value in averaged_from.items():
         values = value if isinstance(value, list) else [value]
         texts = [f"{number:.4f}" if isinstance(number, float) else str(number) for number in values]
-        _print(f"  {f'{AVERAGED_FROM}.{key}':20} {', '.join(texts)}")
+        _print(f"  {f'{AVERAGED_FROM}.{key}':22} {', '.join(texts)}")
     _print("identity:")
     for key, value in identity.items():
         _print(f"  {key:40} {value}")
