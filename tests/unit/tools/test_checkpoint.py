@@ -225,7 +225,7 @@ def test_verify_tells_a_renamed_checkpoint(run: Path, capsys: pytest.CaptureFixt
 def test_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "\n".join(output(capsys, "show", run))
     path = run / "checkpoint/step-3"
-    assert text.startswith(f"{path}\n  step                 3\n  sequences            24\n")
+    assert text.startswith(f"{path}\n  step                   3\n  sequences              24\n")
     values = dict(re.findall(r"^  (\S+) +(.*)$", text, re.MULTILINE))
     assert (values["tokens"], values["global_batch_size"]) == ("240", "8")
     assert (values["ranks"], values["model.dim"]) == ("1", "4")
