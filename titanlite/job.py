@@ -15,6 +15,8 @@ from typing import Any
 import titanlite.models.llama3
 import titanlite.models.qwen3
 import titanlite.optim.muon
+import titanlite.optim.piecewise
+import titanlite.optim.power
 import titanlite.prepare.sources
 import titanlite.tokenizers.bytes
 import titanlite.tokenizers.huggingface  # noqa: F401

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from titanlite.config.component import ConfigError
 from titanlite.optim.warmup_stable_decay import WarmupStableDecay
@@ -137,6 +140,8 @@ def test_total_steps_zero_means_the_steps_of_the_training():
         ("total_steps", -1),
         ("decay_ratio", 1.1),
         ("decay_ratio", math.nan),
+        ("decay_start", 0),
+        ("decay_start", -2),
         ("min_lr_factor", -0.1),
         ("min_lr_factor", 1.1),
         ("min_lr_factor", math.nan),
@@ -146,3 +151,64 @@ def test_values_that_make_no_schedule_are_refused(key, value):
     with pytest.raises(ConfigError) as e:
         WarmupStableDecay(**{key: value})
     assert e.value.key == key
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
+def test_decay_start_is_the_last_step_at_the_peak(decay_type, ratio):
+    """A decay of D steps in a schedule of 40 begins after step 41 - D."""
+    started = WarmupStableDecay(warmup_steps=2, decay_start=41 - round(40 * ratio), decay_type=decay_type)
+    by_ratio = WarmupStableDecay(warmup_steps=2, decay_ratio=ratio, decay_type=decay_type)
+    started.check(40)
+    assert factors(replace(started, total_steps=40), 50) == factors(replace(by_ratio, total_steps=40), 50)
+
+
+def test_a_decay_from_a_given_step_by_hand():
+    """decay_ratio = 0, which a constant trunk has, does not switch the decay off."""
+    schedule = WarmupStableDecay(warmup_steps=2, decay_ratio=0.0, decay_start=6, min_lr_factor=0.2)
+    assert factors(schedule, 9) == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4])
+    assert schedule.factor(10, 9) == pytest.approx(0.2)
+
+
+def test_decay_may_start_anywhere_from_the_end_of_warmup_to_the_last_step_but_one():
+    for start in (4, 9):
+        WarmupStableDecay(warmup_steps=4, decay_start=start).check(10)
+    for start in (3, 10, 11):
+        with pytest.raises(ConfigError, match=f"^{start} is not a step from 4, where warmup ends, to 9, ") as e:
+            WarmupStableDecay(warmup_steps=4, decay_start=start).check(10)
+        assert e.value.key == "lr_scheduler.decay_start"
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({}, ""),
+        ({"decay_ratio": 1.0}, ""),
+        ({"decay_ratio": 0.0}, ", no decay"),
+        ({"decay_ratio": 0.25, "decay_type": "sqrt"}, ", sqrt decay after step 1,501"),
+        ({"decay_ratio": 0.0, "decay_start": 1200}, ", linear decay after step 1,200"),
+    ],
+)
+def test_the_description_says_where_decay_begins_if_it_does_not_follow_warmup(keys, text):
+    schedule = WarmupStableDecay(warmup_steps=10, total_steps=2000, **keys)
+    assert schedule.describe(50) == f"warmup_stable_decay over 2,000 steps, 10 of them warmup{text}"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_factors_are_in_0_to_1_and_the_phases_join(data):
+    """From the last step at the peak on, no change is above the steepest slope of the decay."""
+    total = data.draw(st.integers(3, 300))
+    warmup = data.draw(st.integers(0, total - 2))
+    start = data.draw(st.integers(max(warmup, 1), total - 1))
+    floor = data.draw(st.floats(0, 1))
+    kind = data.draw(st.sampled_from(["linear", "cosine"]))
+    keys = {"warmup_steps": warmup, "decay_start": start, "decay_type": kind, "min_lr_factor": floor}
+    schedule = WarmupStableDecay(total_steps=total, **keys)
+    schedule.check(total)
+    got = factors(schedule, total + 2)
+    assert all(0 <= factor <= 1 for factor in got)
+    assert got[max(warmup, 1) - 1 : start] == [1.0] * (start - max(warmup, 1) + 1)
+    assert got[total] == got[total + 1] == pytest.approx(floor)
+    steepest = math.pi / 2 / (total + 1 - start)
+    assert all(earlier - later <= steepest + 1e-12 for earlier, later in pairwise(got[start - 1 :]))
