@@ -15,7 +15,7 @@ MAX_DEFAULT_WARMUP = 200  # steps, with warmup_steps = -1
 
 @dataclass(frozen=True, kw_only=True)
 class ThreePhases(LRScheduler):
-    """Base of schedules that warm up, continue with `middle`, and decay. docs/numerics.md has the formulas."""
+    """Base of schedules that warm up, continue with `middle` and decay. docs/numerics.md has the formulas."""
 
     warmup_steps: int = -1
     """Number of steps of linear warmup: step s has the factor s / warmup_steps. -1: a tenth of the schedule,
@@ -98,7 +98,7 @@ class ThreePhases(LRScheduler):
         if self.decay_start >= 0 and not warmup <= self.decay_start < total:
             raise ConfigError(
                 f"{self.decay_start} is not a step from {max(warmup, 1)}, where warmup ends, to {total - 1}, "
-                f"the last but one of the schedule",
+                "the last but one of the schedule",
                 "lr_scheduler.decay_start",
             )
         last = self.last_before_decay(training_steps)
@@ -109,13 +109,16 @@ class ThreePhases(LRScheduler):
             )
 
     def describe(self, training_steps: int) -> str:
-        """A decay that follows warmup directly is not mentioned."""
+        """A decay to 0 that follows warmup directly is not mentioned."""
         total, warmup = self.total_steps or training_steps, self.warmup(training_steps)
         text = f"{super().describe(total)}, {warmup:,} of them warmup{self.describe_middle(warmup)}"
         last = self.last_before_decay(training_steps)
         if last > total:
             return f"{text}, no decay"
-        return f"{text}, {self.decay_type} decay after step {last:,}" if last > warmup + 1 else text
+        if last <= warmup + 1 and not self.min_lr_factor:
+            return text
+        end = f" to {self.min_lr_factor:g} of the peak" if self.min_lr_factor else ""
+        return f"{text}, {self.decay_type} decay{end} after step {last:,}"
 
     def factor(self, step: int, training_steps: int) -> float:
         """Factor of the peak learning rate at `step` = 1, 2, ...; min_lr_factor after the decay."""

@@ -59,7 +59,7 @@ class Piecewise(LRScheduler, name="piecewise"):
 
     def factor(self, step: int, training_steps: int) -> float:
         """Factor of the peak learning rate at `step` = 1, 2, ..."""
-        i = bisect_right(self.points, step, key=lambda point: point[0])
+        i = bisect_right([at for at, _ in self.points], step)
         if i in (0, len(self.points)):
             return self.points[max(i - 1, 0)][1]
         (left, start), (right, end) = self.points[i - 1 : i + 1]

@@ -1,4 +1,4 @@
-"""The power scheduler (Shen et al. 2024, arXiv 2408.13359): a learning rate that falls as a power of the step,
+"""The power scheduler (Shen et al. 2024, arXiv 2408.13359): the learning rate falls as a power of the step,
 whatever the length of the run, and then decays."""
 
 from __future__ import annotations

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.jobs import make_job
+from tests.support.jobs import write_toml
 from titanlite.config.component import ConfigError
+from titanlite.job import load_job
 from titanlite.optim.piecewise import Piecewise
 from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 
+BEND = 0.2 * math.sqrt(0.5)  # 0.2 times the cosine of 45 degrees
 POINTS = [[2.0, 0.2], [4.0, 1.0], [8.0, 0.6]]
 
 
@@ -22,7 +24,7 @@ POINTS = [[2.0, 0.2], [4.0, 1.0], [8.0, 0.6]]
     [
         ("linear", [0.2, 0.2, 0.6, 1.0, 0.9, 0.8, 0.7, 0.6, 0.6]),
         ("constant", [0.2, 0.2, 0.2, 1.0, 1.0, 1.0, 1.0, 0.6, 0.6]),
-        ("cosine", [0.2, 0.2, 0.6, 1.0, 0.8 + 0.2 * math.sqrt(0.5), 0.8, 0.8 - 0.2 * math.sqrt(0.5), 0.6, 0.6]),
+        ("cosine", [0.2, 0.2, 0.6, 1.0, 0.8 + BEND, 0.8, 0.8 - BEND, 0.6, 0.6]),
     ],
 )
 def test_factors_by_hand(interpolation, expected):
@@ -47,7 +49,8 @@ def test_it_can_say_warmup_stable_decay():
     st.sampled_from(["linear", "cosine", "constant"]),
 )
 def test_the_factor_passes_through_the_points_and_stays_between_neighbours(points, interpolation):
-    schedule = Piecewise(points=[list(point) for point in sorted(points.items())], interpolation=interpolation)
+    ordered = [list(point) for point in sorted(points.items())]
+    schedule = Piecewise(points=ordered, interpolation=interpolation)
     assert all(schedule.factor(int(step), 50) == factor for step, factor in points.items())
     for step in range(1, 60):
         before = [factor for at, factor in schedule.points if at <= step][-1:]
@@ -97,6 +100,8 @@ def test_description():
 
 
 def test_points_are_read_from_toml_with_whole_numbers(tmp_path: Path, corpus: Path) -> None:
-    keys = ["--lr_scheduler={name = 'piecewise', points = [[0, 0], [4, 1], [8, 0.5]]}"]
-    job = make_job(tmp_path, corpus, *keys)
+    file = write_toml(tmp_path, corpus)
+    base = file.read_text().replace("warmup_steps = 2\ntotal_steps = 16", 'name = "piecewise"')
+    file.write_text(base)
+    job = load_job(file, ["--lr_scheduler.points=[[0, 0], [4, 1], [8, 0.5]]"])
     assert [job.lr_scheduler.factor(step, 8) for step in (2, 4, 6, 8)] == [0.5, 1.0, 0.75, 0.5]

@@ -174,7 +174,7 @@ def test_decay_may_start_anywhere_from_the_end_of_warmup_to_the_last_step_but_on
     for start in (4, 9):
         WarmupStableDecay(warmup_steps=4, decay_start=start).check(10)
     for start in (3, 10, 11):
-        with pytest.raises(ConfigError, match=f"^{start} is not a step from 4, where warmup ends, to 9, ") as e:
+        with pytest.raises(ConfigError, match=f"^{start} is not a step from 4, where warmup ends, to 9") as e:
             WarmupStableDecay(warmup_steps=4, decay_start=start).check(10)
         assert e.value.key == "lr_scheduler.decay_start"
 
@@ -187,6 +187,7 @@ def test_decay_may_start_anywhere_from_the_end_of_warmup_to_the_last_step_but_on
         ({"decay_ratio": 0.0}, ", no decay"),
         ({"decay_ratio": 0.25, "decay_type": "sqrt"}, ", sqrt decay after step 1,501"),
         ({"decay_ratio": 0.0, "decay_start": 1200}, ", linear decay after step 1,200"),
+        ({"min_lr_factor": 0.1}, ", linear decay to 0.1 of the peak after step 11"),
     ],
 )
 def test_the_description_says_where_decay_begins_if_it_does_not_follow_warmup(keys, text):
