@@ -253,7 +253,8 @@ class _Conversion:
         owners = [name for name, choice in node.get("choices", {}).items() if unknown in choice["keys"]]
         if owners:
             names = " and ".join(map(repr, owners))
-            return f"; {node['kind']} {names} has it (known: {', '.join(sorted(keys))})"
+            have = "has" if len(owners) == 1 else "have"
+            return f"; {node['kind']} {names} {have} it (known: {', '.join(sorted(keys))})"
         return suggest(unknown, keys, elsewhere=sorted(set(_paths(self._root, unknown))))
 
     def _complain(self, message: str, key: str) -> None:
