@@ -74,10 +74,12 @@ def test_the_page_on_metrics_has_every_metric_of_the_code() -> None:
     listed = [name for cell in cells for name in re.findall(r"`([\w/]+/\w+)`", cell)]
     assert len(listed) == len(set(listed))
     by_formula = {"train/NAME", "train/z_loss", "model/NAME", "loss/source/NAME", "loss/position_00"}
+    by_formula |= {f"eval/NAME/{value}" for value in ("loss", "perplexity", "bits_per_byte")}
     assert set(listed) - by_formula == set(NAME.findall(code))
     assert 'f"train/{name}"' in code
     assert 'return ("z_loss",)' in code
     assert 'f"loss/source/{name}"' in code
+    assert '_named(f"eval/{names[k]}", *means)' in code
     assert 'f"loss/position_{i:02}"' in code
     assert 'f"model/{name}"' in code
 

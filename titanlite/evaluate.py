@@ -1,10 +1,14 @@
-"""Validation: the mean loss per token over fixed held-out sequences, equal on every parallel layout.
+"""Validation: loss per token and bits per byte over fixed held-out sequences, in total and by source, equal
+on every parallel layout.
 
-Micro-batches have the same sequences for any number of ranks, and their loss sums are added in float64 on the
-host. A rank that has no sequences left runs padding, so that all ranks enter every collective."""
+A micro-batch is of one source, so its loss sum is that of the source. Micro-batches have the same sequences
+for any number of ranks, and their sums are added in float64 on the host. A rank that has no sequences of a
+source left runs padding, so that all ranks enter every collective."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +16,7 @@ import torch
 
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.loader import SequenceDataset
+from titanlite.losses import IGNORE
 from titanlite.metrics.meter import perplexity
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.progress import Progress
@@ -28,7 +33,8 @@ class Validation:
     freq: int = 500
     """Steps between validations."""
     steps: int = -1
-    """Batches of global_batch_size sequences to validate on; -1: all held-out sequences."""
+    """Batches of global_batch_size sequences to validate on; -1: all held-out sequences. The sources share
+    them in proportion to their weights if these differ, otherwise to their sizes."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "freq")
@@ -54,24 +60,68 @@ class Validation:
 
 
 def validate(
-    model: ShardedModel, sequences: SequenceDataset, num_sequences: int, rt: Runtime
+    model: ShardedModel,
+    sequences: SequenceDataset,
+    num_sequences: int,
+    rt: Runtime,
+    bytes_per_token: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """The metrics of a validation on held-out sequences [0, num_sequences). Collective."""
+    """The metrics of a validation on `num_sequences` held-out sequences. `bytes_per_token`: of the tokenizer;
+    None: no bits per byte. Collective."""
+    held_out = sequences.for_validation
+    ranges = held_out.ranges(num_sequences)
     size = rt.batch.micro_batch_size
     stride = size * rt.mesh.dp_size  # sequences that the data-parallel ranks read together
-    padded = -(-num_sequences // stride) * stride  # so that all ranks run the same number of batches
-    begins = range(rt.mesh.dp_rank * size, padded, stride)
-    loss_sum, num_targets = 0.0, 0
-    for begin in Progress(begins, desc="validating", unit="batch", delay=2, leave=False, disable=rt.rank > 0):
-        numbers = np.arange(begin, max(min(begin + size, num_sequences), begin))
-        batch = sequences.batch(numbers.tolist(), sequences.held_out(numbers), num_sequences=size)
-        loss_sum += model.loss_sum(batch.to(rt.device)).item()
-        num_targets += batch.num_targets if rt.mesh.is_data_leader else 0
+    batches = []
+    for k, own in enumerate(ranges):  # each source is padded, so that all ranks run as many batches
+        first, padded = own.start + rt.mesh.dp_rank * size, -(-len(own) // stride) * stride
+        batches += [(k, begin) for begin in range(first, own.start + padded, stride)]
     # These sums are on the host, because MPS has no float64.
-    total = rt.sum(torch.tensor([loss_sum, num_targets], dtype=torch.float64))
-    loss = (total[0] / total[1]).item()
-    return {
-        "eval/loss": loss,
-        "eval/perplexity": perplexity(loss),
-        "eval/tokens": int(total[1]),
-    }
+    sums = torch.zeros(3, len(ranges), dtype=torch.float64)  # of losses, targets and bytes by source
+    for k, begin in Progress(
+        batches, desc="validating", unit="batch", delay=2, leave=False, disable=rt.rank > 0
+    ):
+        numbers = np.arange(begin, max(min(begin + size, ranges[k].stop), begin))
+        batch = sequences.batch(numbers.tolist(), sequences.held_out(numbers), num_sequences=size)
+        sums[0, k] += model.loss_sum(batch.to(rt.device)).item()
+        if rt.mesh.is_data_leader:
+            sums[1, k] += batch.num_targets
+            sums[2, k] += 0 if bytes_per_token is None else num_bytes(batch.targets, bytes_per_token)
+    metrics = validation_metrics(rt.sum(sums), held_out.names, held_out.weights)
+    return metrics | {"eval/sequences": sum(map(len, ranges))}
+
+
+def num_bytes(targets: torch.Tensor, bytes_per_token: np.ndarray) -> int:
+    """The bytes of text that the targets that count stand for. `targets`: int64, on the host."""
+    return int(bytes_per_token[targets[targets != IGNORE].numpy()].sum())
+
+
+def validation_metrics(
+    sums: torch.Tensor, names: Sequence[str], weights: Sequence[float] | None
+) -> dict[str, float]:
+    """The metrics of a validation. `sums`: of losses, targets and bytes by source, float64 [3, sources].
+    `weights`: of the sources' values in the total; None: the total is the mean over all targets, or bytes.
+    A source without targets has no metrics and no weight."""
+    by_source = {k: _means(*column) for k, column in enumerate(sums.T.tolist()) if column[1]}
+    loss, bits = _means(*(sum(row) for row in sums.tolist()))
+    if weights is not None:
+        shares = [weights[k] / sum(weights[k] for k in by_source) for k in by_source]
+        loss = sum(share * loss_k for share, (loss_k, _) in zip(shares, by_source.values()))
+        all_bits = [bits_k for _, bits_k in by_source.values() if bits_k is not None]
+        is_known = len(all_bits) == len(by_source)
+        bits = sum(share * bits_k for share, bits_k in zip(shares, all_bits)) if is_known else None
+    metrics = _named("eval", loss, bits) | {"eval/tokens": int(sums[1].sum())}
+    for k, means in by_source.items() if len(names) > 1 else ():  # the mean of a single source is eval/loss
+        metrics |= _named(f"eval/{names[k]}", *means)
+    return metrics
+
+
+def _means(loss: float, num_targets: float, num_bytes: float) -> tuple[float, float | None]:
+    """The loss per target, and bits per byte: None if there are no bytes."""
+    bits = loss / num_bytes / math.log(2) if num_bytes else None
+    return loss / num_targets if num_targets else math.nan, bits
+
+
+def _named(prefix: str, loss: float, bits_per_byte: float | None) -> dict[str, float]:
+    metrics = {f"{prefix}/loss": loss, f"{prefix}/perplexity": perplexity(loss)}
+    return metrics if bits_per_byte is None else metrics | {f"{prefix}/bits_per_byte": bits_per_byte}

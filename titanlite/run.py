@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
 from titanlite.checkpoint.checkpointer import LOWER_LR, Checkpointer
@@ -312,13 +313,13 @@ class Run:
         }
 
     def validate(self) -> dict[str, Any]:
-        """The validation loss on the held-out sequences: of the weights and, with [ema], of their average.
-        Collective."""
+        """The metrics of a validation on the held-out sequences and, with [ema], the loss of the weights'
+        average. Collective."""
         num_sequences = self.job.validation.num_sequences(
             self.sequences.num_held_out, self.rt.batch.global_size
         )
         with self.meter.untimed("time/validation_s"):
-            metrics = validate(self.model, self.sequences, num_sequences, self.rt)
+            metrics = validate(self.model, self.sequences, num_sequences, self.rt, self.bytes_per_token)
             if self.job.ema.enable:
                 with self.average.as_weights():
                     self.model.weights_changed()
@@ -327,6 +328,11 @@ class Run:
                 metrics["eval/ema_loss"] = averaged["eval/loss"]
                 metrics["eval/ema_perplexity"] = averaged["eval/perplexity"]
         return metrics
+
+    @cached_property
+    def bytes_per_token(self) -> np.ndarray | None:
+        """The tokenizer's bytes_per_token, for validation."""
+        return self.tokenizer.bytes_per_token()
 
     def probe(self, batch: Batch) -> dict[str, Any]:
         """If a probe is due, its metrics with one micro-batch; its table goes to probe.jsonl. Otherwise {}.

@@ -158,13 +158,19 @@ def test_a_chain_of_layouts_equals_one_run(untied: Job, tmp_path: Path, corpus: 
 def test_validation_is_the_same_number_on_any_ranks(
     tmp_path: Path, corpus: Path, run_on, world_size: int, layout: list[str]
 ) -> None:
-    """Of 10 held-out sequences, which four ranks cannot share evenly."""
+    """Of 10 held-out sequences of two sources, which four ranks cannot share evenly."""
     overrides = [UNTIED, "--training.steps=2", "--validation.enable=true"]
     train_on_rank(tmp_path, corpus, overrides, "one", 1)
     run_on(world_size, train_on_rank, tmp_path, corpus, [*overrides, *layout], "several", world_size)
     one, several = (metrics_of(make_job(tmp_path, corpus, name=name))[-1] for name in ("one", "several"))
     assert one["eval/tokens"] == several["eval/tokens"] == 10 * 32
     assert several["eval/loss"] == pytest.approx(one["eval/loss"], abs=1e-6)
+    by_source = {f"eval/{name}/{key}" for name in ("a.jsonl", "b.txt") for key in ("loss", "bits_per_byte")}
+    compared = by_source | {"eval/bits_per_byte", "eval/sequences"}
+    assert {key: several[key] for key in compared} == pytest.approx(
+        {key: one[key] for key in compared}, abs=1e-6
+    )
+    assert one["eval/a.jsonl/loss"] != pytest.approx(one["eval/b.txt/loss"], abs=1e-3)  # control
 
 
 def test_generate_reads_any_layout_and_a_copy(tmp_path: Path, corpus: Path, run_on, capsys) -> None:

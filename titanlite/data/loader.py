@@ -26,6 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.background import Background
 from titanlite.data.batch import Batch, make_batch
+from titanlite.data.held_out import HeldOut, HeldOutSource
 from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, PackedSequences, TokenSequence
 from titanlite.data.skips import SkippedSequences, checked_range
@@ -42,7 +43,8 @@ class Data:
     sources: list[Source]
     """Sources to train on, one `[[data.sources]]` table each."""
     validation_sources: list[Source] = field(default_factory=list)
-    """Sources to validate on, one `[[data.validation_sources]]` table each. Their weights are ignored."""
+    """Sources to validate on, one `[[data.validation_sources]]` table each. If their weights differ,
+    eval/loss is the mean of the sources' losses by weight; otherwise it is the mean over all tokens."""
     holdout_sequences: int = 0
     """Number of sequences of `data.sources` to hold out for validation, split over the sources by weight.
     They are never trained on. Cannot be combined with validation_sources."""
@@ -83,14 +85,15 @@ class Data:
         """Open the sources; those of raw text are tokenised on first use. Raises ConfigError for unusable
         input."""
         packed = self._open(self.sources, tokenizer, seq_len, "data.sources")
-        validation = self._open(self.validation_sources, tokenizer, seq_len, "data.validation_sources")
-        for_validation = {sequences.fingerprint for sequences in validation}
+        held_out = self._open(self.validation_sources, tokenizer, seq_len, "data.validation_sources")
+        for_validation = {sequences.fingerprint for sequences in held_out}
         if both := [sequences for sequences in packed if sequences.fingerprint in for_validation]:
             path = both[0].shards.path
             raise ConfigError(f"{path} is also a training source", "data.validation_sources")
         identity = self.label_identity(tokenizer, seq_len=seq_len, seed=seed)
-        pairs = sorted(zip(packed, self.sources), key=lambda pair: pair[0].fingerprint)  # not in TOML's order
-        return SequenceDataset(pairs, validation, self.holdout_sequences, seed, identity)
+        training = _not_in_tomls_order(packed, self.sources)
+        validation = _not_in_tomls_order(held_out, self.validation_sources)
+        return SequenceDataset(training, validation, self.holdout_sequences, seed, identity)
 
     def label_identity(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> dict[str, Any]:
         """Return SequenceDataset.identity as known before the sources are opened: `sources` lists the
@@ -128,6 +131,13 @@ class Data:
         return [pack(dataset, seq_len, Path(self.cache_dir), self.mask_documents) for dataset in shards]
 
 
+def _not_in_tomls_order(
+    packed: Sequence[PackedSequences], sources: Sequence[Source]
+) -> list[tuple[PackedSequences, Source]]:
+    """Sort the sources by content."""
+    return sorted(zip(packed, sources), key=lambda pair: pair[0].fingerprint)
+
+
 def _for_each(call: Callable[[Source], T], sources: Sequence[Source], key: str) -> list[T]:
     """Call `call` with each source and return the results. Keys of ConfigErrors, which are relative to the
     source, get the prefix `KEY.NUMBER.`"""
@@ -150,7 +160,7 @@ class SequenceDataset(Dataset):
     def __init__(
         self,
         sources: Sequence[tuple[PackedSequences, Source]],
-        validation: Sequence[PackedSequences],
+        validation: Sequence[tuple[PackedSequences, Source]],
         holdout: int,
         seed: int,
         identity: dict[str, Any],
@@ -174,8 +184,11 @@ class SequenceDataset(Dataset):
                     "data.holdout_sequences",
                 )
         self._held_ends = np.cumsum([0, *held])
-        self._validation = sorted(validation, key=lambda packed: packed.fingerprint)
-        self._validation_ends = np.cumsum([0, *map(len, self._validation)])
+        if validation:
+            sizes, weights = [len(p) for p, _ in validation], [s.weight for _, s in validation]
+            self.for_validation = _held_out("validation", validation, sizes, weights)
+        else:  # the numbers held out are by weight
+            self.for_validation = _held_out("holdout", sources, held, [1.0] * len(held))
         self.sizes = [len(packed) - num_held for packed, num_held in zip(self._packed, held)]
         fingerprints = [packed.fingerprint for packed in self._packed]
         self._mixture = Mixture(self.sizes, fingerprints, shares, seed)
@@ -195,7 +208,7 @@ class SequenceDataset(Dataset):
     @property
     def num_held_out(self) -> int:
         """Number of sequences to validate on."""
-        return int(self._validation_ends[-1] if self._validation else self._held_ends[-1])
+        return len(self.for_validation)
 
     @property
     def source_names(self) -> list[str]:
@@ -239,19 +252,8 @@ class SequenceDataset(Dataset):
 
     def held_out(self, numbers: np.ndarray) -> list[TokenSequence]:
         """Return held-out sequences by number in [0, num_held_out) (int64 [n])."""
-        if self._validation:
-            key = key_of("validation", *(packed.fingerprint for packed in self._validation))
-            shuffled = permute(np.asarray(numbers), self.num_held_out, key)
-            source_index = np.searchsorted(self._validation_ends, shuffled, side="right") - 1
-            local_numbers, all_packed = shuffled - self._validation_ends[source_index], self._validation
-        else:
-            source_index = np.searchsorted(self._held_ends, numbers, side="right") - 1
-            local_numbers = self._shuffled(source_index, numbers - self._held_ends[source_index])
-            all_packed = self._packed
-        return [
-            self._read(all_packed[k], local_number, "held-out ", number)
-            for k, local_number, number in zip(source_index.tolist(), local_numbers.tolist(), numbers)
-        ]
+        located = self.for_validation.locate(numbers)
+        return [self._read(*place, "held-out ", number) for number, place in zip(numbers, located)]
 
     def _read(self, packed: PackedSequences, local_number: int, kind: str, number: int) -> TokenSequence:
         """Read a sequence by its number in its source. `kind` and its global number are for messages."""
@@ -312,6 +314,20 @@ class SequenceDataset(Dataset):
             return replace(batch, source_ids=self.source_ids(numbers))
         except ConfigError as e:  # torch would add the worker's traceback, so SequenceLoader raises it
             return e
+
+
+def _held_out(
+    purpose: str,
+    sources: Sequence[tuple[PackedSequences, Source]],
+    sizes: Sequence[int],
+    weights: Sequence[float],
+) -> HeldOut:
+    """The sequences to validate on: `sizes` sequences of each source. `purpose`: of the order in each
+    source."""
+    names = short_names([source for _, source in sources])
+    keys = [key_of(purpose, packed.fingerprint) for packed, _ in sources]
+    columns = zip(names, [packed for packed, _ in sources], keys, sizes, weights)
+    return HeldOut([HeldOutSource(*column) for column in columns])
 
 
 @dataclass(frozen=True)

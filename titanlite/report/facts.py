@@ -46,6 +46,7 @@ def facts(run: RecordedRun, price: float | None = None) -> dict[str, str]:
         "versions": _versions(run),
         "training loss": _end_of_loss(run),
         "validation loss": _validation(run),
+        "validation loss by source": _validation_by_source(run),
         "throughput": f"{np.median(speeds):,.0f} tokens/s (median)" if len(speeds) else "",
         "MFU": f"{np.median(mfu):.1%} (median)" if len(mfu) else "",
         "time": duration(3600 * hours[-1]) if len(hours) else "",
@@ -192,6 +193,14 @@ def _validation(run: RecordedRun) -> str:
     if best == len(series) - 1:
         return text
     return f"{text}; lowest {series.values[best]:.4f} at step {series.steps[best]}"
+
+
+def _validation_by_source(run: RecordedRun) -> str:
+    """The last loss of each validation source, the highest first."""
+    keys = [key for key in run.keys if re.fullmatch(r"eval/.+/loss", key)]
+    last = [(loss, key[len("eval/") : -len("/loss")]) for key in keys if (loss := run.last(key)) is not None]
+    parts = [f"{name} {loss:.4f}" for loss, name in sorted(last, reverse=True)]
+    return ", ".join([*parts[:MAX_NAMED], *["..."] * (len(parts) > MAX_NAMED)])
 
 
 def one_line(text: str, max_length: int = 200) -> str:

@@ -21,6 +21,7 @@ SPEED = "throughput/tokens_per_second"
 KNOWN = [
     (VALIDATION, "Validation loss", "nats per token"),
     ("eval/ema_loss", "Validation loss of the average of the weights", "nats per token"),
+    ("eval/bits_per_byte", "Validation loss in bits per byte", "bits per byte"),
     ("train/learning_rate", "Learning rate", ""),
     ("train/grad_norm", "Gradient norm", ""),
     (SPEED, "Throughput", "tokens/s"),
@@ -33,6 +34,7 @@ KNOWN = [
 # Metrics that say nothing new, or that the table of lost time has.
 NOT_SHOWN = {
     "train/loss", "train/perplexity", "eval/perplexity", "eval/ema_perplexity", "eval/tokens",
+    "eval/sequences",
     "progress/total_tokens", "progress/sequences", "throughput/tflops",
     "throughput/tokens_per_second_per_device",
     "train/noise_scale_sequences", "memory/peak_allocated_gib", "time/to_first_step_s",
@@ -79,6 +81,8 @@ def other_charts(runs: Sequence[RecordedRun]) -> list[Group]:
     """Return charts of all other metrics that change in some run, by the first word of their names."""
     shown = NOT_SHOWN | {key for key, _, _ in KNOWN}
     keys = sorted({key for run in runs for key in run.keys if not key.endswith("_rank")} - shown)
+    # The perplexity of a validation source is exp of its loss.
+    keys = [key for key in keys if not (key.startswith("eval/") and key.endswith("/perplexity"))]
     charts = {key: metric_chart(runs, key, key, "") for key in keys}
     changing = [key for key in keys if any(np.ptp(line.y) > 0 for line in charts[key].lines)]
     groups = []

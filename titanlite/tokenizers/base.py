@@ -6,7 +6,7 @@ set. `encode_documents` frames each document by BOS and EOS, or by BOS alone if 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,11 @@ class Tokenizer:
         encoded = self._encode_batch(texts)
         return [np.concatenate([[self.bos], ids, end], dtype=np.uint32, casting="unsafe") for ids in encoded]
 
+    def bytes_per_token(self) -> np.ndarray | None:
+        """Return how many bytes of UTF-8 text each id stands for, int64 [vocab_size]; 0 for special tokens.
+        None, the default, if an id alone does not tell: then validation reports no bits per byte."""
+        return None
+
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return the files, by name, from which `AutoTokenizer.from_pretrained` reads this tokenizer. Raises
         ConfigError if transformers does not support it."""
@@ -70,6 +75,14 @@ class Tokenizer:
             f"{type(self.config).__name__} cannot be written in a form that transformers reads",
             "tokenizer.name",
         )
+
+    def _bytes_per_token(self, num_bytes: Mapping[int, int]) -> np.ndarray:
+        """Return the table of `bytes_per_token` from the bytes of the ids that have any. BOS and EOS, which
+        frame documents, have none."""
+        table = np.zeros(self.vocab_size, dtype=np.int64)
+        table[list(num_bytes.keys())] = list(num_bytes.values())
+        table[[self.bos, self.eos]] = 0
+        return table
 
     def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.asarray(self.encode(text), dtype=np.uint32) for text in texts]

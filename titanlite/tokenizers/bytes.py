@@ -33,6 +33,9 @@ class _BytesTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    def bytes_per_token(self) -> np.ndarray:
+        return self._bytes_per_token(dict.fromkeys(range(256), 1))
+
     def hugging_face_files(self) -> dict[str, bytes]:
         ranks = {bytes([b]): b for b in range(256)}
         return byte_level_files(ranks, None, {BOS: self.bos, EOS: self.eos}, BOS, EOS)

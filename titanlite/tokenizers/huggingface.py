@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, read_object
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig, read_bytes
@@ -141,6 +143,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids), skip_special_tokens=False)
+
+    def bytes_per_token(self) -> np.ndarray:
+        """Each character of a token in the file is one byte (GPT-2's printable characters); added tokens are
+        written as their text. Bytes are those of the text after the file's normalizer (NFC)."""
+        vocab = self._library.get_vocab(with_added_tokens=False)
+        num_bytes = {number: len(token) for token, number in vocab.items()}
+        for number, token in self._library.get_added_tokens_decoder().items():
+            num_bytes[number] = 0 if token.special else len(token.content.encode("utf-8"))
+        return self._bytes_per_token(num_bytes)
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return tokenizer.json unchanged, and the files beside it with titanlite's BOS and EOS."""

@@ -82,6 +82,9 @@ class _TiktokenTokenizer(Tokenizer):
     def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.concatenate([self._encode(chunk) for chunk in _without_long_runs(text)]) for text in texts]
 
+    def bytes_per_token(self) -> np.ndarray:
+        return self._bytes_per_token({rank: len(token) for token, rank in self._ranks.items()})
+
     def hugging_face_files(self) -> dict[str, bytes]:
         assert isinstance(self.config, Tiktoken)
         return byte_level_files(self._ranks, self.config.pattern, self._special, BOS, EOS)

@@ -325,8 +325,10 @@ def test_validation_sources_are_all_there_is_to_validate_on(folder: Path) -> Non
     held = contents(sequences.held_out(numbers))
     assert set(held) == all_chunks(folder, "b") | all_chunks(folder, "c")
     assert len(held) == len(set(held))
-    some = {name: sum(sequence in all_chunks(folder, name) for sequence in held[:60]) for name in "bc"}
-    assert min(some.values()) > 5  # the first ones are of both
+    assert sorted(sequences.for_validation.names) == ["b.txt", "c.txt"]
+    some = [n for numbers in sequences.for_validation.ranges(60) for n in numbers]
+    contained = {name: len(all_chunks(folder, name) & {held[n] for n in some}) for name in "bc"}
+    assert contained == {"b": 15, "c": 45}  # in proportion to 187 and 562 sequences
     assert set(contents(sequences.training(np.arange(3 * MIXING_BLOCK)))) == all_chunks(folder, "a")
     swapped = make_sequences(folder, {"a": 1}, validation_sources=sources[::-1], holdout_sequences=0)
     assert contents(swapped.held_out(numbers)) == held

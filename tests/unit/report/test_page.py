@@ -240,6 +240,21 @@ def test_the_validation_loss_is_drawn_by_tokens_and_by_time(tmp_path: Path) -> N
     assert charts["Validation loss by time"].x_label == charts["Training loss by time"].x_label == "hours"
 
 
+def test_the_validation_losses_of_sources_are_drawn_and_listed(tmp_path: Path) -> None:
+    values = {"train/loss": falling(40), "eval/loss": falling(40), "eval/sequences": [10] * 40}
+    for name, offset in (("web.txt", 1.0), ("code.txt", 2.0)):
+        values[f"eval/{name}/loss"] = falling(40) + offset
+        values[f"eval/{name}/perplexity"] = np.exp(falling(40) + offset)
+        values[f"eval/{name}/bits_per_byte"] = falling(40) / 3 + offset
+    run = read_run(write_run(tmp_path, values), "run")
+    (group,) = (group for group in other_charts([run]) if group.name == "eval")
+    drawn = [f"eval/{name}/{key}" for name in ("code.txt", "web.txt") for key in ("bits_per_byte", "loss")]
+    assert [chart.title for chart in group.charts] == drawn
+    last = falling(40)[-1]
+    expected = f"code.txt {last + 2:.4f}, web.txt {last + 1:.4f}"
+    assert facts(run)["validation loss by source"] == expected
+
+
 def test_of_two_rewinds_only_their_own_steps_count_as_trained_again(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", metrics(100), every=10, job=JOB)
     again = [*range(210, 241, 10), *range(810, 831, 10), *range(820, 841, 10)]  # 40, 30 and 30 steps

@@ -1,0 +1,79 @@
+"""The held-out sequences, which validation reads. They are numbered source by source, because a batch of a
+validation is of one source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from titanlite.data.order import permute, quotas
+from titanlite.data.packing import PackedSequences
+
+
+@dataclass(frozen=True)
+class HeldOutSource:
+    """The first `size` sequences of `packed` in the order of the permutation with this key. `name`: for
+    metrics. `weight`: of data.validation_sources; equal for sequences that are held out of training."""
+
+    name: str
+    packed: PackedSequences
+    key: int
+    size: int
+    weight: float = 1.0
+
+
+class HeldOut:
+    """All held-out sequences: number n is the (n - start)th of the source whose numbers begin at `start`."""
+
+    def __init__(self, sources: Sequence[HeldOutSource]):
+        self.sources = list(sources)
+        self._ends = np.cumsum([0, *(source.size for source in self.sources)])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the sources, for metrics."""
+        return [source.name for source in self.sources]
+
+    @property
+    def weights(self) -> list[float] | None:
+        """The weights of the sources; None if they are equal, so that every target counts the same."""
+        weights = [source.weight for source in self.sources]
+        return weights if len(set(weights)) > 1 else None
+
+    def locate(self, numbers: np.ndarray) -> list[tuple[PackedSequences, int]]:
+        """Return the source of each held-out sequence (int64 [n]), and its number in that source."""
+        place = np.searchsorted(self._ends, numbers, side="right") - 1
+        local_numbers = np.array(numbers - self._ends[place])
+        for k in np.unique(place):
+            source, here = self.sources[k], place == k
+            local_numbers[here] = permute(local_numbers[here], len(source.packed), source.key)
+        return [(self.sources[k].packed, n) for k, n in zip(place.tolist(), local_numbers.tolist())]
+
+    def ranges(self, num_sequences: int) -> list[range]:
+        """Return the numbers of each source's sequences in a validation on `num_sequences` sequences, at most
+        all: in proportion to the weights or, if they are equal, to the numbers of sequences."""
+        sizes = [source.size for source in self.sources]
+        counts = split(num_sequences, self.weights or sizes, sizes)
+        return [range(start, start + count) for start, count in zip(self._ends.tolist(), counts)]
+
+
+def split(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
+    """Split `total`, at most the sum of `sizes`, in proportion to `weights`. No share is above its size: the
+    other shares get the rest by weight. No share is 0 if its size is not, as far as `total` suffices."""
+    counts, others = [0] * len(sizes), [k for k, size in enumerate(sizes) if size]
+    while others:
+        shares = dict(zip(others, quotas([weights[k] for k in others], total - sum(counts))))
+        full = {k: sizes[k] for k, share in shares.items() if share >= sizes[k]}
+        for k, count in (full or shares).items():
+            counts[k] = count
+        others = [k for k in others if full and k not in full]
+    for k, count in enumerate(counts):
+        largest = counts.index(max(counts))
+        if not count and sizes[k] and counts[largest] > 1:
+            counts[k], counts[largest] = 1, counts[largest] - 1
+    return counts
