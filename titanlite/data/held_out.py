@@ -68,10 +68,10 @@ def split(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[in
     counts, others = [0] * len(sizes), [k for k, size in enumerate(sizes) if size]
     while others:
         shares = dict(zip(others, quotas([weights[k] for k in others], total - sum(counts))))
-        full = {k: sizes[k] for k, share in shares.items() if share >= sizes[k]}
-        for k, count in (full or shares).items():
-            counts[k] = count
-        others = [k for k in others if full and k not in full]
+        full = [k for k in others if shares[k] >= sizes[k]]
+        for k in full or others:
+            counts[k] = min(shares[k], sizes[k])
+        others = [k for k in others if k not in full] if full else []
     for k, count in enumerate(counts):
         largest = counts.index(max(counts))
         if not count and sizes[k] and counts[largest] > 1:

@@ -119,6 +119,19 @@ def test_ids_are_those_of_transformers(folder: Path, tokenizer: Tokenizer) -> No
     assert total < 0.7 * sum(len(text.encode()) for text in texts())  # something was merged
 
 
+def test_bytes_per_token_add_up_to_those_of_the_text(folder: Path, tokenizer: Tokenizer) -> None:
+    table = tokenizer.bytes_per_token()
+    assert table is not None
+    form = unicodedata.normalize if folder.name == "qwen" else lambda _, text: text
+    for text in [*texts(), "a <tool_call>b", "<|im_end|>"]:
+        (ids,) = tokenizer.encode_documents([text])
+        assert table[ids].sum() == len(form("NFC", text).encode())
+    special = [i for i in range(8190, tokenizer.vocab_size) if i not in tokenizer.encode("<tool_call>")]
+    assert len(special) == 3
+    assert table[special].sum() == 0
+    assert (table > 0).sum() == tokenizer.vocab_size - 3  # control: every other id has bytes
+
+
 def test_tokens_are_those_of_a_tiktoken_file_with_the_same_merges(tmp_path: Path) -> None:
     ours = HuggingFace(path=str(write(tmp_path / "l", "llama", **TOKENS["llama"]))).build()
     theirs = Tiktoken(path=str(SHIPPED)).build()
