@@ -21,7 +21,7 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"commands"},
     {"attention", "tokenizers", "losses", "mesh", "flops"},
     {"data", "models"},
-    {"optim"},
+    {"optim", "tasks"},
     {"checkpoint", "parallel", "runtime", "metrics", "prepare"},
     {"interop"},
     {"evaluate", "generate", "planning", "report"},

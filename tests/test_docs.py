@@ -72,10 +72,15 @@ def test_the_page_on_metrics_has_every_metric_of_the_code() -> None:
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| (`[^|]*) \|", page, flags=re.MULTILINE)
     listed = [name for cell in cells for name in re.findall(r"`([\w/]+/\w+)`", cell)]
+    tasks = {name for name in listed if name.startswith("tasks/NAME/")}
     assert len(listed) == len(set(listed))
     by_formula = {"train/NAME", "train/z_loss", "model/NAME", "loss/source/NAME", "loss/position_00"}
     by_formula |= {f"eval/NAME/{value}" for value in ("loss", "perplexity", "bits_per_byte")}
-    assert set(listed) - by_formula == set(NAME.findall(code))
+    assert set(listed) - by_formula - tasks == set(NAME.findall(code))
+    assert tasks == {
+        f"tasks/NAME/{name}" for name in ("acc", "acc_norm", "acc_bytes", "acc_stderr", "perplexity")
+    }
+    assert 'f"tasks/{self.task.name}/{name}"' in code
     assert 'f"train/{name}"' in code
     assert 'return ("z_loss",)' in code
     assert 'f"loss/source/{name}"' in code

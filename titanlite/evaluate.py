@@ -1,5 +1,5 @@
-"""Validation: loss per token and bits per byte over fixed held-out sequences, in total and by source, equal
-on every parallel layout.
+"""Validation: loss per token and bits per byte over fixed held-out sequences, in total and by source, and
+scores of tasks, equal on every parallel layout.
 
 A micro-batch is of one source, so its loss sum is that of the source. Micro-batches have the same sequences
 for any number of ranks, and their sums are added in float64 on the host. A rank that has no sequences of a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from titanlite.metrics.meter import perplexity
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.progress import Progress
 from titanlite.runtime.runtime import Runtime
+from titanlite.tasks.requests import OpenTask, batched, make_task_batch, open_task
+from titanlite.tasks.task import Task
+from titanlite.tokenizers.base import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +38,14 @@ class Validation:
     steps: int = -1
     """Batches of global_batch_size sequences to validate on; -1: all held-out sequences. The sources share
     them in proportion to their weights if these differ, otherwise to their sizes."""
+    tasks: list[Task] = field(default_factory=list)
+    """Tasks to score in each validation, one `[[validation.tasks]]` table each."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "freq")
+        names = [task.name for task in self.tasks]
+        if both := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"two tasks have the name {both[0]!r}", "tasks")
         if self.steps < 1 and self.steps != -1:
             raise ConfigError(f"{self.steps} is neither -1 nor at least 1", "steps")
 
@@ -49,6 +57,11 @@ class Validation:
                 "give [[data.validation_sources]]",
                 "validation.enable",
             )
+
+    def open_tasks(self, tokenizer: Tokenizer, seq_len: int) -> list[OpenTask]:
+        """Read and tokenise the tasks, if validation is enabled. Raises ConfigError, which names the file and
+        the line."""
+        return [open_task(task, tokenizer, seq_len) for task in self.tasks if self.enable]
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether `step` has a validation."""
@@ -125,3 +138,26 @@ def _means(loss: float, num_targets: float, num_bytes: float) -> tuple[float, fl
 def _named(prefix: str, loss: float, bits_per_byte: float | None) -> dict[str, float]:
     metrics = {f"{prefix}/loss": loss, f"{prefix}/perplexity": perplexity(loss)}
     return metrics if bits_per_byte is None else metrics | {f"{prefix}/bits_per_byte": bits_per_byte}
+
+
+def score_tasks(
+    model: ShardedModel, tasks: Sequence[OpenTask], vocab_size: int, batch_tokens: int, rt: Runtime
+) -> dict[str, float]:
+    """The metrics of all tasks. `vocab_size`: the tokenizer's. `batch_tokens`: maximum number of tokens of a
+    batch. Collective."""
+    requests = [request for task in tasks for request in task.requests]
+    batches, stride = batched(requests, batch_tokens), rt.mesh.dp_size
+    padded = -(-len(batches) // stride) * stride  # so that all ranks run the same number of batches
+    scores = torch.zeros(len(requests), 2, dtype=torch.float64)
+    turns = range(rt.mesh.dp_rank, padded, stride)
+    for turn in Progress(turns, desc="tasks", unit="batch", delay=2, leave=False, disable=rt.rank > 0):
+        numbers = batches[turn] if turn < len(batches) else []
+        batch = make_task_batch([requests[number] for number in numbers])
+        scores[numbers] = model.score(batch.to(rt.device), vocab_size).cpu().double()[: len(numbers)]
+    metrics, begin = dict[str, float](), 0
+    rt.sum(scores)
+    for task in tasks:
+        end = begin + len(task.requests)
+        metrics |= task.metrics(scores[begin:end].numpy())
+        begin = end
+    return metrics

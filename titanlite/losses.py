@@ -285,6 +285,33 @@ def eager_loss_and_gradient_(
     return total
 
 
+def score_targets(
+    hidden_BTD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_BT: torch.Tensor,
+    vocab_size: int,
+    vocabulary: VocabularyShard = WHOLE_VOCABULARY,
+    chunk_tokens: int = 4096,
+) -> torch.Tensor:
+    """fp32 [B, 2]: the sum of log p over each sequence's targets that count, and how many of them are not the
+    most likely token, which is the first one if several are equally likely. `vocab_size`: ids from here on
+    have p = 0. `chunk_tokens`: maximum number of tokens whose logits are in memory at once."""
+    weight_VD, scores = weight_VD.to(hidden_BTD.dtype), []
+    for hidden_CD, targets_C in zip(
+        hidden_BTD.flatten(0, 1).split(chunk_tokens), targets_BT.flatten().split(chunk_tokens)
+    ):
+        logits_CV = F.linear(hidden_CD, weight_VD).float()
+        logits_CV[:, max(vocab_size - vocabulary.first_id, 0) :] = -math.inf
+        log_p_C = vocabulary.target_logits(logits_CV, targets_C) - vocabulary.log_sum_exp(logits_CV)
+        top_C, row_C = logits_CV.max(-1)
+        is_top_C = top_C == vocabulary.all_reduce_max(top_C)
+        first_C = torch.where(is_top_C, -(row_C + vocabulary.first_id), torch.iinfo(row_C.dtype).min)
+        is_miss_C = -vocabulary.all_reduce_max(first_C) != targets_C
+        counts_C = targets_C != IGNORE
+        scores.append(torch.stack([log_p_C, is_miss_C.float()], -1) * counts_C[:, None])
+    return torch.cat(scores).unflatten(0, targets_BT.shape).sum(1)
+
+
 def _sum_of_squares(log_z_N: torch.Tensor, counts_N: torch.Tensor) -> torch.Tensor:
     """The sum of (log Z)^2 over the tokens that count."""
     return torch.where(counts_N, log_z_N.square(), 0.0).sum()

@@ -19,7 +19,7 @@ from titanlite.data.batch import Batch
 from titanlite.data.loader import SequenceDataset, SequenceLoader
 from titanlite.data.skips import SkippedSequences
 from titanlite.errors import Diverged, LoaderError
-from titanlite.evaluate import validate
+from titanlite.evaluate import score_tasks, validate
 from titanlite.generate import generate
 from titanlite.job import Job
 from titanlite.log import logger
@@ -39,6 +39,7 @@ from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
 from titanlite.startup import learning_rate
+from titanlite.tasks.requests import OpenTask
 from titanlite.tokenizers.base import Tokenizer
 
 
@@ -51,6 +52,7 @@ class Run:
     rt: Runtime
     tokenizer: Tokenizer
     sequences: SequenceDataset
+    tasks: Sequence[OpenTask]
     loader: SequenceLoader
     model: ShardedModel
     optimizer: torch.optim.Optimizer
@@ -313,13 +315,17 @@ class Run:
         }
 
     def validate(self) -> dict[str, Any]:
-        """The metrics of a validation on the held-out sequences and, with [ema], the loss of the weights'
-        average. Collective."""
+        """The metrics of a validation on the held-out sequences, the scores of the tasks and, with [ema], the
+        loss of the weights' average. Collective."""
         num_sequences = self.job.validation.num_sequences(
             self.sequences.num_held_out, self.rt.batch.global_size
         )
         with self.meter.untimed("time/validation_s"):
             metrics = validate(self.model, self.sequences, num_sequences, self.rt, self.bytes_per_token)
+            if self.tasks:
+                batch_tokens = self.rt.batch.micro_batch_size * self.job.training.seq_len
+                vocab_size = self.tokenizer.vocab_size
+                metrics |= score_tasks(self.model, self.tasks, vocab_size, batch_tokens, self.rt)
             if self.job.ema.enable:
                 with self.average.as_weights():
                     self.model.weights_changed()

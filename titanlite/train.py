@@ -75,6 +75,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         startup.check_run_folder(job, tokenizer)  # before job.data.build, which may tokenise for long
         if rt.rank == 0:  # an error is raised on every rank
             startup.check_interop(job, tokenizer)
+        tasks = job.validation.open_tasks(tokenizer, job.training.seq_len)
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     identity = job.identity(sequences.identity, sequences.names)
     startup.check_same_on_all_ranks(job, identity, rt)
@@ -109,6 +110,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         rt=rt,
         tokenizer=tokenizer,
         sequences=sequences,
+        tasks=tasks,
         loader=startup.open_loader(job, rt, sequences, state),
         model=model,
         optimizer=optimizer,

@@ -231,6 +231,27 @@ def test_a_z_loss_of_zero_is_no_z_loss(name: str, backend: str | None) -> None:
     assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-8) for a, b in zip(*all_gradients))
 
 
+@pytest.mark.parametrize("vocab_size", [VOCABULARY, VOCABULARY - 200])
+def test_scores_of_targets(vocab_size: int) -> None:
+    hidden, weight, targets = (x.detach() for x in inputs(torch.float32))
+    targets = torch.where((targets >= 0) & (targets < vocab_size), targets, 0)
+    logits = F.linear(hidden.double(), weight.double())[..., :vocab_size]
+    targets[0, 3], targets[1] = logits[0, 3].argmax(), logits[1].argmax(-1)
+    counts = torch.rand(targets.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    targets = torch.where(counts, targets, losses.IGNORE)
+    scores = losses.score_targets(hidden, weight, targets, vocab_size, chunk_tokens=32)
+    log_p = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    assert torch.allclose(scores[:, 0].double(), (log_p * counts).sum(1), rtol=1e-6)
+    assert torch.equal(scores[:, 1], ((logits.argmax(-1) != targets) & counts).sum(1).float())
+    assert scores[1, 1] == 0 < scores[0, 1], "control: both kinds of sequences"
+
+
+def test_of_equal_logits_the_first_is_the_most_likely() -> None:
+    hidden, weight = torch.ones(1, 2, 1), torch.tensor([[0.0], [1.0], [1.0]])
+    scores = losses.score_targets(hidden, weight, torch.tensor([[1, 2]]), vocab_size=3)
+    assert scores[0, 1] == 1
+
+
 def test_the_keys_of_a_loss_that_extends_cross_entropy_belong_to_the_objective() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Smoothed(CrossEntropy):

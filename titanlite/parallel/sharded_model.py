@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -14,7 +14,7 @@ from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
-from titanlite.losses import WHOLE_VOCABULARY, LossFunction, VocabularyShard
+from titanlite.losses import IGNORE, WHOLE_VOCABULARY, LossFunction, VocabularyShard, score_targets
 from titanlite.mesh import ALONE, Mesh
 from titanlite.models.base import Decoder, HeadFn, Inputs, logits
 from titanlite.parallel.float8 import precompute_scales
@@ -249,6 +249,36 @@ class ShardedModel:
                 logits = self.sharding.gather_in_order(logits)
         reshard(self.net)
         return logits[:, :length]
+
+    @torch.no_grad()
+    def score(self, batch: Batch, vocab_size: int) -> torch.Tensor:
+        """This rank's summand of the scores of one batch of sequences of any length, fp32 [B, 2]: the sum of
+        log p over each sequence's targets that count, and how many of them are not the most likely token.
+        `vocab_size`: ids from here on, which pad the model's vocabulary, have p = 0, as in an export, which
+        lacks them. Collective like loss_sum."""
+        # Causal attention never looks at padding on the right.
+        padding = (0, -batch.inputs.shape[1] % (self.mesh.degrees.tp * 2 * self.mesh.degrees.cp))
+        batch = replace(
+            batch, inputs=F.pad(batch.inputs, padding), targets=F.pad(batch.targets, padding, value=IGNORE)
+        )
+        targets = batch.targets
+        if self.sharding is not None:
+            local = self._local_positions(batch.inputs)
+            targets = targets[:, local]
+            # The positions of one document per sequence select attention masks, which fit all lengths.
+            whole = torch.arange(batch.inputs.shape[1], device=batch.inputs.device)
+            batch = replace(batch, positions=whole.expand(len(batch.inputs), -1))
+
+        def head_fn(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+            if self.settings.gather_for_loss is not None:
+                hidden_BTD, weight_VD = self.settings.gather_for_loss(hidden_BTD, weight_VD)
+            return score_targets(hidden_BTD, weight_VD, targets, vocab_size, self.settings.vocabulary)
+
+        with torch.compiler.set_stance("force_eager"):  # requests have many lengths: avoid a graph per length
+            scores = self._forward(self.model_inputs(batch)._replace(head_fn=head_fn))
+        reshard(self.net)
+        no_scores = torch.zeros(len(targets), 2, device=targets.device)
+        return no_scores if scores is None else self._counted_once(scores)
 
     @torch.no_grad()
     def probe(self, batch: Batch) -> list[BlockStatistics]:

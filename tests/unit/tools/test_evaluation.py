@@ -8,12 +8,13 @@ harness itself where it is installed.
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.jobs import make_job
+from tests.support.jobs import make_job, metrics_of
 from titanlite import cli
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.weights import load_weights
@@ -59,6 +60,67 @@ def ours(net: Decoder, tokenizer: Tokenizer, context: str, continuation: str) ->
     """As documents are framed in training: BOS, then the text."""
     whole, part = tokenizer.encode(context + continuation), len(tokenizer.encode(context))
     return log_likelihood(net, [tokenizer.bos, *whole[:part]], whole[part:])
+
+
+CHOICES = [
+    {"context": "The def of main", "choices": ["number", "na\u00efve caf\u00e9", "x"], "answer": 1},
+    {"context": "return self.assertEqual( ", "choices": ["a", "the value of the", "None, 10"], "answer": 2},
+    {"context": "", "choices": ["import os", "zq zq"], "answer": 0},
+    {"context": "def f(x):\n    " * 20, "choices": ["return x", "class"], "answer": 0},  # truncated
+    {"context": "not in the", "choices": ["e", "list of all", "\u4e16\u754c", "9"], "answer": 3},
+]
+CLOZES = [
+    {"context": "for key, value in", "continuation": " items"},
+    {"context": "the test case is ", "continuation": "the\n"},
+    {"context": "", "continuation": "x"},
+    {"context": "self." * 40, "continuation": "self"},
+    *({"context": "abc", "continuation": text} for text in (*" abcdefghij", " a", " b", " j", "the")),
+]
+MULTIPLE_CHOICE = {
+    "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}, {"metric": "acc_bytes"}],
+}  # fmt: skip
+CLOZE = {
+    "output_type": "loglikelihood", "doc_to_target": "{{continuation}}",
+    "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_tasks_have_the_harness_results(tmp_path: Path, corpus: Path, add_bos: bool) -> None:
+    """Of the exported model, with contexts that are empty, end in white space, and are too long."""
+    pytest.importorskip("lm_eval")
+    from lm_eval import simple_evaluate
+
+    tasks, configs = [], []
+    for name, lines, config in (("choices", CHOICES, MULTIPLE_CHOICE), ("clozes", CLOZES, CLOZE)):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        tasks.append(f"{{name = '{name}', path = '{file}', add_bos = {str(add_bos).lower()}}}")
+        data = {"data_files": {"test": str(file)}, "cache_dir": str(tmp_path / "cache")}
+        common = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "test"}
+        configs.append({"task": name, **common, "doc_to_text": "{{context}}", **config})
+    job = make_job(
+        tmp_path, corpus, "--training.steps=5", f"--tokenizer={{name = 'tiktoken', path = '{RANKS}'}}",
+        "--model.overrides.vocab_size=8256", "--validation.enable", "--optimizer.lr=0.05",
+        f"--validation.tasks=[{', '.join(tasks)}]",
+    )  # fmt: skip
+    train(job)
+    actual = {k: v for k, v in metrics_of(job)[-1].items() if k.startswith("tasks/")}
+    assert cli.run(["export", str(job.folder), str(tmp_path / "it"), "--dtype", "float32"]) == 0
+    arguments = {"pretrained": str(tmp_path / "it"), "dtype": "float32", "max_length": job.training.seq_len}
+    arguments["add_bos_token"] = add_bos
+    results = simple_evaluate("hf", arguments, configs, device="cpu", batch_size=3, bootstrap_iters=0)
+    wanted = {
+        f"tasks/{task}/{key.partition(',')[0]}": value
+        for task, values in results["results"].items()
+        for key, value in values.items()
+        if key.endswith(",none") and "stderr" not in key
+    }
+    assert wanted.keys() == {key for key in actual if "stderr" not in key}
+    assert 0 < actual["tasks/clozes/acc"] < 1
+    for key, value in wanted.items():
+        assert actual[key] == pytest.approx(value, rel=1e-6), key
 
 
 def test_what_the_harness_does_with_a_directory(exported) -> None:

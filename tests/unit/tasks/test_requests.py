@@ -1,0 +1,128 @@
+"""Requests, their batches, and the metrics of hand-made scores."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titanlite.config.component import ConfigError
+from titanlite.losses import IGNORE
+from titanlite.tasks.requests import (
+    OpenTask,
+    Request,
+    batched,
+    encode_pair,
+    make_task_batch,
+    open_task,
+)
+from titanlite.tasks.task import Question, Task
+from titanlite.tokenizers.base import Tokenizer
+from titanlite.tokenizers.bytes import Bytes
+
+
+class Joining(Tokenizer):
+    """An id per character, but a blank and the next letter are one token, as in byte-level BPE."""
+
+    bos, eos, vocab_size = 1, 2, 1000
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for i, character in enumerate(text):
+            if i and text[i - 1] == " " and character != " ":
+                ids[-1] = 500 + ord(character)
+            else:
+                ids.append(ord(character))
+        return ids
+
+
+def test_white_space_before_a_continuation_belongs_to_it() -> None:
+    a, b, blank_b = ord("a"), ord("b"), 500 + ord("b")
+    assert encode_pair(Joining(), "a", " b", add_bos=False) == ([a], [blank_b])
+    assert encode_pair(Joining(), "a ", "b", add_bos=False) == ([a], [blank_b])
+    assert encode_pair(Joining(), "a", "b", add_bos=True) == ([1, a], [b])
+    assert encode_pair(Joining(), "a \n", "b", add_bos=False)[0] == [a]
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_an_empty_context_is_one_bos(add_bos: bool) -> None:
+    assert encode_pair(Joining(), "", "b", add_bos) == ([1], [ord("b")])
+    assert encode_pair(Joining(), " ", "b", add_bos) == ([1], [500 + ord("b")])
+
+
+def opened(folder: Path, *lines: dict, seq_len: int = 8) -> OpenTask:
+    (folder / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return open_task(Task(name="t", path=str(folder / "t.jsonl")), Bytes().build(), seq_len)
+
+
+def test_requests_of_a_file(tmp_path: Path) -> None:
+    bos = Bytes().build().bos
+    choices = opened(tmp_path, {"context": "a", "choices": ["b", "cd"], "answer": 0})
+    assert [list(r.tokens) for r in choices.requests] == [[bos, *b"a b"], [bos, *b"a cd"]]
+    assert [r.num_targets for r in choices.requests] == [2, 3]  # with the delimiter
+    cloze = opened(tmp_path, {"context": "0123456789", "continuation": "xy"})
+    assert cloze.requests == [Request(list(b"3456789xy"), 2)]  # seq_len + 1 tokens: the last is only a target
+
+
+def test_a_continuation_that_is_too_long_is_named(tmp_path: Path) -> None:
+    lines = [{"context": "a", "continuation": "x" * 8}, {"context": "a", "continuation": "x" * 9}]
+    with pytest.raises(ConfigError, match=r"t.jsonl, line 2: 'xxxxxxxxx' has 9 tokens .* expected 1 to 8"):
+        opened(tmp_path, *lines)
+
+
+def test_batches_have_every_request_once_and_bounded_size() -> None:
+    rng = random.Random(0)
+    requests = [Request([0] * rng.randint(2, 40), 1) for _ in range(200)]
+    batches = batched(requests, max_tokens=100)
+    assert sorted(i for batch in batches for i in batch) == list(range(200))
+    lengths = [[len(requests[i].tokens) - 1 for i in batch] for batch in batches]
+    assert all(max(batch) * len(batch) <= 100 for batch in lengths)
+    flat = [length for batch in lengths for length in batch]
+    assert flat == sorted(flat, reverse=True)
+    assert len(batches) < sum(flat) / 100 * 1.3  # little padding
+    assert batched([Request([0] * 50, 1)] * 2, max_tokens=10) == [[0], [1]]
+    assert batched([], max_tokens=10) == []
+
+
+def test_a_batch_scores_only_the_continuations() -> None:
+    batch = make_task_batch([Request([5, 6, 7, 8], 2), Request([9, 4], 1)])
+    assert batch.inputs.tolist() == [[5, 6, 7], [9, 0, 0]]
+    assert batch.targets.tolist() == [[IGNORE, 7, 8], [4, IGNORE, IGNORE]]
+    assert batch.num_targets == 3
+    padding = make_task_batch([])
+    assert padding.inputs.shape == (1, 1)
+    assert padding.targets.tolist() == [[IGNORE]]
+
+
+def scored(questions: list[Question], scores: list[list[float]]) -> dict[str, float]:
+    requests = [Request([0, 1], 1)] * len(scores)
+    return OpenTask(Task(name="t", path="t.jsonl"), questions, requests).metrics(np.array(scores))
+
+
+def test_metrics_of_multiple_choice() -> None:
+    """The first choice has the highest log-likelihood, the second per character, the third per byte."""
+    choices = ("ab", "abcde", "\u4e16\u754c\u4e16")  # 2, 5 and 3 characters; 2, 5 and 9 bytes
+    scores = [[-2.0, 1], [-4.0, 0], [-6.0, 0]]
+    for answer, name in enumerate(("acc", "acc_norm", "acc_bytes")):
+        metrics = scored([Question("c", choices, answer, 1)], scores)
+        assert [key for key, value in metrics.items() if value] == [f"tasks/t/{name}"]
+    questions = [Question("c", choices, 0, 1), Question("c", ("x", "y"), 0, 2)]
+    metrics = scored(questions, [*scores, [-1.0, 1], [-0.5, 0]])
+    assert metrics == {
+        "tasks/t/acc": 0.5, "tasks/t/acc_norm": 0.0, "tasks/t/acc_bytes": 0.0, "tasks/t/acc_stderr": 0.5,
+    }  # fmt: skip
+
+
+def test_metrics_of_a_cloze() -> None:
+    questions = [Question("c", ("x",), None, line) for line in (1, 2, 3)]
+    metrics = scored(questions, [[-1.0, 0], [-2.0, 1], [-6.0, 2]])
+    assert metrics == {
+        "tasks/t/acc": pytest.approx(1 / 3),
+        "tasks/t/acc_stderr": pytest.approx(1 / 3),
+        "tasks/t/perplexity": pytest.approx(math.exp(3)),
+    }
+    assert scored(questions, [[-1e4, 1]] * 3)["tasks/t/perplexity"] == math.inf
