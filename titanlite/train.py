@@ -79,8 +79,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     identity = job.identity(sequences.identity, sequences.names)
     startup.check_same_on_all_ranks(job, identity, rt)
-    exports = startup.exporter(job, tokenizer, requests)
-    checkpoints = startup.open_checkpoints(job, identity, about, exports)
+    checkpoints = startup.open_checkpoints(job, identity, about, startup.exporter(job, tokenizer, requests))
     startup.check_data(job, rt.batch.global_size, sequences, checkpoints.resumed_train)
 
     startup.log_start(job, rt, about, sequences, kernel)
@@ -104,13 +103,13 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     startup.log_changes(job, rt, checkpoints)
     startup.write_run_files(job, rt, checkpoints, sequences)
     startup.log_steps(job, state.step, about_data)
-    meter = startup.open_meter(job, rt, flops_per_token, state.step)
     return Run(
         job=job,
         rt=rt,
         tokenizer=tokenizer,
         sequences=sequences,
         tasks=tasks,
+        meter=startup.open_meter(job, rt, flops_per_token, state.step),
         loader=startup.open_loader(job, rt, sequences, state),
         model=model,
         optimizer=optimizer,
@@ -118,7 +117,6 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         average=average,
         state=state,
         checkpoints=checkpoints,
-        meter=meter,
         guard=guard,
     )
 
