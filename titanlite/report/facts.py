@@ -47,6 +47,7 @@ def facts(run: RecordedRun, price: float | None = None) -> dict[str, str]:
         "training loss": _end_of_loss(run),
         "validation loss": _validation(run),
         "validation loss by source": _validation_by_source(run),
+        "accuracy in tasks": _tasks(run),
         "throughput": f"{np.median(speeds):,.0f} tokens/s (median)" if len(speeds) else "",
         "MFU": f"{np.median(mfu):.1%} (median)" if len(mfu) else "",
         "time": duration(3600 * hours[-1]) if len(hours) else "",
@@ -200,6 +201,17 @@ def _validation_by_source(run: RecordedRun) -> str:
     keys = [key for key in run.keys if re.fullmatch(r"eval/.+/loss", key)]
     last = [(loss, key[len("eval/") : -len("/loss")]) for key in keys if (loss := run.last(key)) is not None]
     parts = [f"{name} {loss:.4f}" for loss, name in sorted(last, reverse=True)]
+    return ", ".join([*parts[:MAX_NAMED], *["..."] * (len(parts) > MAX_NAMED)])
+
+
+def _tasks(run: RecordedRun) -> str:
+    """The last accuracy in each task, with its standard error."""
+    names = [key[len("tasks/") : -len("/acc")] for key in run.keys if re.fullmatch(r"tasks/.+/acc", key)]
+    parts = []
+    for name in names:
+        accuracy, error = (run.last(f"tasks/{name}/{key}") for key in ("acc", "acc_stderr"))
+        if accuracy is not None:
+            parts.append(f"{name} {accuracy:.1%}" + (f" \N{PLUS-MINUS SIGN} {error:.1%}" if error else ""))
     return ", ".join([*parts[:MAX_NAMED], *["..."] * (len(parts) > MAX_NAMED)])
 
 

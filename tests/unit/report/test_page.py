@@ -255,6 +255,17 @@ def test_the_validation_losses_of_sources_are_drawn_and_listed(tmp_path: Path) -
     assert facts(run)["validation loss by source"] == expected
 
 
+def test_the_accuracies_in_tasks_are_drawn_and_listed(tmp_path: Path) -> None:
+    values = {"train/loss": falling(40)}
+    for name, last in (("b", 0.5), ("a", 0.25)):
+        values[f"tasks/{name}/acc"] = np.linspace(0, last, 40)
+    values["tasks/b/acc_stderr"] = [0.125] * 40
+    run = read_run(write_run(tmp_path, values), "run")
+    (group,) = (group for group in other_charts([run]) if group.name == "tasks")
+    assert [chart.title for chart in group.charts] == ["tasks/a/acc", "tasks/b/acc"]
+    assert sorted(facts(run)["accuracy in tasks"].split(", ")) == ["a 25.0%", "b 50.0% \u00b1 12.5%"]
+
+
 def test_of_two_rewinds_only_their_own_steps_count_as_trained_again(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", metrics(100), every=10, job=JOB)
     again = [*range(210, 241, 10), *range(810, 831, 10), *range(820, 841, 10)]  # 40, 30 and 30 steps
