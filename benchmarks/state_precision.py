@@ -1,7 +1,7 @@
 """Errors of AdamW's state in bfloat16 and in 8 bits, against fp32.
 
-    titanlite train train_configs/debug.toml --job.dump_folder=/tmp/debug
-    python benchmarks/state_precision.py --checkpoint /tmp/debug/checkpoint/step-160 \
+    titanlite train train_configs/debug.toml --job.dump_folder=outputs/debug
+    python benchmarks/state_precision.py --checkpoint outputs/debug/checkpoint/step-160 \
         --output benchmarks/results/state_precision.json
 
 stored_once: relative error of m / sqrt(v) if the moments of a checkpoint with fp32 state are stored once.

@@ -42,7 +42,7 @@ def listing() -> str:
             names = ", ".join(f"`{path.name}`" for path in modules)
             lines += [f"{names}: `titanlite VERB --help` describes each.", ""]
             continue
-        lines += ["| module | what it has |", "| --- | --- |"]
+        lines += ["| module | contents |", "| --- | --- |"]
         lines += [f"| `{path.name}` | {first_sentence(path).replace('|', '&#124;')} |" for path in modules]
         lines.append("")
     return "\n".join(lines)
