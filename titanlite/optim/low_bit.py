@@ -38,8 +38,9 @@ class LowBitAdamW(torch.optim.Optimizer):
     """AdamW with state in `state_dtype`: "bfloat16" or "int8".
 
     Each step computes the moments and the update in fp32, from the stored moments, and rounds only the
-    moments that it stores. With "int8", parameters of fewer than two dims and parameters whose last dim is no multiple of 64
-    keep their state in fp32, which depends on the shape of the whole parameter and not on its shards.
+    moments that it stores. With "int8", parameters of fewer than two dims and parameters whose last dim is no
+    multiple of 64 keep their state in fp32. This depends on the shape of the whole parameter, not on its
+    shards.
 
     State of a parameter: `step`, an fp32 scalar; `exp_avg` and `exp_avg_sq`, sharded like the parameter; with
     8 bits also their scales `exp_avg_scale` and `exp_avg_sq_scale`, whose last dim is 64 times smaller. All

@@ -319,10 +319,11 @@ def _momentum_update(settings: MuonSettings) -> Callable[..., None]:
         apply: torch.Tensor,
         divisor: torch.Tensor,
     ) -> None:
-        """Write the update into `update`, and, if `apply`, the new momentum into `buffer`."""
+        """Write the update into `update`, and, if `apply`, the new momentum into `buffer`. Without
+        torch.lerp, whose bits may depend on the place of a value in the tensor on CPU."""
         gradient = gradient / divisor
-        mean = torch.lerp(buffer, gradient, 1 - momentum)
-        update.copy_(torch.lerp(gradient, mean, momentum) if nesterov else mean)
+        mean = buffer + (gradient - buffer) * (1 - momentum)
+        update.copy_(gradient + (mean - gradient) * momentum if nesterov else mean)
         buffer.copy_(torch.where(apply, mean, buffer))
 
     return update_momentum
