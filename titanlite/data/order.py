@@ -76,52 +76,98 @@ def quotas(weights: Sequence[float], total: int) -> list[int]:
     return counts
 
 
-class Mixture:
-    """Maps the number of a training sequence to a source and a sequence in that source.
+class Proportions:
+    """The sources of consecutive sequences in fixed proportions: the sequences from number `first` on.
 
-    `sizes`: number of sequences in each source. Every epoch of a source contains each of its sequences once,
-    in a new order. The orders are keyed by the `fingerprints` of their contents, so a source keeps its order
-    if sources are added or rearranged."""
+    Each block of MIXING_BLOCK sequences holds each source's exact quota, in an order of its own. `before`:
+    number of sequences of each source with numbers below `first`."""
 
-    def __init__(
-        self, sizes: Sequence[int], fingerprints: Sequence[str], weights: Sequence[float], seed: int
-    ):
-        self.sizes, self.fingerprints, self.seed = list(sizes), list(fingerprints), seed
+    def __init__(self, weights: Sequence[float], seed: int, first: int = 0, before: Sequence[int] = ()):
         self.quotas = quotas(weights, MIXING_BLOCK)
+        self.first, self._seed = first, seed
+        self._before = np.array(before or [0] * len(self.quotas), dtype=np.int64)
         self._cumulative = np.cumsum([0, *self.quotas])
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source (int64 [n]) and the sequence within that source (int64 [n]) for global sequence
-        numbers (int64 [n])."""
-        block, place = np.divmod(np.asarray(numbers, dtype=np.int64), MIXING_BLOCK)
+        """Return the source of each sequence (int64 [n]), and how many sequences with lower numbers have the
+        same source (int64 [n]), for sequence numbers (int64 [n]) of at least `first`."""
+        block, place = np.divmod(np.asarray(numbers, dtype=np.int64) - self.first, MIXING_BLOCK)
         source, taken = np.zeros_like(block), np.zeros_like(block)
         for b in np.unique(block):
             here = block == b
             sources, before = self._places(int(b))
             source[here] = k = sources[place[here]]
-            taken[here] = int(b) * np.asarray(self.quotas)[k] + before[place[here]]
-        sequence = np.zeros_like(block)
-        for k in np.unique(source):
-            here = source == k
-            sequence[here] = self._epoch_sequence(int(k), taken[here])
-        return source, sequence
+            taken[here] = self._before[k] + int(b) * np.asarray(self.quotas)[k] + before[place[here]]
+        return source, taken
+
+    def taken(self, end: int) -> list[int]:
+        """Count the sequences of each source among those with numbers below `end`, which is at least
+        `first`."""
+        whole, rest = divmod(end - self.first, MIXING_BLOCK)
+        sources, _ = self.locate(np.arange(end - rest, end))
+        counts = np.bincount(sources, minlength=len(self.quotas))
+        return (self._before + whole * np.asarray(self.quotas) + counts).tolist()
 
     def _places(self, b: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each place in block `b`, and how many earlier places in the block have the
         same source."""
-        shuffled = permute(np.arange(MIXING_BLOCK), MIXING_BLOCK, key_of("mix", self.seed, b))
+        purpose = ("mix", self._seed, b) if self.first == 0 else ("mix", self._seed, self.first, b)
+        shuffled = permute(np.arange(MIXING_BLOCK), MIXING_BLOCK, key_of(*purpose))
         sources = np.searchsorted(self._cumulative, shuffled, side="right") - 1
         before = np.empty(MIXING_BLOCK, dtype=np.int64)
         by_source = np.argsort(sources, kind="stable")
         before[by_source] = np.arange(MIXING_BLOCK) - self._cumulative[sources[by_source]]
         return sources, before
 
+
+class Mixture:
+    """Maps the number of a training sequence to a source and a sequence in that source.
+
+    `sizes`: number of sequences in each source. Every epoch of a source contains each of its sequences once,
+    in a new order. The orders are keyed by the `fingerprints` of their contents, so a source keeps its order
+    if sources are added or rearranged.
+
+    `weights`: those of the sequences from number 0 on. `changes`: later weights, by the number of the first
+    sequence that they hold for, in ascending order. A source goes on where it was: a change repeats and omits
+    no sequence of an epoch. What comes before a change does not depend on it."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        fingerprints: Sequence[str],
+        weights: Sequence[float],
+        seed: int,
+        changes: Sequence[tuple[int, Sequence[float]]] = (),
+    ):
+        self.sizes, self.fingerprints, self.seed = list(sizes), list(fingerprints), seed
+        self.stages = [Proportions(weights, seed)]
+        for first, later in changes:
+            self.stages.append(Proportions(later, seed, first, self.stages[-1].taken(first)))
+
+    @property
+    def quotas(self) -> list[int]:
+        """Sequences of each source in the first mixing block."""
+        return self.stages[0].quotas
+
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source (int64 [n]) and the sequence within that source (int64 [n]) for global sequence
+        numbers (int64 [n])."""
+        numbers = np.asarray(numbers, dtype=np.int64)
+        stage = np.searchsorted([s.first for s in self.stages], numbers, side="right") - 1
+        source, taken = np.zeros_like(numbers), np.zeros_like(numbers)
+        for i in np.unique(stage):
+            here = stage == i
+            source[here], taken[here] = self.stages[i].locate(numbers[here])
+        sequence = np.zeros_like(numbers)
+        for k in np.unique(source):
+            here = source == k
+            sequence[here] = self._epoch_sequence(int(k), taken[here])
+        return source, sequence
+
     def taken(self, num_sequences: int) -> list[int]:
         """Count how many of training sequences [0, num_sequences) come from each source."""
-        whole, rest = divmod(num_sequences, MIXING_BLOCK)
-        sources, _ = self.locate(np.arange(num_sequences - rest, num_sequences))
-        counts = np.bincount(sources, minlength=len(self.sizes))
-        return [whole * quota + int(more) for quota, more in zip(self.quotas, counts)]
+        stage = next(s for s in reversed(self.stages) if s.first <= num_sequences)
+        return stage.taken(num_sequences)
 
     def _epoch_sequence(self, k: int, taken: np.ndarray) -> np.ndarray:
         epoch, index = np.divmod(taken, self.sizes[k])

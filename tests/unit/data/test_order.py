@@ -278,3 +278,70 @@ def test_a_place_does_not_depend_on_what_else_is_asked(numbers: list[int], seed:
     for i, number in enumerate(numbers):
         one_source, one_sequence = mixture.locate(np.asarray([number]))
         assert (one_source[0], one_sequence[0]) == (source[i], sequence[i])
+
+
+@st.composite
+def changing_mixtures(draw: st.DrawFn) -> tuple[list[int], list[list[float]], list[int]]:
+    """Sizes of sources, the weights of each stage, and the first sequence of each later stage."""
+    num_sources = draw(st.integers(1, 4))
+    sizes = draw(st.lists(st.integers(1, 700), min_size=num_sources, max_size=num_sources))
+    lengths = draw(st.lists(st.integers(1, 1500), max_size=3))
+    weight = st.integers(0, 9).map(float)
+    one = st.lists(weight, min_size=num_sources, max_size=num_sources).filter(any)
+    return sizes, [draw(one) for _ in range(len(lengths) + 1)], np.cumsum(lengths).tolist()
+
+
+def mixture_of(sizes: list[int], weights: list[list[float]], firsts: list[int], seed: int = 0) -> Mixture:
+    names = [str(k) for k in range(len(sizes))]
+    return Mixture(sizes, names, weights[0], seed, list(zip(firsts, weights[1:])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(changing_mixtures(), st.integers(0, 3000))
+def test_a_change_of_weights_repeats_and_omits_no_sequence_of_an_epoch(
+    job: tuple[list[int], list[list[float]], list[int]], end: int
+) -> None:
+    sizes = job[0]
+    mixture = mixture_of(*job)
+    sources, sequences = mixture.locate(np.arange(end))
+    taken = mixture.taken(end)
+    assert sum(taken) == end
+    for k, size in enumerate(sizes):
+        mine = sequences[sources == k]
+        assert len(mine) == taken[k]
+        for begin in range(0, len(mine), size):
+            epoch = mine[begin : begin + size]
+            assert len(set(epoch.tolist())) == len(epoch), "a sequence came twice in an epoch"
+        alone, _ = mixture.locate(np.arange(end)[::-1])
+        assert np.array_equal(alone[::-1], sources)
+
+
+def test_counting_from_zero_after_a_change_is_found() -> None:
+    """The control of the test above."""
+    mixture = mixture_of([700, 300], [[1.0, 1.0], [3.0, 1.0]], [400])
+    mixture.stages[1]._before[:] = 0
+    sources, sequences = mixture.locate(np.arange(600))
+    mine = sequences[sources == 0]
+    assert len(mine) < 700
+    assert len(set(mine.tolist())) < len(mine)
+
+
+@settings(max_examples=30, deadline=None)
+@given(changing_mixtures())
+def test_what_comes_before_a_change_does_not_depend_on_it(
+    job: tuple[list[int], list[list[float]], list[int]],
+) -> None:
+    sizes, weights, firsts = job
+    for i, first in enumerate(firsts):
+        numbers = np.arange(first)
+        with_change = mixture_of(*job).locate(numbers)
+        without = mixture_of(sizes, weights[: i + 1], firsts[:i]).locate(numbers)
+        assert all(np.array_equal(a, b) for a, b in zip(with_change, without))
+
+
+def test_every_block_of_a_later_stage_holds_the_exact_quotas() -> None:
+    mixture = mixture_of([500, 800, 900], [[1, 1, 1], [0, 3, 1]], [1234])
+    for block in range(3):
+        first = 1234 + block * MIXING_BLOCK
+        sources, _ = mixture.locate(np.arange(first, first + MIXING_BLOCK))
+        assert np.bincount(sources, minlength=3).tolist() == [0, 750, 250]
