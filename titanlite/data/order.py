@@ -128,8 +128,8 @@ class Mixture:
     if sources are added or rearranged.
 
     `weights`: those of the sequences from number 0 on. `changes`: later weights, by the number of the first
-    sequence that they hold for, in ascending order. A source continues where it was: a change repeats and omits
-    no sequence of an epoch. The sequences before a change do not depend on it."""
+    sequence that they hold for, in ascending order. A source continues where it was, so a change repeats and
+    omits no sequence of an epoch. The sequences before a change do not depend on it."""
 
     def __init__(
         self,
