@@ -19,10 +19,10 @@ def sizes_of(columns: list[tuple[int, int]]) -> StepSizes:
 
 def positions(sizes: StepSizes, start: int, num_steps: int) -> list[int]:
     """The positions before and after each step, taken step by step."""
-    found = [start]
+    starts = [start]
     for _ in range(num_steps):
-        found.append(found[-1] + sizes.at(found[-1]).global_batch_size)
-    return found
+        starts.append(starts[-1] + sizes.at(starts[-1]).global_batch_size)
+    return starts
 
 
 @given(SIZES, st.integers(0, 150), st.integers(0, 40))
