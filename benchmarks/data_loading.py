@@ -25,7 +25,8 @@ import torch
 from environment import environment
 from torch.utils.data import DataLoader
 
-from titanlite.data.loader import Data, MicroBatches, SequenceDataset, SequenceLoader
+from titanlite.data.dataset import Data, SequenceDataset
+from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.shards import token_dtype, write_description, write_shard
 from titanlite.data.sources import Tokens
 from titanlite.tokenizers.tiktoken import Tiktoken

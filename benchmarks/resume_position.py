@@ -21,7 +21,8 @@ from typing import Any
 from environment import environment
 
 from titanlite.data import order
-from titanlite.data.loader import Data, MicroBatches, SequenceLoader
+from titanlite.data.dataset import Data
+from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes
 

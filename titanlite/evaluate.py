@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from titanlite.config.component import ConfigError, check_at_least
-from titanlite.data.loader import SequenceDataset
+from titanlite.data.dataset import SequenceDataset
 from titanlite.losses import IGNORE
 from titanlite.metrics.meter import perplexity
 from titanlite.parallel.sharded_model import ShardedModel

@@ -28,7 +28,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import import_components
 from titanlite.config.paths import check_name, check_writable
-from titanlite.data.loader import Data
+from titanlite.data.dataset import Data
 from titanlite.evaluate import Validation
 from titanlite.generate import Generation
 from titanlite.losses import ChunkedCrossEntropy, Loss

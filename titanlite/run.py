@@ -16,7 +16,8 @@ from titanlite.checkpoint.checkpointer import LOWER_LR, Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
-from titanlite.data.loader import SequenceDataset, SequenceLoader
+from titanlite.data.dataset import SequenceDataset
+from titanlite.data.loader import SequenceLoader
 from titanlite.data.skips import SkippedSequences
 from titanlite.errors import Diverged, LoaderError
 from titanlite.evaluate import score_tasks, validate

@@ -21,7 +21,8 @@ from titanlite.checkpoint.run_identity import differences, spell
 from titanlite.checkpoint.state import TrainState, listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.data.loader import MicroBatches, SequenceDataset, SequenceLoader
+from titanlite.data.dataset import SequenceDataset
+from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.skips import SkippedSequences
 from titanlite.files import FileFault, read_regular, write_atomically
 from titanlite.flops import peak_bf16_flops

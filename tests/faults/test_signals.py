@@ -32,7 +32,8 @@ from titanlite.checkpoint.reader import SafeReader
 from titanlite.checkpoint.staging import HostBuffers
 from titanlite.checkpoint.state import TrainState
 from titanlite.checkpoint.writer import ShardWriter
-from titanlite.data.loader import Data, SequenceDataset, SequenceLoader
+from titanlite.data.dataset import Data, SequenceDataset
+from titanlite.data.loader import SequenceLoader
 from titanlite.job import Job
 from titanlite.optim.adamw import AdamW
 from titanlite.parallel.sharded_model import ShardedModel

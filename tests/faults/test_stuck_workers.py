@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks workers")
 STEPS = 8
 OPTIONS = ["--data.num_workers=1", "--training.local_batch_size=2"]
 WAIT = "titanlite.runtime.data_wait:DataWait.__call__"
-READ = "titanlite.data.loader:SequenceDataset.__getitems__"  # in the worker
+READ = "titanlite.data.dataset:SequenceDataset.__getitems__"  # in the worker
 
 LONG_WAIT = Fault(WAIT, when="instead", call=0, during="start", rank=-1, action="wait_for_an_hour")
 until_given_up = pytest.mark.parametrize(

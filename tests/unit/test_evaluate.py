@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from titanlite.data.batch import Batch
-from titanlite.data.loader import Data, SequenceDataset
+from titanlite.data.dataset import Data, SequenceDataset
 from titanlite.evaluate import num_bytes, validate
 from titanlite.losses import IGNORE
 from titanlite.prepare.sources import Text

@@ -21,7 +21,7 @@ from titanlite.commands import shown_config, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
-from titanlite.data.loader import SequenceDataset
+from titanlite.data.dataset import SequenceDataset
 from titanlite.data.packing import PACKINGS, PackedSequences
 from titanlite.data.shards import TokenShards
 from titanlite.data.skips import SkippedSequences

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 
 from titanlite.config.component import ConfigError
-from titanlite.data import background, loader
+from titanlite.data import background, dataset, loader
 from titanlite.data.background import Background
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.errors import LoaderError
@@ -237,7 +237,7 @@ def test_a_killed_worker_is_named_with_its_signal() -> None:
 def test_a_mistake_that_a_worker_finds_is_one_line() -> None:
     """Errors that are not a ConfigError have the worker's traceback."""
 
-    class SequenceDataset(loader.SequenceDataset):
+    class SequenceDataset(dataset.SequenceDataset):
         def __init__(self, error: Exception):
             self.error = error
 

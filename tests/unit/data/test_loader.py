@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from tests.support.datasets import FakeTokenizer, write_dataset
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import IGNORE, Batch, make_batch, sequence_hash
-from titanlite.data.loader import Data, MicroBatches, SequenceDataset, SequenceLoader
+from titanlite.data.dataset import Data, SequenceDataset
+from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.order import MIXING_BLOCK, quotas
 from titanlite.data.packing import TokenSequence
 from titanlite.data.sources import Tokens

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from titanlite.data import order
-from titanlite.data.loader import Data, MicroBatches, SequenceDataset, SequenceLoader
+from titanlite.data.dataset import Data, SequenceDataset
+from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.shards import TokenShards
 from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes

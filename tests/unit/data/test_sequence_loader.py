@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader, worker
 
 from titanlite.data.batch import sequence_hash
-from titanlite.data.loader import Data, MicroBatches, SequenceDataset, SequenceLoader
+from titanlite.data.dataset import Data, SequenceDataset
+from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.skips import SkippedSequences
 from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes

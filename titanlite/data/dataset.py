@@ -1,0 +1,318 @@
+"""The section `[data]` and the sequences of a run: opens the sources, mixes them and holds out validation
+sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from titanlite.config.component import ConfigError, check_at_least
+from titanlite.data.batch import Batch, make_batch
+from titanlite.data.held_out import HeldOut, HeldOutSource
+from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
+from titanlite.data.packing import PACKINGS, PackedSequences, TokenSequence
+from titanlite.data.skips import SkippedSequences, checked_range
+from titanlite.data.sources import Source, short_names
+from titanlite.tokenizers.base import Tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Training data: a weighted mixture of sources, packed into sequences of seq_len tokens."""
+
+    sources: list[Source]
+    """Sources to train on, one `[[data.sources]]` table each."""
+    validation_sources: list[Source] = field(default_factory=list)
+    """Sources to validate on, one `[[data.validation_sources]]` table each. If their weights differ,
+    eval/loss is the mean of the sources' losses by weight; otherwise it is the mean over all tokens."""
+    holdout_sequences: int = 0
+    """Number of sequences of `data.sources` to hold out for validation, split over the sources by weight.
+    They are never trained on. Cannot be combined with validation_sources."""
+    skip_sequences: list[list[int]] = field(default_factory=list)
+    """Ranges `[FIRST, LAST]` of training sequences that the run skips for good, by global number, both ends
+    included: `[[96, 111], [400, 415]]`. The log of a skipped step names its sequences. Only sequences that
+    the run has not trained on yet can be skipped."""
+    packing: Literal["chunk", "best_fit"] = "chunk"
+    """How documents become sequences: `chunk` splits the concatenated documents every seq_len tokens;
+    `best_fit` puts whole documents together and splits only documents longer than a sequence."""
+    mask_documents: bool = False
+    """Restrict attention to the tokens of the same document, and restart positions at 0 in each document."""
+    num_workers: int = 2
+    """Loader processes per rank; 0 loads in the training process. The data order does not depend on it."""
+    cache_dir: str = "outputs/cache"
+    """Folder for the tokens of sources that tokenise on first use, and for packing indices."""
+    verify: Literal["sizes", "full"] = "sizes"
+    """Check of the shards at start: `sizes` compares file sizes, `full` the SHA-256 of every file."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ConfigError("no source to train on: give at least one [[data.sources]]", "sources")
+        if self.holdout_sequences and self.validation_sources:
+            raise ConfigError("cannot be combined with validation_sources", "holdout_sequences")
+        check_at_least(self, 0, "holdout_sequences", "num_workers")
+        for i, numbers in enumerate(self.skip_sequences):
+            try:
+                checked_range(numbers)
+            except ValueError as e:
+                raise ConfigError(str(e), f"skip_sequences.{i}") from None
+
+    @property
+    def skipped(self) -> SkippedSequences:
+        """The sequences of `skip_sequences`."""
+        return SkippedSequences.of(self.skip_sequences)
+
+    def build(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> SequenceDataset:
+        """Open the sources; those of raw text are tokenised on first use. Raises ConfigError for unusable
+        input."""
+        packed = self._open(self.sources, tokenizer, seq_len, "data.sources")
+        held_out = self._open(self.validation_sources, tokenizer, seq_len, "data.validation_sources")
+        for_validation = {sequences.fingerprint for sequences in held_out}
+        if both := [sequences for sequences in packed if sequences.fingerprint in for_validation]:
+            path = both[0].shards.path
+            raise ConfigError(f"{path} is also a training source", "data.validation_sources")
+        identity = self.label_identity(tokenizer, seq_len=seq_len, seed=seed)
+        training = _not_in_tomls_order(packed, self.sources)
+        validation = _not_in_tomls_order(held_out, self.validation_sources)
+        return SequenceDataset(training, validation, self.holdout_sequences, seed, identity)
+
+    def label_identity(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> dict[str, Any]:
+        """Return SequenceDataset.identity as known before the sources are opened: `sources` lists the
+        sources' labels instead of fingerprints of their contents."""
+        return {
+            "seed": seed,
+            "seq_len": seq_len,
+            "packing": self.packing,
+            "mask_documents": self.mask_documents,
+            "holdout_sequences": self.holdout_sequences,
+            "tokenizer": tokenizer.fingerprint,
+            "sources": sorted(source.label for source in self.sources),
+        }
+
+    def check(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> SequenceDataset | None:
+        """Raise the ConfigErrors of `build` that are detectable without tokenising, packing or hashing.
+        Returns the result of `build`, or None if `build` would have to tokenise, pack or hash."""
+        is_ready = _for_each(lambda source: source.check(tokenizer), self.sources, "data.sources")
+        is_ready += _for_each(
+            lambda source: source.check(tokenizer), self.validation_sources, "data.validation_sources"
+        )
+        if not all(is_ready) or self.packing != "chunk":
+            return None
+        return replace(self, verify="sizes").build(tokenizer, seq_len=seq_len, seed=seed)
+
+    def _open(
+        self, sources: Sequence[Source], tokenizer: Tokenizer, seq_len: int, key: str
+    ) -> list[PackedSequences]:
+        shards = _for_each(lambda source: source.build(tokenizer, Path(self.cache_dir)), sources, key)
+        for dataset in shards if self.verify == "full" else []:
+            dataset.verify()
+        if len({dataset.fingerprint for dataset in shards}) < len(shards):
+            raise ConfigError("two sources have the same tokens; merge them and add their weights", key)
+        pack = PACKINGS[self.packing]
+        return [pack(dataset, seq_len, Path(self.cache_dir), self.mask_documents) for dataset in shards]
+
+
+def _not_in_tomls_order(
+    packed: Sequence[PackedSequences], sources: Sequence[Source]
+) -> list[tuple[PackedSequences, Source]]:
+    """Sort the sources by content."""
+    return sorted(zip(packed, sources), key=lambda pair: pair[0].fingerprint)
+
+
+def _for_each(call: Callable[[Source], T], sources: Sequence[Source], key: str) -> list[T]:
+    """Call `call` with each source and return the results. Keys of ConfigErrors, which are relative to the
+    source, get the prefix `KEY.NUMBER.`"""
+    results = []
+    for i, source in enumerate(sources):
+        try:
+            results.append(call(source))
+        except ConfigError as e:
+            raise ConfigError(str(e), e.key and f"{key}.{i}.{e.key}") from None
+    return results
+
+
+class SequenceDataset(Dataset):
+    """All sequences of a run by global number: `training`, whose numbers are unlimited, and `held_out`.
+
+    The held-out sequences depend only on the sources' contents, so runs with other seeds validate on the same
+    sequences. `identity`: everything that determines training sequence g. A run cannot resume with another
+    identity."""
+
+    def __init__(
+        self,
+        sources: Sequence[tuple[PackedSequences, Source]],
+        validation: Sequence[tuple[PackedSequences, Source]],
+        holdout: int,
+        seed: int,
+        identity: dict[str, Any],
+    ):
+        self._packed, self._sources = [p for p, _ in sources], [s for _, s in sources]
+        weights = [source.weight for source in self._sources]
+        shares = quotas(weights, MIXING_BLOCK)
+        if 0 in shares:
+            k = shares.index(0)
+            raise ConfigError(
+                f"{self._packed[k].shards.path}: the weight {weights[k]:g} is too small a share "
+                f"of {sum(weights):g}; the smallest share is 1/{MIXING_BLOCK}. Raise the weight or remove "
+                "the source",
+                "data.sources",
+            )
+        held = quotas(shares, holdout)  # from the shares, so that equal identities hold out equal sequences
+        for packed, num_held in zip(self._packed, held):
+            if num_held >= len(packed):
+                raise ConfigError(
+                    f"cannot hold out {num_held} sequences of {packed.shards.path}, which has {len(packed)}",
+                    "data.holdout_sequences",
+                )
+        self._held_ends = np.cumsum([0, *held])
+        if validation:
+            sizes, weights = [len(p) for p, _ in validation], [s.weight for _, s in validation]
+            self.for_validation = _held_out("validation", validation, sizes, weights)
+        else:  # the numbers held out are by weight
+            self.for_validation = _held_out("holdout", sources, held, [1.0] * len(held))
+        self.sizes = [len(packed) - num_held for packed, num_held in zip(self._packed, held)]
+        fingerprints = [packed.fingerprint for packed in self._packed]
+        self._mixture = Mixture(self.sizes, fingerprints, shares, seed)
+        self._blocks: dict[int, np.ndarray] = {}
+        self.identity = identity | {"sources": dict(zip(fingerprints, shares))}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The sources' labels, for messages, by their fingerprints in `identity`."""
+        return {packed.fingerprint: source.label for packed, source in zip(self._packed, self._sources)}
+
+    @property
+    def seq_len(self) -> int:
+        """Targets per sequence."""
+        return self._packed[0].seq_len
+
+    @property
+    def num_held_out(self) -> int:
+        """Number of sequences to validate on."""
+        return len(self.for_validation)
+
+    @property
+    def source_names(self) -> list[str]:
+        """Short names of the sources, for metrics."""
+        return short_names(self._sources)
+
+    def shares(self) -> list[dict[str, Any]]:
+        """The sources as plain data: label, share of the training sequences, and number of sequences in an
+        epoch."""
+        return [
+            {"source": source.label, "share": quota / MIXING_BLOCK, "sequences": size}
+            for source, quota, size in zip(self._sources, self._mixture.quotas, self.sizes)
+        ]
+
+    def describe(self, num_sequences: int) -> list[str]:
+        """Describe the share and the epochs of each source in a run through the first `num_sequences`
+        sequences of the data order, skipped ones included, one line per source. Raises ConfigError if the run
+        reads a source for more than its max_epochs."""
+        lines = []
+        for packed, source, size, taken in zip(
+            self._packed, self._sources, self.sizes, self._mixture.taken(num_sequences)
+        ):
+            epochs, share = taken / size, taken / max(num_sequences, 1)
+            padding = f", {packed.padding_share:.2%} padding" if packed.padding_share else ""
+            reads = f"{share:.1%} of the sequences, {epochs:.2f} epochs of {size:,}{padding}"
+            lines.append(f"{packed.shards.path}: {reads}")
+            if source.max_epochs and epochs > source.max_epochs:
+                enough = int(num_sequences * source.max_epochs / epochs)
+                raise ConfigError(
+                    f"{packed.shards.path}: the run would read {epochs:.2f} epochs, more than max_epochs = "
+                    f"{source.max_epochs:g}. Lower training.steps to end within the first {enough:,} "
+                    f"of the {num_sequences:,} sequences, or lower the source's weight",
+                    "data.sources",
+                )
+        return lines
+
+    def training(self, numbers: np.ndarray) -> list[TokenSequence]:
+        """Return training sequences by global number (int64 [n])."""
+        origins = [self.origin(int(number)) for number in numbers]
+        return [self._read(*origin, "", number) for number, origin in zip(numbers, origins)]
+
+    def held_out(self, numbers: np.ndarray) -> list[TokenSequence]:
+        """Return held-out sequences by number in [0, num_held_out) (int64 [n])."""
+        located = self.for_validation.locate(numbers)
+        return [self._read(*place, "held-out ", number) for number, place in zip(numbers, located)]
+
+    def _read(self, packed: PackedSequences, local_number: int, kind: str, number: int) -> TokenSequence:
+        """Read a sequence by its number in its source. `kind` and its global number are for messages."""
+        try:
+            return packed[local_number]
+        except ConfigError as e:
+            raise ConfigError(f"{kind}sequence {number}: {e}") from None
+
+    def origin(self, number: int) -> tuple[PackedSequences, int]:
+        """Return the source of a training sequence, and the sequence's number in that source."""
+        k, local_number = self._mixing_block(number // MIXING_BLOCK)[:, number % MIXING_BLOCK].tolist()
+        return self._packed[k], local_number
+
+    def source_ids(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return the source of each training sequence, by its place in `source_names`, int64 [n]."""
+        ids = [int(self._mixing_block(n // MIXING_BLOCK)[0, n % MIXING_BLOCK]) for n in numbers]
+        return torch.tensor(ids, dtype=torch.int64)
+
+    def _mixing_block(self, b: int) -> np.ndarray:
+        """Return the source of each training sequence in a mixing block, and its number in that source: int64
+        [2, MIXING_BLOCK]. Permuting a thousand numbers costs little more than permuting a single number, so
+        whole blocks are computed, and the last few are cached."""
+        if b not in self._blocks:
+            numbers = np.arange(b * MIXING_BLOCK, (b + 1) * MIXING_BLOCK)
+            source_index, local_numbers = self._mixture.locate(numbers)
+            shuffled = self._shuffled(source_index, local_numbers + np.diff(self._held_ends)[source_index])
+            self._blocks[b] = np.stack([source_index, shuffled])
+            if len(self._blocks) > 4:
+                self._blocks.pop(next(iter(self._blocks)))
+        return self._blocks[b]
+
+    def _shuffled(self, source_index: np.ndarray, local_numbers: np.ndarray) -> np.ndarray:
+        """Shuffle the sequences of each source by a key of its content.
+
+        There are two permutations: this one is the same for all seeds and sets the first sequences aside for
+        validation. Mixture's permutation, keyed by seed and epoch, orders all others."""
+        shuffled = np.empty_like(local_numbers)
+        for k in np.unique(source_index):
+            packed, mask = self._packed[k], source_index == k
+            shuffled[mask] = permute(local_numbers[mask], len(packed), key_of("holdout", packed.fingerprint))
+        return shuffled
+
+    def batch(
+        self, numbers: Sequence[int], sequences: Sequence[TokenSequence], num_sequences: int | None = None
+    ) -> Batch:
+        """Make a batch of sequences and their global numbers, padded to `num_sequences`."""
+        return make_batch(
+            numbers,
+            sequences,
+            seq_len=self.seq_len,
+            num_sequences=num_sequences,
+            with_positions=self.identity["mask_documents"],
+        )
+
+    def __getitems__(self, numbers: list[int]) -> Batch | ConfigError:
+        try:
+            batch = self.batch(numbers, self.training(np.asarray(numbers)))
+            return replace(batch, source_ids=self.source_ids(numbers))
+        except ConfigError as e:  # torch would add the worker's traceback, so SequenceLoader raises it
+            return e
+
+
+def _held_out(
+    purpose: str,
+    sources: Sequence[tuple[PackedSequences, Source]],
+    sizes: Sequence[int],
+    weights: Sequence[float],
+) -> HeldOut:
+    """The sequences to validate on: `sizes` sequences of each source. `purpose`: of the order in each
+    source."""
+    names = short_names([source for _, source in sources])
+    keys = [key_of(purpose, packed.fingerprint) for packed, _ in sources]
+    columns = zip(names, [packed for packed, _ in sources], keys, sizes, weights)
+    return HeldOut([HeldOutSource(*column) for column in columns])
