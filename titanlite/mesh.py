@@ -115,14 +115,14 @@ class Parallelism:
         cp, tp = self.context_parallel_degree, self.tensor_parallel_degree
         if cp > 1 and seq_len % (2 * cp * tp):
             raise ConfigError(
-                f"training.seq_len = {seq_len} is no multiple of 2 x context_parallel_degree {cp} x "
+                f"a sequence length of {seq_len} is no multiple of 2 x context_parallel_degree {cp} x "
                 f"tensor_parallel_degree {tp}: each rank has two chunks of equal size of each sequence",
                 "parallelism.context_parallel_degree",
             )
         if seq_len % tp:
             raise ConfigError(
-                f"training.seq_len = {seq_len} is no multiple of {tp}: sequence parallel shards the "
-                "tokens of each sequence over the tensor-parallel ranks",
+                f"a sequence length of {seq_len} is no multiple of tensor_parallel_degree {tp}: sequence "
+                "parallel shards the tokens of each sequence over the tensor-parallel ranks",
                 "parallelism.tensor_parallel_degree",
             )
 

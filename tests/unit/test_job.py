@@ -133,7 +133,7 @@ def test_a_global_batch_of_minus_one_follows_the_ranks(path):
     [
         (4, [], "n_kv_heads = 2 is not divisible by 4: each rank needs key and value heads of its own"),
         (3, [], "n_heads = 4 is not divisible by 3; it is divisible by [2, 4]"),
-        (2, ["--training.seq_len=33"], "training.seq_len = 33 is no multiple of 2"),
+        (2, ["--training.seq_len=33"], "a sequence length of 33 is no multiple of tensor_parallel_degree 2"),
         (2, ["--model.overrides.vocab_size=259"], "vocab_size = 259 is not divisible by 2"),
         (
             2,
@@ -154,7 +154,7 @@ def test_context_parallel_takes_sequences_of_whole_pieces(path, complaint, tenso
         f"--parallelism.tensor_parallel_degree={tensor}",
         "--training.global_batch_size=-1",
     ]
-    wrong = f"training.seq_len = {6 * tensor} is no multiple of 2 x context_parallel_degree 2"
+    wrong = f"a sequence length of {6 * tensor} is no multiple of 2 x context_parallel_degree 2"
     assert wrong in complaint(*degrees, f"--training.seq_len={6 * tensor}", world_size=4)
     job = load_job(path, [*degrees, f"--training.seq_len={8 * tensor}"], world_size=4)
     assert job.training.seq_len == 8 * tensor

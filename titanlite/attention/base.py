@@ -43,8 +43,9 @@ class Attention:
 class AttentionNeeds:
     """The attention that a run needs: shapes, dtype, device and masks. Known before the model is built.
 
-    `masks_documents`: tokens attend only within their document of a packed sequence. `context_parallel`: each
-    sequence is sharded over ranks.
+    `seq_len`: the longest sequence length; micro-batches may have shorter sequences. `masks_documents`:
+    tokens attend only within their document of a packed sequence. `context_parallel`: each sequence is
+    sharded over ranks.
     """
 
     device: torch.device

@@ -35,6 +35,27 @@ class Batch:
     num_documents: int = 0
     source_ids: torch.Tensor | None = None
 
+    def split(self, num_splits: int) -> Batch:
+        """Return the batch with each sequence as `num_splits` shorter sequences, [sequences * num_splits,
+        seq_len / num_splits], which do not attend to each other. The batch must be on the host.
+
+        All targets still count: the last target of a shorter sequence is the first token of the next. `hash`
+        stays that of the whole sequences. Without `positions`, num_documents stays, too. Raises ValueError if
+        num_splits does not divide seq_len."""
+        if num_splits == 1:
+            return self
+        num_sequences, seq_len = self.inputs.shape
+        if num_splits < 1 or seq_len % num_splits:
+            raise ValueError(f"{seq_len} tokens cannot be split into {num_splits} sequences of equal length")
+        shape = num_sequences * num_splits, seq_len // num_splits
+        batch = replace(self, inputs=self.inputs.reshape(shape), targets=self.targets.reshape(shape))
+        if self.source_ids is not None:
+            batch = replace(batch, source_ids=self.source_ids.repeat_interleave(num_splits))
+        if self.positions is not None:  # a document that continues in the next sequence begins again there
+            positions = self.positions.reshape(shape).minimum(torch.arange(shape[1]))
+            batch = replace(batch, positions=positions, num_documents=int((positions == 0).sum()))
+        return batch
+
     def to(self, device: torch.device) -> Batch:
         """Return the batch on `device`; the copy is asynchronous from pinned memory."""
         # An asynchronous copy reads freed memory if its source is pageable and freed at once (on MPS: pytorch

@@ -46,8 +46,10 @@ class TokenStatistics:
     """The statistics of one step on this rank; `observe` adds a micro-batch.
 
     `sums` and `maxima` are to be reduced over the ranks, with each token on one rank. `difference` and
-    `metrics` take the reduced values, on the host. `sources`: names of the sources. `is_cross_entropy`:
-    whether the job's loss is the cross-entropy, so that it can be compared with the one in fp32."""
+    `metrics` take the reduced values, on the host. `seq_len`: the longest sequence length of the job, which
+    is divided into POSITION_BINS ranges of positions. Shorter sequences only fill the first ranges, so that a
+    range has the same positions in every step. `sources`: names of the sources. `is_cross_entropy`: whether
+    the job's loss is the cross-entropy, so that it can be compared with the one in fp32."""
 
     def __init__(
         self,

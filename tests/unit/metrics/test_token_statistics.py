@@ -47,6 +47,23 @@ def metrics(result: TokenStatistics, loss: float = 0.0) -> dict[str, float]:
     return result.metrics(result.sums.double(), result.maxima, loss)
 
 
+def test_shorter_sequences_fill_the_bins_of_their_positions() -> None:
+    hidden, weight, targets = inputs()
+    result, length = statistics(), T // 4
+    split = targets.view(4 * B, length)
+    ids = SOURCE_IDS.repeat_interleave(4)
+    result.observe(hidden.view(4 * B, length, D), weight, split, torch.arange(length), ids, WHOLE_VOCABULARY)
+    values, whole = metrics(result), metrics(observed())
+    losses = exact_losses(hidden.flatten(0, 1), weight, targets.flatten(), WHOLE_VOCABULARY).view(-1, length)
+    in_bins = [torch.arange(length) * 16 // T == i for i in range(4)]
+    assert {name: value for name, value in values.items() if name.startswith("loss/position")} == {
+        f"loss/position_{i:02}": pytest.approx(losses[(split != -100) & in_bin].mean().item(), rel=1e-5)
+        for i, in_bin in enumerate(in_bins)
+    }
+    others = [name for name in whole if not name.startswith("loss/position")]
+    assert [values[name] for name in others] == pytest.approx([whole[name] for name in others], rel=1e-5)
+
+
 def reference() -> dict[str, float]:
     hidden, weight, targets = inputs()
     logits = F.linear(hidden.double(), weight.double())
