@@ -77,10 +77,10 @@ def test_the_page_on_metrics_has_every_metric_of_the_code() -> None:
     by_formula = {"train/NAME", "train/z_loss", "model/NAME", "loss/source/NAME", "loss/position_00"}
     by_formula |= {f"eval/NAME/{value}" for value in ("loss", "perplexity", "bits_per_byte")}
     assert set(listed) - by_formula - tasks == set(NAME.findall(code))
-    assert tasks == {
-        f"tasks/NAME/{name}" for name in ("acc", "acc_norm", "acc_bytes", "acc_stderr", "perplexity")
-    }
-    assert 'f"tasks/{self.task.name}/{name}"' in code
+    of_a_task = ("acc", "acc_norm", "acc_bytes", "acc_stderr", "perplexity")
+    assert tasks == {f"tasks/NAME/{prefix}{name}" for prefix in ("", "ema_") for name in of_a_task}
+    assert 'f"tasks/{self.task.name}/{prefix}{name}"' in code
+    assert 'task.metrics(scores, "ema_")' in code
     assert 'f"train/{name}"' in code
     assert 'return ("z_loss",)' in code
     assert 'f"loss/source/{name}"' in code

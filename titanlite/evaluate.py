@@ -29,7 +29,7 @@ from titanlite.tokenizers.base import Tokenizer
 @dataclass(frozen=True, kw_only=True)
 class Validation:
     """Validation on data.validation_sources, or on the sequences that data.holdout_sequences keeps from
-    training."""
+    training, and on tasks."""
 
     enable: bool = False
     """Validate during training and after the last step."""
@@ -50,11 +50,11 @@ class Validation:
             raise ConfigError(f"{self.steps} is neither -1 nor at least 1", "steps")
 
     def check(self, has_sequences: bool) -> None:
-        """Raises ConfigError if validation is enabled and [data] has no sequences for it."""
-        if self.enable and not has_sequences:
+        """Raises ConfigError if validation is enabled without sequences of [data] and without tasks."""
+        if self.enable and not has_sequences and not self.tasks:
             raise ConfigError(
                 "there are no sequences to validate on: set data.holdout_sequences, for example to 256, or "
-                "give [[data.validation_sources]]",
+                "give [[data.validation_sources]] or [[validation.tasks]]",
                 "validation.enable",
             )
 
@@ -142,9 +142,9 @@ def _named(prefix: str, loss: float, bits_per_byte: float | None) -> dict[str, f
 
 def score_tasks(
     model: ShardedModel, tasks: Sequence[OpenTask], vocab_size: int, batch_tokens: int, rt: Runtime
-) -> dict[str, float]:
-    """The metrics of all tasks. `vocab_size`: the tokenizer's. `batch_tokens`: maximum number of tokens of a
-    batch. Collective."""
+) -> list[np.ndarray]:
+    """The scores of each task's requests, for OpenTask.metrics. `vocab_size`: the tokenizer's.
+    `batch_tokens`: maximum number of tokens of a batch. Collective."""
     requests = [request for task in tasks for request in task.requests]
     batches, stride = batched(requests, batch_tokens), rt.mesh.dp_size
     padded = -(-len(batches) // stride) * stride  # so that all ranks run the same number of batches
@@ -154,10 +154,5 @@ def score_tasks(
         numbers = batches[turn] if turn < len(batches) else []
         batch = make_task_batch([requests[number] for number in numbers])
         scores[numbers] = model.score(batch.to(rt.device), vocab_size).cpu().double()[: len(numbers)]
-    metrics, begin = dict[str, float](), 0
-    rt.sum(scores)
-    for task in tasks:
-        end = begin + len(task.requests)
-        metrics |= task.metrics(scores[begin:end].numpy())
-        begin = end
-    return metrics
+    by_task = rt.sum(scores).split([len(task.requests) for task in tasks])
+    return [scores.numpy() for scores in by_task]

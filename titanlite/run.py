@@ -3,7 +3,8 @@ checkpoints, and the end of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from types import TracebackType
@@ -30,6 +31,7 @@ from titanlite.metrics.memory import OutOfMemory, explain, phase
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.parameters import ParameterStatistics
 from titanlite.metrics.profiling import Profiler
+from titanlite.metrics.sinks.console import task_accuracies
 from titanlite.metrics.slow_ranks import SlowRanks
 from titanlite.metrics.token_statistics import PrecisionWarning, TokenStatistics
 from titanlite.optim.ema import WeightAverage
@@ -128,12 +130,14 @@ class Run:
             logger.info(
                 f"nothing to train: step {self.state.step} is done; raise --training.steps to continue"
             )
-            evaluation = self.validate() if job.validation.enable else {}
+            evaluation = self.validate(keep=False) if job.validation.enable else {}
             self.sample(keep=False)
-        if evaluation:
+        if "eval/loss" in evaluation:
             logger.info(
                 f"validation loss {evaluation['eval/loss']:.4f} over {evaluation['eval/tokens']:,} tokens"
             )
+        if self.tasks and evaluation:
+            logger.info(f"accuracy in tasks: {task_accuracies(evaluation)}")
         logger.info(f"metrics      {job.folder / 'metrics.jsonl'}")
         if "tensorboard" in self.meter.sinks.writers:
             logger.info(f"tensorboard  {job.folder / 'tb'}")
@@ -315,26 +319,47 @@ class Run:
             "healthy": self.guard.is_healthy(),
         }
 
-    def validate(self) -> dict[str, Any]:
-        """The metrics of a validation on the held-out sequences, the scores of the tasks and, with [ema], the
-        loss of the weights' average. Collective."""
+    def validate(self, keep: bool = True) -> dict[str, Any]:
+        """The metrics of a validation on the held-out sequences and on the tasks. With `keep`, append the
+        tasks' samples to samples.txt. Collective."""
         num_sequences = self.job.validation.num_sequences(
             self.sequences.num_held_out, self.rt.batch.global_size
         )
-        with self.meter.untimed("time/validation_s"):
-            metrics = validate(self.model, self.sequences, num_sequences, self.rt, self.bytes_per_token)
-            if self.tasks:
-                batch_tokens = self.rt.batch.micro_batch_size * self.job.training.seq_len
-                vocab_size = self.tokenizer.vocab_size
-                metrics |= score_tasks(self.model, self.tasks, vocab_size, batch_tokens, self.rt)
+        metrics = dict[str, Any]()
+        if num_sequences:
+            with self.meter.untimed("time/validation_s"):
+                metrics = validate(self.model, self.sequences, num_sequences, self.rt, self.bytes_per_token)
+                if self.job.ema.enable:
+                    with self.averaged_weights():
+                        averaged = validate(self.model, self.sequences, num_sequences, self.rt)
+                    metrics["eval/ema_loss"] = averaged["eval/loss"]
+                    metrics["eval/ema_perplexity"] = averaged["eval/perplexity"]
+        return metrics | (self.score_tasks(keep) if self.tasks else {})
+
+    def score_tasks(self, keep: bool) -> dict[str, float]:
+        """The metrics of the tasks. With `keep`, append their samples to samples.txt. Collective."""
+        batch_tokens = self.rt.batch.micro_batch_size * self.job.training.seq_len
+        vocab_size, metrics = self.tokenizer.vocab_size, dict[str, float]()
+        with self.meter.untimed("time/tasks_s"):
+            by_task = score_tasks(self.model, self.tasks, vocab_size, batch_tokens, self.rt)
+            for task, scores in zip(self.tasks, by_task):
+                metrics |= task.metrics(scores)
+                if keep and (text := task.sample(scores)):
+                    self.meter.sinks.sample(self.state.step, text)
             if self.job.ema.enable:
-                with self.average.as_weights():
-                    self.model.weights_changed()
-                    averaged = validate(self.model, self.sequences, num_sequences, self.rt)
-                self.model.weights_changed()
-                metrics["eval/ema_loss"] = averaged["eval/loss"]
-                metrics["eval/ema_perplexity"] = averaged["eval/perplexity"]
+                with self.averaged_weights():
+                    by_task = score_tasks(self.model, self.tasks, vocab_size, batch_tokens, self.rt)
+                for task, scores in zip(self.tasks, by_task):
+                    metrics |= task.metrics(scores, "ema_")
         return metrics
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """In the body, the model has the average of the weights."""
+        with self.average.as_weights():
+            self.model.weights_changed()
+            yield
+        self.model.weights_changed()
 
     @cached_property
     def bytes_per_token(self) -> np.ndarray | None:

@@ -1,10 +1,13 @@
-"""Tasks have the same scores on every layout, on every rank."""
+"""Tasks have the same scores on every layout, on every rank. A run reports them, also without held-out
+sequences."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +16,16 @@ import torch
 import torch.distributed as dist
 
 from tests.support.gradients import build
+from tests.support.jobs import make_job, metrics_of
 from tests.support.tiers import full
 from titanlite.evaluate import score_tasks
 from titanlite.losses import VocabularyShard
 from titanlite.mesh import Mesh
+from titanlite.report.page import report
+from titanlite.report.recorded_run import read_run
 from titanlite.tasks.requests import OpenTask, Request
 from titanlite.tasks.task import Question, Task
+from titanlite.train import train
 
 VOCAB_SIZE = 250  # the model's is 252
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -51,14 +58,7 @@ class Ranks:
         return value
 
 
-class Scores(OpenTask):
-    """A task whose metrics are its scores."""
-
-    def metrics(self, scores: np.ndarray) -> dict[str, float]:
-        return {f"{i}/{j}": value for (i, j), value in np.ndenumerate(scores)}
-
-
-def scores(world_size: int, layout: dict[str, Any]) -> dict[str, float]:
+def scores(world_size: int, layout: dict[str, Any]) -> np.ndarray:
     """The scores of 23 requests. Every second one asks for the model's most likely token."""
     rank = dist.get_rank() if world_size > 1 else 0
     model = build(world_size, rank, tied=False, **layout)
@@ -69,9 +69,9 @@ def scores(world_size: int, layout: dict[str, Any]) -> dict[str, float]:
             last = model.logits(torch.tensor([tokens]))[0, -1, :VOCAB_SIZE]
             tokens.append(int(last.argmax()))
         requests.append(Request(tokens, 1 if i % 2 else 2))
-    task = Scores(Task(name="t", path="t.jsonl"), [Question("", ("x",), None, 1)], requests)
+    task = OpenTask(Task(name="t", path="t.jsonl"), [Question("", ("x",), None, 1)], requests)
     runtime: Any = Ranks(model.mesh, rank, torch.device("cpu"))
-    return score_tasks(model, [task], VOCAB_SIZE, 64, runtime)
+    return score_tasks(model, [task], VOCAB_SIZE, 64, runtime)[0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,13 +79,12 @@ def test_a_layout_has_the_scores_of_one_process(run_on: Callable[..., Any], name
     world_size, layout = LAYOUTS[name]
     wanted = scores(1, {key: value for key, value in layout.items() if key == "layers"})
     results = run_on(world_size, scores, world_size, layout)
-    assert all(result == results[0] for result in results)
+    assert all(np.array_equal(result, results[0]) for result in results)
     assert results[0] == pytest.approx(wanted, rel=1e-5)
-    misses = [wanted[f"{i}/1"] for i in range(23)]
-    assert {0.0, 2.0} <= set(misses)
+    assert {0.0, 2.0} <= set(wanted[:, 1])
 
 
-def unreduced(world_size: int, layout: dict[str, Any]) -> dict[str, float]:
+def unreduced(world_size: int, layout: dict[str, Any]) -> np.ndarray:
     """The scores if each tensor-parallel rank knew only its own shard of the vocabulary."""
     VocabularyShard.log_sum_exp = lambda self, logits_NV: logits_NV.logsumexp(-1)  # type: ignore[method-assign]
     return scores(world_size, layout)
@@ -95,3 +94,48 @@ def unreduced(world_size: int, layout: dict[str, Any]) -> dict[str, float]:
 def test_control_a_missing_reduction_is_noticed(run_on: Callable[..., Any]) -> None:
     results = run_on(2, unreduced, 2, {"tp": 2})
     assert results[0] != pytest.approx(scores(1, {}), rel=1e-5)
+
+
+TRAINED = ["--data.holdout_sequences=0", "--training.steps=4", "--validation.enable", "--validation.freq=2"]
+LINES = [
+    {"context": "abc abd", "continuation": " acb"},
+    {"context": "", "continuation": "e"},
+    {"context": "ja", "continuation": "bc"},
+]
+
+
+def test_a_run_without_held_out_sequences_reports_its_tasks(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the metrics, in the log, in samples.txt and in the report, also of the average of the weights."""
+    file = tmp_path / "t.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    keys = [*TRAINED, f"--validation.tasks=[{{name = 't', path = '{file}'}}]", "--ema.enable"]
+    job = make_job(tmp_path, corpus, *keys, "--ema.decay=0.5")
+    assert train(job) == 0
+    metrics = metrics_of(job)
+    assert [line["step"] for line in metrics if "tasks/t/acc" in line] == [2, 4]
+    last = metrics[-1]
+    assert not any(key.startswith("eval/") or key == "time/validation_s" for key in last)
+    assert last["time/tasks_s"] > 0
+    assert last["tasks/t/ema_perplexity"] != last["tasks/t/perplexity"]
+    accuracy = f"t {last['tasks/t/acc']:.1%}"
+    log = capsys.readouterr().err
+    assert f" validation: tasks in {last['time/tasks_s']:.1f} s: {accuracy}\n" in log
+    assert f" accuracy in tasks: {accuracy}\n" in log
+    samples = (job.folder / "samples.txt").read_text()
+    assert samples.count("--- step 2\ntask t, line 1: ") == samples.count("--- step 4\ntask t, line 1: ") == 1
+    assert samples.count("task t, ") == 4
+    page = report([read_run(job.folder, "run")])
+    assert "<pre>task t, line 1: " in page
+
+    assert train(job) == 0  # nothing to train: the tasks are scored again
+    assert f" accuracy in tasks: {accuracy}\n" in capsys.readouterr().err
+    assert (job.folder / "samples.txt").read_text() == samples
+
+    newest = make_job(tmp_path, corpus, *keys, "--ema.decay=0.0", name="newest")
+    assert train(newest) == 0
+    scores = {key: value for key, value in metrics_of(newest)[-1].items() if key.startswith("tasks/")}
+    weights = {key: value for key, value in scores.items() if "/ema_" not in key}
+    assert weights == {key.replace("ema_", ""): value for key, value in scores.items() if "/ema_" in key}
+    assert weights["tasks/t/perplexity"] == last["tasks/t/perplexity"]

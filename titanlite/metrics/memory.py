@@ -20,6 +20,7 @@ PHASES = {  # a function in a traceback, and the phase that it belongs to
     "grad_norms": "the gradient norm",
     "step": "the optimizer's step",
     "validate": "validation",
+    "score_tasks": "the tasks of a validation",
     "generate": "sampling",
     "save": "saving",
 }

@@ -19,6 +19,7 @@ from titanlite.report.recorded_run import Record, RecordedRun, number
 # Causes of time that is not spent on new steps, with the metric that records them.
 PAUSES = {
     "validation": "time/validation_s",
+    "tasks": "time/tasks_s",
     "samples": "time/generation_s",
     "probes": "time/probe_s",
     "saves": "checkpoint/stall_s",

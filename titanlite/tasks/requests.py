@@ -5,8 +5,9 @@ the same result here and on the exported model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from titanlite.data.batch import Batch
 from titanlite.losses import IGNORE
 from titanlite.tasks.task import Question, Task, line_error, read_questions
 from titanlite.tokenizers.base import Tokenizer
+
+SAMPLE_CHARACTERS = 500  # of a context in a sample, from its end, where the question is
 
 
 @dataclass(frozen=True)
@@ -34,20 +37,18 @@ class OpenTask:
     questions: Sequence[Question]
     requests: Sequence[Request]
 
-    def metrics(self, scores: np.ndarray) -> dict[str, float]:
-        """The metrics of the task. `scores`: fp64 [requests, 2], the log-likelihood of each request's
-        targets, and how many of them are not the model's most likely token.
+    def metrics(self, scores: np.ndarray, prefix: str = "") -> dict[str, float]:
+        """The metrics of the task, their names behind `tasks/NAME/` and `prefix`. `scores`: fp64 [requests,
+        2], the log-likelihood of each request's targets, and how many of them are not the model's most likely
+        token.
 
         Multiple choice: the share of questions whose right choice has the highest log-likelihood (`acc`), per
         character (`acc_norm`) and per byte (`acc_bytes`). Cloze: the share of continuations that greedy
         decoding would give (`acc`), and exp(-mean log-likelihood) (`perplexity`). `acc_stderr`: the standard
         error of `acc`."""
         right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
-        begin = 0
-        for question in self.questions:
-            choices = question.choices
-            log_likelihoods, misses = scores[begin : begin + len(choices)].T
-            begin += len(choices)
+        for question, own in self._slices():
+            choices, (log_likelihoods, misses) = question.choices, scores[own].T
             if question.answer is None:
                 right["acc"].append(bool(misses[0] == 0))
                 continue
@@ -64,7 +65,41 @@ class OpenTask:
         if self.questions[0].answer is None:
             with np.errstate(over="ignore"):  # inf
                 metrics["perplexity"] = float(np.exp(-scores[:, 0].mean()))
-        return {f"tasks/{self.task.name}/{name}": value for name, value in metrics.items()}
+        return {f"tasks/{self.task.name}/{prefix}{name}": value for name, value in metrics.items()}
+
+    def sample(self, scores: np.ndarray) -> str:
+        """The first `num_samples` questions as text: whether the model is right, the end of the context, and
+        the choices with their log-likelihoods. `scores`: see metrics."""
+        first = islice(self._slices(), self.task.num_samples)
+        return "\n\n".join(
+            self._sample(question, self.requests[own][0], scores[own]) for question, own in first
+        )
+
+    def _sample(self, question: Question, request: Request, scores: np.ndarray) -> str:
+        """The sample of one question. `request`: its first one. `scores`: those of its requests."""
+        log_likelihoods, misses = scores.T
+        if question.answer is None:
+            is_right, num = misses[0] == 0, request.num_targets
+            notes = {0: f"  (most likely: {num - misses[0]:.0f} of {num} tokens)"}
+        else:
+            chosen = int(np.argmax(log_likelihoods))
+            is_right = chosen == question.answer
+            notes = {question.answer: "  (right)", chosen: "  (right, chosen)" if is_right else "  (chosen)"}
+        context = question.context[-SAMPLE_CHARACTERS:]
+        lines = [
+            f"task {self.task.name}, line {question.line}: {'right' if is_right else 'wrong'}",
+            context if context == question.context else f"...{context}",
+        ]
+        for i, (choice, value) in enumerate(zip(question.choices, log_likelihoods)):
+            lines.append(f"{value:12.4f}  {choice!r}{notes.get(i, '')}")
+        return "\n".join(lines)
+
+    def _slices(self) -> Iterator[tuple[Question, slice]]:
+        """Each question, with the slice of its requests."""
+        end = 0
+        for question in self.questions:
+            begin, end = end, end + len(question.choices)
+            yield question, slice(begin, end)
 
 
 def open_task(task: Task, tokenizer: Tokenizer, seq_len: int) -> OpenTask:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.json_file import expect, parse
 from titanlite.files import read_regular
 
@@ -30,12 +30,16 @@ class Task:
     """Begin every context with BOS, as documents do in training. An empty context always becomes BOS."""
     limit: int = -1
     """Score only this many questions, from the beginning of the file; -1: all."""
+    num_samples: int = 2
+    """Questions, from the beginning of the file, to write to samples.txt in each validation, with the
+    log-likelihoods of their choices; 0: none."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):
             raise ConfigError(f"{self.name!r} is not made of letters, digits, _, - and .", "name")
         if self.limit < 1 and self.limit != -1:
             raise ConfigError(f"{self.limit} is neither -1 nor at least 1", "limit")
+        check_at_least(self, 0, "num_samples")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from titanlite.metrics.sinks.console import console_line
+from titanlite.metrics.sinks.console import console_line, validation_line
 from titanlite.metrics.sinks.jsonl import JsonLines
 from titanlite.metrics.sinks.samples import Samples
 from titanlite.metrics.sinks.tensorboard import EventFile
@@ -263,6 +263,17 @@ def test_console_expects_no_end_in_ages():
 
 def test_console_leaves_out_what_is_not_there():
     assert console_line(10, 200, {"eval/loss": 4.0}) == "step  10/200  validation loss 4.0000"
+
+
+def test_a_validation_has_a_line_with_its_cost() -> None:
+    assert validation_line(FULL | {"eval/loss": 4.0}) == ""
+    sequences = {"eval/loss": 4.0, "eval/tokens": 16384, "time/validation_s": 0.42}
+    tasks = {f"tasks/{key}": 0.3125 for key in ("arc.easy/acc_norm", "arc.easy/acc", "b/acc", "b/ema_acc")}
+    tasks["time/tasks_s"] = 1.23
+    assert validation_line(sequences) == "validation: 16,384 tokens in 0.4 s"
+    accuracies = "tasks in 1.2 s: arc.easy 31.2%, b 31.2%"
+    assert validation_line(tasks) == f"validation: {accuracies}"
+    assert validation_line(sequences | tasks) == f"validation: 16,384 tokens in 0.4 s; {accuracies}"
 
 
 def test_console_shows_a_loss_that_is_not_a_number():

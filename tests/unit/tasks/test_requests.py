@@ -98,9 +98,9 @@ def test_a_batch_scores_only_the_continuations() -> None:
     assert padding.targets.tolist() == [[IGNORE]]
 
 
-def scored(questions: list[Question], scores: list[list[float]]) -> dict[str, float]:
+def scored(questions: list[Question], scores: list[list[float]], prefix: str = "") -> dict[str, float]:
     requests = [Request([0, 1], 1)] * len(scores)
-    return OpenTask(Task(name="t", path="t.jsonl"), questions, requests).metrics(np.array(scores))
+    return OpenTask(Task(name="t", path="t.jsonl"), questions, requests).metrics(np.array(scores), prefix)
 
 
 def test_metrics_of_multiple_choice() -> None:
@@ -126,3 +126,50 @@ def test_metrics_of_a_cloze() -> None:
         "tasks/t/perplexity": pytest.approx(math.exp(3)),
     }
     assert scored(questions, [[-1e4, 1]] * 3)["tasks/t/perplexity"] == math.inf
+    averaged = scored(questions, [[-1.0, 0]] * 3, "ema_")
+    assert averaged["tasks/t/ema_acc"] == 1
+    assert all(key.startswith("tasks/t/ema_") for key in averaged)
+
+
+def sample(questions: list[Question], scores: list[list[float]], num_samples: int) -> str:
+    task = Task(name="t", path="t.jsonl", num_samples=num_samples)
+    return OpenTask(task, questions, [Request([0] * 8, 3)] * len(scores)).sample(np.array(scores))
+
+
+def test_samples_show_the_choices_with_their_log_likelihoods() -> None:
+    questions = [
+        Question("What?\nIt is", ("a", "b", "c\n"), 1, 4),
+        Question("x" * 600, ("d", "e"), 1, 6),
+        Question("left out", ("f", "g"), 0, 7),
+    ]
+    scores = [[-1.25, 0], [-3.5, 1], [-12.0, 2], [-2.0, 0], [-1.0, 0], [-1.0, 0], [-2.0, 0]]
+    first, second = sample(questions, scores, 2).split("\n\n")
+    assert first.splitlines() == [
+        "task t, line 4: wrong",
+        "What?",
+        "It is",
+        "     -1.2500  'a'  (chosen)",
+        "     -3.5000  'b'  (right)",
+        "    -12.0000  'c\\n'",
+    ]
+    assert second.splitlines() == [
+        "task t, line 6: right",
+        "..." + "x" * 500,
+        "     -2.0000  'd'",
+        "     -1.0000  'e'  (right, chosen)",
+    ]
+    assert sample(questions, scores, 9).startswith(f"{first}\n\n{second}\n\ntask t, line 7: right\n")
+    assert sample(questions, scores, 0) == ""
+
+
+def test_samples_of_a_cloze() -> None:
+    questions = [Question("It is", (" so",), None, 1), Question("", ("x",), None, 2)]
+    assert sample(questions, [[-1.0, 0], [-2.0, 1]], 2).splitlines() == [
+        "task t, line 1: right",
+        "It is",
+        "     -1.0000  ' so'  (most likely: 3 of 3 tokens)",
+        "",
+        "task t, line 2: wrong",
+        "",
+        "     -2.0000  'x'  (most likely: 2 of 3 tokens)",
+    ]

@@ -64,7 +64,9 @@ def test_files_without_questions(tmp_path: Path) -> None:
         read_questions(Task(name="t", path=str(tmp_path / "t.jsonl")))
 
 
-@pytest.mark.parametrize("keys", [{"name": "a/b"}, {"name": ""}, {"limit": 0}, {"limit": -2}])
+@pytest.mark.parametrize(
+    "keys", [{"name": "a/b"}, {"name": ""}, {"limit": 0}, {"limit": -2}, {"num_samples": -1}]
+)
 def test_wrong_values_of_keys(keys: dict) -> None:
     with pytest.raises(ConfigError):
         Task(**{"name": "t", "path": "t.jsonl", **keys})

@@ -106,6 +106,7 @@ FILES = {
         NEW, "--data.holdout_sequences=0",
         "--data.validation_sources=[{name = 'tokens', path = 'PLACE/none'}]",
     ],
+    "tasks": ["--validation.enable", "--validation.tasks=[{name = 't', path = 'PLACE/job.toml'}]"],
     "same validation": [
         NEW, "--data.holdout_sequences=0",
         "--data.validation_sources=[{name = 'tokens', path = 'PLACE/tokens'}]",

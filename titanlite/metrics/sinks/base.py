@@ -47,7 +47,7 @@ class Writer:
         """Take the metrics of one logged step."""
 
     def sample(self, step: int, text: str) -> None:
-        """Take one generated text."""
+        """Take one text to read: a generated one, or questions of a task with their scores."""
 
     def event(self, step: int, event: Event, about: Values) -> None:
         """Take an event: `resumed` (a new process continues the run after `step`), `rewound` (the run went
@@ -105,7 +105,7 @@ class Sinks:
         self._each(lambda writer: writer.write(step, values))
 
     def sample(self, step: int, text: str) -> None:
-        """Send a generated text to all sinks."""
+        """Send a text to all sinks."""
         self._each(lambda writer: writer.sample(step, text))
 
     def event(self, step: int, event: Event, about: Values = MappingProxyType({})) -> None:

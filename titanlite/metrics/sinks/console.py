@@ -1,8 +1,9 @@
-"""The console sink: one line per logged step."""
+"""The console sink: one line per logged step, and one per validation."""
 
 from __future__ import annotations
 
 import math
+import re
 from datetime import timedelta
 
 from titanlite.log import logger
@@ -12,13 +13,15 @@ MAX_ETA_S = 1e10  # 300 years: a run that is to be stopped by hand has no end to
 
 
 class Console(Writer):
-    """One line per logged step, through the logger."""
+    """One line per logged step, and one per validation, through the logger."""
 
     def __init__(self, total_steps: int):
         self.total_steps = total_steps
 
     def write(self, step: int, values: Values) -> None:
         logger.info(console_line(step, self.total_steps, values))
+        if line := validation_line(values):
+            logger.info(line)
 
 
 def console_line(step: int, total_steps: int, values: Values) -> str:
@@ -42,3 +45,20 @@ def console_line(step: int, total_steps: int, values: Values) -> str:
     if remaining < MAX_ETA_S and "compile/seconds" not in values:  # later steps do not compile
         parts.append(f"eta {timedelta(seconds=round(remaining))}")
     return "  ".join(parts)
+
+
+def validation_line(values: Values) -> str:
+    """`validation: 16,384 tokens in 0.4 s; tasks in 1.2 s: arc_easy 31.2%`: the cost of a validation, and the
+    accuracies in the tasks; empty if `values` has no validation."""
+    parts = []
+    if "time/validation_s" in values:
+        parts.append(f"{values['eval/tokens']:,} tokens in {values['time/validation_s']:.1f} s")
+    if "time/tasks_s" in values:
+        parts.append(f"tasks in {values['time/tasks_s']:.1f} s: {task_accuracies(values)}")
+    return f"validation: {'; '.join(parts)}" if parts else ""
+
+
+def task_accuracies(values: Values) -> str:
+    """`arc_easy 31.2%, lambada 4.0%`: the accuracies in the tasks."""
+    names = [match[1] for key in values if (match := re.fullmatch(r"tasks/(.+)/acc", key))]
+    return ", ".join(f"{name} {values[f'tasks/{name}/acc']:.1%}" for name in names)

@@ -1,5 +1,5 @@
-"""The sink samples.txt: the generated texts. At a resume after step s and a rewind to it, the texts of
-later steps move to samples.superseded.txt."""
+"""The sink samples.txt: the generated texts, and questions of tasks with their scores. At a resume after step
+s and a rewind to it, the texts of later steps move to samples.superseded.txt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titanlite.metrics.sinks.base import Event, Values, Writer
 
 
 class Samples(Writer):
-    """Each generated text under a line with its step."""
+    """Each text under a line with its step."""
 
     def __init__(self, path: Path, from_step: int):
         self._cut = partial(cut, path, split_samples, step_of_sample)
