@@ -17,7 +17,7 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.data.packing_index import PackingIndex, open_packing_index
-from titanlite.data.shards import TokenShards
+from titanlite.data.sharded_tokens import ShardedTokens
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PackedSequences:
     search. Raises ConfigError for a source that is shorter than one sequence.
     """
 
-    def __init__(self, shards: TokenShards, seq_len: int, cache_dir: Path, with_document_starts: bool):
+    def __init__(self, shards: ShardedTokens, seq_len: int, cache_dir: Path, with_document_starts: bool):
         self.shards, self.seq_len, self.with_document_starts = shards, seq_len, with_document_starts
         if shards.num_tokens <= seq_len:
             raise ConfigError(
@@ -89,7 +89,7 @@ class ChunkedSequences(PackedSequences):
 class BestFitSequences(PackedSequences):
     """Packing by `best_fit`: whole documents, and chunks of documents longer than a sequence."""
 
-    def __init__(self, shards: TokenShards, seq_len: int, cache_dir: Path, with_document_starts: bool):
+    def __init__(self, shards: ShardedTokens, seq_len: int, cache_dir: Path, with_document_starts: bool):
         super().__init__(shards, seq_len, cache_dir, with_document_starts)
         self.index: PackingIndex = open_packing_index(shards, seq_len + 1, cache_dir)
 

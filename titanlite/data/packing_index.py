@@ -22,7 +22,7 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, expect, load_object
-from titanlite.data.shards import TokenShards
+from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.worker_pool import num_cores, worker_pool
 from titanlite.files import hash_file, new_folder
 from titanlite.log import logger
@@ -73,7 +73,7 @@ class PackingIndex:
         return self.__dict__ | {"_maps": {}}
 
 
-def open_packing_index(shards: TokenShards, capacity: int, cache_dir: Path) -> PackingIndex:
+def open_packing_index(shards: ShardedTokens, capacity: int, cache_dir: Path) -> PackingIndex:
     """Open the index for sequences of `capacity` tokens. A missing or damaged index is made, on all cores; it
     always has the same bytes."""
     key = hashlib.sha256(f"{VERSION} {shards.fingerprint} {capacity}".encode()).hexdigest()[:16]
@@ -100,7 +100,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(damaged, ignore_errors=True)
 
 
-def _write_index(shards: TokenShards, capacity: int, path: Path) -> None:
+def _write_index(shards: ShardedTokens, capacity: int, path: Path) -> None:
     if not shards.num_tokens:
         raise ConfigError(f"{shards.path} holds no tokens")
     digests, counts = {name: hashlib.sha256() for name in FILES}, dict.fromkeys(FILES, 0)
@@ -123,28 +123,23 @@ def _write_index(shards: TokenShards, capacity: int, path: Path) -> None:
 
 
 def _packed_windows(
-    shards: TokenShards, capacity: int
+    shards: ShardedTokens, capacity: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield the result of pack_window for each window of the dataset, in order."""
     windows = list(_windows(shards))
     with (
-        worker_pool(min(num_cores(), -(-len(windows) // 8)), _no_setup, None) as pool,
+        worker_pool(min(num_cores(), -(-len(windows) // 8))) as pool,
         Progress(total=shards.num_documents, desc="packing", unit="doc", unit_scale=True, delay=1) as bar,
     ):
         for begin in range(0, len(windows), 64):  # results may be large, so few are pending at a time
             offsets = [
-                shards.token_offsets(shard)[first : end + 1]
-                for shard, first, end in windows[begin : begin + 64]
+                shards.token_offsets(shard, first, end) for shard, first, end in windows[begin : begin + 64]
             ]
             yield from pool.map(partial(pack_window, capacity=capacity), offsets)
             bar.update(sum(len(documents) - 1 for documents in offsets))
 
 
-def _no_setup(state: None) -> None:
-    pass
-
-
-def _windows(shards: TokenShards) -> Iterator[tuple[int, int, int]]:
+def _windows(shards: ShardedTokens) -> Iterator[tuple[int, int, int]]:
     """Yield each window of documents as (shard, first document, end). A window is within one shard."""
     for shard, count in enumerate(shards.documents_by_shard):
         for begin in range(0, count, WINDOW):

@@ -1,8 +1,9 @@
-"""Source: the contract of data sources, which `[[data.sources]]` selects, and the source `tokens`.
+"""Source: the contract of data sources, which `[[data.sources]]` selects, and the sources `tokens` and
+`megatron`, whose files hold token ids.
 
-A source returns TokenShards, a dataset on disk. Everything after that is the same for all sources: packing
+A source returns ShardedTokens, a dataset on disk. Everything after that is the same for all sources: packing
 numbers the sequences of the shards, and the data order is a function of these numbers. So a source must be
-finite and have a fixed content, whose hash (TokenShards.fingerprint) belongs to the run's identity. An
+finite and have a fixed content, whose hash (ShardedTokens.fingerprint) belongs to the run's identity. An
 endless stream, or a stream without a fixed order, cannot be a source. Write as many of its documents as a run
 needs with prepare/write_shards.py, or subclass DocumentSource (prepare/sources.py), which tokenises documents
 from any iterable once and caches the shards."""
@@ -17,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from titanlite.config.component import Component, ConfigError, label
+from titanlite.data.megatron import MegatronTokens
+from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.shards import TokenShards
 from titanlite.tokenizers.base import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source(Component, makes=(TokenShards,)):
+class Source(Component, makes=(ShardedTokens,)):
     """Base of sources: `[[data.sources]] name = "..."` selects a subclass by its name.
 
     A subclass implements `build`. To train on documents from Python code, subclass DocumentSource instead,
@@ -43,7 +46,7 @@ class Source(Component, makes=(TokenShards,)):
             raise ConfigError(f"{self.max_epochs} is below 0 or not finite", "max_epochs")
 
     @abstractmethod
-    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
+    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> ShardedTokens:
         """Return the source's token shards, encoded with `tokenizer`. A source may cache them in `cache_dir`.
 
         Rank 0 calls this method first; all other ranks call it afterwards and should use the cached shards.
@@ -100,3 +103,26 @@ class Tokens(Source, name="tokens"):
                 f"{tokenizer.vocab_size}: the file is damaged; prepare the data again"
             )
         return shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Megatron(Source, name="megatron"):
+    """Files of Megatron-LM's `preprocess_data.py`, read in place: `PREFIX.bin` and `PREFIX.idx`. Tokens are
+    read as they are, so the files decide which special tokens frame a document."""
+
+    path: list[str]
+    """Prefixes: paths without `.bin` and `.idx`. Several prefixes are one source, in this order."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path:
+            raise ConfigError("no prefix: give the path of a .bin file without .bin", "path")
+
+    def check(self, tokenizer: Tokenizer) -> bool:
+        MegatronTokens(self.path, tokenizer.vocab_size, Path())
+        return False  # `build` hashes the files
+
+    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> MegatronTokens:
+        tokens = MegatronTokens(self.path, tokenizer.vocab_size, cache_dir)
+        tokens.check_vocabulary()
+        return tokens

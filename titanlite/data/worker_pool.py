@@ -17,8 +17,14 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _no_setup(state: None) -> None:
+    pass
+
+
 @contextmanager
-def worker_pool(processes: int, begin: Callable[[Any], None], state: Any) -> Iterator[Executor]:
+def worker_pool(
+    processes: int, begin: Callable[[Any], None] = _no_setup, state: Any = None
+) -> Iterator[Executor]:
     """Yield a pool of `processes` workers, which first call `begin(state)`. A single worker is a thread.
 
     An error in the body kills the workers. Futures of a killed worker raise BrokenProcessPool.

@@ -1,6 +1,10 @@
-"""titanlite data verify DIR ...                 compare datasets with the hashes recorded in them
-titanlite data show DIR [--sequence=N] [--packing=chunk] [--seq_len=2048] [--tokenizer.path=...]
+"""titanlite data verify DATASET ...             compare datasets with the hashes recorded in them
+titanlite data show DATASET [--sequence=N] [--packing=chunk] [--seq_len=2048] [--tokenizer.path=...]
 titanlite data show CONFIG [--sequence=N] [--section.key=value ...] [--allow-imports]
+
+DATASET is a directory made by `titanlite prepare`, or the prefix of Megatron's PREFIX.bin and PREFIX.idx.
+Megatron's files record no hash and no tokenizer: `verify` checks that the index matches its data, and `show`
+needs --tokenizer.name, --tokenizer.path, ...
 
 `show` prints sequences as text, document by document: sequence N of a dataset, or training sequence N of a
 run. N is 0 by default; --num-sequences=K prints K sequences from N on. CONFIG is a TOML file, a name in
@@ -22,6 +26,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.data.dataset import SequenceDataset
+from titanlite.data.megatron import MegatronFile, MegatronTokens
 from titanlite.data.packing import PACKINGS, PackedSequences
 from titanlite.data.shards import TokenShards
 from titanlite.data.skips import SkippedSequences
@@ -33,7 +38,7 @@ from titanlite.tokenizers.tiktoken import Tiktoken
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """The keys of `titanlite data show DIR` on the command line."""
+    """The keys of `titanlite data show DATASET` on the command line."""
 
     seq_len: int = 2048
     packing: Literal["chunk", "best_fit"] = "chunk"
@@ -45,20 +50,33 @@ def main(argv: Sequence[str]) -> int:
     """Run the action `verify` or `show`. A damaged dataset is a ConfigError (exit code 2)."""
     action, *rest = argv
     if action == "verify":
-        return _verify([Path(p) for p in rest])
+        return _verify(rest)
     if action == "show":
         return _show(rest)
     raise ConfigError(f"unknown action {action!r}{suggest(action, ['show', 'verify'])}")
 
 
-def _verify(paths: Sequence[Path]) -> int:
+def _verify(paths: Sequence[str]) -> int:
     if not paths:
-        raise ConfigError("name at least one dataset directory (one that holds dataset.json)")
+        raise ConfigError("name at least one dataset: a directory that holds dataset.json, or a prefix")
     for path in paths:
-        shards = TokenShards(path)
-        shards.verify()
-        print(f"{path}: {shards.num_documents:,} documents, {shards.num_tokens:,} tokens, all hashes match")
+        if _is_megatron(path):
+            file = MegatronFile(path)
+            largest = f"largest id {file.read_content().largest_id}"
+            print(f"{path}: {_counts(file)}, {largest}, the index matches its data")
+        else:
+            shards = TokenShards(path)
+            shards.verify()
+            print(f"{path}: {_counts(shards)}, all hashes match")
     return 0
+
+
+def _counts(dataset: MegatronFile | TokenShards) -> str:
+    return f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
+
+
+def _is_megatron(path: str) -> bool:
+    return Path(f"{path}.idx").exists() and not (Path(path) / "dataset.json").exists()
 
 
 def _show(argv: Sequence[str]) -> int:
@@ -112,18 +130,23 @@ def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:
 
 
 def _open(path: str, overrides: Sequence[str]) -> tuple[PackedSequences, Tokenizer]:
-    shards = TokenShards(path)
     tree, locator = toml.read(None, overrides)
-    tree.setdefault("tokenizer", shards.prepared.get("tokenizer", {}))
+    prepared = None if _is_megatron(path) else TokenShards(path)
+    if prepared:
+        tree.setdefault("tokenizer", prepared.prepared.get("tokenizer", {}))
+    elif "tokenizer" not in tree:
+        raise ConfigError(f"{path} records no tokenizer: give --tokenizer.name, --tokenizer.path, ...")
     show = toml.build(Show, tree, locator)
     tokenizer = show.tokenizer.build()
-    if tokenizer.fingerprint != shards.tokenizer_fingerprint:
+    if prepared and prepared.tokenizer_fingerprint != tokenizer.fingerprint:
         raise ConfigError(
-            f"{path} was made with tokenizer {shards.tokenizer_fingerprint}, this one is "
+            f"{path} was made with tokenizer {prepared.tokenizer_fingerprint}, this one is "
             f"{tokenizer.fingerprint}: select the right tokenizer with --tokenizer.name, --tokenizer.path, "
             "..."
         )
-    return PACKINGS[show.packing](shards, show.seq_len, Path(show.cache_dir), True), tokenizer
+    cache_dir = Path(show.cache_dir)
+    shards = prepared or MegatronTokens([path], tokenizer.vocab_size, cache_dir)
+    return PACKINGS[show.packing](shards, show.seq_len, cache_dir, True), tokenizer
 
 
 def _print_sequence(packed: PackedSequences, number: int, tokenizer: Tokenizer) -> None:
