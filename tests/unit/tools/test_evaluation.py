@@ -48,6 +48,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Pa
     return folder / "it", net, tokenizer
 
 
+def import_harness() -> None:
+    """Skip the test if lm-evaluation-harness is not installed."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install -e '.[harness]'")
+
+
 def log_likelihood(net: Decoder, before: list[int], tokens: list[int]) -> float:
     """Of `tokens` after `before`, by titanlite's model."""
     inputs = torch.tensor([before + tokens])
@@ -86,10 +91,11 @@ CLOZE = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_tasks_have_the_harness_results(tmp_path: Path, corpus: Path, add_bos: bool) -> None:
     """Of the exported model, with contexts that are empty, end in white space, and are too long."""
-    pytest.importorskip("lm_eval")
+    import_harness()
     from lm_eval import simple_evaluate
 
     tasks, configs = [], []
@@ -141,8 +147,9 @@ def test_what_the_harness_does_with_a_directory(exported) -> None:
         assert theirs == pytest.approx(ours(net, tokenizer, context, continuation), abs=1e-4)
 
 
+@pytest.mark.full
 def test_the_harness_itself(exported) -> None:
-    pytest.importorskip("lm_eval")
+    import_harness()
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
