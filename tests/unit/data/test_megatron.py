@@ -27,7 +27,8 @@ from tests.support.megatron_files import write_megatron
 from tests.support.runs import run_in_hops, train_on_rank
 from titanlite.config.component import ConfigError
 from titanlite.data import megatron
-from titanlite.data.loader import Data, MicroBatches, SequenceLoader
+from titanlite.data.dataset import Data
+from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.megatron import MegatronTokens
 from titanlite.data.packing import PACKINGS
 from titanlite.data.sources import Megatron
