@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from titanlite.config.amount import Interval
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.data.dataset import SequenceDataset
 from titanlite.losses import IGNORE
@@ -33,7 +34,7 @@ class Validation:
 
     enable: bool = False
     """Validate during training and after the last step."""
-    freq: int = 500
+    freq: Interval = 500
     """Steps between validations."""
     steps: int = -1
     """Batches of global_batch_size sequences to validate on; -1: all held-out sequences. The sources share

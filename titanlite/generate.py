@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from titanlite.attention.kv_cache import KVCache
+from titanlite.config.amount import Interval
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.errors import Diverged
 from titanlite.models.base import Decoder, logits
@@ -31,7 +32,7 @@ class Generation:
     prompts: list[str] = field(default_factory=list)
     """Prompts to continue, one sample per prompt; empty: no samples. Prompt i = 0, 1, ... is sampled with the
     seed training.seed + i."""
-    freq: int = 0
+    freq: Interval = 0
     """Steps between samples; 0: only after the last step."""
     max_new_tokens: int = 64
     """Maximum number of tokens after the prompt."""

@@ -25,10 +25,13 @@ from titanlite.attention.base import AttentionBackend
 from titanlite.checkpoint.commit import MANIFEST
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.config import toml
+from titanlite.config.amount import Conversion
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import import_components
 from titanlite.config.paths import check_name, check_writable
+from titanlite.config.resolve import amounts, resolve
 from titanlite.data.dataset import Data
+from titanlite.data.step_sizes import StepSize, StepSizes
 from titanlite.evaluate import Validation
 from titanlite.generate import Generation
 from titanlite.losses import ChunkedCrossEntropy, Loss
@@ -131,8 +134,29 @@ class Job:
         self.guard.check(self.checkpoint.enable)
         self.validation.check(bool(self.data.holdout_sequences or self.data.validation_sources))
         self.model.check_length(training.seq_len)
-        self.lr_scheduler.check(training.steps)
-        self.lr_scheduler.check_factors(training.steps)
+        self.resolved(world_size)
+
+    def resolved(self, world_size: int, epoch_sequences: int | None = None) -> Job:
+        """This job with its amounts of training, such as "4B tokens", as numbers of steps on `world_size`
+        ranks. Amounts in epochs remain if `epoch_sequences`, the training sequences of all sources together,
+        is None. Raises ConfigError for amounts of less than one step and, once all are known, for numbers of
+        steps that do not fit together."""
+        batch = BatchLayout.of(self.training, self.parallelism.degrees(world_size).data_parallel)
+        units = {amount.unit for amount in amounts(self).values()}
+        net = self.model.build_on_meta() if "tokens/parameter" in units else None
+        conversion = Conversion(
+            seq_len=self.training.seq_len,
+            global_batch_size=batch.global_size,
+            step_sizes=StepSizes([StepSize(0, batch.global_size)]),
+            num_parameters=sum(p.numel() for p in net.parameters()) if net is not None else 0,
+            epoch_sequences=epoch_sequences,
+        )
+        job = resolve(self, conversion)
+        if not amounts(job):
+            batch.check_steps(job.training.steps)
+            job.lr_scheduler.check(job.training.steps)
+            job.lr_scheduler.check_factors(job.training.steps)
+        return job
 
     def check_folders(self) -> None:
         """Raises ConfigError unless the folders that a run writes to exist or can be made. Makes nothing."""

@@ -21,6 +21,7 @@ from titanlite.checkpoint.run_identity import differences, spell
 from titanlite.checkpoint.state import TrainState, listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.config.resolve import amounts, value_at
 from titanlite.data.dataset import SequenceDataset
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.skips import SkippedSequences
@@ -124,8 +125,10 @@ def check_data(
     check_global_batch(job, global_batch_size, resumed_train)
     skipped = skipped_sequences(job, resumed_train)
     step, position = (resumed_train["step"], resumed_train["sequences"]) if resumed_train else (0, 0)
-    num_left = max(job.training.steps - step, 0) * global_batch_size
-    lines = sequences.describe(skipped.advance(position, num_left)) if sequences is not None else []
+    lines = []
+    if sequences is not None:
+        num_left = max(job.training.steps - step, 0) * global_batch_size
+        lines = sequences.describe(skipped.advance(position, num_left))
     if skipped:
         lines.append(f"skipped for good: {_spelled(skipped)}; {skipped.count():,} in all")
     return lines
@@ -213,8 +216,8 @@ def learning_rate(job: Job, step: int) -> float:
 
 
 def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
-    """Lines on facts that follow from the configuration: the model's shape, the optimizer's groups and the
-    schedule. `net`: the whole model. `num_ids`: ids of the tokenizer; None: unknown."""
+    """Lines on facts that follow from the configuration: the model's shape and the optimizer's groups. `net`:
+    the whole model. `num_ids`: ids of the tokenizer; None: unknown."""
     size = sum(p.numel() for p in net.parameters())
     changed = " with overrides" if job.model.overrides else ""
     ids = "" if num_ids is None else f"; the tokenizer has {num_ids} ids"
@@ -222,9 +225,29 @@ def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
         f"{job.model.name} {job.model.flavor}{changed}: {size:,} parameters",
         f"{job.model.shape()}{ids}",
         *job.optimizer.describe(net),
-        f"learning rate: {job.lr_scheduler.describe(job.training.steps)}",
-        *job.ema.describe(),
     ]
+
+
+def resolve_amounts(
+    job: Job, rt: Runtime, sequences: SequenceDataset, about: Sequence[str]
+) -> tuple[Job, list[str]]:
+    """The job with all its amounts of training as numbers of steps, and `about` with the lines of
+    `about_steps` added. Raises ConfigError for numbers of steps that do not fit together."""
+    resolved = job.resolved(rt.world_size, sum(sequences.sizes))
+    return resolved, [*about, *about_steps(job, resolved)]
+
+
+def about_steps(given: Job, job: Job) -> list[str]:
+    """Lines on facts that follow from numbers of steps: the schedule, and the number of steps of each amount
+    of training in the job as it was `given`. `job`: the same job, resolved; amounts in epochs may remain."""
+    left, lines = amounts(job), list[str]()
+    if not left:
+        schedule = job.lr_scheduler.describe(job.training.steps)
+        lines += [f"learning rate: {schedule}", *job.ema.describe()]
+    for key, amount in amounts(given).items():
+        steps = ", counted once the data is open" if key in left else f" = {value_at(job, key):,.0f} steps"
+        lines.append(f"{key}: {amount}{steps}")
+    return lines
 
 
 def open_checkpoints(

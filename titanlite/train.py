@@ -79,9 +79,9 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     identity = job.identity(sequences.identity, sequences.names)
     startup.check_same_on_all_ranks(job, identity, rt)
+    job, about = startup.resolve_amounts(job, rt, sequences, about)
     checkpoints = startup.open_checkpoints(job, identity, about, startup.exporter(job, tokenizer, requests))
     startup.check_data(job, rt.batch.global_size, sequences, checkpoints.resumed_train)
-
     startup.log_start(job, rt, about, sequences, kernel)
     with building(num_parameters, rt.mesh.shards, job.ema.enable):
         if checkpoints.resumed_train is None:

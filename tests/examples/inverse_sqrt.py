@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from titanlite.config.amount import Steps
 from titanlite.config.component import ConfigError
 from titanlite.optim.schedule import LRScheduler
 
@@ -22,7 +23,7 @@ from titanlite.optim.schedule import LRScheduler
 class InverseSqrt(LRScheduler, name="inverse_sqrt"):
     """Linear warmup, then a learning rate that falls with the square root of the step."""
 
-    warmup_steps: int = 100
+    warmup_steps: Steps = 100
     """Steps of linear warmup, at whose end the learning rate has its peak."""
 
     def __post_init__(self) -> None:

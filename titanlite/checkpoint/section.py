@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from titanlite.config.amount import Interval, MultipleOfInterval, is_multiple
 from titanlite.config.component import ConfigError, check_at_least
 
 EXPORTS = "hf"  # folder of the exports, below the run folder
@@ -19,7 +20,7 @@ class Checkpoint:
     """Save checkpoints and resume from them."""
     folder: str = "checkpoint"
     """Folder of the checkpoints, below job.dump_folder."""
-    interval: int = 500
+    interval: Interval = 500
     """Steps between saves; the last step is always saved."""
     async_mode: Literal["disabled", "async"] = "async"
     """`async`: training continues while a copy of the state in host memory is written, which needs as much
@@ -27,7 +28,7 @@ class Checkpoint:
     keep_latest_k: int = 10
     """Number of newest checkpoints to keep; 0: all. Also kept are the checkpoint that the run resumed from,
     the newest healthy checkpoint, and every checkpoint with an empty file `step-N.keep` beside it."""
-    keep_every_n_steps: int = 0
+    keep_every_n_steps: MultipleOfInterval = 0
     """Also keep checkpoints whose step is a multiple of this; 0: none."""
     load_step: int = -1
     """Step to resume from; -1: the newest. Going back to a step moves later checkpoints and exports to
@@ -49,7 +50,7 @@ class Checkpoint:
     run, a torchtitan DCP checkpoint, or Meta's `consolidated.*.pth`. A run that resumes does not use it."""
     export_hf: bool = False
     """Write the model as a Hugging Face directory `hf/step-N` below job.dump_folder at the end of the run."""
-    export_hf_interval: int = 0
+    export_hf_interval: MultipleOfInterval = 0
     """Steps between Hugging Face exports, a multiple of `interval`; 0: only at the end. An export is made
     from its checkpoint while training continues, and the checkpoint is kept until then. If a run was killed
     or stopped before an export, the export is made after the next save."""
@@ -74,7 +75,7 @@ class Checkpoint:
                 "keep 2 or more, or 0 for all: with 1, one bad checkpoint would lose the run", "keep_latest_k"
             )
         check_at_least(self, 0, "keep_every_n_steps")
-        if self.export_hf_interval < 0 or self.export_hf_interval % self.interval:
+        if self.export_hf_interval < 0 or not is_multiple(self.export_hf_interval, self.interval):
             raise ConfigError(
                 f"{self.export_hf_interval} is not a multiple of interval = {self.interval}: exports are "
                 "made from checkpoints",

@@ -27,6 +27,9 @@ counts. Forms of the command line:
 | `--data.sources.0.key=value` | a key of the first `[[data.sources]]` |
 | `--section='{ key = value }'` | a table, merged into the section |
 
+The type "int or amount" takes a number of steps, or an amount of training as text, such as `"250B tokens"`,
+`"1.5 epochs"` or `"20 tokens/parameter"`: [howto.md](howto.md#count-in-tokens-or-epochs).
+
 `titanlite train --help SECTION` prints the keys of one section. `titanlite train CONFIG.toml --help SECTION`
 includes the components that the file imports.
 
@@ -111,7 +114,7 @@ def _type_name(node: Node) -> str:
         items = ", ".join([item] * node["length"]) if "length" in node else f"{item}, ..."
         name = {"list": f"list[{item}]", "tuple": f"tuple[{items}]", "dict": f"dict[str, {item}]"}[kind]
     else:
-        name = "Any" if kind == "any" else kind
+        name = "Any" if kind == "any" else f"{kind} or amount" if node.get("amount") else kind
     return f"{name} | None" if node.get("optional") else name
 
 

@@ -18,10 +18,11 @@ import typing
 from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Union
+from typing import Annotated, Any, Literal, TypedDict, Union
 
 import tomli_w
 
+from titanlite.config.amount import FORM, Amount, step_count
 from titanlite.config.component import Component, ConfigError, full_name, suggest
 from titanlite.config.overrides import Bare, Word, listed, plain
 
@@ -45,6 +46,7 @@ class Node(TypedDict, total=False):
     required: bool
     default: str  # as TOML; for a choice: the name of the default choice
     optional: bool  # may be None, which TOML cannot express
+    amount: bool  # for an int or float: may be an amount of training
     values: list[Any]  # for a literal
     items: Node  # for a list, tuple or dict
     length: int  # for a tuple of fixed length
@@ -92,17 +94,20 @@ def describe(cls: type, docs: bool = False) -> Node:
 @cache
 def type_hints(cls: type) -> dict[str, Any]:
     """Return the types of a dataclass's fields. Cached: this took 3 of the 4 ms of loading a TOML file."""
-    return typing.get_type_hints(cls)
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def _node(hint: Any, docs: bool) -> Node:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        node: Node = _node(args[0], docs)
+        return {**node, "amount": True} if step_count(hint) else node
     if origin in (Union, types.UnionType) and len(set(args) - {type(None)}) == 1:
         (inner,) = set(args) - {type(None)}
         return {**_node(inner, docs), "optional": True}
     if isinstance(hint, type) and issubclass(hint, Component) and hint.is_kind():
         choices = {name: describe(choice, docs) for name, choice in sorted(hint.choices.items())}
-        node: Node = {"type": "choice", "kind": hint.kind, "choices": choices}
+        node = {"type": "choice", "kind": hint.kind, "choices": choices}
         return node if hint.key == "name" else {**node, "key": hint.key}
     if dataclasses.is_dataclass(hint):
         return describe(typing.cast(type, hint), docs)
@@ -177,7 +182,7 @@ class _Conversion:
         if kind in ("table", "choice"):
             return self._table(node, plain(value) if isinstance(value, Word) else value, key)
         if isinstance(value, Bare) and kind not in ("bool", "any"):
-            return self._complain(f"needs a value: {EXPECTED.get(kind) or _example(node)}", key)
+            return self._complain(f"needs a value: {_expected(node) or _example(node)}", key)
         if kind == "any":
             return plain(value)
         word = isinstance(value, Word)
@@ -194,11 +199,25 @@ class _Conversion:
             if not isinstance(value, dict):
                 return self._complain(f"expected a table, got {value!r}", key)
             return {k: self.value(node["items"], v, f"{key}.{k}") for k, v in value.items()}
+        if node.get("amount") and isinstance(value, str):
+            value = self._amount(node, value, key)
+            if isinstance(value, Amount):
+                return value
         if kind == "float" and type(value) is int:
             return float(value)
         if SCALARS.get(type(value)) != kind:  # bool is not int, "8" is not 8
-            self._complain(f"expected {EXPECTED[kind]}, got {value!r}", key)
+            self._complain(f"expected {_expected(node)}, got {value!r}", key)
         return value
+
+    def _amount(self, node: Node, text: str, key: str) -> Amount | int:
+        """Return the amount of a text, or the number of an amount in steps; after an error any number."""
+        try:
+            amount = Amount.parse(text)
+        except ConfigError as e:
+            is_near = text[:1].isdigit()
+            self._complain(str(e) if is_near else f"expected {_expected(node)}, got {text!r}", key)
+            return 1
+        return int(amount.value) if amount.unit == "steps" else amount
 
     def _list(self, node: Node, value: Any, word: bool, key: str) -> Any:
         is_nested = node["items"]["type"] in ("list", "tuple")
@@ -269,6 +288,12 @@ def _paths(node: Node, leaf: str, path: str = "") -> Iterator[str]:
             if key == leaf:
                 yield where
             yield from _paths(inner, leaf, where)
+
+
+def _expected(node: Node) -> str | None:
+    """The values that a scalar takes, for a message; None for other nodes."""
+    values = EXPECTED.get(node["type"])
+    return f"{values} or {FORM}" if node.get("amount") else values
 
 
 def _example(node: Node, text: str | None = None) -> str:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, Union
 
 import tomli_w
 
+from titanlite.config.amount import Amount
 from titanlite.config.component import Component, ConfigError, full_name
 from titanlite.config.overrides import put, split_overrides
 from titanlite.config.places import Locator, syntax_error
@@ -101,12 +102,21 @@ def _make(hint: Any, value: Any, key: str, errors: list[ConfigError]) -> Any:
     if len(errors) > before:
         return None
     try:
-        section = typing.cast(type, hint)(**made)
+        return make_section(kind, typing.cast(type, hint), made, key)
+    except ConfigError as e:
+        errors.append(e)
+
+
+def make_section(kind: Any, cls: type[T], fields: dict[str, Any], key: str) -> T:
+    """Return the section of a dotted key as an object of the class `cls`. `kind`: the kind of a component,
+    otherwise `cls`. Raises ConfigError, with the full key, for values that the section refuses."""
+    try:
+        section = cls(**fields)
         if isinstance(section, Component):
             kind.__post_init__(section)  # a choice's own __post_init__ need not call it
         return section
     except ConfigError as e:  # a __post_init__ names its key relative to its section
-        errors.append(ConfigError(str(e), f"{key}.{e.key}" if key and e.key else e.key or key))
+        raise ConfigError(str(e), f"{key}.{e.key}" if key and e.key else e.key or key) from None
 
 
 def dump(config: Any) -> str:
@@ -115,8 +125,10 @@ def dump(config: Any) -> str:
 
 
 def as_tree(value: Any) -> Any:
-    """Convert dataclasses to plain tables, with the key that selects a choice first, and tuples to lists.
-    None values are left out."""
+    """Convert dataclasses to plain tables, with the key that selects a choice first, tuples to lists, and
+    amounts to text. None values are left out."""
+    if isinstance(value, Amount):
+        return str(value)
     if dataclasses.is_dataclass(value):
         tree: dict[str, Any] = {value.key: value.name} if isinstance(value, Component) else {}
         fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from titanlite.config.amount import Interval
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.metrics.memory import peak_memory
 from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks
@@ -44,13 +45,13 @@ class Metrics:
     samples.txt always get them; `[[metrics.sinks]]` tables add more sinks. Naming a sink twice is an error.
     """
 
-    log_freq: int = 10
+    log_freq: Interval = 10
     """Steps between reports. The first and the last step always report."""
-    detail_freq: int = 100
+    detail_freq: Interval = 100
     """Steps between detailed reports, which cost more: norms of every parameter, statistics of the tokens'
     losses, a breakdown of the step's time, the state of the hardware. The first and the last step of the run
     have them, too; 0: none."""
-    probe_freq: int = 0
+    probe_freq: Interval = 0
     """Steps between probes: an additional forward of the first micro-batch that measures the residual stream,
     attention and dead MLP units of each block, into metrics and probe.jsonl. The first and the last step of
     the run have one, too; 0: none."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from titanlite.config.amount import Interval, Steps
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.mesh import local_shard, plain_shard
 from titanlite.torch_compat import foreach_copy, foreach_lerp, plain_tensor
@@ -26,10 +27,10 @@ class EMA:
     decay: float = 0.999
     """The share of the average that remains after one step. The average is mostly of the last
     1 / (1 - decay) steps."""
-    start_step: int = 0
+    start_step: Steps = 0
     """The average equals the weights up to and including this step, and leaves them with the first update
     after it. It needs no bias correction, because it starts from weights and not from 0."""
-    freq: int = 1
+    freq: Interval = 1
     """Steps between updates after start_step. An update keeps decay^freq of the average, so that the average
     reaches back equally far with every freq."""
 

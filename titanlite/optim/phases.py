@@ -7,6 +7,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from titanlite.config.amount import Steps
 from titanlite.config.component import ConfigError
 from titanlite.optim.schedule import LRScheduler
 
@@ -17,15 +18,15 @@ MAX_DEFAULT_WARMUP = 200  # steps, with warmup_steps = -1
 class ThreePhases(LRScheduler):
     """Base of schedules that warm up, continue with `middle` and decay. docs/numerics.md has the formulas."""
 
-    warmup_steps: int = -1
+    warmup_steps: Steps = -1
     """Number of steps of linear warmup: step s has the factor s / warmup_steps. -1: a tenth of the schedule,
     at most 200 steps."""
-    total_steps: int = 0
+    total_steps: Steps = 0
     """Length of the schedule in steps; 0: training.steps. A run may stop before its schedule ends."""
     decay_ratio: float = -1.0
     """Length of the decay at the end of the schedule, as a fraction of total_steps: 0.2 decays over the last
     fifth. The decay never begins before warmup ends. Below 0: decay begins when warmup ends. 0: no decay."""
-    decay_start: int = -1
+    decay_start: Steps = -1
     """Last step before the decay, instead of decay_ratio: the steps after it decay, as in a run that is
     branched from the checkpoint of this step. -1: decay_ratio decides."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from titanlite.config.amount import Amount, StepCount
 from titanlite.config.component import ConfigError
 from titanlite.optim.schedule import LRScheduler
 
@@ -18,9 +19,10 @@ class Piecewise(LRScheduler, name="piecewise"):
     """Given factors at given steps, and an interpolation between them. Before the first point and after the
     last one, the factor is constant."""
 
-    points: list[list[float]]
+    points: list[list[Annotated[float, StepCount()]]]
     """Points [step, factor] in the order of their steps, with factors in [0, 1]: `[[0, 0.0], [200, 1.0],
-    [8000, 1.0], [10000, 0.1]]` warms up to step 200 and decays from step 8000 to a tenth of the peak."""
+    [8000, 1.0], [10000, 0.1]]` warms up to step 200 and decays from step 8000 to a tenth of the peak. A step
+    may be an amount: `["2B tokens", 1.0]`."""
     interpolation: Literal["linear", "cosine", "constant"] = "linear"
     """Factor between two points. `linear`: a straight line. `cosine`: half a period of a cosine. `constant`:
     that of the earlier point."""
@@ -31,6 +33,10 @@ class Piecewise(LRScheduler, name="piecewise"):
             if len(point) != 2:
                 raise ConfigError(f"{point} is not a point [step, factor]", "points")
             step, factor = point
+            if isinstance(factor, Amount):
+                raise ConfigError(f"{factor} of {point} is not a factor", "points")
+            if isinstance(step, Amount):  # checked once it is resolved
+                continue
             if not (step >= 0 and step.is_integer()):
                 raise ConfigError(f"{step:g} of {point} is not a step", "points")
             if step <= before:

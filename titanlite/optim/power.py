@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from titanlite.config.amount import Steps
 from titanlite.config.component import ConfigError
 from titanlite.optim.phases import ThreePhases
 
@@ -16,12 +17,12 @@ class Power(ThreePhases, name="power"):
     """Linear warmup, a learning rate proportional to a power of the step, then decay to min_lr_factor. Only
     the decay depends on the length of the schedule. docs/numerics.md has the formula."""
 
-    warmup_steps: int = -1
+    warmup_steps: Steps = -1
     """Number of steps of linear warmup, which rises to the power law's factor at its last step. -1: a tenth
     of the schedule, at most 200 steps."""
     exponent: float = -0.51
     """Power of the step that the learning rate is proportional to, at most 0."""
-    power_start: int = -1
+    power_start: Steps = -1
     """Last step at the peak: a later step s has the factor (s / power_start)^exponent. -1: the last step of
     warmup."""
     decay_ratio: float = 0.1

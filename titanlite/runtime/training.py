@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from titanlite.config.amount import Steps
 from titanlite.config.component import ConfigError, check_at_least
 
 
@@ -21,7 +22,7 @@ class Training:
     global_batch_size: int = -1
     """Sequences in one optimizer step over all ranks. If it exceeds local_batch_size x data-parallel ranks,
     gradients of several micro-batches are accumulated. -1: that product."""
-    steps: int = 10000
+    steps: Steps = 10000
     """Optimizer steps after which the run is done."""
     max_norm: float = 1.0
     """Gradients are scaled down to at most this total norm; 0: no clipping."""
@@ -88,13 +89,15 @@ class BatchLayout:
                 f"{dp_size} ranks = {unit}; the nearest are {' or '.join(str(n) for n in nearest)}",
                 "training.global_batch_size",
             )
-        if size * training.seq_len * training.steps >= 1 << 63:
+        return cls(size, training.local_batch_size, size // unit, size * training.seq_len)
+
+    def check_steps(self, steps: int) -> None:
+        """Raises ConfigError if the tokens of a run of `steps` steps do not fit into 63 bits."""
+        if self.num_tokens * steps >= 1 << 63:
             raise ConfigError(
-                f"{training.steps} steps of {size} x {training.seq_len} tokens are 2^63 tokens or more, "
-                "which cannot be counted",
+                f"{steps} steps of {self.num_tokens} tokens are 2^63 tokens or more, which cannot be counted",
                 "training.steps",
             )
-        return cls(size, training.local_batch_size, size // unit, size * training.seq_len)
 
 
 def choose_param_dtype(training: Training, device: torch.device) -> torch.dtype:

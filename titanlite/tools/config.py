@@ -22,6 +22,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_arguments
+from titanlite.config.resolve import amounts
 from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -44,15 +45,19 @@ def main(argv: Sequence[str]) -> int:
     about = [f"checked with --ranks={ranks}: rules and files"]
     try:
         job.check(ranks)
+        resolved = job.resolved(ranks)
         if "ranks" in own:
-            num_ids, unchecked = check_inputs(job, ranks)
+            resolved, num_ids, unchecked = check_inputs(job, ranks)
             about += [f"not checked: {subject}" for subject in unchecked]
         else:
             about = [f"checked: the rules for {ranks} rank(s), no files; --ranks=N checks both for N ranks"]
         net = build_on_meta(job)
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None
-    print(startup.job_toml_text(job, [*startup.summary(job, net, num_ids), *about]), end="")
+    if amounts(resolved):
+        about.append("not checked: the rules on numbers of steps")
+    lines = [*startup.summary(job, net, num_ids), *startup.about_steps(job, resolved), *about]
+    print(startup.job_toml_text(resolved, lines), end="")
     return 0
 
 
@@ -68,10 +73,10 @@ def build_on_meta(job: Job) -> Decoder:
     return net
 
 
-def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
-    """Check files and device as a run on `ranks` ranks does before it trains. Returns the tokenizer's
-    vocabulary size, and descriptions of what cannot be checked here. Raises ConfigError or
-    CheckpointError."""
+def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
+    """Check files and device as a run on `ranks` ranks does before it trains. Returns the job with its
+    amounts of training resolved, the tokenizer's vocabulary size, and descriptions of what cannot be checked
+    here. Raises ConfigError or CheckpointError."""
     job.check_folders()
     unchecked = check_this_device(job, ranks)
     tokenizer = startup.open_tokenizer(job)
@@ -82,10 +87,11 @@ def check_inputs(job: Job, ranks: int) -> tuple[int, list[str]]:
     sequences = job.data.check(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     if sequences is None:
         unchecked.append("data that is tokenised or packed when a run first starts")
+    job = job.resolved(ranks, None if sequences is None else sum(sequences.sizes))
     identity = None if sequences is None else job.identity(sequences.identity, sequences.names)
     candidate = RunFolder(job.checkpoint, job.folder, identity).choose_checkpoint([])
     startup.check_data(job, batch.global_size, sequences, candidate.train if candidate else None)
-    return tokenizer.vocab_size, unchecked
+    return job, tokenizer.vocab_size, unchecked
 
 
 def check_this_device(job: Job, ranks: int) -> list[str]:
