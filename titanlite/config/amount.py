@@ -98,16 +98,14 @@ class Amount:
         if self.unit == "sequences":
             return int(self.value)
         if conversion.epoch_sequences is None:
-            raise ConfigError(f"{self} cannot be counted before the data is open")
+            raise ConfigError(f"{str(self)!r} cannot be counted before the data is open")
         return int(self.value * conversion.epoch_sequences)
 
     def __str__(self) -> str:
-        """Return a text that `parse` reads as an equal amount."""
-        for suffix, size in reversed(SUFFIXES.items()):
-            scaled = self.value / size
-            if scaled >= 1 and (scaled * 100).denominator == 1:
-                return f"{_decimal(scaled)}{suffix} {self.unit}"
-        return f"{_decimal(self.value)} {UNITS[self.unit] if self.value == 1 else self.unit}"
+        """Return the shortest text that `parse` reads as an equal amount."""
+        sizes = [(suffix, size) for suffix, size in reversed(SUFFIXES.items()) if self.value >= size]
+        numbers = [f"{_decimal(self.value / size)}{suffix}" for suffix, size in [*sizes, ("", 1)]]
+        return f"{min(numbers, key=len)} {UNITS[self.unit] if self.value == 1 else self.unit}"
 
     def __repr__(self) -> str:
         return repr(str(self))
@@ -148,11 +146,12 @@ class Conversion:
         """Return the number of whole steps in an amount. Raises ConfigError, without a key, if there is
         none."""
         sequences = amount.sequences(self)
-        size = self.global_batch_size
-        num = sequences // size if is_interval else self.step_sizes.num_steps(sequences)
+        num = sequences // self.global_batch_size if is_interval else self.step_sizes.num_steps(sequences)
         if num < 1:
+            size = self.global_batch_size if is_interval else self.step_sizes.position_after(1)
             raise ConfigError(
-                f"{amount} is less than one step, which takes {size:,} sequences of {self.seq_len:,} tokens"
+                f"{str(amount)!r} is less than one step, which takes {size:,} sequences of {self.seq_len:,} "
+                "tokens"
             )
         return num
 
