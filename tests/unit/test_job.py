@@ -13,6 +13,7 @@ import pytest
 
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.config.resolve import amounts, value_at
 from titanlite.data.sources import Source
 from titanlite.job import Job, load_job
 from titanlite.metrics.sinks.base import Sink
@@ -524,6 +525,7 @@ COMPONENTS = """
 from dataclasses import dataclass
 
 from titanlite.config.component import ConfigError
+from titanlite.config.resolve import amounts, value_at
 from titanlite.metrics.sinks.base import Sink
 from titanlite.optim.base import Optimizer
 from titanlite.prepare.sources import DocumentSource
@@ -608,6 +610,86 @@ def test_imports_of_the_wrong_type_are_refused(complaint):
 def test_a_job_section_that_is_no_table_is_refused(path, complaint):
     path.write_text(f"job = 3\n{BASE}")
     assert complaint() == "job.toml:1: job: expected a table, got 3"
+
+
+# ---- amounts of training
+
+TOKENS = "--training.steps=10M tokens"  # BASE has sequences of 2,048 tokens
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "steps"),
+    [
+        ([TOKENS], 1, 305),
+        ([TOKENS], 4, 305),
+        ([TOKENS, "--training.global_batch_size=-1"], 1, 2441),
+        ([TOKENS, "--training.global_batch_size=-1"], 4, 610),
+        (["--training.steps=4882 sequences"], 4, 305),
+        (["--training.steps=20 tokens/parameter"], 4, 20 * 1836160 // 2048 // 16),
+        (["--training.steps=2 epochs"], 4, 37),
+        (["--training.steps=0.3K steps"], 4, 300),
+    ],
+)
+def test_amounts_become_steps_of_the_ranks_batches(path, overrides, world_size, steps):
+    job = load_job(path, overrides, world_size)
+    assert type(job.resolved(world_size, epoch_sequences=300).training.steps) is int
+    assert job.resolved(world_size, epoch_sequences=300).training.steps == steps
+
+
+def test_every_section_with_numbers_of_steps_takes_amounts(path):
+    keys = [
+        "lr_scheduler.warmup_steps", "lr_scheduler.decay_start", "lr_scheduler.total_steps", "ema.start_step",
+        "ema.freq", "checkpoint.interval", "checkpoint.keep_every_n_steps", "checkpoint.export_hf_interval",
+        "validation.freq", "generation.freq", "metrics.log_freq", "metrics.detail_freq",
+        "metrics.probe_freq",
+    ]  # fmt: skip
+    given = [f"--{key}={i + 1} epochs" for i, key in enumerate(keys)]
+    job = load_job(path, ["--training.steps=2 epochs", "--checkpoint.export_hf", *given])
+    assert amounts(job).keys() == {"training.steps", *keys}
+    job = job.resolved(1, epoch_sequences=170)
+    multiples = {"checkpoint.keep_every_n_steps": 63, "checkpoint.export_hf_interval": 63}
+    for i, key in enumerate(keys):
+        assert value_at(job, key) == multiples.get(key, 170 * (i + 1) // 16)
+
+
+POINTS = "lr_scheduler.points"
+ENDS_EARLY = "is below training.steps = 100: the schedule would end before the run"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("training.steps", "0 tokens", "'0 tokens' is not above 0"),
+        ("training.steps", "4B tokns", "unknown unit 'tokns' of '4B tokns'; did you mean 'tokens'? (known: "),
+        (
+            "training.steps",
+            "32767 tokens",
+            "'32767 tokens' is less than one step, which takes 16 sequences of ",
+        ),
+        ("training.steps", "9000000T tokens/parameter", " tokens are 2^63 tokens or more, which cannot be "),
+        ("training.seq_len", "2K tokens", "expected an integer, got '2K tokens'"),
+        ("checkpoint.load_step", "1B tokens", "expected an integer, got '1B tokens'"),
+        ("lr_scheduler.total_steps", "99 steps", f"99 {ENDS_EARLY}"),
+        ("lr_scheduler.total_steps", "1M tokens", f"30 {ENDS_EARLY}"),
+        (POINTS, "[[0, '1B tokens']]", "1B tokens of [0.0, '1B tokens'] is not a factor"),
+        (POINTS, "[['1B tokens', 1], ['1M tokens', 0]]", "step 30 does not come after step 30517"),
+    ],
+)
+def test_amounts_that_are_refused_before_the_data_is_open(path, complaint, key, value, message):
+    path.write_text(BASE.replace("[lr_scheduler]\nwarmup_steps = 10\n", ""))
+    name = ["--lr_scheduler.name=piecewise"] if key == POINTS else []
+    said = complaint(*name, f"--{key}={value}")
+    assert said.startswith(f"command line, --{key}: ")
+    assert message in said
+    assert "\n" not in said
+
+
+def test_the_rules_on_steps_wait_for_the_epochs(path):
+    job = load_job(path, ["--training.steps=1 epoch", "--lr_scheduler.total_steps=20"])
+    assert str(job.resolved(1).training.steps) == "1 epoch"
+    assert job.resolved(1, 16 * 20).training.steps == 20
+    with pytest.raises(ConfigError, match="^20 is below"):
+        job.resolved(1, 16 * 21)
 
 
 # ---- numbers and names beyond any machine
