@@ -156,10 +156,10 @@ class Conversion:
         return num
 
 
-def is_multiple(number: int, of: int) -> bool:
-    """Return whether `number` is a multiple of `of`; True if one of them is an amount, which is to be checked
-    again once it is resolved."""
-    return isinstance(number, Amount) or isinstance(of, Amount) or number % of == 0
+def is_multiple(number: int, divisor: int) -> bool:
+    """Return whether `number` is a multiple of `divisor`; True if one of them is an amount, which is to be
+    checked again once it is resolved."""
+    return isinstance(number, Amount) or isinstance(divisor, Amount) or number % divisor == 0
 
 
 def step_count(hint: object) -> StepCount | None:
