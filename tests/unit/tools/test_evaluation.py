@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -94,7 +96,8 @@ CLOZE = {
 @pytest.mark.full
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_tasks_have_the_harness_results(tmp_path: Path, corpus: Path, add_bos: bool) -> None:
-    """Of the exported model, with contexts that are empty, end in white space, and are too long."""
+    """Of the exported model and of the average of its weights, with contexts that are empty, end in white
+    space, and are too long."""
     import_harness()
     from lm_eval import simple_evaluate
 
@@ -109,24 +112,29 @@ def test_tasks_have_the_harness_results(tmp_path: Path, corpus: Path, add_bos: b
     job = make_job(
         tmp_path, corpus, "--training.steps=5", f"--tokenizer={{name = 'tiktoken', path = '{RANKS}'}}",
         "--model.overrides.vocab_size=8256", "--validation.enable", "--optimizer.lr=0.05",
-        f"--validation.tasks=[{', '.join(tasks)}]",
+        f"--validation.tasks=[{', '.join(tasks)}]", "--ema.enable", "--ema.decay=0.5",
     )  # fmt: skip
     train(job)
-    actual = {k: v for k, v in metrics_of(job)[-1].items() if k.startswith("tasks/")}
-    assert cli.run(["export", str(job.folder), str(tmp_path / "it"), "--dtype", "float32"]) == 0
-    arguments = {"pretrained": str(tmp_path / "it"), "dtype": "float32", "max_length": job.training.seq_len}
-    arguments["add_bos_token"] = add_bos
-    results = simple_evaluate("hf", arguments, configs, device="cpu", batch_size=3, bootstrap_iters=0)
-    wanted = {
-        f"tasks/{task}/{key.partition(',')[0]}": value
-        for task, values in results["results"].items()
-        for key, value in values.items()
-        if key.endswith(",none") and "stderr" not in key
-    }
-    assert wanted.keys() == {key for key in actual if "stderr" not in key}
+    actual = {k: v for k, v in metrics_of(job)[-1].items() if re.match("tasks/(?!.*stderr)", k)}
+    wanted = {}
+    for prefix, options in (("", []), ("ema_", ["--ema"])):
+        folder = str(tmp_path / f"{prefix}it")
+        assert cli.run(["export", str(job.folder), folder, "--dtype", "float32", *options]) == 0
+        arguments = {"pretrained": folder, "dtype": "float32", "max_length": job.training.seq_len}
+        arguments["add_bos_token"] = add_bos
+        results = simple_evaluate("hf", arguments, configs, device="cpu", batch_size=3, bootstrap_iters=0)
+        wanted |= {
+            f"tasks/{task}/{prefix}{key.partition(',')[0]}": value
+            for task, values in results["results"].items()
+            for key, value in values.items()
+            if key.endswith(",none") and "stderr" not in key
+        }
+    for metrics in (actual, wanted):  # exp() enlarges the rounding of log-likelihoods
+        for key in ("perplexity", "ema_perplexity"):
+            metrics[f"log {key}"] = math.log(metrics.pop(f"tasks/clozes/{key}"))
+    assert actual == pytest.approx(wanted, rel=1e-6)
     assert 0 < actual["tasks/clozes/acc"] < 1
-    for key, value in wanted.items():
-        assert actual[key] == pytest.approx(value, rel=1e-6), key
+    assert actual["log perplexity"] != pytest.approx(actual["log ema_perplexity"], rel=1e-3)  # control
 
 
 def test_what_the_harness_does_with_a_directory(exported) -> None:
