@@ -29,6 +29,7 @@ from titanlite.data.dataset import Data, SequenceDataset
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.shards import token_dtype, write_description, write_shard
 from titanlite.data.sources import Tokens
+from titanlite.data.step_sizes import StepSizes
 from titanlite.tokenizers.tiktoken import Tiktoken
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,7 +73,7 @@ def main() -> None:
                 data = Data(sources=[Tokens(path=str(path))], cache_dir=f"{folder}/cache", **keys)
                 made = data.build(tokenizer, seq_len=seq_len, seed=0)
                 for num_workers in (0, 1, 2):
-                    order = MicroBatches(0, sequences, sequences, 0, 1)
+                    order = MicroBatches(0, StepSizes.constant(sequences), sequences, 0, 1)
                     batches = SequenceLoader(made, order, num_workers, pin_memory=False)
                     speed = rate(lambda batches=batches: next(batches), seq_len, sequences)
                     measured.append({"reader": "titanlite", **keys, "num_workers": num_workers, **speed})
@@ -97,7 +98,7 @@ def compare(data: Data, tokenizer: Any, seq_len: int, sequences: int) -> list[di
     hardly depends on that load."""
     made, order, lines = (
         data.build(tokenizer, seq_len=seq_len, seed=0),
-        MicroBatches(0, sequences, sequences, 0, 1),
+        MicroBatches(0, StepSizes.constant(sequences), sequences, 0, 1),
         [],
     )
     for num_workers in (0, 2):

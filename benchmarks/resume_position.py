@@ -23,6 +23,7 @@ from environment import environment
 from titanlite.data import order
 from titanlite.data.dataset import Data
 from titanlite.data.loader import MicroBatches, SequenceLoader
+from titanlite.data.step_sizes import StepSizes
 from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes
 
@@ -87,7 +88,7 @@ def start_s(data: Data, number: int, num_workers: int) -> float:
     sequences = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=0)
     start = MicroBatches(
         first_sequence=number,
-        global_batch_size=MICRO_BATCH,
+        step_sizes=StepSizes.constant(MICRO_BATCH),
         micro_batch_size=MICRO_BATCH,
         rank=0,
         num_ranks=1,

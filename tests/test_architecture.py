@@ -24,7 +24,7 @@ LAYERS = [  # low to high: a unit imports lower layers only, never a sibling
     {"optim", "tasks"},
     {"checkpoint", "parallel", "runtime", "metrics", "prepare"},
     {"interop"},
-    {"evaluate", "generate", "planning", "report"},
+    {"evaluate", "generate", "planning", "report", "stages"},
     {"job"},
     {"startup"},
     {"run"},

@@ -7,7 +7,7 @@ other packages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from titanlite.attention.base import AttentionBackend
 from titanlite.checkpoint.commit import MANIFEST
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.config import toml
-from titanlite.config.amount import Conversion
+from titanlite.config.amount import Amount, Conversion
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import import_components
 from titanlite.config.paths import check_name, check_writable
 from titanlite.config.resolve import amounts, resolve
 from titanlite.data.dataset import Data
-from titanlite.data.step_sizes import StepSize, StepSizes
+from titanlite.data.sources import short_names
+from titanlite.data.step_sizes import StepSizes
 from titanlite.evaluate import Validation
 from titanlite.generate import Generation
 from titanlite.losses import ChunkedCrossEntropy, Loss
@@ -51,6 +52,7 @@ from titanlite.parallel.float8 import Float8
 from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
 from titanlite.runtime.process_group import Comm
 from titanlite.runtime.training import BatchLayout, Training
+from titanlite.stages import Stage, Stages, check_stages, count_ends, settings_of, uncounted_ends
 from titanlite.tokenizers.base import TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 
@@ -84,6 +86,7 @@ class Job:
     tokenizer: TokenizerConfig = field(default_factory=Tiktoken)
     data: Data
     training: Training = field(default_factory=Training)
+    stages: list[Stage] = field(default_factory=list)
     loss: Loss = field(default_factory=ChunkedCrossEntropy)
     optimizer: Optimizer = field(default_factory=AdamW)
     lr_scheduler: LRScheduler = field(default_factory=WarmupStableDecay)
@@ -114,12 +117,17 @@ class Job:
         batch = BatchLayout.of(training, degrees.data_parallel)
         self.model.check_tensor_parallel(degrees.tp)
         self.model.check_pipeline_parallel(degrees.pp)
-        parallelism.check(training.seq_len)
+        check_stages(self.stages, training, short_names(self.data.sources))
+        for seq_len in self.sequence_lengths().values():
+            parallelism.check(seq_len)
+        batch_sizes = self.batch_sizes(batch.global_size)
+        for key, size in batch_sizes.items():
+            batch.num_micro_batches(size, key)
         check_pipeline_parallel(
             parallelism,
             num_blocks=self.model.config.n_layers,
-            micro_batches=batch.num_micro_batches,
-            micro_batch_sequences=batch.global_size // batch.num_micro_batches,
+            batch_sizes=batch_sizes,
+            micro_batch_sequences=batch.micro_batch_size * batch.num_ranks,
             reduce_dtype=training.mixed_precision_reduce,
             separates_weight_backward=not self.compile.enable and self.activation_checkpoint.mode == "none",
         )
@@ -136,27 +144,77 @@ class Job:
         self.model.check_length(training.seq_len)
         self.resolved(world_size)
 
+    def amounts(self) -> dict[str, Amount]:
+        """The amounts of training, such as "4B tokens", that are not numbers of steps or sequences yet, by
+        their keys."""
+        return {**amounts(self), **uncounted_ends(self.stages, self.training)}
+
     def resolved(self, world_size: int, epoch_sequences: int | None = None) -> Job:
-        """This job with its amounts of training, such as "4B tokens", as numbers of steps on `world_size`
-        ranks. Amounts in epochs remain if `epoch_sequences`, the training sequences of all sources together,
-        is None. Raises ConfigError for amounts of less than one step and, once all are known, for numbers of
-        steps that do not fit together."""
+        """This job with its amounts of training as numbers of steps on `world_size` ranks, and the ends of
+        stages as numbers of sequences. Epochs remain if `epoch_sequences`, the training sequences of all
+        sources together, is None; so do all amounts of a job with stages that end after epochs. Raises
+        ConfigError for amounts of less than one step and, once all are known, for numbers of steps that do
+        not fit together."""
         batch = BatchLayout.of(self.training, self.parallelism.degrees(world_size).data_parallel)
-        units = {amount.unit for amount in amounts(self).values()}
+        units = {amount.unit for amount in self.amounts().values()}
         net = self.model.build_on_meta() if "tokens/parameter" in units else None
         conversion = Conversion(
             seq_len=self.training.seq_len,
             global_batch_size=batch.global_size,
-            step_sizes=StepSizes([StepSize(0, batch.global_size)]),
+            step_sizes=StepSizes.constant(batch.global_size),
             num_parameters=sum(p.numel() for p in net.parameters()) if net is not None else 0,
             epoch_sequences=epoch_sequences,
         )
-        job = resolve(self, conversion)
-        if not amounts(job):
-            batch.check_steps(job.training.steps)
-            job.lr_scheduler.check(job.training.steps)
-            job.lr_scheduler.check_factors(job.training.steps)
+        ends = uncounted_ends(self.stages, self.training)
+        if not all(conversion.converts(end) for end in ends.values()):
+            return self
+        training, stages = count_ends(self.training, self.stages, conversion)
+        job = replace(self, training=training, stages=stages)
+        step_sizes = job.open_stages(batch.global_size).step_sizes
+        job = resolve(job, replace(conversion, step_sizes=step_sizes))
+        if not job.amounts():
+            job.check_steps(batch.global_size)
         return job
+
+    def open_stages(self, batch_size: int) -> Stages:
+        """The stages by position in the data order, once their ends are numbers of sequences. `batch_size`:
+        training.global_batch_size, with -1 resolved."""
+        return Stages(self.stages, self.training, self.lr_scheduler, batch_size)
+
+    def check_steps(self, batch_size: int) -> None:
+        """Raises ConfigError for numbers of steps that do not fit together."""
+        steps, stages = self.training.steps, self.open_stages(batch_size)
+        if stages.step_sizes.position_after(steps) * self.training.seq_len >= 1 << 63:
+            raise ConfigError(
+                f"{steps} steps of {batch_size} x {self.training.seq_len} tokens are 2^63 tokens or more, "
+                "which cannot be counted",
+                "training.steps",
+            )
+        self.lr_scheduler.check(steps)
+        self.lr_scheduler.check_factors(steps)
+        stages.check_schedules()
+
+    def batch_sizes(self, batch_size: int) -> dict[str, int]:
+        """The sequences per step by the keys that set them. `batch_size`: training.global_batch_size, with -1
+        resolved."""
+        ramp = enumerate(self.training.batch_ramp)
+        return {
+            "training.global_batch_size": batch_size,
+            **{f"training.batch_ramp.{i}.global_batch_size": entry.global_batch_size for i, entry in ramp},
+            **{
+                f"stages.{i}.global_batch_size": stage.global_batch_size
+                for i, stage in enumerate(self.stages)
+                if stage.global_batch_size is not None
+            },
+        }
+
+    def sequence_lengths(self) -> dict[str, int]:
+        """The lengths of the sequences that the model is trained on, by the keys that set them."""
+        lengths = enumerate(stage.seq_len for stage in self.stages)
+        return {
+            "training.seq_len": self.training.seq_len,
+            **{f"stages.{i}.seq_len": length for i, length in lengths if length is not None},
+        }
 
     def check_folders(self) -> None:
         """Raises ConfigError unless the folders that a run writes to exist or can be made. Makes nothing."""
@@ -168,11 +226,13 @@ class Job:
         under the names of their keys. `data`: SequenceDataset.identity. `sources`: SequenceDataset.names,
         which messages about differences use."""
         training = {key: data[key] for key in ("seed", "seq_len")}
-        data = {key: value for key, value in data.items() if key not in training}
+        places = data.get("stages", [])
+        data = {key: value for key, value in data.items() if key not in (*training, "stages")}
         model = {"name": self.model.name, **toml.as_tree(self.model.config)}
         names = {"tokenizer": self.tokenizer.label, "sources": sources}
         identity = {"model": model, "loss": self.loss.objective, "training": training, "data": data}
-        return identity | {"names": names}
+        stages = [place | settings_of(stage) for place, stage in zip(places, self.stages)]
+        return identity | ({"stages": stages} if stages else {}) | {"names": names}
 
 
 def load_job(

@@ -20,6 +20,7 @@ from titanlite.data.batch import Batch
 from titanlite.data.dataset import SequenceDataset
 from titanlite.data.loader import SequenceLoader
 from titanlite.data.skips import SkippedSequences
+from titanlite.data.step_sizes import StepSize
 from titanlite.errors import Diverged, LoaderError
 from titanlite.evaluate import score_tasks, validate
 from titanlite.generate import generate
@@ -41,7 +42,8 @@ from titanlite.parallel.probe import probe_metrics
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.runtime.runtime import Runtime
 from titanlite.runtime.signals import Stopped, StopRequests
-from titanlite.startup import learning_rate
+from titanlite.stages import Stages
+from titanlite.startup import last_sequence, learning_rate
 from titanlite.tasks.requests import OpenTask
 from titanlite.tokenizers.base import Tokenizer
 
@@ -55,6 +57,7 @@ class Run:
     rt: Runtime
     tokenizer: Tokenizer
     sequences: SequenceDataset
+    stages: Stages
     tasks: Sequence[OpenTask]
     loader: SequenceLoader
     model: ShardedModel
@@ -205,13 +208,17 @@ class Run:
         self.meter.sinks.event(state.step, "rewound", about)
         self.check_epochs()
 
+    def last_sequence(self) -> int:
+        """The position in the data order after the steps that are left."""
+        state = self.state
+        return last_sequence(self.job, self.stages, state.step, state.num_sequences, state.skipped)
+
     def check_epochs(self) -> None:
         """Raises ConfigError if the steps that are left read a source for more than its max_epochs. They read
         further than at the start of the run, by the sequences that it has skipped since."""
         state = self.state
-        num_left = (self.job.training.steps - state.step) * self.rt.batch.global_size
         try:
-            self.sequences.describe(state.skipped.advance(state.num_sequences, num_left))
+            self.sequences.describe(self.last_sequence())
         except ConfigError as e:
             raise ConfigError(f"after the rewind to step {state.step}: {e}", e.key) from None
 
@@ -228,16 +235,18 @@ class Run:
             )
 
     def metrics(
-        self, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[Batch]
+        self, first_sequence: int, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[Batch]
     ) -> dict[str, Any]:
         """The metrics of a step, without the times that the meter adds. Waits for the device. Collective."""
+        seq_len = self.job.training.seq_len
         return {
             "train/loss": loss.item(),
             "train/grad_norm": norm.item(),
             "train/skipped_steps": self.guard.skipped_steps(),
-            "train/learning_rate": learning_rate(self.job, self.state.step),
+            "train/learning_rate": learning_rate(self.job, self.stages, self.state.step, first_sequence),
             "progress/total_tokens": int(self.state.tokens),
             "progress/sequences": self.state.num_sequences,
+            "progress/remaining_tokens": (self.last_sequence() - self.state.num_sequences) * seq_len,
             "data/batch_sha": self.rt.sum_u64(sum(batch.hash for batch in micro_batches)),
             **self.data_metrics(),
             **self.model_metrics(),
@@ -245,14 +254,14 @@ class Run:
             **self.slow_ranks.report(self.rt.clock),
         }
 
-    def token_statistics(self) -> TokenStatistics | None:
+    def token_statistics(self, step_size: StepSize) -> TokenStatistics | None:
         """Empty statistics of the step's token losses, which forward_backward fills; None if the step has no
         detailed report."""
         if not self.job.metrics.detail_is_due(self.state.step, self.job.training.steps):
             return None
         return TokenStatistics(
-            seq_len=self.job.training.seq_len,
-            num_micro_batches=self.rt.batch.num_micro_batches,
+            seq_len=self.job.training.seq_len // step_size.num_splits,
+            num_micro_batches=self.rt.batch.num_micro_batches(step_size.global_batch_size),
             sources=self.sequences.source_names,
             is_cross_entropy=self.job.loss.is_cross_entropy,
             device=self.rt.device,
@@ -260,6 +269,7 @@ class Run:
 
     def detail_metrics(
         self,
+        step_size: StepSize,
         norms: GradNorms,
         applied: torch.Tensor,
         loss: torch.Tensor,
@@ -270,19 +280,19 @@ class Run:
         `norms`: of the step's gradients. `applied`: bool scalar, False if the step was skipped. `loss`: of
         the step."""
         return {
-            **self.parameter_metrics(norms, applied),
+            **self.parameter_metrics(step_size.global_batch_size, norms, applied),
             **self.token_metrics(loss, token_statistics),
             **self.meter.breakdown(),
             **self.hardware.metrics(),
         }
 
-    def parameter_metrics(self, norms: GradNorms, applied: torch.Tensor) -> dict[str, Any]:
+    def parameter_metrics(self, batch_size: int, norms: GradNorms, applied: torch.Tensor) -> dict[str, Any]:
         """Norms, update ratios, clipping and the gradient noise scale; the sinks get the norms of every
         parameter. Arguments: see detail_metrics. Waits for the device. Collective."""
         grad_norms = dict(zip(norms.names, norms.norms.tolist()))
         parameters = self.parameters.measure(grad_norms, applied=bool(applied))
         self.meter.sinks.table(self.state.step, "parameters", parameters.table())
-        values = parameters.metrics(self.rt.batch.global_size)
+        values = parameters.metrics(batch_size)
         if self.clipper.num_clipped is not None:
             num_clipped, num = self.rt.sum_scalars(self.clipper.num_clipped, torch.tensor(len(norms.names)))
             values["train/clipped_tensors"] = (num_clipped / num).item()

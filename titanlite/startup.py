@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from titanlite.checkpoint.run_identity import differences, spell
 from titanlite.checkpoint.state import TrainState, listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.config.resolve import amounts, value_at
+from titanlite.config.resolve import value_at
 from titanlite.data.dataset import SequenceDataset
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.skips import SkippedSequences
+from titanlite.data.sources import short_names
 from titanlite.files import FileFault, read_regular, write_atomically
 from titanlite.flops import peak_bf16_flops
 from titanlite.interop.exporter import Exporter
@@ -39,6 +40,7 @@ from titanlite.parallel.apply import ParallelSettings
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.signals import StopRequests
+from titanlite.stages import Stages
 from titanlite.tokenizers.base import Tokenizer
 
 
@@ -112,23 +114,27 @@ def exporter(job: Job, tokenizer: Tokenizer, requests: StopRequests) -> Exporter
     return Exporter(job.checkpoint, job.folder, model, job.training.steps, lambda: requests.stop)
 
 
+def last_sequence(job: Job, stages: Stages, step: int, position: int, skipped: SkippedSequences) -> int:
+    """The position in the data order after the last step of a run that has taken `step` steps and is at
+    `position`."""
+    num_left = max(job.training.steps - step, 0)
+    return skipped.advance(position, stages.step_sizes.position_after(num_left, position) - position)
+
+
 def check_data(
-    job: Job, global_batch_size: int, sequences: SequenceDataset | None, resumed_train: dict[str, Any] | None
+    job: Job, stages: Stages, sequences: SequenceDataset, resumed_train: dict[str, Any] | None
 ) -> list[str]:
-    """One line per source on how much of it the whole run reads, and a line on the sequences that the run
-    skips, if there are any. `sequences`: None if the sources are not open. `resumed_train`: the checkpoint's
-    train.json.
+    """One line per source on how much of it the whole run reads, one per stage, and one on the sequences that
+    the run skips, if there are any. `resumed_train`: the checkpoint's train.json.
 
     Raises ConfigError if the global batch size differs from the resumed run's only because the number of
     ranks does, if the run has trained on sequences that it should skip, or if it reads a source for more than
     its max_epochs."""
-    check_global_batch(job, global_batch_size, resumed_train)
+    check_global_batch(job, stages.batch_size, resumed_train)
     skipped = skipped_sequences(job, resumed_train)
     step, position = (resumed_train["step"], resumed_train["sequences"]) if resumed_train else (0, 0)
-    lines = []
-    if sequences is not None:
-        num_left = max(job.training.steps - step, 0) * global_batch_size
-        lines = sequences.describe(skipped.advance(position, num_left))
+    lines = sequences.describe(last_sequence(job, stages, step, position, skipped))
+    lines += stages.describe(short_names(job.data.sources))
     if skipped:
         lines.append(f"skipped for good: {_spelled(skipped)}; {skipped.count():,} in all")
     return lines
@@ -210,9 +216,10 @@ def log_changes(job: Job, rt: Runtime, checkpoints: Checkpointer) -> None:
             logger.info(f"changed since step {train['step']}: {key} {spell(before)} -> {spell(after)}")
 
 
-def learning_rate(job: Job, step: int) -> float:
-    """The learning rate at a step, without the multipliers of parameter groups."""
-    return job.optimizer.lr * job.lr_scheduler.checked_factor(step, job.training.steps)
+def learning_rate(job: Job, stages: Stages, step: int, first_sequence: int) -> float:
+    """The learning rate in a step that begins with sequence `first_sequence`, without the multipliers of
+    parameter groups."""
+    return job.optimizer.lr * stages.lr_factor(step, first_sequence)
 
 
 def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
@@ -228,25 +235,35 @@ def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
     ]
 
 
-def resolve_amounts(
+def open_stages(
     job: Job, rt: Runtime, sequences: SequenceDataset, about: Sequence[str]
-) -> tuple[Job, list[str]]:
-    """The job with all its amounts of training as numbers of steps, and `about` with the lines of
-    `about_steps` added. Raises ConfigError for numbers of steps that do not fit together."""
+) -> tuple[Job, Stages, list[str]]:
+    """The job with all its amounts of training as numbers of steps and sequences, its stages, whose weights
+    the sources get, and `about` with the lines of `about_steps` added. Raises ConfigError for numbers of
+    steps that do not fit together."""
     resolved = job.resolved(rt.world_size, sum(sequences.sizes))
-    return resolved, [*about, *about_steps(job, resolved)]
+    stages = resolved.open_stages(rt.batch.global_size)
+    set_weights(resolved, stages, sequences)
+    return resolved, stages, [*about, *about_steps(job, resolved)]
+
+
+def set_weights(job: Job, stages: Stages, sequences: SequenceDataset) -> None:
+    """Give the sources the weights of each stage."""
+    weights = [stage.weights_of(short_names(job.data.sources)) for stage in stages.stages]
+    sequences.set_stages(job.data.sources, list(zip(stages.firsts, weights)))
 
 
 def about_steps(given: Job, job: Job) -> list[str]:
     """Lines on facts that follow from numbers of steps: the schedule, and the number of steps of each amount
     of training in the job as it was `given`. `job`: the same job, resolved; amounts in epochs may remain."""
-    left, lines = amounts(job), list[str]()
+    left, lines = job.amounts(), list[str]()
     if not left:
         schedule = job.lr_scheduler.describe(job.training.steps)
         lines += [f"learning rate: {schedule}", *job.ema.describe()]
-    for key, amount in amounts(given).items():
-        steps = ", counted once the data is open" if key in left else f" = {value_at(job, key):,.0f} steps"
-        lines.append(f"{key}: {amount}{steps}")
+    for key, amount in given.amounts().items():
+        value = value_at(job, key)  # a number of steps, or a text such as "1000 sequences"
+        number = f" = {value:,.0f} steps" if isinstance(value, (int, float)) else f" = {value}"
+        lines.append(f"{key}: {amount}{', counted once the data is open' if key in left else number}")
     return lines
 
 
@@ -268,7 +285,8 @@ def job_toml_text(job: Job, lines: Sequence[str]) -> str:
 
 def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDataset, kernel: str) -> None:
     """Log the model, the layout, the data and the batch. `about`: the lines of `summary`."""
-    batch, offload = rt.batch, ", weights on the CPU" if job.training.enable_cpu_offload else ""
+    batch, num_micro_batches = rt.batch, rt.batch.num_micro_batches(rt.batch.global_size)
+    offload = ", weights on the CPU" if job.training.enable_cpu_offload else ""
     dtype = str(rt.param_dtype).removeprefix("torch.")
     for line in about:
         logger.info(line)
@@ -278,8 +296,8 @@ def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDa
         f"{sequences.num_held_out:,} held out"
     )
     logger.info(
-        f"{batch.global_size} sequences per step: {batch.num_micro_batches} "
-        f"micro-batch{'es' if batch.num_micro_batches > 1 else ''} of {batch.micro_batch_size} per rank"
+        f"{batch.global_size} sequences per step: {num_micro_batches} "
+        f"micro-batch{'es' if num_micro_batches > 1 else ''} of {batch.micro_batch_size} per rank"
     )
     masked = ", documents masked from each other" if job.data.mask_documents else ""
     mode = job.activation_checkpoint.mode
@@ -301,11 +319,13 @@ def run_id(folder: Path, is_new: bool) -> str:
     return made
 
 
-def open_loader(job: Job, rt: Runtime, sequences: SequenceDataset, state: TrainState) -> SequenceLoader:
+def open_loader(
+    job: Job, rt: Runtime, sequences: SequenceDataset, stages: Stages, state: TrainState
+) -> SequenceLoader:
     """The loader of this rank's micro-batches, which continues at the position of `state`."""
     micro_batches = MicroBatches(
         first_sequence=state.num_sequences,
-        global_batch_size=rt.batch.global_size,
+        step_sizes=stages.step_sizes,
         micro_batch_size=rt.batch.micro_batch_size,
         rank=rt.mesh.dp_rank,
         num_ranks=rt.mesh.dp_size,
@@ -315,7 +335,7 @@ def open_loader(job: Job, rt: Runtime, sequences: SequenceDataset, state: TrainS
     return SequenceLoader(sequences, micro_batches, job.data.num_workers, pin_memory)
 
 
-def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -> Meter:
+def open_meter(job: Job, rt: Runtime, flops_per_token: Mapping[int, int], resumed_step: int) -> Meter:
     """The meter of a run that continues after `resumed_step` (0: a new run), and on rank 0 its open sinks."""
     sinks = Sinks({})
     if rt.rank == 0:
@@ -330,7 +350,7 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: int, resumed_step: int) -
         if resumed_step:
             sinks.event(resumed_step, "resumed")
     cost = StepCost(
-        tokens=rt.batch.num_tokens,
+        seq_len=job.training.seq_len,
         world_size=rt.world_size,
         flops_per_token=flops_per_token,
         peak_flops=peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None,
@@ -354,10 +374,15 @@ def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences:
         write_atomically(job.folder / name, text)
 
 
-def log_steps(job: Job, step: int, about_data: Sequence[str]) -> None:
-    """Log the lines of `check_data`, and the steps after `step`, which the run will take."""
-    for line in about_data:
+def log_steps(
+    job: Job, stages: Stages, sequences: SequenceDataset, resumed_train: dict[str, Any] | None
+) -> None:
+    """Log the lines of `check_data`, which is called again because the checkpoints may have fallen back to an
+    older one with another batch size, and the steps that the run will take. `resumed_train`: the train.json
+    of the checkpoint that was loaded."""
+    for line in check_data(job, stages, sequences, resumed_train):
         logger.info(line)
+    step = resumed_train["step"] if resumed_train else 0
     if step < job.training.steps:
         compiling = " (the first one compiles)" if job.compile.enable else ""
         logger.info(f"steps {step + 1} to {job.training.steps}{compiling}")

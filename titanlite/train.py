@@ -67,7 +67,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     net = job.model.build_on_meta()
     job.optimizer.check(net, rt.mesh.degrees.tp)
     num_parameters = sum(p.numel() for p in net.parameters())
-    flops_per_token = net.flops_per_token(job.training.seq_len)
+    flops_per_token = {length: net.flops_per_token(length) for length in job.sequence_lengths().values()}
     about = startup.summary(job, net, tokenizer.vocab_size)
     model = parallelize(net, job.loss, rt.mesh, startup.parallel_settings(job, rt, attention))
 
@@ -77,11 +77,12 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
             startup.check_interop(job, tokenizer)
         tasks = job.validation.open_tasks(tokenizer, job.training.seq_len)
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+    job, stages, about = startup.open_stages(job, rt, sequences, about)
     identity = job.identity(sequences.identity, sequences.names)
     startup.check_same_on_all_ranks(job, identity, rt)
-    job, about = startup.resolve_amounts(job, rt, sequences, about)
     checkpoints = startup.open_checkpoints(job, identity, about, startup.exporter(job, tokenizer, requests))
-    startup.check_data(job, rt.batch.global_size, sequences, checkpoints.resumed_train)
+    startup.check_data(job, stages, sequences, checkpoints.resumed_train)
+
     startup.log_start(job, rt, about, sequences, kernel)
     with building(num_parameters, rt.mesh.shards, job.ema.enable):
         if checkpoints.resumed_train is None:
@@ -98,19 +99,18 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         guard = StepGuard(job.guard, rt.device, rt.world_size)
         if checkpoints.resumed_train is not None:
             guard.load_state_dict(checkpoints.resumed_train["guard"], state.step)
-    # Again, because load() may have fallen back to an older checkpoint with another batch size.
-    about_data = startup.check_data(job, rt.batch.global_size, sequences, checkpoints.resumed_train)
     startup.log_changes(job, rt, checkpoints)
     startup.write_run_files(job, rt, checkpoints, sequences)
-    startup.log_steps(job, state.step, about_data)
+    startup.log_steps(job, stages, sequences, checkpoints.resumed_train)
     return Run(
         job=job,
         rt=rt,
         tokenizer=tokenizer,
         sequences=sequences,
+        stages=stages,
         tasks=tasks,
         meter=startup.open_meter(job, rt, flops_per_token, state.step),
-        loader=startup.open_loader(job, rt, sequences, state),
+        loader=startup.open_loader(job, rt, sequences, stages, state),
         model=model,
         optimizer=optimizer,
         clipper=clipper,
@@ -133,19 +133,19 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
     while state.step < last_step and not stop:
         try:
             with meter.waiting_for_data(state.step + 1):
-                micro_batches = [next(loader).to(rt.device) for _ in range(rt.batch.num_micro_batches)]
+                step_size, micro_batches = loader.next_step(rt.device)
         except (Stopped, LoaderError) as e:
             return run.end_without_data(e, num_steps, requests)
-        state.step, num_steps = state.step + 1, num_steps + 1
-        set_lr(optimizer, job.lr_scheduler.checked_factor(state.step, last_step))
+        state.step, num_steps, first_sequence = state.step + 1, num_steps + 1, state.next_sequence
+        set_lr(optimizer, run.stages.lr_factor(state.step, first_sequence))
         num_targets = rt.count(sum(batch.num_targets for batch in micro_batches))
         vote = rt.vote(requests.stop, requests.take_save_request(), checkpoints.failed)
-        token_statistics = run.token_statistics()  # None without a detailed report
+        token_statistics = run.token_statistics(step_size)  # None without a detailed report
         loss = model.forward_backward(micro_batches, num_targets, token_statistics)
         rt.clock.enter("optimizer")
         norms = grad_norms(model.net, rt.mesh.pp)
         loss, *norm_sums = rt.sum_scalars(loss, *guard.summands(norms.total))
-        first_sequence, next_sequence = state.next_sequence, loader.state_dict()["sequences"]
+        next_sequence = loader.state_dict()["sequences"]
         apply = guard.judge(loss, norms.total, norm_sums, state.step, first_sequence, next_sequence)
         checkpoints.wait_until_staged()  # a save may still be copying the weights
         guarded_step(optimizer, apply, run.clipper.clip(norms, apply, state.step))
@@ -153,7 +153,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         model.after_step(apply)
         run.average.update(state.step, apply)
         state.step_done(next_sequence, num_targets)
-        meter.step_done()
+        meter.step_done(step_size)
         profiler.step_done()
         rt.collect_garbage(state.step)
         if num_steps == 1:
@@ -169,9 +169,9 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             run.sample()
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
         if evaluation or stop or num_steps == 1 or job.metrics.is_due(state.step, last_step):
-            metrics = run.metrics(loss, norms.total, micro_batches)
+            metrics = run.metrics(first_sequence, loss, norms.total, micro_batches)
             if token_statistics is not None:
-                metrics |= run.detail_metrics(norms, apply, loss, token_statistics)
+                metrics |= run.detail_metrics(step_size, norms, apply, loss, token_statistics)
             metrics |= run.probe(micro_batches[0])  # {} unless a probe is due
             meter.report(state.step, metrics | evaluation)
         if save_failed:

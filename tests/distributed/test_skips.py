@@ -28,6 +28,7 @@ from tests.support.tiers import full
 from titanlite.checkpoint.state import TrainState, read_train
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import sequence_hash
+from titanlite.data.dataset import MicroBatch
 from titanlite.data.loader import MicroBatches
 from titanlite.job import Job
 from titanlite.train import train
@@ -61,10 +62,10 @@ def test_each_step_has_the_next_sequences_that_are_not_skipped(whole: Job) -> No
 def test_it_equals_a_run_in_an_order_that_was_made_number_by_number(
     whole: Job, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def number_by_number(order: MicroBatches) -> Iterator[list[int]]:
+    def number_by_number(order: MicroBatches) -> Iterator[MicroBatch]:
         numbers = wanted_numbers()
         while True:
-            yield list(islice(numbers, order.micro_batch_size))
+            yield MicroBatch(list(islice(numbers, order.micro_batch_size)))
 
     monkeypatch.setattr(MicroBatches, "__iter__", number_by_number)
     reference = run_in_hops(tmp_path, corpus, [STEPS])

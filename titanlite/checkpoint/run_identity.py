@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.config.json_file import read_object
 from titanlite.optim.base import CLIP_NORM
 
+STAGES = "stages"
+NOT_COMPARED = ("names", STAGES)  # sections of a run identity; check_stages compares the stages
 NUMBERING = ("training.", "data.")  # sections that decide which sequence has which number,
 NOT_NUMBERING = "data.mask_documents"  # except this key, which only masks documents from each other
 TOKENIZER, SOURCES = "data.tokenizer", "data.sources."
@@ -66,6 +69,7 @@ def check_identity(
     Raises ConfigError that names the differences unless `allow_changed` names their keys or tables. Keys that
     decide the numbers of sequences may not change after `num_sequences` > 0 sequences: some sequences would
     be trained on again and others left out. `folder`: the folder of the recorded run, for messages."""
+    _check_stages(theirs, ours, num_sequences)
     changes = dict(_changes(theirs, ours))
     allowed = {key for key in changes if any(_covers(name, key) for name in allow_changed)}
     fixed = {key for key in changes if num_sequences and key.startswith(NUMBERING) and key != NOT_NUMBERING}
@@ -89,12 +93,53 @@ def check_identity(
     return list(dict.fromkeys(changes.values()))
 
 
+def _check_stages(theirs: dict[str, Any], ours: dict[str, Any], num_sequences: int) -> None:
+    """Raise ConfigError if a stage that has begun after `num_sequences` sequences begins elsewhere in this
+    job or reads other sources, or if one that has ended has other settings. Later stages may change."""
+    before, now = (_begun(identity.get(STAGES), num_sequences) for identity in (theirs, ours))
+    if before == now:
+        return
+    i = next(i for i, (a, b) in enumerate(zip_longest(before, now)) if a != b)
+    a, b = (dict(stages[i]) if i < len(stages) else {} for stages in (before, now))
+    key = next(key for key in [*a, *b] if a.get(key, ABSENT) != b.get(key, ABSENT))
+    if key == "first_sequence":
+        begins = [f"begins with sequence {stage[key]:,}" if stage else "has not begun" for stage in (a, b)]
+        said = f"stage {i + 1} of the run {begins[0]}; here it {begins[1]}"
+        key = f"{STAGES}.{max(i - 1, 0)}.until"
+    else:
+        texts = [spell(stage.get(key, ABSENT)) for stage in (a, b)]
+        if key == "sources":
+            key, texts = "weights", [_mixture(a[key], theirs), _mixture(b[key], ours)]
+        said = f"{key} of stage {i + 1} was {texts[0]}, is {texts[1]}"
+        key = f"{STAGES}.{i}.{key}"
+    raise ConfigError(
+        f"{said}. The run is at sequence {num_sequences:,}, and only what comes later can change", key
+    )
+
+
+def _mixture(shares: dict[str, int], identity: dict[str, Any]) -> str:
+    """The shares of sources by name, for messages."""
+    names = _names(identity)[1]
+    return ", ".join(f"{names.get(uid, uid)} {_percent(share)}" for uid, share in shares.items())
+
+
+def _begun(stages: list[dict[str, Any]] | None, num_sequences: int) -> list[dict[str, Any]]:
+    """The stages that have begun after so many sequences. The settings of the last of them may still
+    change."""
+    stages = stages or [{"first_sequence": 0}]
+    begun = [dict(stage) for stage in stages if stage["first_sequence"] < num_sequences]
+    if begun:
+        begun[0].pop("sources", None)  # the key data.sources has them
+        begun[-1] = {key: value for key, value in begun[-1].items() if key in ("first_sequence", "sources")}
+    return begun
+
+
 def with_source_labels(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """A recorded run identity in the form that a job's identity has before its sources are opened: the list
     of source labels instead of shares by fingerprint. If the number of sources is the same, the labels are
     taken from `ours` and so not compared, because the data may have been moved."""
     names, labels = _names(theirs)[1], ours["data"]["sources"]
-    flat = flatten({key: value for key, value in theirs.items() if key != "names"})
+    flat = flatten({key: value for key, value in theirs.items() if key not in NOT_COMPARED})
     uids = [key.removeprefix(SOURCES) for key in flat if key.startswith(SOURCES)]
     known = {key: value for key, value in flat.items() if not key.startswith(SOURCES)}
     before = labels if len(uids) == len(labels) else sorted(names.get(uid, uid) for uid in uids)
@@ -166,7 +211,9 @@ def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str
     """(dotted key, sentence) for each difference. Differences of sources come last. A source whose content
     has changed is two differences, because its fingerprint has changed, with one sentence."""
     (old, old_names), (new, new_names) = _names(theirs), _names(ours)
-    before, now = ({k: v for k, v in identity.items() if k != "names"} for identity in (theirs, ours))
+    before, now = (
+        {k: v for k, v in identity.items() if k not in NOT_COMPARED} for identity in (theirs, ours)
+    )
     names = old_names | new_names
     for key, a, b in sorted(differences(before, now), key=lambda change: change[0].startswith(SOURCES)):
         if key.startswith(SOURCES):

@@ -87,6 +87,15 @@ class Amount:
             raise ConfigError(f"{text!r} is 2^63 {unit} or more, which cannot be counted")
         return cls(value, unit)
 
+    @classmethod
+    def parse_place(cls, text: str) -> Amount:
+        """Return an amount that is a place in the data order. Raises ConfigError, without a key, for numbers
+        of steps, whose sequences depend on the batch size."""
+        amount = cls.parse(text)
+        if amount.unit == "steps":
+            raise ConfigError(f"{text!r} is no place in the data order: give tokens, sequences or epochs")
+        return amount
+
     def sequences(self, conversion: Conversion) -> int:
         """Return the number of training sequences, rounded down. Raises ConfigError, without a key, for
         epochs whose length is not known."""

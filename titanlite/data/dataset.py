@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -138,6 +138,14 @@ def _for_each(call: Callable[[Source], T], sources: Sequence[Source], key: str) 
     return results
 
 
+class MicroBatch(NamedTuple):
+    """The sequences of a micro-batch, by their global numbers. `num_splits`: each sequence is trained as this
+    many shorter ones."""
+
+    numbers: list[int]
+    num_splits: int = 1
+
+
 class SequenceDataset(Dataset):
     """All sequences of a run by global number: `training`, whose numbers are unlimited, and `held_out`.
 
@@ -154,16 +162,8 @@ class SequenceDataset(Dataset):
         identity: dict[str, Any],
     ):
         self._packed, self._sources = [p for p, _ in sources], [s for _, s in sources]
-        weights = [source.weight for source in self._sources]
-        shares = quotas(weights, MIXING_BLOCK)
-        if 0 in shares:
-            k = shares.index(0)
-            raise ConfigError(
-                f"{self._packed[k].shards.path}: the weight {weights[k]:g} is too small a share "
-                f"of {sum(weights):g}; the smallest share is 1/{MIXING_BLOCK}. Raise the weight or remove "
-                "the source",
-                "data.sources",
-            )
+        self._weights = [source.weight for source in self._sources]
+        shares = self._shares(self._weights, "data.sources")
         held = quotas(shares, holdout)  # from the shares, so that equal identities hold out equal sequences
         for packed, num_held in zip(self._packed, held):
             if num_held >= len(packed):
@@ -171,17 +171,52 @@ class SequenceDataset(Dataset):
                     f"cannot hold out {num_held} sequences of {packed.shards.path}, which has {len(packed)}",
                     "data.holdout_sequences",
                 )
-        self._held_ends = np.cumsum([0, *held])
+        self._held, self._held_ends = held, np.cumsum([0, *held])
         if validation:
             sizes, weights = [len(p) for p, _ in validation], [s.weight for _, s in validation]
             self.for_validation = _held_out("validation", validation, sizes, weights)
         else:  # the numbers held out are by weight
             self.for_validation = _held_out("holdout", sources, held, [1.0] * len(held))
         self.sizes = [len(packed) - num_held for packed, num_held in zip(self._packed, held)]
+        self._seed, self._holdout = seed, holdout
+        self._label_identity = identity
+        self.set_stages(self._sources, [(0, None)])
+
+    def set_stages(
+        self, sources: Sequence[Source], stages: Sequence[tuple[int, Sequence[float] | None]]
+    ) -> None:
+        """Set the weights of the sources from each stage's first sequence on; the first stage begins with 0.
+        None: the sources' own weights. The weights are in the order of `sources`, which are all sources of
+        the dataset. Raises ConfigError for a weight that is too small."""
+        places = [sources.index(source) for source in self._sources]
+        shares = []
+        for i, (_, weights) in enumerate(stages):
+            own = self._weights if weights is None else [weights[place] for place in places]
+            shares.append(self._shares(own, "data.sources" if weights is None else f"stages.{i}.weights"))
         fingerprints = [packed.fingerprint for packed in self._packed]
-        self._mixture = Mixture(self.sizes, fingerprints, shares, seed)
+        changes = [(first, share) for (first, _), share in zip(stages[1:], shares[1:])]
+        self._mixture = Mixture(self.sizes, fingerprints, shares[0], self._seed, changes)
         self._blocks: dict[int, np.ndarray] = {}
-        self.identity = identity | {"sources": dict(zip(fingerprints, shares))}
+        by_content = [{uid: share for uid, share in zip(fingerprints, stage) if share} for stage in shares]
+        self.identity = {**self._label_identity, "sources": by_content[0]}
+        if len(stages) > 1:
+            self.identity["stages"] = [
+                {"first_sequence": first, "sources": shares} for (first, _), shares in zip(stages, by_content)
+            ]
+        if self._held != quotas(shares[0], self._holdout):
+            self.identity["held_out"] = dict(zip(fingerprints, self._held))
+
+    def _shares(self, weights: Sequence[float], key: str) -> list[int]:
+        """Return the sources' sequences in a mixing block."""
+        shares = quotas(weights, MIXING_BLOCK)
+        for packed, weight, share in zip(self._packed, weights, shares):
+            if weight and not share:
+                raise ConfigError(
+                    f"{packed.shards.path}: the weight {weight:g} is too small a share of {sum(weights):g}; "
+                    f"the smallest share is 1/{MIXING_BLOCK}. Raise the weight or remove the source",
+                    key,
+                )
+        return shares
 
     @property
     def names(self) -> dict[str, str]:
@@ -296,10 +331,11 @@ class SequenceDataset(Dataset):
             with_positions=self.identity["mask_documents"],
         )
 
-    def __getitems__(self, numbers: list[int]) -> Batch | ConfigError:
+    def __getitems__(self, micro_batch: MicroBatch) -> Batch | ConfigError:
+        numbers, num_splits = micro_batch
         try:
             batch = self.batch(numbers, self.training(np.asarray(numbers)))
-            return replace(batch, source_ids=self.source_ids(numbers))
+            return replace(batch, source_ids=self.source_ids(numbers)).split(num_splits)
         except ConfigError as e:  # torch would add the worker's traceback, so SequenceLoader raises it
             return e
 

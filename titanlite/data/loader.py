@@ -22,32 +22,39 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titanlite.config.component import ConfigError
 from titanlite.data.background import Background
 from titanlite.data.batch import Batch
-from titanlite.data.dataset import SequenceDataset
+from titanlite.data.dataset import MicroBatch, SequenceDataset
 from titanlite.data.skips import SkippedSequences
+from titanlite.data.step_sizes import StepSize, StepSizes
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """An endless iterator over the micro-batches of one rank, as lists of global sequence numbers.
+    """An endless iterator over the micro-batches of one rank.
 
-    Each step takes the next `global_batch_size` sequences that are not skipped; the first step begins at
-    `first_sequence`. Of the sequences of a step, micro-batch a of rank r begins with number
-    (a * num_ranks + r) * micro_batch_size, so every split over ranks and micro-batches covers the same
-    sequences."""
+    Each step takes the next sequences that are not skipped, as many as `step_sizes` has for the first of
+    them; the first step begins at the position `first_sequence`. Of the sequences of a step, micro-batch a of
+    rank r begins with number (a * num_ranks + r) * micro_batch_size, so every split over ranks and
+    micro-batches covers the same sequences. The number of sequences of each step must be a multiple of
+    micro_batch_size * num_ranks."""
 
     first_sequence: int
-    global_batch_size: int
+    step_sizes: StepSizes
     micro_batch_size: int
     rank: int
     num_ranks: int
     skipped: SkippedSequences = field(default_factory=SkippedSequences)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def step_size(self, position: int) -> StepSize:
+        """Return the size of the step that begins at `position`."""
+        return self.step_sizes.at(self.skipped.next(position))
+
+    def __iter__(self) -> Iterator[MicroBatch]:
         size, skipped, first = self.micro_batch_size, self.skipped, self.first_sequence
         while True:
-            for place in range(self.rank * size, self.global_batch_size, size * self.num_ranks):
-                yield skipped.take(skipped.advance(first, place), size)
-            first = skipped.advance(first, self.global_batch_size)
+            step = self.step_size(first)
+            for place in range(self.rank * size, step.global_batch_size, size * self.num_ranks):
+                yield MicroBatch(skipped.take(skipped.advance(first, place), size), step.num_splits)
+            first = skipped.advance(first, step.global_batch_size)
 
 
 class SequenceLoader:
@@ -63,7 +70,7 @@ class SequenceLoader:
         self._sequences, self._order = sequences, order
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self._batches: Iterator[Batch] | Background[Batch] | None = None
-        self._num_returned = 0
+        self._step_began, self._num_returned = order.first_sequence, 0
         self.while_waiting: Callable[[float, str], None] | None = None
         """Called twice per second while no batch arrives: see Background."""
 
@@ -71,9 +78,15 @@ class SequenceLoader:
         """Return the number after the last sequence that all ranks have returned. Every rank computes the
         same number, because all ranks return equally many micro-batches. The number is exact even within a
         step, so a run may resume with other numbers of ranks and workers and other batch sizes."""
+        return {"sequences": self._order.skipped.advance(self._step_began, self._num_returned)}
+
+    def next_step(self, device: torch.device) -> tuple[StepSize, list[Batch]]:
+        """Return the size of the step that begins at the present position, and this rank's micro-batches of
+        it, on `device`."""
         order = self._order
-        num_returned = self._num_returned * order.micro_batch_size * order.num_ranks
-        return {"sequences": order.skipped.advance(order.first_sequence, num_returned)}
+        size = order.step_size(self._step_began)
+        num_micro_batches = size.global_batch_size // (order.micro_batch_size * order.num_ranks)
+        return size, [next(self).to(device) for _ in range(num_micro_batches)]
 
     def load_state_dict(self, state: dict[str, int], skipped: SkippedSequences | None = None) -> None:
         """Continue with sequence `state["sequences"]`, at the same cost for any number, and skip `skipped`
@@ -81,7 +94,7 @@ class SequenceLoader:
         self.close()
         skipped = self._order.skipped if skipped is None else skipped
         self._order = replace(self._order, first_sequence=state["sequences"], skipped=skipped)
-        self._num_returned = 0
+        self._step_began, self._num_returned = state["sequences"], 0
 
     def __iter__(self) -> SequenceLoader:
         """Start the workers unless they run. A second iterator continues at the position of the first."""
@@ -95,7 +108,10 @@ class SequenceLoader:
         batch = next(self._batches)
         if isinstance(batch, ConfigError):
             raise batch
-        self._num_returned += 1
+        order = self._order
+        self._num_returned += order.micro_batch_size * order.num_ranks  # sequences of this step, of all ranks
+        if self._num_returned >= order.step_size(self._step_began).global_batch_size:
+            self._step_began, self._num_returned = self.state_dict()["sequences"], 0
         return batch
 
     def close(self) -> None:

@@ -30,6 +30,11 @@ class StepSizes:
         if self._firsts[:1] != [0] or self._firsts != sorted(set(self._firsts)):
             raise ValueError(f"sizes that begin with the sequences {self._firsts}")
 
+    @classmethod
+    def constant(cls, global_batch_size: int) -> StepSizes:
+        """Return the sizes of a run whose steps all have the same size."""
+        return cls([StepSize(0, global_batch_size)])
+
     def at(self, sequence: int) -> StepSize:
         """Return the size of a step whose first sequence is `sequence`."""
         return self.sizes[bisect_right(self._firsts, sequence) - 1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from titanlite.config.amount import Interval
 from titanlite.config.component import ConfigError, check_at_least
+from titanlite.data.step_sizes import StepSize
 from titanlite.metrics.memory import peak_memory
 from titanlite.metrics.sinks.base import RunInfo, Sink, Sinks
 from titanlite.metrics.sinks.console import Console
@@ -121,11 +122,11 @@ def _is_due(freq: int, step: int, last_step: int) -> bool:
 class StepCost:
     """The cost of a step, for throughput and MFU."""
 
-    tokens: int
-    """Tokens per step over all ranks."""
+    seq_len: int
+    """Tokens that are predicted in each sequence, as training.seq_len."""
     world_size: int
-    flops_per_token: int
-    """Model FLOPs of forward and backward, by flops.py."""
+    flops_per_token: Mapping[int, int]
+    """Model FLOPs of forward and backward, by flops.py, for each length of sequences that is trained on."""
     peak_flops: float | None
     """Peak FLOP/s of one device; None: unknown, there is no MFU."""
 
@@ -145,6 +146,8 @@ class Meter:
     set_up_began: float | None = None
     _began: float = field(default_factory=time.perf_counter)
     _steps: int = 0
+    _tokens: int = 0
+    _flops: int = 0
     _data_wait_s: float = 0.0
     _paused_s: float = 0.0
     _extra: dict[str, Any] = field(default_factory=dict)
@@ -169,10 +172,13 @@ class Meter:
         self._paused_s += seconds
         self._extra[key] = self._extra.get(key, 0.0) + seconds
 
-    def step_done(self) -> None:
+    def step_done(self, size: StepSize) -> None:
         """One optimizer step has been issued."""
         self.clock.end()
+        tokens = size.global_batch_size * self.cost.seq_len
         self._steps += 1
+        self._tokens += tokens
+        self._flops += tokens * self.cost.flops_per_token[self.cost.seq_len // size.num_splits]
 
     def breakdown(self) -> dict[str, float]:
         """Seconds per step by phase, and of the waits for collectives; {} if no step was measured. Waits for
@@ -189,16 +195,15 @@ class Meter:
         now = time.perf_counter()
         window_s, steps = now - self._began, max(self._steps, 1)
         training_s = max(window_s - self._paused_s, 1e-9)
-        step_s = training_s / steps
-        tokens_per_s = self.cost.tokens / step_s
-        flops = tokens_per_s / self.cost.world_size * self.cost.flops_per_token
+        tokens_per_s = self._tokens / training_s
+        flops = self._flops / training_s / self.cost.world_size
         values = {
             **values,
             "train/perplexity": perplexity(values["train/loss"]),
             "throughput/tokens_per_second": tokens_per_s,
             "throughput/tokens_per_second_per_device": tokens_per_s / self.cost.world_size,
             "throughput/tflops": flops / 1e12,
-            "time/step_s": step_s,
+            "time/step_s": training_s / steps,
             "time/data_wait_pct": 100 * self._data_wait_s / training_s,
             **peak_memory(self.device),
             **self._extra,
@@ -207,7 +212,8 @@ class Meter:
             values["time/to_first_step_s"], self.set_up_began = now - self.set_up_began, None
         if self.cost.peak_flops is not None:
             values["throughput/mfu"] = flops / self.cost.peak_flops
-        self._began, self._steps, self._data_wait_s, self._paused_s, self._extra = now, 0, 0.0, 0.0, {}
+        self._began, self._steps, self._tokens, self._flops = now, 0, 0, 0
+        self._data_wait_s, self._paused_s, self._extra = 0.0, 0.0, {}
         self.clock.clear()
         self.sinks.write(step, values)
         return values

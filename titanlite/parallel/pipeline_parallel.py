@@ -80,31 +80,33 @@ def check_pipeline_parallel(
     parallelism: Parallelism,
     *,
     num_blocks: int,
-    micro_batches: int,
+    batch_sizes: Mapping[str, int],
     micro_batch_sequences: int,
     reduce_dtype: str,
     separates_weight_backward: bool,
 ) -> None:
     """Raises ConfigError for a job that the schedule cannot run.
 
-    `micro_batches`: number of micro-batches per step and rank. `micro_batch_sequences`: number of sequences
-    in a micro-batch, summed over all data-parallel ranks. `separates_weight_backward`: whether gradients of a
-    block's weights can be computed separately from those of its activations."""
+    `batch_sizes`: the numbers of sequences per step, by the keys that set them. `micro_batch_sequences`:
+    number of sequences in a micro-batch, summed over all data-parallel ranks. `separates_weight_backward`:
+    whether gradients of a block's weights can be computed separately from those of its activations."""
     p, schedule = parallelism, parallelism.pipeline_parallel_schedule
     if p.pipeline_parallel_degree == 1:
         return
     degree_key = "parallelism.pipeline_parallel_degree"
     num_stages = len(split_into_stages(p, [str(i) for i in range(num_blocks)]))
     least = {"GPipe": 1, "1F1B": num_stages}.get(schedule, p.pipeline_parallel_degree)
-    rounds = max(micro_batches // p.pipeline_parallel_degree, 1)
-    uneven = schedule.startswith("Interleaved") and micro_batches % rounds
-    if micro_batches < least or uneven:
-        legal = [n * micro_batch_sequences for n in (least, 2 * least, 4 * least)]
-        raise ConfigError(
-            f"{schedule} over {num_stages} stages cannot run {micro_batches} micro-batches; {least} or a "
-            f"multiple works: training.global_batch_size = {', '.join(map(str, legal))}",
-            degree_key,
-        )
+    for key, size in batch_sizes.items():
+        micro_batches = size // micro_batch_sequences
+        rounds = max(micro_batches // p.pipeline_parallel_degree, 1)
+        uneven = schedule.startswith("Interleaved") and micro_batches % rounds
+        if micro_batches < least or uneven:
+            legal = [n * micro_batch_sequences for n in (least, 2 * least, 4 * least)]
+            raise ConfigError(
+                f"{schedule} over {num_stages} stages cannot run {micro_batches} micro-batches; {least} or a "
+                f"multiple works: {key} = {', '.join(map(str, legal))}",
+                degree_key,
+            )
     if p.fsdp_reduce == "micro_batch" or reduce_dtype != "float32":
         key = "fsdp_reduce" if p.fsdp_reduce == "micro_batch" else "mixed_precision_reduce"
         raise ConfigError(

@@ -35,7 +35,7 @@ KNOWN = [
 NOT_SHOWN = {
     "train/loss", "train/perplexity", "eval/perplexity", "eval/ema_perplexity", "eval/tokens",
     "eval/sequences",
-    "progress/total_tokens", "progress/sequences", "throughput/tflops",
+    "progress/total_tokens", "progress/sequences", "progress/remaining_tokens", "throughput/tflops",
     "throughput/tokens_per_second_per_device",
     "train/noise_scale_sequences", "memory/peak_allocated_gib", "time/to_first_step_s",
     "compile/graphs", "compile/seconds", *PAUSES.values(),

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-from titanlite.config.amount import Steps
+from titanlite.config.amount import Amount, Steps
 from titanlite.config.component import ConfigError, check_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRamp:
+    """A batch size from the end of the entry before it, or from the start of the run, up to `until`."""
+
+    until: str
+    """Where the next batch size begins, counted from the start of the run: "4B tokens", "1.5 epochs", "20
+    tokens/parameter" or "1000000 sequences"."""
+    global_batch_size: int
+    """Sequences in one optimizer step over all ranks."""
+
+    def __post_init__(self) -> None:
+        try:
+            Amount.parse_place(self.until)
+        except ConfigError as e:
+            raise ConfigError(str(e), "until") from None
+        check_at_least(self, 1, "global_batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +40,12 @@ class Training:
     global_batch_size: int = -1
     """Sequences in one optimizer step over all ranks. If it exceeds local_batch_size x data-parallel ranks,
     gradients of several micro-batches are accumulated. -1: that product."""
+    batch_ramp: list[BatchRamp] = field(default_factory=list)
+    """Other batch sizes at the start of the run, `[[training.batch_ramp]]` tables in ascending order of
+    `until`; global_batch_size holds after the last. Stages with a batch size of their own take precedence."""
+    batch_ramp_lr: Literal["none", "sqrt", "linear"] = "none"
+    """Factor of the learning rate while batch_ramp sets the batch size: `sqrt` and `linear` are the square
+    root of batch size / global_batch_size and the ratio itself, `none` is 1."""
     steps: Steps = 10000
     """Optimizer steps after which the run is done."""
     max_norm: float = 1.0
@@ -68,13 +92,12 @@ class Training:
 @dataclass(frozen=True)
 class BatchLayout:
     """How the sequences of one optimizer step are split into micro-batches: global_size = micro_batch_size x
-    num_micro_batches x data-parallel ranks. Sizes count sequences; num_tokens counts the predicted tokens of
-    a step."""
+    num_micro_batches x data-parallel ranks. Sizes count sequences. global_size is that of
+    training.global_batch_size; stages and batch ramps may have others."""
 
     global_size: int
     micro_batch_size: int
-    num_micro_batches: int
-    num_tokens: int
+    num_ranks: int
 
     @classmethod
     def of(cls, training: Training, dp_size: int) -> BatchLayout:
@@ -82,22 +105,22 @@ class BatchLayout:
         a multiple of local_batch_size x dp_size."""
         unit = training.local_batch_size * dp_size
         size = unit if training.global_batch_size == -1 else training.global_batch_size
+        layout = cls(size, training.local_batch_size, dp_size)
+        layout.num_micro_batches(size, "training.global_batch_size")
+        return layout
+
+    def num_micro_batches(self, size: int, key: str | None = None) -> int:
+        """Number of micro-batches per rank in a step of `size` sequences. Raises ConfigError, with `key`, if
+        `size` is not a multiple of micro_batch_size x data-parallel ranks."""
+        unit = self.micro_batch_size * self.num_ranks
         if size % unit:
             nearest = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
             raise ConfigError(
-                f"{size} sequences are not a multiple of local_batch_size {training.local_batch_size} x "
-                f"{dp_size} ranks = {unit}; the nearest are {' or '.join(str(n) for n in nearest)}",
-                "training.global_batch_size",
+                f"{size} sequences are not a multiple of local_batch_size {self.micro_batch_size} x "
+                f"{self.num_ranks} ranks = {unit}; the nearest are {' or '.join(str(n) for n in nearest)}",
+                key,
             )
-        return cls(size, training.local_batch_size, size // unit, size * training.seq_len)
-
-    def check_steps(self, steps: int) -> None:
-        """Raises ConfigError if the tokens of a run of `steps` steps do not fit into 63 bits."""
-        if self.num_tokens * steps >= 1 << 63:
-            raise ConfigError(
-                f"{steps} steps of {self.num_tokens} tokens are 2^63 tokens or more, which cannot be counted",
-                "training.steps",
-            )
+        return size // unit
 
 
 def choose_param_dtype(training: Training, device: torch.device) -> torch.dtype:

@@ -7,12 +7,13 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.resume import checkpoints_below
-from titanlite.checkpoint.state import listed
+from titanlite.checkpoint.state import listed, read_train
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.paths import check_new
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     check_one_model(checkpoints)
     jobs = [load_recorded_job(path, options.allow_imports) for _, path in chosen]
     if not options.allow_decayed:
-        _check_learning_rates(jobs, [step for step, _ in chosen])
+        _check_learning_rates(jobs, [read_train(path) for _, path in chosen])
     parameters = _parameters(checkpoints[-1], jobs[-1])
     weights = coefficients(options.weights, len(chosen))
     total = sum(_file_bytes(checkpoint) + checkpoint.num_bytes for checkpoint in checkpoints)
@@ -95,10 +96,13 @@ def _chosen(path: Path, last: int | None, steps: list[int] | None) -> list[tuple
     return [(step, checkpoints[step]) for step in steps]
 
 
-def _check_learning_rates(jobs: Sequence[Job], steps: Sequence[int]) -> None:
-    """Raise ConfigError if the learning rate changes by more than a tenth among the steps. The weights of a
-    decayed step are an average of earlier ones already."""
-    rates = {step: learning_rate(job, step) for job, step in zip(jobs, steps)}
+def _check_learning_rates(jobs: Sequence[Job], trains: Sequence[dict[str, Any]]) -> None:
+    """Raise ConfigError if the learning rate changes by more than a tenth among the checkpoints. The weights
+    of a decayed step are an average of earlier ones already. `trains`: their train.json."""
+    rates = {}
+    for job, train in zip(jobs, trains):
+        stages, last_sequence = job.open_stages(train["global_batch_size"]), train["sequences"] - 1
+        rates[train["step"]] = learning_rate(job, stages, train["step"], last_sequence)
     high, low = max(rates, key=lambda step: rates[step]), min(rates, key=lambda step: rates[step])
     if rates[high] > MAX_CHANGE * rates[low]:
         raise ConfigError(

@@ -22,7 +22,6 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_arguments
-from titanlite.config.resolve import amounts
 from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         net = build_on_meta(job)
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None
-    if amounts(resolved):
+    if resolved.amounts():
         about.append("not checked: the rules on numbers of steps")
     lines = [*startup.summary(job, net, num_ids), *startup.about_steps(job, resolved), *about]
     print(startup.job_toml_text(resolved, lines), end="")
@@ -88,9 +87,16 @@ def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
     if sequences is None:
         unchecked.append("data that is tokenised or packed when a run first starts")
     job = job.resolved(ranks, None if sequences is None else sum(sequences.sizes))
-    identity = None if sequences is None else job.identity(sequences.identity, sequences.names)
+    identity = None
+    if sequences is not None:
+        startup.set_weights(job, job.open_stages(batch.global_size), sequences)
+        identity = job.identity(sequences.identity, sequences.names)
     candidate = RunFolder(job.checkpoint, job.folder, identity).choose_checkpoint([])
-    startup.check_data(job, batch.global_size, sequences, candidate.train if candidate else None)
+    train = candidate.train if candidate else None
+    startup.check_global_batch(job, batch.global_size, train)
+    startup.skipped_sequences(job, train)
+    if sequences is not None:
+        startup.check_data(job, job.open_stages(batch.global_size), sequences, train)
     return job, tokenizer.vocab_size, unchecked
 
 

@@ -24,6 +24,7 @@ from titanlite.config.component import ConfigError
 from titanlite.data import background, dataset, loader
 from titanlite.data.background import Background
 from titanlite.data.loader import MicroBatches, SequenceLoader
+from titanlite.data.step_sizes import StepSizes
 from titanlite.errors import LoaderError
 
 LIMIT_S = 120
@@ -49,10 +50,10 @@ class Numbers(Dataset):
     def __init__(self, act: Callable[[int], Any] = lambda first: None, size: int = 1):
         self.act, self.size, self.made = act, size, multiprocessing.Value("i", 0)
 
-    def __getitems__(self, numbers: list[int]) -> Any:
-        self.act(numbers[0])
+    def __getitems__(self, micro_batch: dataset.MicroBatch) -> Any:
+        self.act(micro_batch.numbers[0])
         self.made.value += 1  # one worker where it is read
-        return numbers, bytes(self.size)
+        return micro_batch.numbers, bytes(self.size)
 
 
 class GivenUp(Exception):
@@ -74,7 +75,9 @@ class Waiting:
 
 def made(dataset: Any, num_workers: int, waiting: Any = None) -> SequenceLoader:
     """A loader of micro-batches of two sequences."""
-    made = SequenceLoader(dataset, MicroBatches(0, 2, 2, 0, 1), num_workers, pin_memory=False)
+    made = SequenceLoader(
+        dataset, MicroBatches(0, StepSizes.constant(2), 2, 0, 1), num_workers, pin_memory=False
+    )
     made.while_waiting = waiting
     return made
 

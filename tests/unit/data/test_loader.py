@@ -29,9 +29,12 @@ from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.order import MIXING_BLOCK, quotas
 from titanlite.data.packing import TokenSequence
 from titanlite.data.sources import Tokens
+from titanlite.data.step_sizes import StepSizes
 from titanlite.errors import LoaderError
 from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes
+
+steps_of = StepSizes.constant
 
 SEQ_LEN, SEED = 16, 7
 SIZES = {
@@ -84,7 +87,7 @@ def test_batches_name_the_source_of_each_sequence(
     folder: Path, sequences: SequenceDataset, num_workers: int
 ) -> None:
     chunks = {f"{name}.txt": all_chunks(folder, name) for name in SIZES}
-    loader = SequenceLoader(sequences, MicroBatches(0, 40, 40, 0, 1), num_workers, pin_memory=False)
+    loader = SequenceLoader(sequences, MicroBatches(0, steps_of(40), 40, 0, 1), num_workers, pin_memory=False)
     batch = next(loader)
     loader.close()
     assert batch.source_ids is not None
@@ -149,7 +152,7 @@ def test_held_out_sequences_are_scattered_over_the_source(folder: Path) -> None:
 
 def test_reading_held_out_sequences_leaves_training_alone(sequences: SequenceDataset) -> None:
     expected = contents(sequences.training(np.arange(50)))
-    stream = SequenceLoader(sequences, MicroBatches(0, 10, 10, 0, 1), 0, pin_memory=False)
+    stream = SequenceLoader(sequences, MicroBatches(0, steps_of(10), 10, 0, 1), 0, pin_memory=False)
     seen = []
     for _ in range(5):
         sequences.held_out(np.arange(30))
@@ -181,7 +184,7 @@ def test_the_order_of_sources_in_the_file_does_not_matter(folder: Path, sequence
 
 
 def test_a_batch_holds_its_sequences_shifted_by_one(sequences: SequenceDataset) -> None:
-    (batch,) = take(sequences, MicroBatches(5, 3, 3, 0, 1), 1)
+    (batch,) = take(sequences, MicroBatches(5, steps_of(3), 3, 0, 1), 1)
     expected = np.stack([sequence.tokens for sequence in sequences.training(np.arange(5, 8))])
     assert batch.inputs.dtype == batch.targets.dtype == torch.int64
     assert batch.inputs.tolist() == expected[:, :-1].tolist()
@@ -223,10 +226,10 @@ SPLITS = [(dp, mb) for dp in (1, 2, 3, 4, 6) for mb in (1, 2, 4, 12, 24) if 24 %
 @pytest.mark.parametrize(("dp", "micro_batch"), SPLITS)
 def test_ranks_cover_a_steps_sequences_exactly(dp: int, micro_batch: int) -> None:
     first, size, per_step = 1_000, 24, 24 // (dp * micro_batch)
-    orders = [iter(MicroBatches(first, size, micro_batch, rank, dp)) for rank in range(dp)]
+    orders = [iter(MicroBatches(first, steps_of(size), micro_batch, rank, dp)) for rank in range(dp)]
     for step in range(3):
         begin = first + step * size
-        taken = [next(order) for order in orders for _ in range(per_step)]
+        taken = [next(order).numbers for order in orders for _ in range(per_step)]
         assert all(len(numbers) == micro_batch for numbers in taken)
         assert sorted(g for numbers in taken for g in numbers) == list(range(begin, begin + size))
 
@@ -236,7 +239,9 @@ def test_batches_are_equal_for_any_split(sequences: SequenceDataset, dp: int, mi
     """The hashes of two steps, summed over ranks and micro-batches, equal those of sequences read one at a
     time."""
     per_step = 24 // (dp * micro_batch)
-    ranks = [take(sequences, MicroBatches(990, 24, micro_batch, r, dp), 2 * per_step) for r in range(dp)]
+    ranks = [
+        take(sequences, MicroBatches(990, steps_of(24), micro_batch, r, dp), 2 * per_step) for r in range(dp)
+    ]
     for step in range(2):
         batches = [b for rank in ranks for b in rank[step * per_step : (step + 1) * per_step]]
         assert sha(batches) == reference_sha(sequences, 990 + 24 * step, 990 + 24 * (step + 1))
@@ -244,7 +249,7 @@ def test_batches_are_equal_for_any_split(sequences: SequenceDataset, dp: int, mi
 
 
 def test_workers_give_the_same_batches(sequences: SequenceDataset) -> None:
-    order = MicroBatches(995, 12, 3, 1, 2)
+    order = MicroBatches(995, steps_of(12), 3, 1, 2)
     alone, workers = (take(sequences, order, 7, num_workers=n) for n in (0, 2))
     assert len(alone) == len(workers) == 7
     for a, b in zip(alone, workers):
@@ -279,7 +284,7 @@ def test_batch_sha_is_equal_for_any_ranks_and_workers(
     expected = [reference_sha(packed, 990 + 24 * step, 990 + 24 * (step + 1)) for step in range(2)]
     micro_batch, actual = 24 // dp, [0, 0]
     for rank in range(dp):
-        order = MicroBatches(990, 24, micro_batch, rank, dp)
+        order = MicroBatches(990, steps_of(24), micro_batch, rank, dp)
         for step, batch in enumerate(take(packed, order, 2, num_workers)):
             actual[step] += batch.hash
     assert [f % U64 for f in actual] == expected
@@ -292,7 +297,9 @@ def test_batch_sha_is_equal_over_three_changes_of_topology(packed: SequenceDatas
     for dp, num_workers, micro_batch in TOPOLOGIES[begin : begin + 4]:
         per_step = 24 // (dp * micro_batch)
         ranks = [
-            take(packed, MicroBatches(consumed, 24, micro_batch, rank, dp), 2 * per_step, num_workers)
+            take(
+                packed, MicroBatches(consumed, steps_of(24), micro_batch, rank, dp), 2 * per_step, num_workers
+            )
             for rank in range(dp)
         ]
         for step in range(2):
@@ -379,7 +386,7 @@ def read(folder: Path, kill: bool) -> str:
     """The error that ends 200 steps with two workers. A worker may be killed after the first step."""
     data = Data(sources=[Text(path=[str(folder / "a.txt")])], cache_dir=str(folder / "cache"))
     sequences = data.build(Bytes().build(), seq_len=SEQ_LEN, seed=SEED)
-    stream = SequenceLoader(sequences, MicroBatches(0, 4, 4, 0, 1), 2, pin_memory=False)
+    stream = SequenceLoader(sequences, MicroBatches(0, steps_of(4), 4, 0, 1), 2, pin_memory=False)
     try:
         for step in range(200):
             next(stream)
@@ -406,7 +413,7 @@ def test_random_number_generators_do_not_enter(folder: Path) -> None:
         sequences = make_sequences(folder)
         actual.append(
             (
-                sha(take(sequences, MicroBatches(0, 8, 8, 0, 1), 3)),
+                sha(take(sequences, MicroBatches(0, steps_of(8), 8, 0, 1), 3)),
                 contents(sequences.held_out(np.arange(30))),
             )
         )
@@ -424,17 +431,21 @@ def test_resuming_is_skipping(sequences: SequenceDataset, first: int, runs: list
     size, micro_batch = 12, 2
     per_step = size // (micro_batch * dp)
     for rank in range(dp):
-        straight = take(sequences, MicroBatches(first, size, micro_batch, rank, dp), sum(runs) * per_step)
+        straight = take(
+            sequences, MicroBatches(first, steps_of(size), micro_batch, rank, dp), sum(runs) * per_step
+        )
         resumed, consumed = [], first
         for steps in runs:
-            resumed += take(sequences, MicroBatches(consumed, size, micro_batch, rank, dp), steps * per_step)
+            resumed += take(
+                sequences, MicroBatches(consumed, steps_of(size), micro_batch, rank, dp), steps * per_step
+            )
             consumed += steps * size
         assert [b.hash for b in resumed] == [b.hash for b in straight]
         assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(resumed, straight))
     late = take(
-        sequences, MicroBatches(first + 1, size, micro_batch, 0, dp), 1
+        sequences, MicroBatches(first + 1, steps_of(size), micro_batch, 0, dp), 1
     )  # negative control: a sequence too far
-    assert late[0].hash != take(sequences, MicroBatches(first, size, micro_batch, 0, dp), 1)[0].hash
+    assert late[0].hash != take(sequences, MicroBatches(first, steps_of(size), micro_batch, 0, dp), 1)[0].hash
 
 
 @settings(max_examples=15, deadline=None)
@@ -456,8 +467,8 @@ def test_a_changed_batch_size_or_layout_loses_and_repeats_nothing(
     for steps, dp, micro_batch, accumulation in phases:
         size = dp * micro_batch * accumulation
         for rank in range(dp):
-            order = MicroBatches(consumed, size, micro_batch, rank, dp)
-            seen += [g for numbers in islice(order, steps * accumulation) for g in numbers]
+            order = MicroBatches(consumed, steps_of(size), micro_batch, rank, dp)
+            seen += [g for micro_batch in islice(order, steps * accumulation) for g in micro_batch.numbers]
             total += sha(take(sequences, order, steps * accumulation))
         consumed += steps * size
     assert sorted(seen) == list(range(first, consumed))
@@ -560,7 +571,7 @@ def test_an_id_that_the_tokenizer_does_not_have_is_found_when_it_is_read(
         except ConfigError as e:
             said[f"held-out sequence {number}"] = str(e)
     for number in range(sequences.sizes[0]):
-        order = MicroBatches(number, 1, 1, 0, 1)
+        order = MicroBatches(number, steps_of(1), 1, 0, 1)
         try:
             take(sequences, order, 1)
         except ConfigError as e:

@@ -15,6 +15,7 @@ from titanlite.data import order
 from titanlite.data.dataset import Data, SequenceDataset
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.shards import TokenShards
+from titanlite.data.step_sizes import StepSizes
 from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes
 
@@ -35,7 +36,9 @@ def sequences(tmp_path_factory: pytest.TempPathFactory) -> SequenceDataset:
 
 def loader_at(sequences: SequenceDataset, sequence: int) -> SequenceLoader:
     """A loader that continues at a sequence."""
-    loader = SequenceLoader(sequences, MicroBatches(0, MICRO_BATCH, MICRO_BATCH, 0, 1), 0, pin_memory=False)
+    loader = SequenceLoader(
+        sequences, MicroBatches(0, StepSizes.constant(MICRO_BATCH), MICRO_BATCH, 0, 1), 0, pin_memory=False
+    )
     loader.load_state_dict({"sequences": sequence})
     return loader
 

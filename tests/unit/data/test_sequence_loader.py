@@ -23,8 +23,11 @@ from titanlite.data.batch import sequence_hash
 from titanlite.data.dataset import Data, SequenceDataset
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.skips import SkippedSequences
+from titanlite.data.step_sizes import StepSizes
 from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes
+
+steps_of = StepSizes.constant
 
 STEP = 24  # sequences
 U64 = 1 << 64
@@ -61,7 +64,7 @@ def loaders(
     """A loader for each rank, with the given state."""
     made = []
     for rank in range(ranks):
-        order = MicroBatches(0, STEP, micro_batch, rank, ranks)
+        order = MicroBatches(0, steps_of(STEP), micro_batch, rank, ranks)
         made.append(SequenceLoader(sequences, order, num_workers, pin_memory=False))
         made[-1].load_state_dict({"sequences": first}, skipped)
     return made
@@ -80,7 +83,7 @@ def as_is(batch: Any) -> Any:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_it_gives_what_torchs_data_loader_gives(sequences: SequenceDataset, num_workers: int) -> None:
-    order = MicroBatches(100, STEP, 3, 1, 2)
+    order = MicroBatches(100, steps_of(STEP), 3, 1, 2)
     plain = DataLoader(sequences, batch_sampler=order, num_workers=num_workers, collate_fn=as_is)
     ours = SequenceLoader(sequences, order, num_workers, pin_memory=False)
     for mine, theirs in islice(zip(ours, plain), 12):
@@ -125,7 +128,7 @@ def test_a_run_goes_on_anywhere_with_other_ranks_workers_and_batches(sequences: 
 
 def test_a_state_is_taken_up_by_a_loader_that_runs(sequences: SequenceDataset) -> None:
     """The workers end, and their prefetched batches are dropped."""
-    loader = SequenceLoader(sequences, MicroBatches(0, STEP, 4, 0, 1), 2, pin_memory=False)
+    loader = SequenceLoader(sequences, MicroBatches(0, steps_of(STEP), 4, 0, 1), 2, pin_memory=False)
     later = [next(loader).hash for _ in range(4)][2:]
     before = multiprocessing.active_children()
     loader.load_state_dict({"sequences": 8})
@@ -174,7 +177,7 @@ def torchdatas(
     sequences: SequenceDataset, ranks: int, num_workers: int, state: Any = None
 ) -> StatefulDataLoader:
     """The loader of rank 0, with torchdata's own state."""
-    order = MicroBatches(0, STEP, 4, 0, ranks)
+    order = MicroBatches(0, steps_of(STEP), 4, 0, ranks)
     loader = StatefulDataLoader(sequences, batch_sampler=order, num_workers=num_workers, collate_fn=as_is)
     if state is not None:
         loader.load_state_dict(state)
@@ -206,7 +209,7 @@ def test_workers_send_no_state(sequences: SequenceDataset, monkeypatch: pytest.M
         return make_state(*args)
 
     monkeypatch.setattr(worker, "_make_state_dict", counting)
-    loader = SequenceLoader(sequences, MicroBatches(0, STEP, 4, 0, 1), 2, pin_memory=False)
+    loader = SequenceLoader(sequences, MicroBatches(0, steps_of(STEP), 4, 0, 1), 2, pin_memory=False)
     for _ in range(20):
         next(loader)
     assert made.value == 2
@@ -216,7 +219,7 @@ def test_torchdatas_deprecated_call_is_silent_and_nothing_else(sequences: Sequen
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         SequenceLoader(
-            sequences, MicroBatches(0, STEP, 4, 0, 1), 500, pin_memory=False
+            sequences, MicroBatches(0, steps_of(STEP), 4, 0, 1), 500, pin_memory=False
         )._stateful_data_loader()
     said = {str(warning.message) for warning in caught}
     assert not [text for text in said if "set_vital" in text]

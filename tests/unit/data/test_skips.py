@@ -12,6 +12,7 @@ from tests.support.jobs import make_job
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import MicroBatches
 from titanlite.data.skips import SkippedSequences
+from titanlite.data.step_sizes import StepSizes
 
 NUMBERS = 60  # ranges lie in [0, NUMBERS)
 
@@ -115,8 +116,11 @@ def test_micro_batches_of_all_ranks_are_the_next_sequences_not_skipped(ranks: in
         ranges, first = random_ranges(rng), rng.randrange(10)
         expected, per_rank = reference_take(numbers_in(ranges), first, 5 * 12), 12 // micro_batch // ranks
         skipped = SkippedSequences.of(ranges)
-        orders = [iter(MicroBatches(first, 12, micro_batch, rank, ranks, skipped)) for rank in range(ranks)]
+        orders = [
+            iter(MicroBatches(first, StepSizes.constant(12), micro_batch, rank, ranks, skipped))
+            for rank in range(ranks)
+        ]
         for step in range(5):
-            parts = [list(islice(order, per_rank)) for order in orders]
+            parts = [[micro_batch.numbers for micro_batch in islice(order, per_rank)] for order in orders]
             taken = [n for a in range(per_rank) for rank in range(ranks) for n in parts[rank][a]]
             assert taken == expected[step * 12 : (step + 1) * 12]

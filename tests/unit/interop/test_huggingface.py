@@ -21,6 +21,7 @@ from titanlite import cli
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import MicroBatches, SequenceLoader
+from titanlite.data.step_sizes import StepSizes
 from titanlite.interop.export import ExportFormat, write_directory
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.initial import check_initial, open_weights
@@ -121,7 +122,9 @@ def test_a_run_from_an_imported_model_has_transformers_loss(
     )
     train(job)
     rows = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
-    batch = next(SequenceLoader(rows, MicroBatches(0, 8, 8, 0, 1), num_workers=0, pin_memory=False))
+    batch = next(
+        SequenceLoader(rows, MicroBatches(0, StepSizes.constant(8), 8, 0, 1), num_workers=0, pin_memory=False)
+    )
     with torch.no_grad():
         logits = model(batch.inputs).logits
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())

@@ -18,6 +18,7 @@ from tests.support.jobs import make_job, metrics_of
 from tests.support.models import SCALED, family, random_net, row
 from titanlite.config.component import ConfigError
 from titanlite.data.loader import MicroBatches, SequenceLoader
+from titanlite.data.step_sizes import StepSizes
 from titanlite.interop.initial import open_weights
 from titanlite.interop.weights import check, load_weights
 from titanlite.models.llama3 import Llama3
@@ -92,7 +93,9 @@ def test_a_run_starts_from_it(tmp_path: Path, corpus: Path, source: str) -> None
     job = make_job(tmp_path, corpus, *start, "--training.steps=1")
     train(job)
     rows = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
-    batch = next(SequenceLoader(rows, MicroBatches(0, 8, 8, 0, 1), num_workers=0, pin_memory=False))
+    batch = next(
+        SequenceLoader(rows, MicroBatches(0, StepSizes.constant(8), 8, 0, 1), num_workers=0, pin_memory=False)
+    )
     logits = reference_logits(w, model_family.config, batch.inputs)
     wanted = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item()
     assert metrics_of(job)[0]["train/loss"] == pytest.approx(wanted, abs=1e-4)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from titanlite.config.component import ConfigError
+from titanlite.data.step_sizes import StepSize
 from titanlite.metrics import meter as meter_module
 from titanlite.metrics.meter import Meter, Metrics, StepCost
 from titanlite.metrics.sinks.base import Sinks, Writer
@@ -54,17 +55,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def make_meter(clock: Clock, *sinks: Collected, peak_flops: float | None = None) -> Meter:
-    """1000 tokens per step over 4 ranks, 2 GFLOP per token."""
-    cost = StepCost(tokens=1000, world_size=4, flops_per_token=2 * 10**9, peak_flops=peak_flops)
+    """1000 tokens per step over 4 ranks, 2 GFLOP per token of whole sequences and 1 GFLOP of half ones."""
+    flops = {100: 2 * 10**9, 50: 10**9}
+    cost = StepCost(seq_len=100, world_size=4, flops_per_token=flops, peak_flops=peak_flops)
     writers = Sinks({str(i): sink for i, sink in enumerate(sinks)})
     cpu = torch.device("cpu")
     return Meter(cpu, writers, cost, lambda: None, StepClock(cpu), lambda step: False, _began=clock.now)
 
 
-def take_steps(meter: Meter, clock: Clock, steps: int, seconds: float) -> None:
+WHOLE = StepSize(0, 10)  # 10 whole sequences
+
+
+def take_steps(meter: Meter, clock: Clock, steps: int, seconds: float, size: StepSize = WHOLE) -> None:
     for _ in range(steps):
         clock.sleep(seconds)
-        meter.step_done()
+        meter.step_done(size)
 
 
 def report_one_step(clock: Clock, values: dict[str, Any], *sinks: Collected) -> dict[str, Any]:
@@ -86,6 +91,15 @@ def test_throughput_is_that_of_the_steps_since_the_last_report(clock):
     assert values["throughput/tflops"] == pytest.approx(0.25)  # of one device: 125 x 2 GFLOP
     take_steps(meter, clock, steps=3, seconds=4.0)
     assert meter.report(8, LOSS)["time/step_s"] == pytest.approx(4.0)
+
+
+def test_throughput_counts_the_tokens_of_steps_of_different_sizes(clock):
+    meter = make_meter(clock)
+    take_steps(meter, clock, steps=1, seconds=2.0)
+    take_steps(meter, clock, steps=1, seconds=2.0, size=StepSize(10, 30, num_splits=2))
+    values = meter.report(2, LOSS)
+    assert values["throughput/tokens_per_second"] == pytest.approx((1000 + 3000) / 4)
+    assert values["throughput/tflops"] == pytest.approx((1000 * 2 + 3000 * 1) / 1000 / 4 / 4)
 
 
 def test_mfu_is_absent_where_the_peak_is_unknown(clock):
@@ -119,7 +133,7 @@ def test_what_the_device_still_has_to_do_of_the_steps_is_not_time_apart(clock):
     meter = make_meter(clock)
     pending = [3.0, 5.0]  # of the steps, then of the body
     meter.synchronize = lambda: clock.sleep(pending.pop(0))
-    meter.step_done()
+    meter.step_done(WHOLE)
     with meter.untimed("time/validation_s"):
         pass
     values = meter.report(1, LOSS)

@@ -226,6 +226,7 @@ FULL = {
     "memory/peak_reserved_gib": 70.25,
     "time/data_wait_pct": 0.123,
     "time/step_s": 2.0,
+    "progress/remaining_tokens": 12345.6 * 380,
     "data/batch_sha": "00ff",
 }
 
@@ -258,7 +259,7 @@ def test_console_shows_the_wait_for_data_where_it_matters(percent, shown):
 
 
 def test_console_expects_no_end_in_ages():
-    assert "eta" not in console_line(1, 10**18, FULL)
+    assert "eta" not in console_line(1, 10**18, FULL | {"progress/remaining_tokens": 10**18})
 
 
 def test_console_leaves_out_what_is_not_there():
@@ -305,5 +306,6 @@ def test_a_resume_cuts_the_samples_after_its_step(tmp_path: Path) -> None:
 
 
 def test_the_rest_of_a_run_may_be_longer_than_a_timedelta():
-    assert "eta" not in console_line(1, 10**18, {"time/step_s": 0.5})
-    assert "eta 0:00:05" in console_line(90, 100, {"time/step_s": 0.5})
+    values = {"throughput/tokens_per_second": 0.5}
+    assert "eta" not in console_line(1, 10**18, values | {"progress/remaining_tokens": 10**18})
+    assert "eta 0:00:10" in console_line(90, 100, values | {"progress/remaining_tokens": 5})

@@ -181,22 +181,27 @@ def test_wrong_words(
     assert list(tmp_path.iterdir()) == []
 
 
+def after(steps: list[int]) -> list[dict[str, int]]:
+    """The train.json of checkpoints, as far as it is read."""
+    return [{"step": step, "sequences": 16 * step, "global_batch_size": 16} for step in steps]
+
+
 def test_a_learning_rate_that_changes_is_refused(tmp_path: Path, corpus: Path) -> None:
     """The schedule of each checkpoint is that of its own job."""
     decaying = make_job(tmp_path, corpus, "--lr_scheduler.total_steps=100", "--optimizer.lr=1e-3")
     steady = make_job(tmp_path, corpus, CONSTANT, "--optimizer.lr=1e-3")
-    _check_learning_rates([decaying] * 3, [10, 14, 18])  # 0.93, 0.89 and 0.85 of the peak
-    _check_learning_rates([steady] * 2, [2, 8])
+    _check_learning_rates([decaying] * 3, after([10, 14, 18]))  # 0.93, 0.89 and 0.85 of the peak
+    _check_learning_rates([steady] * 2, after([2, 8]))
     with pytest.raises(ConfigError) as error:
-        _check_learning_rates([decaying] * 3, [10, 14, 30])
+        _check_learning_rates([decaying] * 3, after([10, 14, 30]))
     assert str(error.value) == (
         "the learning rate is 0.0009286 at step 10 and 0.0007245 at step 30: an average needs checkpoints of "
         "one learning rate. Choose other --steps, or pass --allow-decayed"
     )
     with pytest.raises(ConfigError, match=r"is 0.001 at step 8 and 0.0005 at step 1:"):
-        _check_learning_rates([steady] * 2, [1, 8])  # warmup
+        _check_learning_rates([steady] * 2, after([1, 8]))  # warmup
     with pytest.raises(ConfigError, match=r"is 0.001 at step 4 and 0.0005102 at step 51"):
-        _check_learning_rates([steady, decaying], [4, 51])
+        _check_learning_rates([steady, decaying], after([4, 51]))
 
 
 def test_a_decayed_run_needs_permission(

@@ -41,9 +41,13 @@ def console_line(step: int, total_steps: int, values: Values) -> str:
     parts += [text.format(values[key]) for key, text in formats.items() if key in values]
     if values.get("time/data_wait_pct", 0) >= 1:  # below 1%, not worth a column
         parts.append(f"waiting for data {values['time/data_wait_pct']:.0f}%")
-    remaining = (total_steps - step) * values.get("time/step_s", math.inf)
-    if remaining < MAX_ETA_S and "compile/seconds" not in values:  # later steps do not compile
-        parts.append(f"eta {timedelta(seconds=round(remaining))}")
+    # Tokens that are left say more than steps, whose size may change.
+    tokens_per_s = values.get("throughput/tokens_per_second", 0)
+    remaining_s = (
+        values.get("progress/remaining_tokens", math.inf) / tokens_per_s if tokens_per_s else math.inf
+    )
+    if remaining_s < MAX_ETA_S and "compile/seconds" not in values:  # later steps do not compile
+        parts.append(f"eta {timedelta(seconds=round(remaining_s))}")
     return "  ".join(parts)
 
 

@@ -1,0 +1,304 @@
+"""[[stages]]: settings that change while a run trains, at places in the data order.
+
+A stage begins where the one before it ends. Its boundaries are numbers of training sequences, so they do not
+depend on batch sizes, ranks or interruptions, and everything that a stage sets is a function of the position
+in the data order, never state."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titanlite.config.amount import Amount, Conversion
+from titanlite.config.component import ConfigError, suggest
+from titanlite.config.toml import as_tree
+from titanlite.data.step_sizes import StepSize, StepSizes
+from titanlite.optim.schedule import LRScheduler
+from titanlite.runtime.training import Training
+
+END = "end"  # of the run: where the last stage ends
+RAMP_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage of a run. A setting that a stage does not have is that of [training], [data] and
+    [lr_scheduler]."""
+
+    until: str
+    """Where the stage ends, counted from the start of the run: "4B tokens", "1.5 epochs", "20
+    tokens/parameter" or "1000000 sequences", and "end" for the last stage. A step belongs to the stage of its
+    first sequence. Tokens are those of the sequences, seq_len each; an epoch is all sequences of all sources.
+    """
+    name: str = ""
+    """Name of the stage in the log, such as "decay"."""
+    weights: Any = None
+    """Weights of the sources in this stage, as a list in the order of data.sources, or as a table by the
+    names that the sources have in the metrics, `{ "web" = 3, "code" = 1 }`; sources that the table leaves out
+    have weight 0. A source with weight 0 is not read in this stage. Every source continues where it was, so
+    no sequence of an epoch is repeated or left out."""
+    global_batch_size: int | None = None
+    """Sequences of training.seq_len tokens in one optimizer step; training.batch_ramp does not apply."""
+    seq_len: int | None = None
+    """Tokens that are predicted in each sequence: training.seq_len divided by a power of 2. Each sequence is
+    trained as several shorter ones; the number of tokens in a step, and all counts of sequences, are
+    unchanged."""
+    lr_factor: float = 1.0
+    """Factor of the learning rate, in addition to that of the schedule."""
+    lr_scheduler: LRScheduler | None = None
+    """Schedule of this stage, `[stages.lr_scheduler] name = "..."`, instead of the run's. Its steps are those
+    of the stage: the first is step 1, and `training_steps` is their number."""
+
+    def __post_init__(self) -> None:
+        if self.until != END:
+            try:
+                Amount.parse_place(self.until)
+            except ConfigError as e:
+                raise ConfigError(f'{e}, or "{END}"', "until") from None
+        if self.global_batch_size is not None and self.global_batch_size < 1:
+            raise ConfigError(f"{self.global_batch_size} is below 1", "global_batch_size")
+        if not 0 <= self.lr_factor < float("inf"):
+            raise ConfigError(f"{self.lr_factor} is below 0 or not finite", "lr_factor")
+        if self.weights is not None:
+            _check_weights(self.weights)
+
+    def weights_of(self, sources: Sequence[str]) -> list[float] | None:
+        """Return the weights in the order of the names of all sources; None for those of data.sources. Raises
+        ConfigError for names or a number of weights that do not fit the sources."""
+        weights = self.weights
+        if isinstance(weights, dict):
+            for name in weights:
+                if name not in sources:
+                    raise ConfigError(f"unknown source {name!r}{suggest(name, sources)}", "weights")
+            return [float(weights.get(name, 0.0)) for name in sources]
+        if weights is not None and len(weights) != len(sources):
+            raise ConfigError(
+                f"{len(weights)} weights for {len(sources)} sources: {', '.join(sources)}", "weights"
+            )
+        return None if weights is None else [float(weight) for weight in weights]
+
+    def num_splits(self, seq_len: int) -> int:
+        """Return how many shorter sequences each sequence of `seq_len` tokens is trained as. Raises
+        ConfigError if it cannot be split so."""
+        if self.seq_len is None:
+            return 1
+        num = seq_len // max(self.seq_len, 1)
+        if self.seq_len * num == seq_len and num & (num - 1) == 0:
+            return num
+        legal = [str(seq_len >> k) for k in range(4) if seq_len % (1 << k) == 0]
+        longer = (
+            ". Sequences are packed once, at training.seq_len; to train on longer ones, start a new run from "
+            "the weights of this one, with checkpoint.initial_load_path"
+        )
+        raise ConfigError(
+            f"{self.seq_len} is not training.seq_len = {seq_len} divided by a power of 2: {', '.join(legal)}"
+            f"{longer if self.seq_len > seq_len else ''}",
+            "seq_len",
+        )
+
+
+def _check_weights(weights: Any) -> None:
+    values = weights.values() if isinstance(weights, dict) else weights
+    is_legal = isinstance(weights, (dict, list)) and all(
+        type(value) in (int, float) and 0 <= value <= 1e9 for value in values
+    )
+    if not is_legal or not any(values):
+        raise ConfigError(
+            f"{weights!r} is neither a list of weights nor a table of weights by source, from 0 to 1e9 and "
+            "not all 0",
+            "weights",
+        )
+
+
+def settings_of(stage: Stage) -> dict[str, Any]:
+    """Return what a stage sets, except for its place and its weights, as plain data for the run identity."""
+    left_out = ("until", "name", "weights")
+    return {key: value for key, value in as_tree(stage).items() if key not in left_out}
+
+
+def check_stages(stages: Sequence[Stage], training: Training, sources: Sequence[str]) -> None:
+    """Raise ConfigError for a stage whose weights or sequence length do not fit the job, or that is not the
+    last and has no end. `sources`: the names of data.sources."""
+    for i, stage in enumerate(stages):
+        is_last = i == len(stages) - 1
+        try:
+            stage.weights_of(sources), stage.num_splits(training.seq_len)
+            if is_last and stage.until != END:
+                raise ConfigError(f'"{stage.until}": the last stage must have until = "{END}"', "until")
+            if not is_last and stage.until == END:
+                raise ConfigError(f'only the last stage has until = "{END}"', "until")
+        except ConfigError as e:
+            raise _in_stage(i, stage, e) from None
+
+
+def _in_stage(i: int, stage: Stage, error: ConfigError) -> ConfigError:
+    return ConfigError(f"{label(i, stage)}: {error}", f"stages.{i}.{error.key}")
+
+
+def label(i: int, stage: Stage) -> str:
+    """Return the stage's number, from 1, and its name, for messages."""
+    return f"stage {i + 1}{f' ({stage.name})' if stage.name else ''}"
+
+
+def uncounted_ends(stages: Sequence[Stage], training: Training) -> dict[str, Amount]:
+    """Return the ends of stages and of the batch ramp that are not numbers of sequences yet, by their
+    keys."""
+    tables = {"stages": [stage.until for stage in stages if stage.until != END]}
+    tables["training.batch_ramp"] = [entry.until for entry in training.batch_ramp]
+    ends = {
+        f"{key}.{i}.until": Amount.parse(end) for key, ends in tables.items() for i, end in enumerate(ends)
+    }
+    return {key: amount for key, amount in ends.items() if amount.unit != "sequences"}
+
+
+def count_ends(
+    training: Training, stages: Sequence[Stage], conversion: Conversion
+) -> tuple[Training, list[Stage]]:
+    """Return the section [training] and the stages with their ends as numbers of sequences, such as "1000000
+    sequences", and with amounts of training in the schedules of stages as numbers of steps. Raises
+    ConfigError for an end that is not after the one before it."""
+    ends = _counted([entry.until for entry in training.batch_ramp], "training.batch_ramp", conversion)
+    ramp = [replace(entry, until=end) for entry, end in zip(training.batch_ramp, ends)]
+    ends = _counted([stage.until for stage in stages[:-1]], "stages", conversion)
+    return replace(training, batch_ramp=ramp), [
+        replace(stage, until=end) for stage, end in zip(stages, [*ends, END])
+    ]
+
+
+def _counted(ends: Sequence[str], key: str, conversion: Conversion) -> list[str]:
+    before, counted = 0, list[str]()
+    for i, end in enumerate(ends):
+        number = Amount.parse(end).sequences(conversion)
+        if number <= before:
+            begin = f'"{ends[i - 1]}", where it begins' if i else "the start of the run"
+            raise ConfigError(
+                f'"{end}" is sequence {number:,}, which is not after {begin}, sequence {before:,}',
+                f"{key}.{i}.until",
+            )
+        counted.append(f"{number} sequences")
+        before = number
+    return counted
+
+
+class Stages:
+    """The stages of a run by position in the data order. A run without [[stages]] has one stage.
+
+    The ends of `stages` and of training.batch_ramp are numbers of sequences, by `count_ends`.
+    `scheduler`: that of the run. `batch_size`: training.global_batch_size, with -1 resolved."""
+
+    def __init__(self, stages: Sequence[Stage], training: Training, scheduler: LRScheduler, batch_size: int):
+        self.stages, self.batch_size = list(stages) or [Stage(until=END)], batch_size
+        self._training, self._scheduler = training, scheduler
+        self.firsts = [0, *(_number(stage.until) for stage in self.stages[:-1])]
+        self._ramp_firsts = [0, *(_number(entry.until) for entry in training.batch_ramp)]
+        self.step_sizes = self._step_sizes()
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def number_at(self, sequence: int) -> int:
+        """Return the number, from 0, of the stage that a sequence belongs to."""
+        return bisect_right(self.firsts, sequence) - 1
+
+    def lr_factor(self, step: int, sequence: int) -> float:
+        """Return the factor of the peak learning rate in `step`, whose first sequence is `sequence`."""
+        i, last_step = self.number_at(sequence), self._training.steps
+        stage = self.stages[i]
+        if stage.lr_scheduler is not None:
+            before = self._steps_before(self.firsts[i])
+            num_steps = self.num_steps(i)
+            step_in_stage = self._steps_before(sequence) - before + 1
+            factor = stage.lr_scheduler.checked_factor(step_in_stage, max(num_steps, step_in_stage))
+        else:
+            factor = self._scheduler.checked_factor(step, last_step)
+        return factor * stage.lr_factor * self._ramp_factor(sequence)
+
+    def describe(self, sources: Sequence[str]) -> list[str]:
+        """Describe each stage in a line for the log; nothing for a run without stages. `sources`: the names
+        of data.sources."""
+        if len(self) == 1:
+            return []
+        lines = []
+        for i, stage in enumerate(self.stages):
+            num_steps, before = self.num_steps(i), self._steps_before(self.firsts[i])
+            if not num_steps:
+                lines.append(f"{label(i, stage)}: not reached, the run ends after {before:,} steps")
+                continue
+            parts = [f"from sequence {self.firsts[i]:,}, steps {before + 1:,} to {before + num_steps:,}"]
+            parts.append(f"{self._describe_sizes(i)} sequences per step")
+            if num_splits := stage.num_splits(self._training.seq_len) - 1:
+                parts.append(f"each sequence as {num_splits + 1} of {stage.seq_len} tokens")
+            if (weights := stage.weights_of(sources)) is not None:
+                parts.append(f"weights {', '.join(f'{n} {w:g}' for n, w in zip(sources, weights))}")
+            if stage.lr_scheduler is not None:
+                parts.append(f"learning rate {stage.lr_scheduler.describe(num_steps)}")
+            parts += [f"learning rate x {stage.lr_factor:g}"] if stage.lr_factor != 1 else []
+            lines.append(f"{label(i, stage)}: {'; '.join(parts)}")
+        return lines
+
+    def _describe_sizes(self, i: int) -> str:
+        """The batch sizes of stage `i`, such as `32, from sequence 1,000 on 64`."""
+        end = self.firsts[i + 1] if i + 1 < len(self) else math.inf
+        text = f"{self.step_sizes.at(self.firsts[i]).global_batch_size}"
+        for size in self.step_sizes.sizes:
+            if self.firsts[i] < size.first_sequence < end:
+                text += f", from sequence {size.first_sequence:,} on {size.global_batch_size}"
+        return text
+
+    def num_steps(self, i: int) -> int:
+        """Return the number of steps of stage `i` in a run that skips no sequences."""
+        last_step = self._training.steps
+        end = self._steps_before(self.firsts[i + 1]) if i + 1 < len(self) else last_step
+        return max(min(end, last_step) - self._steps_before(self.firsts[i]), 0)
+
+    def check_schedules(self) -> None:
+        """Raise ConfigError for a schedule that does not fit its stage."""
+        for i, stage in enumerate(self.stages):
+            if stage.lr_scheduler is not None and (num_steps := self.num_steps(i)):
+                try:
+                    stage.lr_scheduler.check(num_steps)
+                    stage.lr_scheduler.check_factors(num_steps)
+                except ConfigError as e:
+                    raise _in_stage(i, stage, e) from None
+
+    def _steps_before(self, sequence: int) -> int:
+        """The number of steps whose first sequence is below `sequence`, in a run that skips none."""
+        whole = self.step_sizes.num_steps(sequence)
+        return whole + (self.step_sizes.position_after(whole) < sequence)
+
+    def _ramp_factor(self, sequence: int) -> float:
+        size = self._ramp_size(sequence)
+        power = RAMP_POWERS[self._training.batch_ramp_lr]
+        return 1.0 if size is None else (size / self.batch_size) ** power
+
+    def _ramp_size(self, sequence: int) -> int | None:
+        """The batch size by training.batch_ramp; None after its end, and in a stage with a batch size of its
+        own."""
+        i = bisect_right(self._ramp_firsts, sequence) - 1
+        is_over = i >= len(self._training.batch_ramp)
+        if is_over or self.stages[self.number_at(sequence)].global_batch_size is not None:
+            return None
+        return self._training.batch_ramp[i].global_batch_size
+
+    def _step_sizes(self) -> StepSizes:
+        sizes: list[StepSize] = []
+        for first in sorted({*self.firsts, *self._ramp_firsts}):
+            stage = self.stages[self.number_at(first)]
+            batch_size = stage.global_batch_size or self._ramp_size(first) or self.batch_size
+            size = StepSize(first, batch_size, stage.num_splits(self._training.seq_len))
+            if not sizes or (size.global_batch_size, size.num_splits) != (
+                sizes[-1].global_batch_size,
+                sizes[-1].num_splits,
+            ):
+                sizes.append(size)
+        return StepSizes(sizes)
+
+
+def _number(end: str) -> int:
+    """The number in "1000000 sequences"."""
+    amount = Amount.parse(end)
+    assert amount.unit == "sequences", f"{end} is not counted"
+    return int(amount.value)
