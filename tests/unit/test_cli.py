@@ -159,8 +159,8 @@ def test_the_other_verbs_take_both_spellings_too(run):
 
 @pytest.mark.parametrize("verb", [["train"], ["config"], ["data", "show"], ["launch"]])
 def test_an_option_without_a_value(run, verb):
-    message = complaint_of(run(*verb, DEBUG, "--training.steps", "--validation.enable"))
-    assert message == "command line, --training.steps: needs a value: an integer"
+    message = complaint_of(run(*verb, DEBUG, "--training.seed", "--validation.enable"))
+    assert message == "command line, --training.seed: needs a value: an integer"
 
 
 def test_the_dtypes_of_the_options_are_those_of_an_export():
@@ -281,7 +281,7 @@ def test_an_unknown_key_on_the_command_line(run, config):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("steps = 160", 'steps = "160"', "training.steps: expected an integer, got '160'"),
+        ("steps = 160", 'steps = "160"', "training.steps: '160' has no unit; write an integer, or an"),
         (
             'name = "adamw"',
             'name = "adamv"',
@@ -696,7 +696,8 @@ def test_help_and_mistakes_take_no_torch(tmp_path):
         (["train", syntax], 2, f"{syntax}:2: not valid TOML: Invalid value (column"),
         (["train", "debug", "--trianing.steps=3"], 2, "unknown key 'trianing'; did you mean 'training'?"),
         (["train", "debug", "--optimizer.name=adamv"], 2, "unknown optimizer 'adamv'; did you mean 'adamw'?"),
-        (["train", "debug", "--training.steps=x"], 2, "expected an integer, got 'x'"),
+        (["train", "debug", "--training.seed=x"], 2, "expected an integer, got 'x'"),
+        (["train", "debug", "--training.steps=4B tokns"], 2, "unknown unit 'tokns' of '4B tokns'; did you"),
         (["train", "debgu"], 2, "no configuration 'debgu'"),
         (["train", theirs], 2, f"titanlite migrate {theirs} -o NEW.toml"),
         (["train", "debug", *later, "--training.stesp=3"], 2, "line, --training.stesp: unknown key"),
@@ -718,12 +719,12 @@ def test_help_and_mistakes_take_no_torch(tmp_path):
 
 def test_several_mistakes_are_told_together(run, config):
     config.write_text(config.read_text().replace("seq_len = 128", "seqlen = 128"))
-    code, out, err = run("train", config, "--optimizer.beta3=1", "--training.steps=x")
+    code, out, err = run("train", config, "--optimizer.beta3=1", "--training.seed=x")
     first, second, third = err.splitlines()
     line = config.read_text().splitlines().index("seqlen = 128") + 1
     assert (code, out) == (2, "")
     assert first.startswith(f"titanlite: {config}:{line}: training.seqlen: unknown key 'seqlen'")
-    assert second.startswith("titanlite: command line, --training.steps: expected an integer, got 'x'")
+    assert second.startswith("titanlite: command line, --training.seed: expected an integer, got 'x'")
     assert third.startswith("titanlite: command line, --optimizer.beta3: unknown key 'beta3'")
 
 
