@@ -130,7 +130,7 @@ class CrossEntropy(Loss, name="cross_entropy"):
         def loss(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
             return cross_entropy(hidden_BTD, weight_VD, targets_BT, self.z_loss_multiplier)
 
-        return torch.compile(loss, fullgraph=True, backend=backend) if backend else loss
+        return torch.compile(loss, fullgraph=True, dynamic=False, backend=backend) if backend else loss
 
     @property
     def is_cross_entropy(self) -> bool:

@@ -316,6 +316,12 @@ def compilations() -> list[Compilation]:
     return compilations
 
 
+def allow_many_graphs() -> None:
+    """Let torch.compile make up to 64 graphs of a function instead of 8: one for each shape, with and without
+    gradients. torch keeps the setting per thread; call this function in the thread of the forwards."""
+    torch.compiler.config.recompile_limit = 64
+
+
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """Let torch.compile make code for any size of this dim above 1, instead of this size."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)

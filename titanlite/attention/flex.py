@@ -10,6 +10,7 @@ import torch
 
 from titanlite.attention.base import Attention, AttentionNeeds, document_numbers
 from titanlite.attention.sdpa import SDPA
+from titanlite.torch_compat import allow_many_graphs
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -79,5 +80,7 @@ def _block_mask(visible: Any, B: int | None, queries: int, keys: int, device: to
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         # Without compilation both functions would allocate [B, H, queries, keys].
-        _flex_attention, _create_block_mask = torch.compile(flex_attention), torch.compile(create_block_mask)
+        allow_many_graphs()
+        _flex_attention = torch.compile(flex_attention, dynamic=False)
+        _create_block_mask = torch.compile(create_block_mask, dynamic=False)
     return _create_block_mask(visible, B, None, queries, keys, device=device)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from titanlite.attention.base import Attention, AttentionNeeds
 from titanlite.attention.sdpa import SDPA
-from titanlite.torch_compat import load_varlen_attention
+from titanlite.torch_compat import load_varlen_attention, mark_dynamic
 
 
 class VarlenAttention(Attention):
@@ -51,10 +51,12 @@ class Varlen(SDPA, name="varlen"):
     def for_documents(self, positions_BT: torch.Tensor, num_documents: int) -> Attention:
         _load_varlen()
         B, T = positions_BT.shape
-        capacity = 1 << (num_documents - 1).bit_length()  # few different sizes, so few recompilations
+        capacity = 1 << (num_documents - 1).bit_length()  # few sizes, should a compiler specialise on them
         is_start = positions_BT.flatten() == 0
         starts = torch.nonzero_static(is_start, size=capacity, fill_value=B * T).flatten()
-        return VarlenAttention(F.pad(starts.to(torch.int32), (0, 1), value=B * T), max_seqlen=T)
+        cu_seqlens = F.pad(starts.to(torch.int32), (0, 1), value=B * T)
+        mark_dynamic(cu_seqlens, 0)  # one graph of a compiled block serves all sizes
+        return VarlenAttention(cu_seqlens, max_seqlen=T)
 
 
 # Set when a run may need the kernel: the import takes two seconds, because it imports the compiler.

@@ -1,5 +1,9 @@
 """torch.compile, block by block and in place: parameter names stay, one graph serves all blocks, and a graph
-break is an error. Compilations after the first step are counted and logged with their reasons."""
+break is an error. Compilations after the first step are counted and logged with their reasons.
+
+Each sequence length has a graph of its own. By default, torch would make one graph with symbolic sizes for
+all lengths but the first: a slower one, and a run that resumes with such a length would have another graph
+and so other bits than the run that was not interrupted."""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 from titanlite.config.component import ConfigError, suggest
 from titanlite.log import logger
 from titanlite.models.base import Decoder
-from titanlite.torch_compat import Compilation, compilations
+from titanlite.torch_compat import Compilation, allow_many_graphs, compilations
 
 BACKENDS_WITH_MEMORY_BUDGET = ("inductor", "aot_eager")
 
@@ -42,16 +46,20 @@ class Compile:
 def apply_compile(net: Decoder, config: Compile) -> None:
     """Compile the blocks in place. Call it after activation checkpointing and before FSDP."""
     if config.enable:
+        allow_many_graphs()
         for block in net.blocks().values():
-            block.compile(fullgraph=True, backend=config.backend)
+            block.compile(fullgraph=True, dynamic=False, backend=config.backend)
 
 
 def compile_forwards(net: Decoder, config: Compile) -> None:
     """Compile only the forwards of the blocks, for tensor parallel. Call it before activation checkpointing,
     which then repeats compiled forwards."""
     if config.enable:
+        allow_many_graphs()
         for block in net.blocks().values():
-            block.forward = torch.compile(block.forward, fullgraph=True, backend=config.backend)
+            block.forward = torch.compile(
+                block.forward, fullgraph=True, dynamic=False, backend=config.backend
+            )
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.tiers import full, sampled
 from titanlite.attention.sdpa import SDPA
 from titanlite.config.component import ConfigError
+from titanlite.data.batch import Batch
 from titanlite.losses import ChunkedCrossEntropy, cross_entropy
 from titanlite.models.base import Decoder
 from titanlite.models.decoder import Block
@@ -102,6 +103,42 @@ def test_one_graph_serves_all_attention_objects_of_a_backend(mode: str) -> None:
         losses.append(plain.item())
     assert len(set(losses)) == 3
     assert compilations.since_last()["compile/graphs"] == 1
+
+
+@pytest.mark.parametrize("masked", [False, full(True)])
+def test_each_sequence_length_has_one_graph(masked: bool) -> None:
+    """With validation at the full length in between. A graph with symbolic sizes would serve several lengths,
+    and a run that resumes would not have it."""
+    torch.compiler.reset()
+    nets, compilations = (build(), build()), Compilations()
+    apply_compile(nets[1], Compile(enable=True, backend="eager"))
+    tokens = torch.arange(24).reshape(2, 12)
+    batch = Batch(tokens, tokens, tokens.numel(), 0, torch.arange(12).expand(2, -1) % 5 if masked else None)
+    graphs = []
+    for num_splits in (4, 2, 1, 2, 4):
+        models = [ShardedModel(net, cross_entropy) for net in nets]
+        split = batch.split(num_splits)
+        plain, compiled = (m.forward_backward([split], torch.tensor(24)) for m in models)
+        assert compiled.item() == pytest.approx(plain.item(), rel=1e-6)
+        graphs.append(compilations.since_last().get("compile/graphs", 0))
+        plain, compiled = (m.loss_sum(batch) for m in models)
+        assert compiled.item() == pytest.approx(plain.item(), rel=1e-6)
+        graphs.append(compilations.since_last().get("compile/graphs", 0))
+    assert graphs == [1, 1, 1, 0, 1, 0, 0, 0, 0, 0]
+    for a, b in zip(nets[0].parameters(), nets[1].parameters()):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.full
+def test_more_lengths_than_torch_allows_by_default() -> None:
+    torch.compiler.reset()
+    net, compilations = build(), Compilations()
+    apply_compile(net, Compile(enable=True, backend="eager"))
+    lengths = range(2, 14)
+    for length in lengths:
+        tokens = torch.arange(length)[None]
+        net(tokens, head_fn=partial(cross_entropy, targets_BT=tokens)).backward()
+    assert compilations.since_last()["compile/graphs"] == len(lengths) > 8
 
 
 def test_a_break_in_a_graph_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

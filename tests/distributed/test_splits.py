@@ -1,0 +1,137 @@
+"""Sequences that are split into shorter ones train like whole sequences under a mask that hides the shorter
+ones from each other: on every layout, with lengths that change from step to step, and with validations on
+whole sequences in between."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.splits import on_rank, trained
+from tests.support.tiers import full
+from titanlite.attention import varlen
+from titanlite.attention.sdpa import CAUSAL, SDPA
+from titanlite.data.batch import Batch
+from titanlite.models import decoder
+
+LENGTHS_CHANGE = (2, 1, 4, 2, 1, 4)
+
+
+def largest_error(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The largest relative error of a value, by its norm."""
+    assert actual.keys() == wanted.keys()
+    return max(((actual[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted)
+
+
+def assert_same(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert largest_error(actual, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_split_sequences_train_like_masked_ones(masked: bool) -> None:
+    split, reference, whole = (
+        trained(1, 0, num_splits, masked, **options)
+        for num_splits, options in (
+            (LENGTHS_CHANGE, {}),
+            (LENGTHS_CHANGE, {"reference": True, "whole_logits": True}),
+            ((1,) * len(LENGTHS_CHANGE), {}),
+        )
+    )
+    num_ranges = (split["losses by position"].view(2, -1)[1] > 0).sum()
+    assert num_ranges == 4, "a quarter of the positions"
+    for result in (split, reference, whole):
+        del result["losses by position"]
+    assert_same(split, reference)
+    assert largest_error(whole, reference) > 0.1
+
+
+LAYOUTS = [
+    (2, False, {"pp": 2, "tied": False}), (2, True, {"cp": 2}),
+    *(full(*case) for case in [
+        (2, True, {}), (4, False, {"dp_replicate": 2, "reduce": "micro_batch"}),
+        (2, False, {"tp": 2}), (2, True, {"tp": 2, "tied": False}),
+        (2, False, {"cp": 2}), (2, False, {"cp": 2, "attention": "sdpa"}), (4, True, {"tp": 2, "cp": 2}),
+        (4, True, {"pp": 2, "tied": False}), (4, False, {"pp": 2, "tp": 2, "tied": False}),
+        (4, False, {"pp": 2, "cp": 2, "tied": False}),
+        *((2, True, {"pp": 2, "tied": False, "layers": 4, "schedule": schedule}) for schedule in (
+            "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble",
+        )),
+        (2, True, {"compile": "aot_eager"}), (2, True, {"compile": "aot_eager", "tp": 2}),
+        (2, True, {"compile": "aot_eager", "cp": 2}),
+        (2, False, {"compile": "aot_eager", "cp": 2, "activation_checkpoint": "full"}),
+        (2, True, {"compile": "aot_eager", "tp": 2, "activation_checkpoint": "selective"}),
+        (2, True, {"compile": "aot_eager", "pp": 2, "tied": False}),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "masked", "layout"), LAYOUTS, ids=str)
+def test_split_sequences_train_alike_on_every_layout(
+    run_on, world_size: int, masked: bool, layout: dict[str, Any]
+) -> None:
+    num_splits = (2, 1, 2, 1) if {"tp", "cp"} <= layout.keys() else LENGTHS_CHANGE  # a rank needs 2 tokens
+    by_rank = run_on(world_size, on_rank, world_size, num_splits, masked, layout)
+    together = {name: value for of_rank in by_rank for name, value in of_rank.items()}
+    alone = {key: layout[key] for key in ("tied", "layers") if key in layout}
+    assert_same(together, trained(1, 0, num_splits, masked, **alone))
+
+
+def varlen_on_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+) -> torch.Tensor:
+    """What the kernel behind the varlen backend computes: attention within each document."""
+    documents = [slice(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist()) if a < b]
+    assert max(document.stop - document.start for document in documents) <= max_seqlen
+    return torch.cat([CAUSAL.attend(*(x[None, document] for x in (q, k, v)))[0] for document in documents])
+
+
+SPLIT = Batch.split
+
+
+def not_restarted(batch: Batch, num_splits: int) -> Batch:
+    """Batch.split that leaves the positions as they are."""
+    split = SPLIT(batch, num_splits)
+    assert batch.positions is not None
+    return replace(split, positions=batch.positions.reshape(split.inputs.shape))
+
+
+def not_counted(batch: Batch, num_splits: int) -> Batch:
+    """Batch.split that leaves the number of documents as it is."""
+    return replace(SPLIT(batch, num_splits), num_documents=batch.num_documents)
+
+
+def test_the_varlen_backend_has_the_documents_of_split_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "_varlen_attention", varlen_on_cpu)
+    wanted = trained(1, 0, LENGTHS_CHANGE, masked=True)
+    assert_same(trained(1, 0, LENGTHS_CHANGE, masked=True, attention="varlen"), wanted)
+    for control in (not_restarted, not_counted):
+        monkeypatch.setattr(Batch, "split", control)
+        with pytest.raises(AssertionError, match="<"):
+            assert_same(trained(1, 0, LENGTHS_CHANGE, masked=True, attention="varlen"), wanted)
+
+
+def kept(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which returns its first result for every later call with the same key."""
+    results = dict[Any, Any]()
+    return lambda *args: results.setdefault(key(*args), function(*args))
+
+
+STALE = {
+    "a mask of earlier documents": (SDPA, "for_documents", lambda backend, positions, count: positions.shape),
+    "a mask of another length": (SDPA, "for_documents", lambda *args: None),
+    "rotations of another length": (decoder, "rope_tables", lambda *args: None),
+}
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_control_stale_masks_and_rotations_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = trained(1, 0, LENGTHS_CHANGE, masked=True)
+    where, function, key = STALE[name]
+    monkeypatch.setattr(where, function, kept(getattr(where, function), key))
+    with pytest.raises((AssertionError, RuntimeError), match=r"<|must match the size"):
+        assert_same(trained(1, 0, LENGTHS_CHANGE, masked=True), wanted)

@@ -1,0 +1,102 @@
+"""Training with sequences that are split into shorter ones, on any layout, and its reference: whole sequences
+under a mask that hides the shorter ones from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.support.gradients import NUM_SEQUENCES, SHAPE, build
+from titanlite.data.batch import Batch, make_batch
+from titanlite.data.packing import TokenSequence
+from titanlite.metrics.token_statistics import TokenStatistics
+
+SEQ_LEN = 16
+
+
+def whole_batch(step: int, masked: bool) -> Batch:
+    """The sequences of a step. With `masked`, each has up to four documents, which are masked from each
+    other, and some padding."""
+    rng = np.random.default_rng(step)
+    sequences = []
+    for i in range(NUM_SEQUENCES):
+        starts, tokens = rng.integers(0, SEQ_LEN - 2, 4), rng.integers(0, SHAPE["vocab_size"], SEQ_LEN + 1)
+        documents = np.unique([0, *starts[: i % 4]]) if masked else None
+        sequences.append(TokenSequence(tokens, documents, num_padding=2 if masked and i % 2 else 0))
+    return make_batch(range(NUM_SEQUENCES), sequences, seq_len=SEQ_LEN, with_positions=masked)
+
+
+def hidden_from_each_other(batch: Batch, num_splits: int) -> Batch:
+    """The whole sequences, with positions that begin again where a shorter sequence begins: the mask of
+    documents is then that of the shorter sequences, too."""
+    in_shorter = torch.arange(SEQ_LEN) % (SEQ_LEN // num_splits)
+    positions = in_shorter.expand(batch.inputs.shape)
+    positions = positions if batch.positions is None else torch.minimum(positions, batch.positions)
+    return replace(batch, positions=positions, num_documents=int((positions == 0).sum()))
+
+
+def sequences_of(batch: Batch, begin: int, count: int) -> Batch:
+    """`count` sequences of the batch, from number `begin` on."""
+    inputs, targets = batch.inputs[begin : begin + count], batch.targets[begin : begin + count]
+    positions = None if batch.positions is None else batch.positions[begin : begin + count]
+    num_documents = count if positions is None else int((positions == 0).sum())
+    return Batch(inputs, targets, 0, 0, positions, num_documents)
+
+
+def trained(
+    world_size: int,
+    rank: int,
+    num_splits: Sequence[int],
+    masked: bool,
+    *,
+    reference: bool = False,
+    micro_batches: int = 2,
+    **layout: Any,
+) -> dict[str, torch.Tensor]:
+    """Train steps whose sequences are split into `num_splits[step]` shorter ones, or with `reference` are
+    whole and masked, each followed by a validation on whole sequences. Returns the losses of all, and of the
+    last step the losses by position, gradients and weights."""
+    model = build(world_size, rank, **layout)
+    optimizer = torch.optim.SGD(model.net.parameters(), lr=0.3, momentum=0.9)
+    ranks, size = model.mesh.dp_size, NUM_SEQUENCES // model.mesh.dp_size // micro_batches
+    change = hidden_from_each_other if reference else Batch.split
+    losses = []
+    for step, splits in enumerate(num_splits):
+        batch = whole_batch(step, masked)
+        begins = [(a * ranks + model.mesh.dp_rank) * size for a in range(micro_batches)]
+        whole = [sequences_of(batch, begin, size) for begin in begins]
+        statistics = TokenStatistics(
+            seq_len=SEQ_LEN,
+            num_micro_batches=2,
+            sources=[],
+            is_cross_entropy=True,
+            device=torch.device("cpu"),
+        )
+        optimizer.zero_grad()
+        micro_batches_of_step = [change(part, splits) for part in whole]
+        losses.append(
+            model.forward_backward(micro_batches_of_step, torch.tensor(batch.num_targets), statistics)
+        )
+        optimizer.step()
+        model.after_step(torch.tensor(True))
+        losses.append(sum(model.loss_sum(part) for part in whole) / batch.num_targets)
+    by_position = statistics.sums[7:] * model.mesh.is_tp_leader
+    results = {"losses": torch.stack(losses), "losses by position": by_position}
+    if world_size > 1:
+        for value in results.values():
+            torch.distributed.all_reduce(value)
+    for name, p in model.net.named_parameters():
+        for key, value in ((name, p.detach()), (f"gradient of {name}", p.grad)):
+            results[key] = value.full_tensor() if isinstance(value, DTensor) else value
+    return results
+
+
+def on_rank(
+    world_size: int, num_splits: Sequence[int], masked: bool, layout: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    return trained(world_size, torch.distributed.get_rank(), num_splits, masked, **layout)
