@@ -19,23 +19,25 @@ from titanlite.metrics.token_statistics import TokenStatistics
 SEQ_LEN = 16
 
 
-def whole_batch(step: int, masked: bool) -> Batch:
-    """The sequences of a step. With `masked`, each has up to four documents, which are masked from each
-    other, and some padding."""
+def whole_batch(step: int, masked: bool, seq_len: int = SEQ_LEN, most_documents: int = 4) -> Batch:
+    """The sequences of a step. With `masked`, each has some documents, which are masked from each other, and
+    some have padding."""
     rng = np.random.default_rng(step)
     sequences = []
     for i in range(NUM_SEQUENCES):
-        starts, tokens = rng.integers(0, SEQ_LEN - 2, 4), rng.integers(0, SHAPE["vocab_size"], SEQ_LEN + 1)
-        documents = np.unique([0, *starts[: i % 4]]) if masked else None
+        tokens = rng.integers(0, SHAPE["vocab_size"], seq_len + 1)
+        starts = rng.integers(0, seq_len - 2, i % most_documents)
+        documents = np.unique([0, *starts]) if masked else None
         sequences.append(TokenSequence(tokens, documents, num_padding=2 if masked and i % 2 else 0))
-    return make_batch(range(NUM_SEQUENCES), sequences, seq_len=SEQ_LEN, with_positions=masked)
+    return make_batch(range(NUM_SEQUENCES), sequences, seq_len=seq_len, with_positions=masked)
 
 
 def hidden_from_each_other(batch: Batch, num_splits: int) -> Batch:
     """The whole sequences, with positions that begin again where a shorter sequence begins: the mask of
     documents is then that of the shorter sequences, too."""
-    in_shorter = torch.arange(SEQ_LEN) % (SEQ_LEN // num_splits)
-    positions = in_shorter.expand(batch.inputs.shape)
+    num_sequences, seq_len = batch.inputs.shape
+    in_shorter = torch.arange(seq_len) % (seq_len // num_splits)
+    positions = in_shorter.expand(num_sequences, -1)
     positions = positions if batch.positions is None else torch.minimum(positions, batch.positions)
     return replace(batch, positions=positions, num_documents=int((positions == 0).sum()))
 

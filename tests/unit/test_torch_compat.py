@@ -140,9 +140,30 @@ def test_the_compilers_records() -> None:
     assert 0 < backward.seconds < 600
 
 
+def test_many_graphs_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+    from torch._dynamo.testing import CompileCounter
+
+    def graphs_for(sizes: range) -> int:
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        double = torch.compile(lambda x: 2 * x, fullgraph=True, dynamic=False, backend=counter)
+        for size in sizes:
+            double(torch.ones(size))
+        return counter.frame_count
+
+    monkeypatch.setattr(torch.compiler.config, "recompile_limit", 8)
+    with pytest.raises(FailOnRecompileLimitHit):
+        graphs_for(range(2, 22))
+    torch_compat.allow_many_graphs()
+    assert graphs_for(range(2, 22)) == 20
+
+
 def test_code_for_any_size_of_a_dim() -> None:
+    from torch._dynamo.testing import CompileCounter
+
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     double = torch.compile(lambda x: 2 * x, backend=counter)
     for rows in (4, 5, 9):
         x = torch.ones(rows, 8)

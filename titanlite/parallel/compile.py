@@ -1,9 +1,9 @@
 """torch.compile, block by block and in place: parameter names stay, one graph serves all blocks, and a graph
 break is an error. Compilations after the first step are counted and logged with their reasons.
 
-Each sequence length has a graph of its own. By default, torch would make one graph with symbolic sizes for
-all lengths but the first: a slower one, and a run that resumes with such a length would have another graph
-and so other bits than the run that was not interrupted."""
+Each sequence length has a graph of its own. By default, torch would make a second graph with symbolic sizes
+for all lengths but the first. Its kernels may be slower, and a run that resumes with such a length would not
+have it, so that results might differ in their last bits."""
 
 from __future__ import annotations
 

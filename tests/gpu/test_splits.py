@@ -1,0 +1,114 @@
+"""Sequences that are split into shorter ones, on CUDA: every kernel has the gradients of whole sequences with
+a dense mask that hides the shorter ones from each other, each length is compiled once, and a change of the
+length never waits for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import titanlite.job  # noqa: F401  (registers the components)
+from tests.support.splits import hidden_from_each_other, whole_batch
+from titanlite.attention.base import AttentionBackend, AttentionNeeds
+from titanlite.attention.sdpa import SDPA
+from titanlite.data.batch import Batch
+from titanlite.losses import ChunkedCrossEntropy
+from titanlite.mesh import ALONE
+from titanlite.models.llama3 import Llama3
+from titanlite.parallel.apply import ParallelSettings, parallelize
+from titanlite.parallel.compile import Compilations, Compile
+from titanlite.parallel.sharded_model import ShardedModel
+
+pytestmark = pytest.mark.gpu
+SEQ_LEN, LENGTHS = 256, (2, 1, 4)
+SHAPE = {
+    "dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 256,
+    "vocab_size": 252,
+}  # fmt: skip
+BACKENDS = pytest.mark.parametrize("backend", ["varlen", "flex", "auto", "causal"])
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+
+
+def model_with(
+    attention: AttentionBackend,
+    compiled: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+) -> ShardedModel:
+    with torch.device("meta"):
+        net = Llama3(flavor="debug", overrides=SHAPE).build()
+    settings = ParallelSettings(attention=attention, compile=Compile(enable=compiled), param_dtype=dtype)
+    model = parallelize(net, ChunkedCrossEntropy(), ALONE, settings)
+    model.materialize(torch.device(device), seed=0)
+    return model
+
+
+def built(backend: str, device: str = "cuda") -> AttentionBackend:
+    """The backend of a run; `causal`: without document masks."""
+    needs = AttentionNeeds(
+        device=torch.device(device), dtype=torch.bfloat16, seq_len=SEQ_LEN, n_heads=SHAPE["n_heads"],
+        n_kv_heads=SHAPE["n_kv_heads"], head_dim=SHAPE["head_dim"], masks_documents=backend != "causal",
+    )  # fmt: skip
+    return AttentionBackend.choices["auto" if backend == "causal" else backend]().build(needs)
+
+
+def gradients(model: ShardedModel, batch: Batch) -> list[torch.Tensor]:
+    """The loss of one step, then its gradients."""
+    device = next(model.net.parameters()).device
+    model.net.zero_grad()
+    loss = model.forward_backward([batch.to(device)], torch.tensor(batch.num_targets, device=device))
+    return [loss, *(p.grad for p in model.net.parameters() if p.grad is not None)]
+
+
+def largest_error(actual: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(actual, wanted, strict=True))
+
+
+@COMPILED
+@BACKENDS
+def test_every_kernel_has_the_gradients_of_masked_sequences(backend: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    model = model_with(built(backend), compiled)
+    dense = model_with(SDPA(), dtype=torch.float32)
+    for step, num_splits in enumerate([*LENGTHS, *LENGTHS]):
+        batch = whole_batch(step, masked=backend != "causal", seq_len=SEQ_LEN)
+        actual = gradients(model, batch.split(num_splits))
+        with sdpa_kernel(SDPBackend.MATH):
+            wanted = gradients(dense, hidden_from_each_other(batch, num_splits))
+            other = gradients(dense, hidden_from_each_other(batch, 8))
+        assert largest_error(actual, wanted) < 0.05 < 0.1 < largest_error(other, wanted), num_splits
+        whole = model.loss_sum(batch.to(torch.device("cuda")))  # as in validation
+        with sdpa_kernel(SDPBackend.MATH):
+            wanted_loss = dense.loss_sum(hidden_from_each_other(batch, 1).to(torch.device("cuda")))
+        assert whole.item() == pytest.approx(wanted_loss.item(), rel=5e-3)
+
+
+@COMPILED
+@BACKENDS
+def test_each_length_is_compiled_once_and_no_step_waits(backend: str, compiled: bool) -> None:
+    """The second round has other documents, and far more."""
+    torch._dynamo.reset()
+    model, device = model_with(built(backend), compiled), torch.device("cuda")
+    batches = [
+        whole_batch(step, backend != "causal", SEQ_LEN, most).split(num_splits).to(device)
+        for step, most in enumerate((4, 60))
+        for num_splits in LENGTHS
+    ]
+    first, second = batches[: len(LENGTHS)], batches[len(LENGTHS) :]
+    num_targets = torch.tensor(batches[0].num_targets, device=device)
+    compilations = Compilations()
+    for batch in first:
+        model.forward_backward([batch], num_targets)
+    graphs = compilations.since_last().get("compile/graphs", 0)
+    # Of each length: the blocks, or flex_attention alone, and the block mask; and one of the loss.
+    assert graphs <= 2 * len(LENGTHS) + 1, "a graph for each block, or for symbolic sizes"
+    assert graphs >= len(LENGTHS) or not (compiled or backend == "flex")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in [*second, *first]:
+            model.forward_backward([batch], num_targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert compilations.since_last() == {}
