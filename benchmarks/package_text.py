@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,32 +96,38 @@ def _make(folder: Path, megabytes: int) -> dict[str, Any]:
         **{f"{split}_tokens": TokenShards(folder / split).num_tokens for split in files},
         "sha256": digests.hexdigest(),
         "seconds": time.perf_counter() - began,
-        "packages": _versions(packages),
+        "packages": package_versions(packages),
     }
 
 
 def _documents() -> Iterator[Document]:
     """The documents, without repetitions, in the order of their hashes: any first part of them is a sample of
     all packages."""
-    standard = Path(sysconfig.get_paths()["stdlib"])
-    installed = sorted({Path(sysconfig.get_paths()[key]) for key in ("purelib", "platlib")})
     documents: dict[str, Document] = {}
-    for root in (standard, *installed):
-        for path in sorted(root.rglob("*")):
-            inside = path.relative_to(root).parts
-            if path.suffix not in SUFFIXES or LEFT_OUT & set(inside):
-                continue
-            if root == standard and {"site-packages", "dist-packages"} & set(inside):
-                continue
-            text = _text(path)
-            if text is not None:
-                digest = hashlib.sha256(text.encode()).hexdigest()
-                package = "standard library" if root == standard else re.split(r"[-.]", inside[0])[0]
-                documents.setdefault(digest, Document(digest, package, text))
+    for package, path in package_files(SUFFIXES):
+        text = file_text(path)
+        if text is not None:
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            documents.setdefault(digest, Document(digest, package, text))
     yield from (documents[digest] for digest in sorted(documents))
 
 
-def _text(path: Path) -> str | None:
+def package_files(suffixes: Collection[str], names: Collection[str] = ()) -> Iterator[tuple[str, Path]]:
+    """The package and the path of each file with one of the suffixes or names, in the standard library and in
+    all installed packages."""
+    standard = Path(sysconfig.get_paths()["stdlib"])
+    installed = sorted({Path(sysconfig.get_paths()[key]) for key in ("purelib", "platlib")})
+    for root in (standard, *installed):
+        for path in sorted(root.rglob("*")):
+            inside = path.relative_to(root).parts
+            if (path.suffix not in suffixes and path.name not in names) or LEFT_OUT & set(inside):
+                continue
+            if root == standard and {"site-packages", "dist-packages"} & set(inside):
+                continue
+            yield "standard library" if root == standard else re.split(r"[-.]", inside[0])[0], path
+
+
+def file_text(path: Path) -> str | None:
     """The text of a file of the right size in UTF-8, or None."""
     try:
         if not MIN_BYTES <= path.stat().st_size <= MAX_BYTES:
@@ -138,7 +144,7 @@ def _tokenise(file: Path, output: Path) -> None:
     file.unlink()
 
 
-def _versions(packages: Counter[str]) -> list[dict[str, Any]]:
+def package_versions(packages: Counter[str]) -> list[dict[str, Any]]:
     """The packages with at least a megabyte of text, the largest first, and the sum of all others."""
     distributions, result, others = packages_distributions(), list[dict[str, Any]](), 0
     for name, num_bytes in packages.most_common():

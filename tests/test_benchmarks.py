@@ -1,4 +1,4 @@
-"""The parts of the benchmarks of optimizers that choose runs and write tables, with results made up here."""
+"""The parts of the benchmarks that choose runs, make text and write tables, with results made up here."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from benchmarks import optimizer_tables
 from benchmarks.optimizer_curves import Case, crossing, next_rates, summary
+from benchmarks.text_by_kind import taken_apart
+from benchmarks.text_tasks import CHOICES, CONTEXT_LINES, last_word, next_line
+from benchmarks.trained_run import TABLES, recorded, refreshed, with_header
 
 
 def curve(*losses: float) -> list[dict[str, Any]]:
@@ -105,3 +109,115 @@ def test_tables_and_sentences_have_the_numbers_of_the_results(
     assert "131,072 tokens per step on 2 x GPU, torch 2.11.0 (`optimizer_steps_x.json`)" in page
     assert "| adamw | 50 (1.000) | 2.000 s | 10.0 ms | 7.0 GiB | 8.00 bytes |" in page
     assert "| torch | failed | failed | failed | failed | failed |" in page
+
+
+MODULE = '''"""What the module does."""
+
+import os
+
+
+def f(x):
+    """Return x.
+
+    Twice."""
+    return 2 * x
+
+
+class C:
+    "On one line."; y = 1
+'''
+
+
+def test_a_module_is_taken_apart_into_code_and_docstrings() -> None:
+    code, docstrings = taken_apart(MODULE)
+    assert docstrings == ["What the module does.", "Return x.\n\nTwice."]
+    assert (
+        code
+        == '\n\nimport os\n\n\ndef f(x):\n    return 2 * x\n\n\nclass C:\n    "On one line."; y = 1\n'[1:]
+    )
+
+
+def test_questions_are_on_lines_and_words_that_the_context_does_not_give_away() -> None:
+    lines = [f"value_{i} = compute_a_value({i})" for i in range(20)]
+    questions = next_line("\n".join(lines))
+    assert len(questions) == 20 - CONTEXT_LINES
+    for i, question in enumerate(questions, CONTEXT_LINES):
+        assert question["choices"][question["answer"]] == lines[i]
+        assert len(set(question["choices"])) == CHOICES
+        assert not set(question["choices"]) & set(question["context"].split("\n"))
+    assert next_line("\n".join(lines[: CONTEXT_LINES + 3])) == []  # too few other lines
+
+    words = "The loader reads the shards of a corpus in the order that its seed gives, and then every"
+    (question,) = last_word(f"Short.\n\n{words} worker counts the\nshards.")
+    assert question == {"context": f"{words} worker counts the", "continuation": " shards"}
+    assert last_word(f"{words} worker counts the files.") == []  # the control: a new word
+
+
+def trained_run(folder: Path) -> None:
+    """A run folder with three stages of two reports each."""
+    folder.mkdir()
+    stages = [
+        {"name": "short", "until": "80 sequences", "seq_len": 512},
+        {"name": "main", "until": "200 sequences"},
+        {"name": "decay", "until": "end", "weights": {"code": 1, "c": 0, "prose": 1}},
+    ]
+    sources = [
+        {"path": f"a/{name}", "weight": weight} for name, weight in (("code", 2), ("c", 1), ("prose", 1))
+    ]
+    job = {"stages": stages, "data": {"sources": sources}, "training": {"seq_len": 2048}}
+    (folder / "job.toml").write_text(tomli_w.dumps(job))
+    sizes = [{"source": f"tokens a/{name}", "sequences": 40} for name in ("code", "c", "prose")]
+    (folder / "sources.json").write_text(json.dumps({"sources": sizes}))
+    reports = [
+        {
+            "step": step,
+            "progress/sequences": sequences,
+            "progress/total_tokens": 2048 * sequences,
+            "time/step_s": 0.5,
+            "train/learning_rate": 1e-3,
+            "throughput/tokens_per_second_per_device": 2e6,
+            "eval/loss": 3.0 - sequences / 1000,
+            **{f"eval/{name}/bits_per_byte": 1.0 - sequences / 1000 for name in ("code", "c", "prose")},
+            **{f"tasks/{name}/acc": 0.5 for name in ("next_line", "last_word")},
+            **{f"tasks/{name}/acc_stderr": 0.02 for name in ("next_line", "last_word")},
+        }
+        for step, sequences in ((1, 16), (5, 80), (7, 144), (8, 200), (9, 264), (10, 300))
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(report) + "\n" for report in reports))
+    times = [
+        ("started", 0, "10:00:00"),
+        ("saved", 5, "10:02:00"),
+        ("resumed", 5, "11:00:00"),
+        ("saved", 10, "11:01:30"),
+    ]
+    events = [{"step": step, "event": name, "time": f"2026-01-01T{time}+00:00"} for name, step, time in times]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    env = {"command": "", "platform": "", "device": "NVIDIA Test", "torch": "2.11.0"}
+    (folder / "env.json").write_text(json.dumps(env))
+    kind = {"train": {"documents": 1000, "tokens": 2_000_000}, "held_out": {"tokens": 50_000}}
+    tasks = {name: {"questions": 300, "chance": 0.25} for name in ("next_line", "last_word")}
+    text = {"kinds": dict.fromkeys(("code", "c", "prose"), kind), "tasks": tasks}
+    (folder / "text.json").write_text(json.dumps(text))
+    for name in ("run_identity.json", "samples.txt", "leg0.log"):
+        (folder / name).write_text("{}")
+
+
+def test_the_tables_of_a_trained_run_have_its_numbers(tmp_path: Path) -> None:
+    trained_run(tmp_path / "run")
+    result = recorded(tmp_path / "run")
+    pages = "\n".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in TABLES)
+    page = " ".join(refreshed(pages, result).split())
+    assert "| `code` | 1,000 | 2.0 million | 0.05 million | 1.00 | 1.50 | 1.25 | 3.75 |" in page
+    assert "| `c` | 1,000 | 2.0 million | 0.05 million | 0.50 | 0.75 | 0.00 | 1.25 |" in page
+    assert "| `short` | 0 million | 5 | 512 | 32,768 | 1.0e-03 to 1.0e-03 | 2.00 million |" in page
+    assert "| `decay` | 10 | 2.7000 | 0.7000 | 0.7000 | 0.7000 | 50.0% ± 2.0% | 50.0% ± 2.0% |" in page
+    assert "the bits per byte fall: `code` by 0.1000" in page
+    assert "steps 1 to 5 in 120 s; steps 6 to 10 in 90 s" in page
+    assert refreshed(pages, None).count("Unmeasured.") == len(TABLES)
+
+    config = with_header("# A model.\n# Unmeasured.\n\n[job]\n", result)
+    assert config.startswith("# A model.\n# Measured: 1e6 tokens on one NVIDIA Test with torch 2.11.0 took")
+    assert config == with_header(config, result)
+    assert config.endswith("docs/stages.md has the\n# curve.\n\n[job]\n") or config.endswith(
+        "curve.\n\n[job]\n"
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiktoken
 
-from benchmarks import optimizer_tables
+from benchmarks import optimizer_tables, trained_run
 from tests.support import module_list, suite_times
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
@@ -156,3 +156,11 @@ def test_the_tables_on_optimizers_are_those_of_the_results() -> None:
     assert page == optimizer_tables.refreshed(page), "run: python benchmarks/optimizer_tables.py"
     (number,) = re.findall(r"^\| 8B \| (\S+)", page, re.MULTILINE)
     assert optimizer_tables.refreshed(page.replace(number, "1.0e+00")) == page  # control
+
+
+def test_the_trained_run_is_described_with_its_numbers() -> None:
+    result = json.loads(trained_run.RESULT.read_text()) if trained_run.RESULT.exists() else None
+    page = trained_run.PAGE.read_text(encoding="utf-8")
+    assert page == trained_run.refreshed(page, result), "run: python benchmarks/trained_run.py"
+    config = trained_run.CONFIG.read_text(encoding="utf-8")
+    assert result is None or config == trained_run.with_header(config, result)

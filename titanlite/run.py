@@ -355,7 +355,7 @@ class Run:
             for task, scores in zip(self.tasks, by_task):
                 metrics |= task.metrics(scores)
                 if keep and (text := task.sample(scores)):
-                    self.meter.sinks.task_sample(self.state.step, task.task.name, text)
+                    self.meter.sinks.sample(self.state.step, text)
             if self.job.ema.enable:
                 with self.averaged_weights():
                     by_task = score_tasks(self.model, self.tasks, vocab_size, batch_tokens, self.rt)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,8 +124,8 @@ def test_a_run_without_held_out_sequences_reports_its_tasks(
     assert f" validation: tasks in {last['time/tasks_s']:.1f} s: {accuracy}\n" in log
     assert f" accuracy in tasks: {accuracy}\n" in log
     samples = (job.folder / "samples.txt").read_text()
-    assert re.findall(r"^--- step (\d+) task t\ntask t, line 1: ", samples, flags=re.MULTILINE) == ["2", "4"]
-    assert samples.count("\ntask t, ") == 4
+    assert samples.count("--- step 2\ntask t, line 1: ") == samples.count("--- step 4\ntask t, line 1: ") == 1
+    assert samples.count("task t, ") == 4
     page = report([read_run(job.folder, "run")])
     assert "<pre>task t, line 1: " in page
 

@@ -26,7 +26,7 @@ class Server:
     """What the runs of a tracker have: lists of (step, numbers) and of (step, index, text)."""
 
     metrics: dict[str, list[tuple[int, dict[str, float]]]] = field(default_factory=dict)
-    samples: dict[str, list[tuple[int, str, str]]] = field(default_factory=dict)
+    samples: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
     runs: dict[str, TrackerRun] = field(default_factory=dict)
     ended: list[tuple[str, bool]] = field(default_factory=list)
 
@@ -58,8 +58,8 @@ class FakeClient(Client):
             raise ConnectionError("the server is gone")
         self.server.metrics[self.id].append((step, dict(numbers)))
 
-    def sample(self, step: int, name: str, text: str) -> None:
-        self.server.samples[self.id].append((step, name, text))
+    def sample(self, step: int, index: int, text: str) -> None:
+        self.server.samples[self.id].append((step, index, text))
 
     def end(self, is_complete: bool) -> None:
         self.server.ended.append((self.id, is_complete))

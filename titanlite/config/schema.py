@@ -214,7 +214,7 @@ class _Conversion:
         try:
             amount = Amount.parse(text)
         except ConfigError as e:
-            is_near = text.lstrip("-")[:1].isdigit()
+            is_near = text[:1].isdigit()
             self._complain(str(e) if is_near else f"expected {_expected(node)}, got {text!r}", key)
             return 1
         return int(amount.value) if amount.unit == "steps" else amount

@@ -331,7 +331,7 @@ def _source(entry: Any) -> SourceShare:
 
 def _samples(folder: Path, problems: list[str]) -> dict[int, list[str]]:
     text = (_bytes(folder / SAMPLES, problems) or b"").decode(errors="replace")
-    heads = list(re.finditer(r"^--- step (\d{1,18})(?: task [\w.-]+)?\n", text, flags=re.MULTILINE))
+    heads = list(re.finditer(r"^--- step (\d{1,18})\n", text, flags=re.MULTILINE))
     if text.strip() and not heads:
         problems.append(f"{SAMPLES} has no line that begins a sample")
     samples: dict[int, list[str]] = {}

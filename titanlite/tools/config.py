@@ -44,11 +44,11 @@ def main(argv: Sequence[str]) -> int:
     about = [f"checked with --ranks={ranks}: rules and files"]
     try:
         job.check(ranks)
+        resolved = job.resolved(ranks)
         if "ranks" in own:
             resolved, num_ids, unchecked = check_inputs(job, ranks)
             about += [f"not checked: {subject}" for subject in unchecked]
         else:
-            resolved = job.resolved(ranks)
             about = [f"checked: the rules for {ranks} rank(s), no files; --ranks=N checks both for N ranks"]
         net = build_on_meta(job)
     except ConfigError as e:

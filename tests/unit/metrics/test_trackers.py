@@ -62,7 +62,7 @@ def test_a_run_is_sent_with_its_configuration_samples_and_events(tmp_path: Path)
     assert str(first) == "(1, {'train/loss': 9.0, 'train/learning_rate': 0.1, 'eval/loss': nan})"
     assert saved == (1, {"events/saved": 1})
     assert spike == (2, {"events/spike": 1, "events/spike_loss": 9.0})
-    assert server.samples[RUN_ID] == [(1, "0", "once"), (1, "1", "upon ?")]
+    assert server.samples[RUN_ID] == [(1, 0, "once"), (1, 1, "upon ?")]
     assert server.ended == [(RUN_ID, False)]
 
 
@@ -99,23 +99,20 @@ def test_samples_and_events_are_there_once(tmp_path: Path) -> None:
     for resumed_step in (0, 2, 4):
         course = Course(tmp_path, FakeClient(server), resumed_step).steps(resumed_step + 1, 4)
         for sink in (course.texts, course.delivery):
-            if resumed_step < 4:
-                sink.sample(4, "a")
-                sink.task_sample(4, "arc.easy", "question")
-                sink.sample(4, "b\nc")
+            for text in ("a", "b\nc") if resumed_step < 4 else ():
+                sink.sample(4, text)
         course.delivery.event(4, "saved", {})
-    assert server.samples[RUN_ID] == [(4, "0", "a"), (4, "task-arc.easy", "question"), (4, "1", "b\nc")]
+    assert server.samples[RUN_ID] == [(4, 0, "a"), (4, 1, "b\nc")]
     assert [step for step, numbers in server.metrics[RUN_ID] if "events/saved" in numbers] == [4]
 
 
 def test_samples_that_were_missed_are_sent_from_the_file(tmp_path: Path) -> None:
     server = Server()
     course = Course(tmp_path, FakeClient(server)).steps(1, 4)
-    course.texts.task_sample(4, "arc.easy", "question\n")
     for text in ("a", "b\nc"):
         course.texts.sample(4, text)
     Course(tmp_path, FakeClient(server), 4)
-    assert server.samples[RUN_ID] == [(4, "task-arc.easy", "question\n"), (4, "0", "a"), (4, "1", "b\nc")]
+    assert server.samples[RUN_ID] == [(4, 0, "a"), (4, 1, "b\nc")]
 
 
 @pytest.mark.parametrize("change", [{"data": "b"}, {"lr": 0.2}])
@@ -146,7 +143,7 @@ def test_a_rewind_in_the_process_begins_a_branch(tmp_path: Path) -> None:
     assert server.steps(BRANCH) == list(range(1, 11))
     shown = [numbers for _, numbers in server.metrics[BRANCH]]
     assert shown[4:6] == [{"events/rewound": 1}, numbers_of(values(5, "b"))]
-    assert server.samples[RUN_ID] == server.samples[BRANCH] == [(8, "0", "once"), (8, "1", "upon")]
+    assert server.samples[RUN_ID] == server.samples[BRANCH] == [(8, 0, "once"), (8, 1, "upon")]
 
 
 def test_a_resume_after_a_rewind_continues_its_branch(tmp_path: Path) -> None:

@@ -282,7 +282,6 @@ def test_files_that_the_sinks_write_are_read(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         lines.write(step, {"train/loss": math.nan if step == 2 else 3.0, "checkpoint/stall_s": step == 4})
     samples.sample(2, "one\n\nmore")
-    samples.task_sample(2, "arc.easy", "question")
     samples.sample(2, "two")
     lines.close()
     samples.close()
@@ -290,7 +289,7 @@ def test_files_that_the_sinks_write_are_read(tmp_path: Path) -> None:
     loss = run.series("train/loss")
     assert loss.steps.tolist() == [1, 2, 3, 4]
     assert np.isnan(loss.values).tolist() == [False, True, False, False]
-    assert run.samples == {2: ["one\n\nmore", "question", "two"]}
+    assert run.samples == {2: ["one\n\nmore", "two"]}
 
 
 def test_saves_are_marked_also_when_the_checkpoint_is_gone(tmp_path: Path) -> None:

@@ -44,10 +44,6 @@ class Background(Writer):
         self._put(lambda writer: writer.sample(step, text))
         self._start()
 
-    def task_sample(self, step: int, task: str, text: str) -> None:
-        self._put(lambda writer: writer.task_sample(step, task, text))
-        self._start()
-
     def event(self, step: int, event: Event, about: Values) -> None:
         self._put(lambda writer: writer.event(step, event, about))
 

@@ -47,10 +47,7 @@ class Writer:
         """Take the metrics of one logged step."""
 
     def sample(self, step: int, text: str) -> None:
-        """Take one generated text."""
-
-    def task_sample(self, step: int, task: str, text: str) -> None:
-        """Take questions of a task with the model's scores, as text. `task`: the task's name."""
+        """Take one text to read: a generated one, or questions of a task with their scores."""
 
     def event(self, step: int, event: Event, about: Values) -> None:
         """Take an event: `resumed` (a new process continues the run after `step`), `rewound` (the run went
@@ -108,12 +105,8 @@ class Sinks:
         self._each(lambda writer: writer.write(step, values))
 
     def sample(self, step: int, text: str) -> None:
-        """Send a generated text to all sinks."""
+        """Send a text to all sinks."""
         self._each(lambda writer: writer.sample(step, text))
-
-    def task_sample(self, step: int, task: str, text: str) -> None:
-        """Send questions of a task with the model's scores to all sinks."""
-        self._each(lambda writer: writer.task_sample(step, task, text))
 
     def event(self, step: int, event: Event, about: Values = MappingProxyType({})) -> None:
         """Send an event to all sinks."""

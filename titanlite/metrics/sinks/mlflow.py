@@ -76,8 +76,8 @@ class MLflowClient(Client):
         while batch := list(islice(metrics, MAX_METRICS)):
             self._client.log_batch(self._run_id, metrics=batch)
 
-    def sample(self, step: int, name: str, text: str) -> None:
-        self._client.log_text(self._run_id, text, f"samples/step-{step:08}-{name}.txt")
+    def sample(self, step: int, index: int, text: str) -> None:
+        self._client.log_text(self._run_id, text, f"samples/step-{step:08}-{index}.txt")
 
     def end(self, is_complete: bool) -> None:
         self._client.set_terminated(self._run_id, "FINISHED" if is_complete else "KILLED")

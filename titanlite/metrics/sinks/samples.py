@@ -6,30 +6,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from titanlite.metrics.records import Records, cut
 from titanlite.metrics.sinks.base import Event, Values, Writer
 
-HEADER = re.compile(rb"^--- step (\d+)(?: task ([\w.-]+))?$", flags=re.MULTILINE)
-
 
 class Samples(Writer):
-    """Each text under a line with its step and, for questions of a task, the task's name."""
+    """Each text under a line with its step."""
 
     def __init__(self, path: Path, from_step: int):
         self._cut = partial(cut, path, split_samples, step_of_sample)
         self._records = Records(path, partial(self._cut, from_step))
 
     def sample(self, step: int, text: str) -> None:
-        self._append(f"--- step {step}", text)
-
-    def task_sample(self, step: int, task: str, text: str) -> None:
-        self._append(f"--- step {step} task {task}", text)
-
-    def _append(self, header: str, text: str) -> None:
-        self._records.append(f"{header}\n{text}\n".encode(errors="replace"))
+        self._records.append(f"--- step {step}\n{text}\n".encode(errors="replace"))
 
     def event(self, step: int, event: Event, about: Values) -> None:
         if event == "rewound":
@@ -41,14 +32,13 @@ class Samples(Writer):
 
 def split_samples(content: bytes) -> Sequence[bytes]:
     """The samples of a file, each with its header."""
-    starts = [0, *(header.start() for header in HEADER.finditer(content)), len(content)]
-    return [content[begin:end] for begin, end in pairwise(starts) if begin < end]
+    return [s for s in re.split(rb"^(?=--- step \d+$)", content, flags=re.MULTILINE) if s]
 
 
 def step_of_sample(sample: bytes) -> int:
     """The step of a sample; 0 for text before the first header. Raises ValueError for a damaged sample."""
     sample.decode()
-    header = HEADER.match(sample)
+    header = re.match(rb"--- step (\d+)$", sample, flags=re.MULTILINE)
     if header is None and b"\0" in sample:
         raise ValueError("a file system shows NULs where data was not written before a power loss")
     return int(header[1]) if header else 0  # text before the first sample stays

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from titanlite.files import FileFault, open_regular, read_regular
 from titanlite.metrics.sinks.background import Background
 from titanlite.metrics.sinks.base import Event, RunInfo, Sink, Values, Writer
 from titanlite.metrics.sinks.journal import Branch, Journal
-from titanlite.metrics.sinks.samples import HEADER, split_samples, step_of_sample
+from titanlite.metrics.sinks.samples import split_samples, step_of_sample
 
 Numbers = Mapping[str, float]
 NOT_FINITE = ("nan", "inf", "-inf")  # strings in metrics.jsonl
@@ -60,9 +61,8 @@ class Client(ABC):
         """Send numbers of a step."""
 
     @abstractmethod
-    def sample(self, step: int, name: str, text: str) -> None:
-        """Send a text. `name`: the number of a generated text in its step, or `task-NAME` for questions of a
-        task."""
+    def sample(self, step: int, index: int, text: str) -> None:
+        """Send a generated text. `index`: its number among the texts of the step."""
 
     @abstractmethod
     def end(self, is_complete: bool) -> None:
@@ -125,10 +125,7 @@ class Delivery(Writer):
     def sample(self, step: int, text: str) -> None:
         index = self._sample[1] + 1 if self._sample[0] == step else 0
         self._sample = (step, index)
-        self._send_sample(step, str(index), text)
-
-    def task_sample(self, step: int, task: str, text: str) -> None:
-        self._send_sample(step, f"task-{task}", text)
+        self._send_sample(step, index, text)
 
     def event(self, step: int, event: Event, about: Values) -> None:
         if event == "rewound":
@@ -200,8 +197,8 @@ class Delivery(Writer):
         """Send the records in the run folder up to the last step that the tracker lacks."""
         for step, values in metrics_of(self._run.folder, self._last_step):
             self._send_metrics(step, values)
-        for step, name, text in samples_of(self._run.folder, self._last_step):
-            self._send_sample(step, name, text)
+        for step, index, text in samples_of(self._run.folder, self._last_step):
+            self._send_sample(step, index, text)
 
     def _differs(self, step: int, values: Values) -> bool:
         """Whether other metrics were sent for this step."""
@@ -211,9 +208,9 @@ class Delivery(Writer):
         log = self._client.log
         self.num_sent += self._once(str(step), lambda: log(step, numbers_of(values)), _signature(values))
 
-    def _send_sample(self, step: int, name: str, text: str) -> None:
+    def _send_sample(self, step: int, index: int, text: str) -> None:
         valid = text.encode(errors="replace").decode()
-        self._once(f"{step} sample {name}", lambda: self._client.sample(step, name, valid))
+        self._once(f"{step} sample {index}", lambda: self._client.sample(step, index, valid))
 
     def _once(self, key: str, send: Callable[[], None], signature: str = "") -> bool:
         """Send a record that was not sent yet. Returns whether it was sent now."""
@@ -255,8 +252,8 @@ def metrics_of(folder: Path, last_step: float = math.inf) -> Iterator[tuple[int,
                 yield step, values
 
 
-def samples_of(folder: Path, last_step: int) -> Iterator[tuple[int, str, str]]:
-    """Step, name and text of the samples in samples.txt up to a step."""
+def samples_of(folder: Path, last_step: int) -> Iterator[tuple[int, int, str]]:
+    """Step, index and text of the samples in samples.txt up to a step."""
     try:
         content = read_regular(folder / "samples.txt")
     except (OSError, FileFault):
@@ -267,12 +264,9 @@ def samples_of(folder: Path, last_step: int) -> Iterator[tuple[int, str, str]]:
             step = step_of_sample(sample)
         except ValueError:
             continue
-        header = HEADER.match(sample)
-        if header is None or not 0 < step <= last_step:
-            continue
-        name = f"task-{header[2].decode()}" if header[2] else str(index[step])
-        index[step] += not header[2]
-        yield step, name, sample[header.end() + 1 :].decode(errors="replace").removesuffix("\n")
+        if 0 < step <= last_step:
+            yield step, index[step], re.sub(r"\A.*\n", "", sample.decode(errors="replace")).removesuffix("\n")
+            index[step] += 1
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -62,11 +62,11 @@ class TrackioClient(Client):
     def log(self, step: int, numbers: Numbers) -> None:
         self._run.log(dict(numbers), step=step)
 
-    def sample(self, step: int, name: str, text: str) -> None:
+    def sample(self, step: int, index: int, text: str) -> None:
         import trackio
 
         fence = "```"
-        self._run.log({f"samples/{name}": trackio.Markdown(f"{fence}\n{text}\n{fence}")}, step=step)
+        self._run.log({f"samples/{index}": trackio.Markdown(f"{fence}\n{text}\n{fence}")}, step=step)
 
     def end(self, is_complete: bool) -> None:
         self._run.finish()

@@ -85,11 +85,11 @@ class WandBClient(Client):
     def log(self, step: int, numbers: Numbers) -> None:
         self._run.log({"step": step, **numbers})
 
-    def sample(self, step: int, name: str, text: str) -> None:
+    def sample(self, step: int, index: int, text: str) -> None:
         import wandb
 
         page = wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
-        self._run.log({"step": step, f"samples/{name}": page})
+        self._run.log({"step": step, f"samples/{index}": page})
 
     def end(self, is_complete: bool) -> None:
         self._run.finish(exit_code=0 if is_complete else 1)
