@@ -2,8 +2,8 @@
 print it with all defaults resolved, as TOML.
 
 With --ranks, the job is checked as at the start of a run on N ranks, including its files: tokenizer, data,
-initial weights, the run folder. Nothing is written or tokenised, and no training starts. Without --ranks, all
-rules are checked for the fewest ranks that the degrees of [parallelism] allow, and no files.
+tasks, initial weights, the run folder. Nothing is written or tokenised, and no training starts. Without
+--ranks, all rules are checked for the fewest ranks that the degrees of [parallelism] allow, and no files.
 `titanlite config --reference` prints every key with its type, default and meaning as Markdown:
 docs/config.md. `titanlite config CONFIG.toml --reference --allow-imports` adds the keys of the components
 that the file imports.
