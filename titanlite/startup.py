@@ -61,6 +61,7 @@ def check_device(
         head_dim=model.head_dim,
         masks_documents=job.data.mask_documents,
         context_parallel=job.parallelism.context_parallel_degree > 1,
+        window=job.model.sliding_window,
     )
     attention = job.attention.build(needs)
     return attention, attention.kernel(needs)

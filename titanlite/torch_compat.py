@@ -231,8 +231,8 @@ def attention_backward(
 
 
 def load_varlen_attention() -> Callable[..., torch.Tensor] | None:
-    """torch's causal attention within documents: a function of q, k, v [tokens, heads, E], cu_seqlens and
-    max_seqlen. None if this torch lacks the kernel.
+    """torch's causal attention within documents: a function of q, k, v [tokens, heads, E], cu_seqlens,
+    max_seqlen and the sliding window in tokens, 0 for none. None if this torch lacks the kernel.
 
     torch 2.13 takes fewer key heads than query heads only with `enable_gqa`, which torch 2.11 does not have.
     """
@@ -243,9 +243,15 @@ def load_varlen_attention() -> Callable[..., torch.Tensor] | None:
     takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        window: int = 0,
     ) -> torch.Tensor:
-        options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+        # The numbers of earlier and later tokens that a token sees; -1: no limit.
+        options: dict[str, Any] = {"window_size": (window - 1, 0)}
         if takes_gqa and q.shape[1] != k.shape[1]:
             options["enable_gqa"] = True
         out: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)

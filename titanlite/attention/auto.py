@@ -13,8 +13,8 @@ from titanlite.attention.varlen import Varlen
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(SDPA, name="auto"):
-    """The first backend that works of head_tail (context parallel without document masks), varlen, flex and
-    sdpa. Without masks, they all run scaled_dot_product_attention."""
+    """The first backend that works of head_tail (context parallel without document masks and without a
+    sliding window), varlen, flex and sdpa. Without masks, they all run scaled_dot_product_attention."""
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         head_tail = [HeadTail] if self.sdpa_kernel in HeadTail.KERNELS else []

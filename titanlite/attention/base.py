@@ -27,6 +27,14 @@ class Attention:
         """Causal attention, scaled by 1 / sqrt(E): [B, T, H, E]."""
         raise NotImplementedError
 
+    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+        """The same attention with a sliding window: of the tokens that it would see, a token sees those at a
+        distance below `window`, itself included.
+
+        A model with a window calls this method once per forward, outside of its blocks. Only shape and device
+        of `tokens_BT`, this rank's tokens, matter. Default: raises ConfigError."""
+        raise ConfigError(f"{type(self).__name__} does not support a sliding window", "attention.backend")
+
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -45,7 +53,7 @@ class AttentionNeeds:
 
     `seq_len`: the longest sequence length; micro-batches may have shorter sequences. `masks_documents`:
     tokens attend only within their document of a packed sequence. `context_parallel`: each sequence is
-    sharded over ranks.
+    sharded over ranks. `window`: the model's sliding window in tokens; 0: it has none.
     """
 
     device: torch.device
@@ -56,11 +64,17 @@ class AttentionNeeds:
     head_dim: int
     masks_documents: bool = False
     context_parallel: bool = False
+    window: int = 0
+
+    @property
+    def slides(self) -> bool:
+        """Whether some tokens do not see all earlier tokens, because these are outside of the window."""
+        return 0 < self.window < self.seq_len
 
     @property
     def masks(self) -> bool:
         """Whether a causal mask over whole sequences is not enough."""
-        return self.masks_documents or self.context_parallel
+        return self.masks_documents or self.context_parallel or self.slides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +85,20 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
     kept_ops: ClassVar[tuple[str, ...]] = ()
     """Names of the operators whose results selective activation checkpointing keeps, such as
     `my_package.attention`. The operators behind scaled_dot_product_attention are always kept."""
+    supports_window: ClassVar[bool] = False
+    """Whether the attention objects have the method `within`, for models with a sliding window."""
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         """The backend for the run: normally `self`; `auto` returns the backend that it chooses. Called once,
         before the first micro-batch. Raises ConfigError if the backend does not support `needs`."""
+        if needs.window and not self.supports_window:
+            raise ConfigError(
+                f"{self.name!r} does not support the model's sliding window of {needs.window} tokens",
+                "attention.backend",
+            )
+        whole = not (needs.masks_documents or needs.context_parallel)
         for needed, method, feature in (
-            (not needs.masks, "for_sequences", "whole sequences"),
+            (whole, "for_sequences", "whole sequences"),
             (needs.masks_documents, "for_documents", "document masks"),
             (needs.context_parallel, "for_context_parallel", "context parallel"),
         ):

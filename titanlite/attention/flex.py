@@ -4,28 +4,59 @@ are fully masked are not computed."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from titanlite.attention.base import Attention, AttentionNeeds, document_numbers
-from titanlite.attention.sdpa import SDPA
+from titanlite.attention.sdpa import SDPA, SDPAttention
 from titanlite.torch_compat import allow_many_graphs
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
+class Mask(NamedTuple):
+    """Which keys a query sees: of the keys at its own position and before, those in its document and within
+    the window. `documents_BT` int32: the number of the document at each position; None: the sequence is one.
+    `positions` int64: the positions of the queries and of the keys in the sequence; None: their indices.
+    `window` in tokens; 0: none."""
+
+    num_queries: int
+    num_keys: int
+    device: torch.device
+    documents_BT: torch.Tensor | None = None
+    positions: tuple[torch.Tensor, torch.Tensor] | None = None
+    window: int = 0
+
+    def block_mask(self) -> BlockMask:
+        documents_BT, window = self.documents_BT, self.window
+        queries, keys = self.positions or (None, None)
+
+        def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            i, j = q if queries is None else queries[q], k if keys is None else keys[k]
+            seen = i >= j
+            if documents_BT is not None:
+                seen = seen & (documents_BT[b, i] == documents_BT[b, j])
+            return seen & (i - j < window) if window else seen
+
+        B = None if documents_BT is None else len(documents_BT)
+        return _block_mask(visible, B, self.num_queries, self.num_keys, self.device)
+
+
 class FlexAttention(Attention):
     """Attention with a block mask."""
 
-    def __init__(self, block_mask: BlockMask):
-        self.block_mask = block_mask
+    def __init__(self, mask: Mask):
+        self.mask, self.block_mask = mask, mask.block_mask()
 
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
         gqa = q.shape[1] != k.shape[1]
         return _flex_attention(q, k, v, block_mask=self.block_mask, enable_gqa=gqa).transpose(1, 2)
+
+    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+        return self if window >= self.mask.num_keys else FlexAttention(self.mask._replace(window=window))
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
@@ -37,10 +68,19 @@ class FlexAttention(Attention):
         return k_BTKE, visible.expand(B, -1, -1)
 
 
+class Causal(SDPAttention):
+    """Causal attention over whole sequences by scaled_dot_product_attention; with a window, by
+    FlexAttention."""
+
+    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+        T = tokens_BT.shape[1]
+        return self if window >= T else FlexAttention(Mask(T, T, tokens_BT.device, window=window))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flex(SDPA, name="flex"):
-    """Compiled FlexAttention for document masks and context parallel; CUDA only. Without masks,
-    scaled_dot_product_attention runs."""
+    """Compiled FlexAttention for document masks, sliding windows and context parallel; CUDA only. Without
+    masks, scaled_dot_product_attention runs."""
 
     kept_ops: ClassVar[tuple[str, ...]] = ("flex_attention",)
 
@@ -48,25 +88,18 @@ class Flex(SDPA, name="flex"):
     def works_on(cls, needs: AttentionNeeds) -> bool:
         return needs.device.type == "cuda"
 
+    def for_sequences(self, tokens_BT: torch.Tensor) -> Attention:
+        return Causal()
+
     def for_documents(self, positions_BT: torch.Tensor, num_documents: int) -> Attention:
-        documents_BT = document_numbers(positions_BT)
-
-        def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            return (q >= k) & (documents_BT[b, q] == documents_BT[b, k])
-
-        B, T = positions_BT.shape
-        return FlexAttention(_block_mask(visible, B, T, T, positions_BT.device))
+        T = positions_BT.shape[1]
+        return FlexAttention(Mask(T, T, positions_BT.device, document_numbers(positions_BT)))
 
     def masked(
         self, query_positions: torch.Tensor, key_positions: torch.Tensor, documents_BT: torch.Tensor | None
     ) -> Attention:
-        def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            i, j = query_positions[q], key_positions[k]
-            return i >= j if documents_BT is None else (i >= j) & (documents_BT[b, i] == documents_BT[b, j])
-
-        B = None if documents_BT is None else len(documents_BT)
-        queries, keys = len(query_positions), len(key_positions)
-        return FlexAttention(_block_mask(visible, B, queries, keys, query_positions.device))
+        positions, device = (query_positions, key_positions), query_positions.device
+        return FlexAttention(Mask(len(query_positions), len(key_positions), device, documents_BT, positions))
 
 
 # Set when the first mask is made: the import takes two seconds, because it imports the compiler.

@@ -60,7 +60,7 @@ class HeadTail(SDPA, name="head_tail"):
 
     @classmethod
     def works_on(cls, needs: AttentionNeeds) -> bool:
-        if not needs.context_parallel or needs.masks_documents:
+        if not needs.context_parallel or needs.masks_documents or needs.slides:
             return False
         if needs.device.type != "cuda":
             return True

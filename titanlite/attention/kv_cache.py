@@ -34,6 +34,11 @@ class KVCache(Attention):
         keys, values = self.append(k_BTKE, v_BTKE)
         return SDPAttention(self._mask).attend(q_BTHE, keys, values)
 
+    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+        positions = torch.arange(self.filled, device=tokens_BT.device)
+        new = positions[self.filled - tokens_BT.shape[1] :]
+        return _Cached(self, SDPAttention(self._mask, (new, positions)).within(window, tokens_BT))
+
     def append(self, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the new tokens' keys and values to the cache of the next layer. Returns the keys and values
         of all tokens so far."""
@@ -46,3 +51,13 @@ class KVCache(Attention):
         new = slice(self.filled - k_BTKE.shape[1], self.filled)
         keys[:, new], values[:, new] = k_BTKE, v_BTKE
         return keys[:, : self.filled], values[:, : self.filled]
+
+
+class _Cached(Attention):
+    """Attention over the keys and values of all tokens so far. `attention` has the mask."""
+
+    def __init__(self, cache: KVCache, attention: Attention):
+        self.cache, self.attention = cache, attention
+
+    def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
+        return self.attention.attend(q_BTHE, *self.cache.append(k_BTKE, v_BTKE))

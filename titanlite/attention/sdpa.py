@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,13 @@ KERNELS = {
 
 class SDPAttention(Attention):
     """Attention with a mask, bool [B or 1, 1, queries, keys]: True where a query attends to a key. None:
-    causal attention over whole sequences."""
+    causal attention over whole sequences. `positions`: the positions of the queries and of the keys in the
+    sequence, int64; None: their indices."""
 
-    def __init__(self, mask: torch.Tensor | None = None):
-        self.mask = mask
+    def __init__(
+        self, mask: torch.Tensor | None = None, positions: tuple[torch.Tensor, torch.Tensor] | None = None
+    ):
+        self.mask, self.positions = mask, positions
 
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
@@ -36,6 +39,16 @@ class SDPAttention(Attention):
             q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out_BHTE.transpose(1, 2)
+
+    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+        indices = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        queries, keys = self.positions or (indices, indices)
+        if window >= len(keys):
+            return self
+        distance = queries[:, None] - keys
+        visible = distance >= 0 if self.mask is None else self.mask
+        mask = (visible & (distance < window)).view(-1, 1, *distance.shape)
+        return SDPAttention(mask, self.positions)
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
@@ -59,6 +72,9 @@ class GatheredAttention(Attention):
         k_BTKE, v_BTKE = self.sharding.gather(k_BTKE), self.sharding.gather(v_BTKE)
         return self.attention.attend(q_BTHE, k_BTKE, v_BTKE)
 
+    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+        return GatheredAttention(self.attention.within(window, tokens_BT), self.sharding)
+
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -70,6 +86,7 @@ class SDPA(AttentionBackend, name="sdpa"):
     """torch's scaled_dot_product_attention. Masks are dense: their memory is quadratic in the sequence
     length, and on CUDA sdpa_kernel must allow a kernel that takes them."""
 
+    supports_window: ClassVar[bool] = True
     sdpa_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """Kernel of scaled_dot_product_attention on CUDA. `auto`: torch chooses any kernel except `math`, which
     keeps all scores in memory."""
@@ -85,9 +102,10 @@ class SDPA(AttentionBackend, name="sdpa"):
             working = ", ".join(b.name for b in backends if b.name != "auto" and b.works_on(needs))
             dtype = str(needs.dtype).removeprefix("torch.")
             layout = " under context parallel" if needs.context_parallel else ""
+            window = f" and a sliding window of {needs.window} tokens" if needs.slides else ""
             raise ConfigError(
-                f"{self.name!r} does not work on {needs.device.type} with {dtype}{layout}; working backends: "
-                f"{working}",
+                f"{self.name!r} does not work on {needs.device.type} with {dtype}{window}{layout}; working "
+                f"backends: {working}",
                 "attention.backend",
             )
         if needs.device.type == "cuda" and self.uses_sdpa(needs):
@@ -150,7 +168,7 @@ class SDPA(AttentionBackend, name="sdpa"):
         if documents_BT is not None:
             queries, keys = documents_BT[:, query_positions], documents_BT[:, key_positions]
             visible = visible & (queries[:, :, None] == keys[:, None, :])
-        return SDPAttention(visible[:, None])
+        return SDPAttention(visible[:, None], (query_positions, key_positions))
 
 
 def allow_sdpa_kernels_for_the_life_of_the_process(sdpa_kernel: str) -> None:

@@ -9,22 +9,38 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.attention.base import Attention, AttentionNeeds
-from titanlite.attention.sdpa import SDPA
+from titanlite.attention.sdpa import SDPA, SDPAttention
 from titanlite.torch_compat import load_varlen_attention, mark_dynamic
+
+
+class Causal(SDPAttention):
+    """Causal attention over whole sequences by scaled_dot_product_attention; with a window by the varlen
+    kernel, for which each sequence is a document."""
+
+    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+        B, T = tokens_BT.shape
+        if window >= T:
+            return self
+        _load_varlen()
+        starts = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=tokens_BT.device)
+        return VarlenAttention(starts, T, window)
 
 
 class VarlenAttention(Attention):
     """Attention within documents. `cu_seqlens` int32 [documents + 1]: the index among the B * T tokens at
     which each document begins, then B * T. Trailing documents may be empty. `max_seqlen`: an upper bound of
-    the documents' lengths."""
+    the documents' lengths. `window`: the sliding window in tokens; 0: none."""
 
-    def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int):
-        self.cu_seqlens, self.max_seqlen = cu_seqlens, max_seqlen
+    def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int, window: int = 0):
+        self.cu_seqlens, self.max_seqlen, self.window = cu_seqlens, max_seqlen, window
 
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
-        out = _varlen_attention(q, k, v, self.cu_seqlens, self.max_seqlen)
+        out = _varlen_attention(q, k, v, self.cu_seqlens, self.max_seqlen, self.window)
         return out.unflatten(0, q_BTHE.shape[:2])
+
+    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+        return self if window >= self.max_seqlen else VarlenAttention(self.cu_seqlens, self.max_seqlen, window)
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
@@ -33,13 +49,14 @@ class VarlenAttention(Attention):
         tokens = torch.arange(B * T, device=queries.device, dtype=self.cu_seqlens.dtype)
         documents_BT = torch.searchsorted(self.cu_seqlens, tokens, right=True).view(B, T)
         same = documents_BT[:, queries, None] == documents_BT[:, None]
-        return k_BTKE, same & (queries[:, None] >= torch.arange(T, device=queries.device))
+        distance = queries[:, None] - torch.arange(T, device=queries.device)
+        return k_BTKE, same & (distance >= 0) & (distance < (self.window or T))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Varlen(SDPA, name="varlen"):
-    """FlashAttention for document masks; CUDA and bf16 or fp16 only, not with context parallel. Without
-    masks, scaled_dot_product_attention runs."""
+    """FlashAttention for document masks and sliding windows; CUDA and bf16 or fp16 only, not with context
+    parallel. Without masks, scaled_dot_product_attention runs."""
 
     kept_ops: ClassVar[tuple[str, ...]] = ("varlen_attn",)
 
@@ -47,6 +64,9 @@ class Varlen(SDPA, name="varlen"):
     def works_on(cls, needs: AttentionNeeds) -> bool:
         on_cuda = needs.device.type == "cuda" and needs.dtype in (torch.bfloat16, torch.float16)
         return on_cuda and not needs.context_parallel and _load_varlen()
+
+    def for_sequences(self, tokens_BT: torch.Tensor) -> Attention:
+        return Causal()
 
     def for_documents(self, positions_BT: torch.Tensor, num_documents: int) -> Attention:
         _load_varlen()

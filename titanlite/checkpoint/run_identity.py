@@ -33,6 +33,15 @@ DEFAULTS = {  # values of keys that a run identity may lack
     "model.logit_scale": 1.0,
     "model.matrix_init_std": 0.02,
     "model.depth_scaled_init": True,
+    "model.rope_type": "llama3",
+    "model.rope_factor": 1.0,
+    "model.rope_original_max_position": 8192,
+    "model.rope_low_freq_factor": 1.0,
+    "model.rope_high_freq_factor": 4.0,
+    "model.rope_beta_fast": 32.0,
+    "model.rope_beta_slow": 1.0,
+    "model.rope_attention_factor": 0.0,
+    "model.sliding_window": 0,
 }
 ABSENT = object()
 

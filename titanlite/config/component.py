@@ -79,6 +79,11 @@ class Component(ABC):
         """Raise ConfigError for wrong values. For a job, the check of a kind runs even if a choice's own does
         not call it."""
 
+    def stands_for(self) -> Component:
+        """The component that takes the place of this one in a job: itself, unless this one only says where
+        another one is described."""
+        return self
+
     @property
     def label(self) -> str:
         """The component's name for messages, with the path that it reads, if any."""

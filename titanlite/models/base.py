@@ -101,8 +101,8 @@ class Decoder(nn.Module):
     def parameter_role(self, name: str) -> Role:
         """The role of the parameter `name`, for optimizers that treat weights by their purpose.
 
-        Default: every parameter of fewer than two dims is a norm. Other parameters are matrices within the
-        blocks; outside the blocks the weight of an nn.Embedding is the embedding (even if it also serves as
+        Default: every parameter of fewer than two dims, a norm's weight or a bias, is a norm. Other parameters
+        are matrices within the blocks; outside the blocks the weight of an nn.Embedding is the embedding (even if it also serves as
         the head), and all others are the head. A family with routers or experts overrides this method.
         """
         if self.get_parameter(name).ndim < 2:
@@ -178,8 +178,13 @@ class Decoder(nn.Module):
 class DecoderConfig:
     """The architecture fields that all families have. A family adds fields in a subclass.
 
-    Two of these fields have a meaning for the rest of titanlite: `max_position`, the maximum sequence length
-    in tokens, and `tie_word_embeddings`, which is true if embedding and head share a weight."""
+    Three of these fields have a meaning for the rest of titanlite: `max_position`, the maximum sequence length
+    in tokens; `tie_word_embeddings`, which is true if embedding and head share a weight; and `sliding_window`,
+    the window of the attention in tokens, or 0.
+
+    `may_be_zero`: fields for which 0 has a meaning; all other numbers have to be above 0."""
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
 
     vocab_size: int
     dim: int
@@ -192,6 +197,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
+            if value == 0 and f.name in self.may_be_zero:
+                continue
             if type(value) in (int, float) and not 0 < value < math.inf:
                 raise ConfigError(f"{f.name} = {value} is not above 0")
             if type(value) is int and value >= 1 << 31:
@@ -247,6 +254,11 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
     def max_position(self) -> int | None:
         """The maximum sequence length of the model, in tokens; None: any length."""
         return getattr(self.config, "max_position", None)
+
+    @property
+    def sliding_window(self) -> int:
+        """The sliding window of the model's attention, in tokens; 0: none."""
+        return getattr(self.config, "sliding_window", 0)
 
     def check_length(self, seq_len: int) -> None:
         """Raises ConfigError if sequences of `seq_len` tokens exceed the maximum length of the model."""

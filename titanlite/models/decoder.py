@@ -19,18 +19,34 @@ from torch import nn
 
 from titanlite.attention.base import Attention
 from titanlite.attention.sdpa import CAUSAL
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, suggest
 from titanlite.models.base import Decoder, DecoderConfig, HeadFn, logits
 from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, SwiGLU, apply_rope, rope_tables
 
 INIT_STD = 0.02
 INIT_FIELDS = ("matrix_init_std", "depth_scaled_init")  # decide initial weights only
+ROPE_FIELDS = {  # the fields that a type of rotary scaling reads
+    "linear": {"rope_type", "rope_factor"},
+    "llama3": {
+        "rope_type", "rope_factor", "rope_original_max_position", "rope_low_freq_factor",
+        "rope_high_freq_factor",
+    },
+    "yarn": {
+        "rope_type", "rope_factor", "rope_original_max_position", "rope_beta_fast", "rope_beta_slow",
+        "rope_attention_factor",
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig(DecoderConfig):
     """The architecture of one flavor. `max_position`: the maximum sequence length in tokens; a larger
-    training.seq_len is refused.
+    training.seq_len is refused. `sliding_window`: each token sees so many tokens, itself included; 0: all
+    earlier tokens.
+
+    `rope_factor` above 1 scales the rotary frequencies for sequences that are longer than
+    rope_original_max_position. `rope_type`: how, `linear`, `llama3` or `yarn`; RopeScaling describes them and
+    their fields.
 
     The scales multiply what they are named after; with 1 they cost nothing. `residual_scale`: what attention
     and MLP add to the residual stream. `attention_scale`: the attention scores, beside 1 / sqrt(head_dim).
@@ -38,9 +54,20 @@ class RotaryConfig(DecoderConfig):
     embedding and head have INIT_STD. `depth_scaled_init`: divide it by sqrt(2 n_layers) for the projections
     that write to the residual stream (GPT-2), so that the variance of the stream does not grow with depth."""
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("sliding_window", "rope_attention_factor")
+
     norm_eps: float
     rope_theta: float
+    rope_type: str = "llama3"
+    rope_factor: float = 1.0
+    rope_original_max_position: int = 8192
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_attention_factor: float = 0.0
     max_position: int
+    sliding_window: int = 0
     tie_word_embeddings: bool = False
     residual_scale: float = 1.0
     attention_scale: float = 1.0
@@ -54,15 +81,30 @@ class RotaryConfig(DecoderConfig):
             raise ConfigError(f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim = {self.head_dim} is odd; rotary embedding pairs its two halves")
+        if self.rope_type not in ROPE_FIELDS:
+            raise ConfigError(f"unknown rope_type {self.rope_type!r}{suggest(self.rope_type, ROPE_FIELDS)}")
+        if self.rope_type != "llama3" and self.rope_factor == 1.0:
+            raise ConfigError(f"rope_type = {self.rope_type!r} without a rope_factor scales nothing; set both")
 
     def architecture_fields(self) -> dict[str, Any]:
+        used = ROPE_FIELDS[self.rope_type] if self.rope_factor != 1.0 else {"rope_factor"}
+        without_effect = {*INIT_FIELDS, *({key for keys in ROPE_FIELDS.values() for key in keys} - used)}
         fields = super().architecture_fields()
-        return {key: value for key, value in fields.items() if key not in INIT_FIELDS}
+        return {key: value for key, value in fields.items() if key not in without_effect}
 
     @property
     def rope_scaling(self) -> RopeScaling:
-        """The scaling of the rotary frequencies. Default: no scaling."""
-        return RopeScaling()
+        """The scaling of the rotary frequencies."""
+        return RopeScaling(
+            self.rope_factor,
+            self.rope_low_freq_factor,
+            self.rope_high_freq_factor,
+            self.rope_original_max_position,
+            self.rope_type,
+            self.rope_beta_fast,
+            self.rope_beta_slow,
+            self.rope_attention_factor,
+        )
 
 
 TP_PLAN = {
@@ -84,14 +126,16 @@ class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
     scales_queries: ClassVar[str] = "q_proj"
-    """Name of the module whose weight the queries are proportional to."""
+    """Name of the module whose weight, and bias if it has one, the queries are proportional to."""
+    qkv_bias: ClassVar[bool] = False
+    """Whether the projections to queries, keys and values have biases."""
 
     def __init__(self, config: RotaryConfig):
         super().__init__()
         self.head_dim, self.scale = config.head_dim, config.attention_scale
-        self.q_proj = Linear(config.dim, config.n_heads * config.head_dim)
-        self.k_proj = Linear(config.dim, config.n_kv_heads * config.head_dim)
-        self.v_proj = Linear(config.dim, config.n_kv_heads * config.head_dim)
+        self.q_proj = Linear(config.dim, config.n_heads * config.head_dim, self.qkv_bias)
+        self.k_proj = Linear(config.dim, config.n_kv_heads * config.head_dim, self.qkv_bias)
+        self.v_proj = Linear(config.dim, config.n_kv_heads * config.head_dim, self.qkv_bias)
         self.o_proj = Linear(config.n_heads * config.head_dim, config.dim)
 
     def forward(
@@ -150,6 +194,8 @@ class Model(nn.Module):
             positions = torch.arange(x.shape[1], device=x.device)
         config = self.config
         cos, sin = rope_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        if config.sliding_window:
+            attention = attention.within(config.sliding_window, positions.expand(len(x), -1))
         h_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
         for block in self.layers.values():
             h_BTD = block(h_BTD, cos, sin, attention)
@@ -180,6 +226,7 @@ class RotaryDecoder(Decoder):
             "o_proj.weight": config.residual_scale,
             "down_proj.weight": config.residual_scale,
             f"self_attn.{attention.scales_queries}.weight": config.attention_scale,
+            f"self_attn.{attention.scales_queries}.bias": config.attention_scale,
             "model.norm.weight": config.logit_scale,
         }
         self.lm_head = None if config.tie_word_embeddings else Head(config.dim, config.vocab_size)
@@ -223,6 +270,8 @@ class RotaryDecoder(Decoder):
     def init_normal(self, name: str) -> tuple[float, float]:
         if name.endswith("norm.weight"):
             return 1.0, 0.0
+        if name.endswith(".bias"):
+            return 0.0, 0.0
         if self.parameter_role(name) in ("embedding", "head"):
             return 0.0, INIT_STD
         config, std = self.config, self.config.matrix_init_std
@@ -236,6 +285,10 @@ class RotaryDecoder(Decoder):
         if name.endswith("q_proj.weight"):
             return self.config.n_heads
         return self.config.n_kv_heads if name.endswith(("k_proj.weight", "v_proj.weight")) else 1
+
+    def flops_per_token(self, seq_len: int) -> int:
+        # seq_len counts the keys that attention multiplies a token with; a window limits them.
+        return super().flops_per_token(min(seq_len, self.config.sliding_window or seq_len))
 
     def num_matmul_parameters(self) -> int:
         total = sum(p.numel() for p in self.parameters())

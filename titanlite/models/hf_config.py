@@ -1,18 +1,20 @@
 """Reading and writing Hugging Face's config.json for the decoders of `decoder.py`.
 
 The fields have other names but the same values. Features that the decoder lacks are refused: another
-activation, biases, or another rope type.
+activation, biases, another rope type, or a sliding window in some layers only.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
-from titanlite.models.base import ModelFamily
+from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.decoder import RotaryConfig
 
 FIELDS = {  # Hugging Face's name: field of RotaryConfig
@@ -31,17 +33,41 @@ FIXED: dict[str, Any] = {  # the only supported values; also the defaults of tra
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "use_sliding_window": False,
     "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
 }
 
 
-def to_hf(config: RotaryConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config.json that describe `config`. `rope`: the rope type and its parameters; empty
-    without scaling."""
+ROPE_KEYS = {  # the parameters of each rope type; Hugging Face's name: field of RotaryConfig
+    "default": {},
+    "linear": {"factor": "rope_factor"},
+    "llama3": {
+        "factor": "rope_factor",
+        "original_max_position_embeddings": "rope_original_max_position",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+    },
+    "yarn": {
+        "factor": "rope_factor",
+        "original_max_position_embeddings": "rope_original_max_position",
+        "beta_fast": "rope_beta_fast",
+        "beta_slow": "rope_beta_slow",
+        "attention_factor": "rope_attention_factor",
+    },
+}
+YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
+DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4096, 28  # transformers' values for missing keys
+
+
+def to_hf(config: RotaryConfig) -> dict[str, Any]:
+    """The keys of a config.json that describe `config`, apart from its sliding window."""
+    rope: dict[str, Any] = {}
+    if config.rope_factor != 1.0:
+        fields = {key: getattr(config, name) for key, name in ROPE_KEYS[config.rope_type].items()}
+        # attention_factor = 0 is the default, for which Hugging Face leaves out the key.
+        rope = {"rope_type": config.rope_type} | {key: value for key, value in fields.items() if value}
     return {
-        **{key: FIXED[key] for key in ("hidden_act", "attention_bias")},
+        "hidden_act": FIXED["hidden_act"],
         **{hf_key: getattr(config, name) for hf_key, name in FIELDS.items()},
         "rope_theta": config.rope_theta,
         # transformers 5 reads rope_parameters, older releases read rope_scaling.
@@ -50,10 +76,9 @@ def to_hf(config: RotaryConfig, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def from_hf(config: dict[str, Any], **defaults: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of a RotaryConfig, and the rope parameters with `rope_type`. `defaults`: transformers'
-    values for keys that may be missing. Raises ConfigError for other missing keys and for values that are not
-    supported."""
+def from_hf(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """The fields of a RotaryConfig, apart from its sliding window. `defaults`: transformers' values for keys
+    that may be missing. Raises ConfigError for other missing keys and for values that are not supported."""
     for key, value in FIXED.items():
         if config.get(key, value) != value:
             raise ConfigError(
@@ -61,24 +86,85 @@ def from_hf(config: dict[str, Any], **defaults: Any) -> tuple[dict[str, Any], di
             )
     if config.get("quantization_config") is not None:
         raise ConfigError("config.json: quantization_config: quantized weights are not supported")
-    given = defaults | {key: value for key, value in config.items() if value is not None}
+    given = {key: value for key, value in (defaults | config).items() if value is not None}
     if "num_attention_heads" in given:
         given.setdefault("num_key_value_heads", given["num_attention_heads"])
-        given.setdefault("head_dim", given.get("hidden_size", 0) // given["num_attention_heads"])
+    if "head_dim" not in given and {"num_attention_heads", "hidden_size"} <= given.keys():
+        given["head_dim"], rest = divmod(given["hidden_size"], given["num_attention_heads"])
+        if rest:
+            raise ConfigError(
+                f"config.json: hidden_size = {given['hidden_size']} is not a multiple of num_attention_heads "
+                f"= {given['num_attention_heads']}, and head_dim is missing"
+            )
     if missing := [key for key in FIELDS if key not in given]:
         raise ConfigError(f"config.json has no {missing[0]}")
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    theta = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
-    return {name: given[hf_key] for hf_key, name in FIELDS.items()} | {"rope_theta": theta}, rope
+    return {name: given[hf_key] for hf_key, name in FIELDS.items()} | _rope_from_hf(given)
 
 
-def check_rope_type(rope: dict[str, Any], *supported: str) -> None:
-    """Raises ConfigError unless the type of rotary embedding is one of `supported`."""
-    if rope["rope_type"] not in supported:
-        known = " or ".join(json.dumps(name) for name in supported)
+def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a RotaryConfig for the rotary embedding. A parameter that its type does not read is
+    ignored, as in transformers."""
+    rope = {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_KEYS or any(isinstance(value, dict) for value in rope.values()):
+        what = f"rope_type {json.dumps(kind)}" if kind not in ROPE_KEYS else "a rope type per layer"
+        raise ConfigError(f"config.json: {what} is not supported (known: {', '.join(ROPE_KEYS)})")
+    # The length before the scaling is max_position_embeddings if it is not given, as in transformers.
+    rope = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
+    rope = {key: value for key, value in rope.items() if value is not None}
+    if kind == "yarn":
+        rope = YARN_DEFAULTS | {"attention_factor": _yarn_attention_factor(rope)} | rope
+        if not rope.get("truncate", True):
+            raise ConfigError("config.json: truncate = false; only true is supported for YaRN")
+    if missing := [key for key in ROPE_KEYS[kind] if key not in rope]:
+        raise ConfigError(f"config.json: rope_type {json.dumps(kind)} has no {missing[0]}")
+    fields = {name: rope[key] for key, name in ROPE_KEYS[kind].items()}
+    scaled = fields.get("rope_factor", 1.0) != 1.0
+    return {"rope_theta": theta, **({"rope_type": kind, **fields} if scaled else {"rope_factor": 1.0})}
+
+
+def _yarn_attention_factor(rope: dict[str, Any]) -> float:
+    """rope_attention_factor of YaRN's parameters without attention_factor: 0, the default, unless mscale and
+    mscale_all_dim, DeepSeek's parameters, give another value."""
+    over, under = rope.get("mscale"), rope.get("mscale_all_dim")
+    factor = rope.get("factor", 1.0)
+    if not over or not under or factor <= 1:
+        return 0.0
+    log = 0.1 * math.log(factor)
+    return (over * log + 1.0) / (under * log + 1.0)
+
+
+def qwen_window(config: dict[str, Any], num_layers: int) -> int:
+    """The sliding window in the config.json of a Qwen model; 0: none. Raises ConfigError if it is that of
+    some layers only."""
+    if not config.get("use_sliding_window") or config.get("sliding_window", DEFAULT_WINDOW) is None:
+        return 0
+    first = min(config.get("max_window_layers", DEFAULT_WINDOW_LAYERS), num_layers)
+    full, sliding = "full_attention", "sliding_attention"
+    kinds = set(config.get("layer_types") or [full] * first + [sliding] * (num_layers - first))
+    if kinds not in ({full}, {sliding}):
+        raise ConfigError("config.json: a sliding window in some layers only (layer_types) is not supported")
+    return config.get("sliding_window", DEFAULT_WINDOW) if kinds == {sliding} else 0
+
+
+def qwen_window_to_hf(config: RotaryConfig) -> dict[str, Any]:
+    """The keys of a Qwen model's config.json for its sliding window, which all layers have or none."""
+    window = config.sliding_window
+    return {
+        "use_sliding_window": window > 0,
+        "sliding_window": window or None,
+        "max_window_layers": 0 if window else config.n_layers,
+    }
+
+
+def check_no_window(config: RotaryConfig) -> None:
+    """Raises ConfigError if the model has a sliding window, for families whose Hugging Face form has none."""
+    if config.sliding_window:
         raise ConfigError(
-            f"config.json: rope_type {json.dumps(rope['rope_type'])} is not supported, {known} is"
+            f"sliding_window = {config.sliding_window}: Hugging Face's form of this family has no sliding "
+            "window; 'mistral' has one",
+            "model.overrides.sliding_window",
         )
 
 
@@ -111,3 +197,28 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
         raise ConfigError(f"{where}{e}") from None
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
         raise ConfigError(f"{file} does not describe a {kind} model: {type(e).__name__}: {e}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(ModelFamily, name="huggingface"):
+    """The family, flavor and overrides that the config.json in a Hugging Face directory describes. A run
+    records these in place of the path, so that it can resume without the directory."""
+
+    flavor: ClassVar[str] = ""  # type: ignore[misc]  # no key: config.json decides it
+    path: str
+    """Hugging Face directory with a config.json. Its weights are read by checkpoint.initial_load_path, its
+    tokenizer by tokenizer.name = "huggingface"."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ConfigError("empty; name a directory with a config.json", "path")
+
+    def stands_for(self) -> ModelFamily:
+        try:
+            family = read_family(Path(self.path))
+        except ConfigError as e:
+            raise ConfigError(str(e), "path") from None
+        return replace(family, overrides=family.overrides | self.overrides)
+
+    def build(self) -> Decoder:
+        return self.stands_for().build()

@@ -16,13 +16,14 @@ from titanlite.models.base import HeadFn
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias. The weight is cast to the dtype of `x`."""
+    """A linear layer, by default without bias. The weight and the bias are cast to the dtype of `x`."""
 
-    def __init__(self, dim_in: int, dim_out: int):
-        super().__init__(dim_in, dim_out, bias=False)
+    def __init__(self, dim_in: int, dim_out: int, bias: bool = False):
+        super().__init__(dim_in, dim_out, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class Head(Linear):
@@ -52,17 +53,61 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of the rotary frequencies; factor 1 means no scaling.
+    """A scaling of the rotary frequencies, for longer sequences; factor 1 means no scaling.
 
-    Wavelengths above original_max_position / low_freq_factor are multiplied by `factor`, wavelengths below
-    original_max_position / high_freq_factor stay as they are, and wavelengths between the two are
-    interpolated (meta-llama/llama-models, apply_scaling).
+    `linear`: all wavelengths are multiplied by `factor` (Chen et al. 2023). `llama3` (meta-llama/llama-models,
+    apply_scaling) and `yarn` (Peng et al. 2023) multiply long wavelengths by `factor` and keep short ones;
+    those in between are interpolated. A wavelength's number of turns over original_max_position tokens tells
+    which is which: for `llama3` it is long below low_freq_factor turns and short above high_freq_factor turns,
+    for `yarn` below beta_slow and above beta_fast. `yarn` also multiplies queries and keys by
+    attention_factor; 0: by 0.1 ln(factor) + 1.
     """
 
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    type: str = "llama3"
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0
+
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """The scaled frequencies, from the frequencies fp32 [E / 2] of a model with the base `theta`."""
+        if self.factor == 1.0:
+            return frequencies
+        if self.type == "linear":
+            return frequencies / self.factor
+        blend = self._llama3(frequencies) if self.type == "llama3" else self._yarn(frequencies, theta)
+        return (1 - blend) * frequencies / self.factor + blend * frequencies
+
+    def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """The share of each frequency that is not scaled."""
+        turns = self.original_max_position * frequencies / (2 * math.pi)
+        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return blend.clamp(0.0, 1.0)
+
+    def _yarn(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """The share of each frequency that is not scaled. It falls linearly with the index of the
+        frequency."""
+        E = 2 * len(frequencies)
+
+        def index(turns: float) -> float:
+            """The index of the frequency that makes so many turns over the original length."""
+            return E * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        first = max(math.floor(index(self.beta_fast)), 0)
+        last = min(math.ceil(index(self.beta_slow)), E - 1)
+        indices = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
+        width = last - first if last != first else 0.001
+        return 1 - ((indices - first) / width).clamp(0.0, 1.0)
+
+    @property
+    def magnitude(self) -> float:
+        """The factor of rotated queries and keys."""
+        if self.type != "yarn" or self.factor == 1.0:
+            return 1.0
+        return self.attention_factor or 0.1 * math.log(self.factor) + 1.0
 
 
 def rope_tables(
@@ -74,15 +119,11 @@ def rope_tables(
     device, in checkpoints and for longer sequences.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    frequencies = 1.0 / theta**exponents
-    if scaling.factor != 1.0:
-        turns = scaling.original_max_position * frequencies / (2 * math.pi)
-        blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        blend = blend.clamp(0.0, 1.0)
-        frequencies = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    frequencies = scaling.scaled(1.0 / theta**exponents, theta)
     angles = positions[..., None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if scaling.magnitude == 1.0 else (cos * scaling.magnitude, sin * scaling.magnitude)
 
 
 def apply_rope(x_BTHE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

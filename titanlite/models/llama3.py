@@ -11,35 +11,17 @@ from typing import Any
 
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.decoder import RotaryConfig, RotaryDecoder
-from titanlite.models.hf_config import check_rope_type, from_hf, to_hf
-from titanlite.models.layers import RopeScaling
+from titanlite.models.hf_config import check_no_window, from_hf, to_hf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Config(RotaryConfig):
-    """The architecture of one flavor. rope_factor 1 means no scaling of the rotary frequencies."""
+    """The architecture of one flavor."""
 
     vocab_size: int = 128256
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_factor: float = 1.0
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    rope_original_max_position: int = 8192
     max_position: int = 131072
-
-    def architecture_fields(self) -> dict[str, Any]:
-        unused = set(ROPE.values()) - {"rope_factor"} if self.rope_factor == 1.0 else set()
-        return {key: value for key, value in super().architecture_fields().items() if key not in unused}
-
-    @property
-    def rope_scaling(self) -> RopeScaling:
-        return RopeScaling(
-            self.rope_factor,
-            self.rope_low_freq_factor,
-            self.rope_high_freq_factor,
-            self.rope_original_max_position,
-        )
 
 
 FLAVORS = {
@@ -71,14 +53,6 @@ FLAVORS = {
 }  # fmt: skip
 
 
-ROPE = {  # Hugging Face's name: field of Llama3Config
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_max_position",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Llama3(ModelFamily, name="llama3"):
     """Llama 3. 1B and 3B are Llama 3.2 (tied embeddings), 8B to 405B Llama 3.1."""
@@ -90,19 +64,15 @@ class Llama3(ModelFamily, name="llama3"):
         return RotaryDecoder(self.config)
 
     def hf_config(self) -> dict[str, Any]:
-        config = self.config
-        scaled = {"rope_type": "llama3"} | {key: getattr(config, name) for key, name in ROPE.items()}
+        check_no_window(self.config)
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
+            "attention_bias": False,
             "mlp_bias": False,
-            **to_hf(config, scaled if config.rope_factor != 1.0 else {}),
+            **to_hf(self.config),
         }
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelFamily:
-        fields, rope = from_hf(config, rms_norm_eps=1e-6, tie_word_embeddings=False)
-        check_rope_type(rope, "default", "llama3")
-        scaled = rope["rope_type"] == "llama3"
-        fields |= {name: rope[hf_key] for hf_key, name in ROPE.items()} if scaled else {"rope_factor": 1.0}
-        return cls.of_shape(fields)
+        return cls.of_shape(from_hf(config, rms_norm_eps=1e-6, tie_word_embeddings=False))

@@ -14,7 +14,7 @@ import torch
 from titanlite.models import decoder
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.decoder import RotaryConfig, RotaryDecoder
-from titanlite.models.hf_config import check_rope_type, from_hf, to_hf
+from titanlite.models.hf_config import from_hf, qwen_window, qwen_window_to_hf, to_hf
 from titanlite.models.layers import RMSNorm
 
 
@@ -55,13 +55,18 @@ class Qwen3(ModelFamily, name="qwen3"):
         return RotaryDecoder(self.config, SelfAttention, TP_PLAN)
 
     def hf_config(self) -> dict[str, Any]:
-        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **to_hf(self.config, {})}
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "attention_bias": False,
+            **to_hf(self.config),
+            **qwen_window_to_hf(self.config),
+        }
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelFamily:
-        fields, rope = from_hf(config, head_dim=128, tie_word_embeddings=False)
-        check_rope_type(rope, "default")
-        return cls.of_shape(fields)
+        fields = from_hf(config, head_dim=128, tie_word_embeddings=False)
+        return cls.of_shape(fields | {"sliding_window": qwen_window(config, fields["n_layers"])})
 
 
 TP_PLAN = {"model.layers.*.self_attn.[qk]_norm": "heads"}
