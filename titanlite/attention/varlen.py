@@ -40,7 +40,9 @@ class VarlenAttention(Attention):
         return out.unflatten(0, q_BTHE.shape[:2])
 
     def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
-        return self if window >= self.max_seqlen else VarlenAttention(self.cu_seqlens, self.max_seqlen, window)
+        return (
+            self if window >= self.max_seqlen else VarlenAttention(self.cu_seqlens, self.max_seqlen, window)
+        )
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor

@@ -101,9 +101,10 @@ class Decoder(nn.Module):
     def parameter_role(self, name: str) -> Role:
         """The role of the parameter `name`, for optimizers that treat weights by their purpose.
 
-        Default: every parameter of fewer than two dims, a norm's weight or a bias, is a norm. Other parameters
-        are matrices within the blocks; outside the blocks the weight of an nn.Embedding is the embedding (even if it also serves as
-        the head), and all others are the head. A family with routers or experts overrides this method.
+        Default: every parameter of fewer than two dims is a norm, a bias too. Other parameters are matrices
+        within the blocks; outside the blocks the weight of an nn.Embedding is the embedding (even if it also
+        serves as the head), and all others are the head. A family with routers or experts overrides this
+        method.
         """
         if self.get_parameter(name).ndim < 2:
             return "norm"
@@ -178,9 +179,9 @@ class Decoder(nn.Module):
 class DecoderConfig:
     """The architecture fields that all families have. A family adds fields in a subclass.
 
-    Three of these fields have a meaning for the rest of titanlite: `max_position`, the maximum sequence length
-    in tokens; `tie_word_embeddings`, which is true if embedding and head share a weight; and `sliding_window`,
-    the window of the attention in tokens, or 0.
+    Three of the fields have a meaning for the rest of titanlite: `max_position`, the maximum sequence length
+    in tokens; `tie_word_embeddings`, which is true if embedding and head share a weight; and
+    `sliding_window`, the window of the attention in tokens, or 0.
 
     `may_be_zero`: fields for which 0 has a meaning; all other numbers have to be above 0."""
 

@@ -84,7 +84,9 @@ class RotaryConfig(DecoderConfig):
         if self.rope_type not in ROPE_FIELDS:
             raise ConfigError(f"unknown rope_type {self.rope_type!r}{suggest(self.rope_type, ROPE_FIELDS)}")
         if self.rope_type != "llama3" and self.rope_factor == 1.0:
-            raise ConfigError(f"rope_type = {self.rope_type!r} without a rope_factor scales nothing; set both")
+            raise ConfigError(
+                f"rope_type = {self.rope_type!r} without a rope_factor scales nothing; set both"
+            )
 
     def architecture_fields(self) -> dict[str, Any]:
         used = ROPE_FIELDS[self.rope_type] if self.rope_factor != 1.0 else {"rope_factor"}

@@ -55,12 +55,12 @@ class RMSNorm(nn.Module):
 class RopeScaling:
     """A scaling of the rotary frequencies, for longer sequences; factor 1 means no scaling.
 
-    `linear`: all wavelengths are multiplied by `factor` (Chen et al. 2023). `llama3` (meta-llama/llama-models,
-    apply_scaling) and `yarn` (Peng et al. 2023) multiply long wavelengths by `factor` and keep short ones;
-    those in between are interpolated. A wavelength's number of turns over original_max_position tokens tells
-    which is which: for `llama3` it is long below low_freq_factor turns and short above high_freq_factor turns,
-    for `yarn` below beta_slow and above beta_fast. `yarn` also multiplies queries and keys by
-    attention_factor; 0: by 0.1 ln(factor) + 1.
+    `linear` multiplies all wavelengths by `factor` (Chen et al. 2023). `llama3` (meta-llama/llama-models,
+    apply_scaling) and `yarn` (Peng et al. 2023) multiply long wavelengths by `factor`, keep short ones, and
+    interpolate those in between. The number of turns that a wavelength makes over original_max_position
+    tokens decides: for `llama3` it is long below low_freq_factor turns and short above high_freq_factor
+    turns, for `yarn` long below beta_slow turns and short above beta_fast turns. `yarn` also multiplies
+    queries and keys by attention_factor; 0: by 0.1 ln(factor) + 1.
     """
 
     factor: float = 1.0

@@ -1,4 +1,4 @@
-"""Mistral's dense models (Jiang et al. 2023): the decoder of decoder.py, in version 0.1 with a sliding window.
+"""Mistral's dense models (Jiang et al. 2023): the decoder of decoder.py. Version 0.1 has a sliding window.
 
 Parameter names are those of Hugging Face's MistralForCausalLM.
 """
@@ -43,7 +43,8 @@ FLAVORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mistral(ModelFamily, name="mistral"):
-    """Mistral, dense. 7B-v0.1 has a sliding window of 4096 tokens; 12B is Mistral Nemo, 24B Mistral Small 3."""
+    """Mistral, dense. 7B-v0.1 has a sliding window of 4096 tokens. 12B is Mistral Nemo, 24B is Mistral Small
+    3."""
 
     flavors = FLAVORS
     hf_model_type = "mistral"
