@@ -23,6 +23,8 @@ from titanlite.generate import (
 )
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
+from titanlite.models.mistral import Mistral
+from titanlite.models.qwen2 import Qwen2
 from titanlite.models.qwen3 import Qwen3
 from titanlite.tokenizers.bytes import Bytes
 
@@ -32,6 +34,8 @@ SCALED = {"rope_factor": 8.0, "rope_original_max_position": 16, "rope_theta": 1e
 FAMILIES = {
     "llama3": Llama3(flavor="debug", overrides={**SHAPE, **SCALED, "vocab_size": 258}),
     "qwen3": Qwen3(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "tie_word_embeddings": False}),
+    "qwen2": Qwen2(flavor="debug", overrides={**SHAPE, "vocab_size": 258}),
+    "mistral": Mistral(flavor="debug", overrides={**SHAPE, "vocab_size": 258, "sliding_window": 5}),
     "one of its own": ParallelResidual(flavor="tiny"),
 }
 PROMPT = [5, 9, 200, 7, 7, 31, 2]
@@ -94,6 +98,11 @@ def test_control_a_wrong_cache_is_noticed(monkeypatch: pytest.MonkeyPatch, fault
     monkeypatch.setattr(KVCache, "advance", wrong_advance)
     monkeypatch.setattr(KVCache, "append", wrong_append)
     assert not same(both(random_net("qwen3"), PROMPT, 4))
+
+
+def test_control_a_cache_without_the_window_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "within", lambda cache, window, tokens: cache)
+    assert not same(both(random_net("mistral"), PROMPT[:1], 12))
 
 
 def test_a_text_is_drawn_with_its_seed() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +34,7 @@ FIXED: dict[str, Any] = {  # the only supported values; also the defaults of tra
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
+    "use_sliding_window": False,
     "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
 }
@@ -76,11 +78,12 @@ def to_hf(config: RotaryConfig) -> dict[str, Any]:
     }
 
 
-def from_hf(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """The fields of a RotaryConfig, apart from its sliding window. `defaults`: transformers' values for keys
-    that may be missing. Raises ConfigError for other missing keys and for values that are not supported."""
+def from_hf(config: dict[str, Any], own: Collection[str] = (), **defaults: Any) -> dict[str, Any]:
+    """The fields of a RotaryConfig, apart from its sliding window. `own`: keys of FIXED that the family reads
+    itself or transformers ignores. `defaults`: transformers' values for keys that may be missing. Raises
+    ConfigError for other missing keys and for values that are not supported."""
     for key, value in FIXED.items():
-        if config.get(key, value) != value:
+        if key not in own and config.get(key, value) != value:
             raise ConfigError(
                 f"config.json: {key} = {json.dumps(config[key])}; only {json.dumps(value)} is supported"
             )

@@ -269,15 +269,15 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         r"model_type is 'qwen3', but the job's model is 'llama' \(--model\.name=qwen3\)",
     ),
     "unknown architecture": (
-        lambda d: edit_config(d, model_type="qwen2"),
-        r'model_type "qwen2" is not supported \(known: llama, qwen3\)',
+        lambda d: edit_config(d, model_type="gpt2"),
+        r'model_type "gpt2" is not supported \(known: llama, mistral, qwen2, qwen3\)',
     ),
     "adapter": (only_an_adapter, "is a PEFT adapter, not a whole model; merge it into its base model"),
     "rope type": (
         lambda d: edit_config(
-            d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}, rope_theta=500000.0
+            d, rope_parameters=None, rope_scaling={"type": "dynamic", "factor": 4.0}, rope_theta=500000.0
         ),
-        r"rope_type \"yarn\" is not supported",
+        r"rope_type \"dynamic\" is not supported \(known: default, linear, llama3, yarn\)",
     ),
     "rope theta": (
         lambda d: edit_config(d, rope_parameters=None, rope_theta=1e4),

@@ -4,23 +4,32 @@ published models, and a written config.json is read back unchanged."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.tiers import sampled
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.hf_config import read_family
 from titanlite.models.llama3 import Llama3
+from titanlite.models.mistral import Mistral
+from titanlite.models.qwen2 import Qwen2
 from titanlite.models.qwen3 import Qwen3
 
 transformers = pytest.importorskip("transformers")
 
+FAMILIES = (Llama3, Mistral, Qwen2, Qwen3)
 SHAPE = {"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "hidden_dim": 96, "vocab_size": 300}
 # With a short original context, positions are in all three ranges of the rope scaling.
 SCALED = {"rope_factor": 8.0, "rope_original_max_position": 64, "rope_theta": 1e4}
+# The sequences of 256 tokens exceed the original length and the window.
+YARN = {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_max_position": 64, "rope_theta": 1e4}
+LINEAR = {"rope_type": "linear", "rope_factor": 4.0}
+WINDOW = {"sliding_window": 48}
 CASES = {
     "llama3": (Llama3, {"head_dim": 8}),
     "llama3 tied": (Llama3, {"head_dim": 16, "tie_word_embeddings": True}),
@@ -28,7 +37,17 @@ CASES = {
     "llama3 scaled rope tied": (Llama3, {"head_dim": 8, "tie_word_embeddings": True, **SCALED}),
     "qwen3": (Qwen3, {"head_dim": 16}),
     "qwen3 tied": (Qwen3, {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2": (Qwen2, {"head_dim": 8}),
+    "qwen2 yarn tied": (Qwen2, {"head_dim": 16, "tie_word_embeddings": True, **YARN}),
+    "mistral window": (Mistral, {"head_dim": 16, **WINDOW}),
+    "mistral window linear": (Mistral, {"head_dim": 8, **WINDOW, **LINEAR}),
+    "llama3 yarn": (Llama3, {"head_dim": 16, **YARN, "rope_attention_factor": 0.9, "rope_beta_fast": 8.0}),
+    "qwen3 linear": (Qwen3, {"head_dim": 16, **LINEAR}),
+    "qwen3 window": (Qwen3, {"head_dim": 16, **WINDOW}),
+    "qwen2 window": (Qwen2, {"head_dim": 16, **WINDOW}),
+    "mistral": (Mistral, {"head_dim": 16, "sliding_window": 0, "rope_theta": 1e6}),
 }
+DEFAULT_TIER = {*list(CASES)[:6], "qwen2 yarn tied", "mistral window linear", "llama3 yarn"}
 
 
 def family_of(case: str) -> ModelFamily:
@@ -42,7 +61,10 @@ def pair(family: ModelFamily) -> tuple[Decoder, Any]:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in net.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.15 + (p.ndim == 1))
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.15)
+        for name, p in net.named_parameters():
+            if name.endswith("norm.weight"):
+                p.add_(1.0)
     config = transformers.AutoConfig.for_model(**family.hf_config())
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     missing, unexpected = theirs.load_state_dict(net.state_dict(), strict=False)
@@ -51,7 +73,7 @@ def pair(family: ModelFamily) -> tuple[Decoder, Any]:
     return net, theirs
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=sampled(CASES, DEFAULT_TIER))
 def models(request: pytest.FixtureRequest) -> tuple[Decoder, Any]:
     return pair(family_of(request.param))
 
@@ -107,12 +129,56 @@ def test_control_each_part_of_a_family_counts() -> None:
     assert scaled.config.rope_scaling != plain.config.rope_scaling
 
 
+@pytest.mark.parametrize(
+    ("case", "without"),
+    [
+        ("mistral window", {"sliding_window": 0}),
+        ("mistral window", {"sliding_window": 49}),
+        ("mistral window linear", {"rope_type": "llama3", "rope_factor": 1.0}),
+        ("qwen2 yarn tied", {"rope_type": "llama3", "rope_factor": 1.0}),
+        ("qwen2 yarn tied", {"rope_type": "linear"}),
+        ("qwen2 yarn tied", {"rope_attention_factor": 1.0}),
+        ("qwen2", "q_proj.bias"),
+        ("qwen2", "k_proj.bias"),
+        ("qwen2", "v_proj.bias"),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_control_a_window_a_scaling_or_a_bias_counts(case: str, without: dict[str, Any] | str) -> None:
+    """The logits differ from transformers' without it."""
+    family = family_of(case)
+    ours, theirs = pair(family)
+    wanted = theirs(tokens()).logits
+    if isinstance(without, str):
+        ours.get_parameter(f"model.layers.1.self_attn.{without}").zero_()
+    else:
+        other = replace(family, overrides=family.overrides | without).build()
+        other.load_state_dict(ours.state_dict())
+        ours = other
+    difference = (ours(tokens()) - wanted).abs().amax((0, 2))
+    assert difference.max() > 1e-2
+    if "sliding_window" in without:  # the first tokens see all earlier ones
+        assert difference[:48].max() < 1e-4
+
+
 SIZES = [
     (Llama3, "1B", 1_235_814_400),
     (Llama3, "3B", 3_212_749_824),
     (Llama3, "8B", 8_030_261_248),
     (Llama3, "70B", 70_553_706_496),
     (Llama3, "405B", 405_853_388_800),
+    (Qwen2, "0.5B", 494_032_768),
+    (Qwen2, "1.5B", 1_543_714_304),
+    (Qwen2, "3B", 3_085_938_688),
+    (Qwen2, "7B", 7_615_616_512),
+    (Qwen2, "14B", 14_770_033_664),
+    (Qwen2, "32B", 32_763_876_352),
+    (Qwen2, "72B", 72_706_203_648),
+    (Mistral, "7B-v0.1", 7_241_732_096),
+    (Mistral, "7B-v0.3", 7_248_023_552),
+    (Mistral, "12B", 12_247_782_400),
+    (Mistral, "24B", 23_572_403_200),
     (Qwen3, "0.6B", 596_049_920),
     (Qwen3, "1.7B", 1_720_574_976),
     (Qwen3, "4B", 4_022_468_096),
@@ -153,10 +219,11 @@ def test_a_config_is_read_as_it_is_written(case: str, tmp_path: Path) -> None:
     actual = read_family(write(tmp_path, family.hf_config()))
     assert type(actual) is type(family)
     ours, theirs = actual.config, family.config
-    if theirs.__dict__.get("rope_factor") == 1.0:  # config.json has no keys for a scaling of 1
+    if theirs.rope_factor == 1.0:  # config.json has no keys for a scaling of 1
         assert ours.rope_factor == 1.0
     else:
         assert ours == theirs
+    assert ours.architecture_fields() == theirs.architecture_fields()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -166,7 +233,7 @@ def test_a_config_is_read_as_transformers_writes_it(case: str, tmp_path: Path) -
     assert read_family(tmp_path).hf_config() == family.hf_config()
 
 
-@pytest.mark.parametrize(("family", "flavor"), [(f, n) for f in (Llama3, Qwen3) for n in f.flavors])
+@pytest.mark.parametrize(("family", "flavor"), [(f, n) for f in FAMILIES for n in f.flavors])
 def test_a_published_shape_is_a_flavor(family: Any, flavor: str, tmp_path: Path) -> None:
     actual = read_family(write(tmp_path, family(flavor=flavor).hf_config()))
     assert actual == family(flavor=flavor)
@@ -191,32 +258,142 @@ QWEN = {
     "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
     "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
+# Those of Qwen2.5 0.5B's and of Mistral 7B v0.1's and v0.3's.
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896,
+    "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
+    "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1", "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0", "vocab_size": 32000,
+}  # fmt: skip
+MISTRAL_3 = {**MISTRAL, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768}
 
 
 def test_published_configs(tmp_path: Path) -> None:
     assert read_family(write(tmp_path, LLAMA)) == Llama3(flavor="1B")
     assert read_family(write(tmp_path, QWEN)) == Qwen3(flavor="8B")
+    assert read_family(write(tmp_path, QWEN2)) == Qwen2(flavor="0.5B")
+    assert read_family(write(tmp_path, MISTRAL)) == Mistral(flavor="7B-v0.1")
+    assert read_family(write(tmp_path, MISTRAL_3)) == Mistral(flavor="7B-v0.3")
     without = {k: v for k, v in LLAMA.items() if k not in ("head_dim", "rope_scaling", "num_key_value_heads")}
     c = read_family(write(tmp_path, without)).config
     assert (c.head_dim, c.n_kv_heads, c.rope_factor) == (64, 32, 1.0)
 
 
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
+CONTEXT = {"max_position_embeddings": 256, "sliding_window": 48}
+ROPES = {
+    "qwen2.5 extended": (QWEN2, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+    "no original length": (QWEN2, {"type": "yarn", "factor": 2.0}),
+    "deepseek": (
+        MISTRAL,
+        {
+            "rope_type": "yarn", "factor": 40, "beta_fast": 16, "beta_slow": 2, "mscale": 1.0,
+            "mscale_all_dim": 0.5, "original_max_position_embeddings": 64,
+        },
+    ),
+    "factor 1": (QWEN2, {"rope_type": "yarn", "factor": 1.0}),
+    "linear": (MISTRAL_3, {"type": "linear", "factor": 4.0}),
+    "llama3": (LLAMA, LLAMA["rope_scaling"]),
+    "default": (MISTRAL, {"rope_type": "default"}),
+    "none": (MISTRAL, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["transformers 4", "transformers 5"])
+@pytest.mark.parametrize("rope", ROPES)
+@torch.no_grad()
+def test_a_published_config_at_a_tiny_width(rope: str, new: bool, tmp_path: Path) -> None:
+    """The logits of a model of this config.json equal those of transformers, which reads it, too."""
+    base, scaling = ROPES[rope]
+    config = base | TINY | {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2} | CONTEXT
+    if new:
+        theta = config.pop("rope_theta")
+        config |= {"rope_scaling": None, "rope_parameters": {"rope_theta": theta, **(scaling or {})}}
+    else:
+        config["rope_scaling"] = scaling
+    write(tmp_path, config)
+    ours, _ = pair(read_family(tmp_path))
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float32)
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    assert (ours(tokens()) - theirs.eval()(tokens()).logits).abs().max() < 1e-4
+
+
+def test_the_window_of_a_config_without_one_is_that_of_transformers(tmp_path: Path) -> None:
+    write(tmp_path, {key: value for key, value in MISTRAL.items() if key != "sliding_window"})
+    assert read_family(tmp_path).config.sliding_window == 4096
+    assert transformers.AutoConfig.from_pretrained(tmp_path).sliding_window == 4096
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({"max_window_layers": 0}, 32768),
+        ({"max_window_layers": 0, "sliding_window": None}, 0),
+        ({"max_window_layers": 99}, 0),
+        ({"layer_types": ["sliding_attention"] * 24}, 32768),
+        ({"layer_types": ["full_attention"] * 24, "max_window_layers": 0}, 0),
+    ],
+    ids=str,
+)
+def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_path: Path) -> None:
+    write(tmp_path, QWEN2 | {"use_sliding_window": True} | change)
+    assert read_family(tmp_path).config.sliding_window == window
+
+
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
-        (LLAMA, {"model_type": "gpt2"}, 'model_type "gpt2" is not supported (known: llama, qwen3)'),
-        (LLAMA, {"model_type": "qwen3_moe"}, 'model_type "qwen3_moe" is not supported'),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type "yarn" is not supported'),
-        (QWEN, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type "yarn" is not supported'),
-        (QWEN, {"rope_scaling": LLAMA["rope_scaling"]}, 'rope_type "llama3" is not supported, "default" is'),
         (
             LLAMA,
-            {"rope_scaling": {"rope_type": "llama3"}},
-            "does not describe a llama model: KeyError: 'factor'",
+            {"model_type": "gpt2"},
+            'model_type "gpt2" is not supported (known: llama, mistral, qwen2, qwen3)',
         ),
+        (LLAMA, {"model_type": "qwen3_moe"}, 'model_type "qwen3_moe" is not supported'),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            'rope_type "dynamic" is not supported (known: default, linear, llama3, yarn)',
+        ),
+        (QWEN2, {"rope_parameters": {"type": "longrope"}}, 'rope_type "longrope" is not supported'),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, 'rope_type "llama3" has no factor'),
+        (QWEN2, {"rope_scaling": {"type": "yarn"}}, 'rope_type "yarn" has no factor'),
+        (QWEN2, {"rope_scaling": {"type": "yarn", "factor": "4"}}, "rope_factor: expected float, got '4'"),
+        (
+            QWEN2,
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}},
+            "truncate = false; only true is supported",
+        ),
+        (
+            MISTRAL,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "default"}}},
+            "a rope type per layer is not supported",
+        ),
+        (MISTRAL, {"sliding_window": "4096"}, "sliding_window: expected int, got '4096'"),
+        (MISTRAL, {"sliding_window": -1}, "sliding_window = -1 is not above 0"),
+        (
+            MISTRAL,
+            {"num_attention_heads": 24},
+            "hidden_size = 4096 is not a multiple of num_attention_heads = 24, and head_dim is missing",
+        ),
+        (MISTRAL, {"head_dim": 127}, "head_dim = 127 is odd"),
+        (QWEN2, {"intermediate_size": None}, "config.json has no intermediate_size"),
         (LLAMA, {"hidden_act": "gelu"}, 'hidden_act = "gelu"; only "silu" is supported'),
         (LLAMA, {"attention_bias": True}, "attention_bias = true; only false is supported"),
-        (QWEN, {"use_sliding_window": True}, "use_sliding_window = true; only false is supported"),
+        (LLAMA, {"use_sliding_window": True}, "use_sliding_window = true; only false is supported"),
+        (
+            QWEN2,
+            {"use_sliding_window": True, "max_window_layers": 21},
+            "a sliding window in some layers only (layer_types) is not supported",
+        ),
         (QWEN, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5; only 1.0 is supported"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         (LLAMA, {"hidden_size": None}, "config.json has no hidden_size"),

@@ -15,6 +15,8 @@ from tests.support.jobs import make_job
 from titanlite import cli
 from titanlite.models.base import ModelFamily
 from titanlite.models.llama3 import Llama3
+from titanlite.models.mistral import Mistral
+from titanlite.models.qwen2 import Qwen2
 from titanlite.models.qwen3 import Qwen3
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.tiktoken import Tiktoken
@@ -33,6 +35,8 @@ FAMILIES = {
     "llama3 scaled tied": Llama3(flavor="debug", overrides={**SHAPE, **SCALED}),
     "qwen3": Qwen3(flavor="debug", overrides={**SHAPE, "tie_word_embeddings": False}),
     "qwen3 tied": Qwen3(flavor="debug", overrides=SHAPE),
+    "qwen2": Qwen2(flavor="debug", overrides=SHAPE),
+    "mistral": Mistral(flavor="debug", overrides={**SHAPE, "sliding_window": 7}),
 }
 PROMPTS = ["def main(", "a", "The quick brown"]
 
@@ -250,7 +254,7 @@ def damaged(folder: Path, damage: str) -> None:
         ("shape", 3, "q_norm.weight in model.safetensors has shape (3,), the model's has (16,)"),
         ("rows", 3, "has shape (250, 32), the model's has (258, 32)"),
         ("no tokenizer", 2, "tokenizer.json"),
-        ("architecture", 2, 'model_type "gpt2" is not supported (known: llama, qwen3)'),
+        ("architecture", 2, 'model_type "gpt2" is not supported (known: llama, mistral, qwen2, qwen3)'),
     ],
 )
 def test_a_damaged_directory_is_told(run: Run, qwen3: Path, damage: str, code: int, message: str) -> None:
