@@ -16,7 +16,7 @@ from tests.support.gradients import SHAPE, build, gradients, on_rank, uneven_seq
 from tests.support.jobs import make_job, metrics_of
 from tests.support.layouts import COMPILED
 from tests.support.runs import history, run_in_hops, train_on_rank, weights_sha
-from tests.support.tiers import full
+from tests.support.tiers import full, sampled
 from titanlite.config.component import ConfigError
 from titanlite.models import qwen3
 from titanlite.models.qwen3 import Qwen3
@@ -24,6 +24,10 @@ from titanlite.parallel import tensor_parallel
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3: dict[str, Any] = {"family": "qwen3", "shape": {"head_dim": 16}}  # 4 heads of 16 over a dim of 32
+QWEN2: dict[str, Any] = {"family": "qwen2", "shape": {"head_dim": 16}}
+# Of the 16 tokens of a sequence, a token sees 5; the rotary frequencies are scaled from position 4 on.
+YARN = {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_max_position": 4}
+MISTRAL: dict[str, Any] = {"family": "mistral", "shape": {"sliding_window": 5, **YARN}}
 
 
 def assert_same(actual: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
@@ -58,6 +62,58 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> N
     parts = run_on(4, on_rank, 4, 2, {"pp": 2, **layout})
     whole = gradients(1, 0, 1, tied=False, **QWEN3)
     assert_same({name: value for part in parts for name, value in part.items()}, whole)
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout"),
+    [
+        (MISTRAL, 2, {"cp": 2}),
+        (QWEN2, 2, {"tp": 2}),
+        *(
+            full(family, world_size, layout)
+            for family in (QWEN2, MISTRAL)
+            for world_size, layout in [
+                (2, {"tp": 2}), (2, {"cp": 2}), (4, {"tp": 2, "cp": 2}), (4, {"dp_replicate": 2}),
+                (2, {"tp": 2, "tied": False, "compile": "aot_eager"}), (2, {"cp": 2, "compile": "aot_eager"}),
+                (4, {"activation_checkpoint": "full"}), (2, {"activation_checkpoint": "selective"}),
+                (2, {"tp": 2, "float8": "rowwise"}), (4, {"float8": "tensorwise"}),
+            ]
+        ),
+    ],
+    ids=lambda value: value["family"] if "family" in str(value) else str(value),
+)  # fmt: skip
+def test_gradient_with_biases_or_a_window_is_the_same_on_every_layout(
+    run_on, family: dict[str, Any], world_size: int, layout: dict[str, Any]
+) -> None:
+    same_numbers = {key: layout[key] for key in ("tied", "float8") if key in layout}
+    whole = gradients(1, 0, 1, **family, **same_numbers)
+    actual = run_on(world_size, on_rank, world_size, 2, {**family, **layout})[0]
+    assert actual.keys() == whole.keys()
+    assert ("model.layers.1.self_attn.v_proj.bias" in whole) == (family is QWEN2)
+    for name, value in whole.items():
+        assert torch.allclose(actual[name], value, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [QWEN2, MISTRAL], ids=lambda family: family["family"])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}, {"compile": "aot_eager"}], ids=str)
+def test_gradient_with_biases_or_a_window_is_the_same_in_a_pipeline(
+    run_on, family: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    parts = run_on(4, on_rank, 4, 2, {"pp": 2, "tied": False, **family, **layout})
+    whole, actual = gradients(1, 0, 1, tied=False, **family), {}
+    for part in parts:
+        actual |= part
+    for name, value in whole.items():
+        assert torch.allclose(actual[name], value, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("changed", [{"sliding_window": 6}, {"rope_type": "linear"}], ids=str)
+def test_control_the_window_and_the_scaling_change_the_gradient(changed: dict[str, Any]) -> None:
+    whole = gradients(1, 0, 1, **MISTRAL)
+    other = gradients(1, 0, 1, **{**MISTRAL, "shape": {**MISTRAL["shape"], **changed}})
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert (whole[name] - other[name]).norm() > 1e-2 * whole[name].norm()
 
 
 def without_a_plan_on_rank() -> str:
@@ -128,6 +184,11 @@ def test_no_transform_renames_a_parameter(run_on, layout: dict[str, Any]) -> Non
 
 FAMILIES = {
     "qwen3": ["--model.name=qwen3", "--model.overrides.tie_word_embeddings=false"],
+    "qwen2": ["--model.name=qwen2", "--model.overrides.tie_word_embeddings=false"],
+    "mistral": [
+        *("--model.name=mistral", "--model.overrides.tie_word_embeddings=false"),
+        "--model.overrides.sliding_window=9",
+    ],
     "parallel_residual": [
         '--job.imports=["tests.support.parallel_residual"]',
         '--model={name = "parallel_residual", flavor = "tiny"}',
@@ -141,7 +202,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, {"qwen3", "parallel_residual"}))
 def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> None:
     """A run of three steps that resumes for five more equals a run of eight steps."""
     overrides = FAMILIES[family]
@@ -160,7 +221,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, family: str) -> 
         full("parallel_residual", "pp"),
         full("parallel_residual", "fsdp"),
         full("parallel_residual", "cp"),
-        *(full("qwen3", layout) for layout in LAYOUTS),
+        *(full(family, layout) for family in ("qwen3", "qwen2", "mistral") for layout in LAYOUTS),
     ],
 )
 def test_a_run_resumes_on_another_layout(

@@ -31,6 +31,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # those whose ranks hold the most
     "dp_shard 4": (4, ["--training.local_batch_size=1"]),
     "tp 2 x dp_shard 2": (4, [TP, SHARD]),
     "tp 2, qwen3": (2, [TP, "--model.name=qwen3"]),
+    "tp 2, qwen2": (2, [TP, "--model.name=qwen2"]),
+    "cp 2, mistral": (2, [CP, "--model.name=mistral", "--model.overrides.sliding_window=9"]),
+    "pp 2 x dp_shard 2, qwen2": (4, [PP, SHARD, UNTIED, "--model.name=qwen2"]),
     "cp 2": (2, [CP]),
     "pp 2 x tp 2": (4, [PP, TP, UNTIED]),
     "interleaved": (2, [PP, INTERLEAVED, UNTIED, "--model.overrides.n_layers=4"]),
@@ -53,8 +56,9 @@ def exported(run: Path, target: Path) -> dict[str, bytes]:
 def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_on, layout: str) -> None:
     world_size, overrides = LAYOUTS[layout]
     layers = 4 if "interleaved" in layout else 2
-    name = "qwen3" if "qwen3" in layout else "llama3"
-    model_family = family(name, tie_word_embeddings=UNTIED not in overrides, n_layers=layers)
+    name = next((name for name in ("qwen3", "qwen2", "mistral") if name in layout), "llama3")
+    window = {"sliding_window": 9} if name == "mistral" else {}
+    model_family = family(name, tie_word_embeddings=UNTIED not in overrides, n_layers=layers, **window)
     hugging_face(model_family).save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
     start = [f"--checkpoint.initial_load_path={tmp_path / 'theirs'}", *STILL, *overrides]
     run_on(world_size, train_on_rank, tmp_path, corpus, start, "layout", world_size)

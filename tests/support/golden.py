@@ -50,6 +50,12 @@ ACCUMULATED = "--training.local_batch_size=2"  # of a global batch of 8
 TINY = {  # name: overrides of the job in tests/support/jobs.py
     "llama3": ["--training.local_batch_size=8"],
     "qwen3": ["--training.local_batch_size=8", "--model.name=qwen3"],
+    "qwen2": ["--training.local_batch_size=8", "--model.name=qwen2"],
+    "mistral": [
+        *("--training.local_batch_size=8", "--model.name=mistral", "--model.overrides.sliding_window=24"),
+        *("--model.overrides.rope_type=yarn", "--model.overrides.rope_factor=4.0"),
+        "--model.overrides.rope_original_max_position=32",
+    ],
     "packed": [ACCUMULATED, "--data.packing=best_fit", "--data.mask_documents=true"],
 }
 RUNS = (DEBUG, *TINY)

@@ -56,7 +56,7 @@ def build(
     mesh = build_mesh(parallelism, "cpu", rank, world_size)
     needs = AttentionNeeds(
         device=torch.device("cpu"), dtype=torch.float32, seq_len=16, n_heads=4, n_kv_heads=2, head_dim=8,
-        context_parallel=mesh.degrees.cp > 1,
+        context_parallel=mesh.degrees.cp > 1, window=getattr(net.config, "sliding_window", 0),
     )  # fmt: skip
     settings = ParallelSettings(
         attention=AttentionBackend.choices[options.get("attention", "auto")]().build(needs),
@@ -84,6 +84,8 @@ def build(
     for name, p in model.net.named_parameters():
         if name.endswith("norm.weight"):  # norms start as ones, which would hide mistakes
             fill_normal(p, name, 1.0, 0.3, seed=0)
+        if name.endswith(".bias"):  # biases start as zeros
+            fill_normal(p, name, 0.0, 0.3, seed=0)
     return model
 
 

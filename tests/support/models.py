@@ -11,6 +11,8 @@ from torch import nn
 
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.llama3 import Llama3
+from titanlite.models.mistral import Mistral
+from titanlite.models.qwen2 import Qwen2
 from titanlite.models.qwen3 import Qwen3
 
 SHAPE = {
@@ -18,12 +20,15 @@ SHAPE = {
     "vocab_size": 258,
 }  # fmt: skip
 SCALED = {"rope_factor": 8.0, "rope_original_max_position": 64, "rope_theta": 1e4}
+YARN = {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_max_position": 64, "rope_theta": 1e4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "scaled rope": {**SCALED, "tie_word_embeddings": False},
     "one key per query, head dim apart": {"n_kv_heads": 4, "head_dim": 16, "tie_word_embeddings": False},
     "qwen3": {"name": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
     "qwen3, tied": {"name": "qwen3", "tie_word_embeddings": True},
+    "qwen2, yarn": {"name": "qwen2", "tie_word_embeddings": False, **YARN},
+    "mistral, tied": {"name": "mistral", "tie_word_embeddings": True, "sliding_window": 20},
 }
 
 
@@ -41,7 +46,7 @@ class Parameters(Decoder):
 
 def family(name: str = "llama3", **overrides: Any) -> ModelFamily:
     """The family of a tiny model with a vocabulary of 258 ids, for raw bytes."""
-    component = {"llama3": Llama3, "qwen3": Qwen3}[name]
+    component = {"llama3": Llama3, "mistral": Mistral, "qwen2": Qwen2, "qwen3": Qwen3}[name]
     return component(flavor="debug", overrides={**SHAPE, **overrides})
 
 
@@ -56,8 +61,8 @@ def random_net(component: ModelFamily, seed: int = 0) -> Decoder:
     net = component.build()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.1 + (p.ndim == 1))
+        for name, p in net.named_parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1 + name.endswith("norm.weight"))
     return net
 
 

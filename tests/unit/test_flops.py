@@ -71,6 +71,12 @@ def test_the_formula():
     assert net.flops_per_token(7) == 6 * net.num_matmul_parameters() + 12 * 3 * 4 * 24 * 7
 
 
+def test_a_window_limits_the_keys_that_count():
+    net, windowed = small_llama(), small_llama(sliding_window=5)
+    assert windowed.flops_per_token(7) == net.flops_per_token(5) < net.flops_per_token(7)
+    assert windowed.flops_per_token(3) == net.flops_per_token(3)
+
+
 def test_the_flops_of_a_run_are_those_that_its_model_gives(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(RotaryDecoder, "flops_per_token", lambda net, seq_len: 10**6 * seq_len)
     job = make_job(tmp_path, corpus, "--training.steps=1")

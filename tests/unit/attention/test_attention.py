@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.examples.sliding_window import SlidingWindow
 from titanlite.attention.auto import Auto
 from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds
 from titanlite.attention.flex import Flex
+from titanlite.attention.head_tail import HeadTail
 from titanlite.attention.sdpa import CAUSAL, SDPA, SDPAttention
 from titanlite.attention.varlen import Varlen, VarlenAttention
 from titanlite.config.component import ConfigError
@@ -180,6 +182,53 @@ def test_the_kernel_that_auto_chooses(
     device: str, dtype: torch.dtype, options: dict[str, bool], chosen: str
 ) -> None:
     assert Auto().build(needs(device, dtype, **options)).name == chosen
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "chosen"),
+    [
+        ("cpu", {}, "sdpa"),
+        ("cpu", {"context_parallel": True}, "sdpa"),
+        ("cuda", {}, "varlen"),
+        ("cuda", {"masks_documents": True}, "varlen"),
+        ("cuda", {"context_parallel": True}, "flex"),
+    ],
+)
+def test_the_kernel_that_auto_chooses_for_a_window(
+    device: str, options: dict[str, bool], chosen: str
+) -> None:
+    short, whole = (replace(needs(device, torch.bfloat16, **options), window=size) for size in (63, 64))
+    assert Auto().build(short).name == chosen
+    assert not whole.slides
+    if options.get("context_parallel") and device == "cpu":
+        assert Auto().build(whole).name == "head_tail"
+
+
+@pytest.mark.parametrize("backend", [HeadTail, Flex], ids=lambda backend: backend.name)
+def test_a_kernel_without_windows_is_refused(backend: type[SDPA]) -> None:
+    run = replace(needs("cpu", torch.float32, context_parallel=True), window=16)
+    message = (
+        f"'{backend.name}' does not work on cpu with float32 and a sliding window of 16 tokens under context "
+        "parallel; working backends: sdpa"
+    )
+    with pytest.raises(ConfigError) as e:
+        backend().build(run)
+    assert str(e.value) == message
+    assert e.value.key == "attention.backend"
+
+
+def test_a_backend_from_outside_has_to_say_that_it_supports_windows() -> None:
+    class Outside(SlidingWindow):
+        name = "outside"
+
+    run = replace(needs("cpu", torch.float32), window=16)
+    with pytest.raises(ConfigError, match="'outside' does not support the model's sliding window of 16") as e:
+        Outside().build(run)
+    assert e.value.key == "attention.backend"
+    Outside.supports_window = True
+    assert Outside().build(run).name == "outside"
+    with pytest.raises(ConfigError, match="Attention does not support a sliding window"):
+        Attention().within(16, torch.zeros(1, 64))
 
 
 def test_auto_does_not_choose_head_tail_for_another_sdpa_kernel() -> None:

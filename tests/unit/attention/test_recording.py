@@ -15,7 +15,7 @@ from titanlite.attention.base import Attention
 from titanlite.attention.flex import Flex
 from titanlite.attention.kv_cache import KVCache
 from titanlite.attention.recording import RecordingAttention, attention_statistics
-from titanlite.attention.sdpa import CAUSAL, SDPA
+from titanlite.attention.sdpa import CAUSAL, SDPA, SDPAttention
 from titanlite.attention.varlen import Varlen
 
 T = 12
@@ -75,6 +75,48 @@ def test_the_kernels_for_cuda_name_the_same_keys(monkeypatch: pytest.MonkeyPatch
         assert dense is not None
         assert block is not None
         assert torch.equal(dense[1].expand(3, -1, -1), block[1])
+
+
+@pytest.mark.parametrize("window", [1, 3, T, 99])
+def test_a_window_hides_the_same_keys_from_every_kernel(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    """Over whole sequences, in documents, and with context parallel on the second of two ranks."""
+    monkeypatch.setattr(flex, "_flex_attention", print)
+    monkeypatch.setattr(flex, "_create_block_mask", create_block_mask)
+    monkeypatch.setattr("titanlite.attention.varlen._varlen_attention", print)
+    q, k, v = tensors()
+    indices = torch.arange(T)
+    distance = indices[:, None] - indices
+    near = ((distance >= 0) & (distance < window)).expand(3, -1, -1)
+    documents = (POSITIONS == 0).cumsum(1)
+    same = documents[:, :, None] == documents[:, None]
+    for backend in (SDPA(), Flex(), Varlen()):
+        for attention, wanted in (
+            (backend.for_sequences(POSITIONS), near),
+            (backend.for_documents(POSITIONS, 5), near & same),
+        ):
+            seen = attention.within(window, POSITIONS).visible_keys(k, indices)
+            assert seen is not None
+            assert torch.equal(seen[1].expand(3, -1, -1), wanted)
+            if isinstance(backend, SDPA) and type(backend) is SDPA:
+                out = attention.within(window, POSITIONS).attend(q, k, v)
+                assert torch.allclose(out, SDPAttention(wanted[:, None]).attend(q, k, v), atol=1e-6)
+    queries, gathered = torch.tensor([3, 4, 5, 6, 7, 8]), torch.cat((indices[:3], indices[9:], indices[3:9]))
+    local = POSITIONS[:, queries]
+    for numbers, wanted in ((None, near), (documents, near & same)):
+        for backend in (SDPA(), Flex()):
+            attention = backend.masked(queries, gathered, numbers).within(window, local)
+            seen = attention.visible_keys(k, torch.arange(6))
+            assert seen is not None
+            assert torch.equal(seen[1].expand(3, -1, -1), wanted[:, queries][:, :, gathered])
+
+
+def test_a_window_of_a_recorded_attention_is_recorded() -> None:
+    records = list[torch.Tensor]()
+    recorder = RecordingAttention(CAUSAL, QUERIES, lambda largest, entropy, count: records.append(entropy))
+    q, k, v = tensors()
+    windowed = CAUSAL.within(1, POSITIONS)
+    assert torch.equal(recorder.within(1, POSITIONS).attend(q, k, v), windowed.attend(q, k, v))
+    assert records[0].abs().max() == 0.0, "each token sees itself only"
 
 
 def test_the_statistics_of_two_heads() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tiers import sampled
+from tests.support.tiers import full, sampled
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, ModelFamily
 from titanlite.models.hf_config import read_family
@@ -173,8 +173,8 @@ SIZES = [
     (Qwen2, "3B", 3_085_938_688),
     (Qwen2, "7B", 7_615_616_512),
     (Qwen2, "14B", 14_770_033_664),
-    (Qwen2, "32B", 32_763_876_352),
-    (Qwen2, "72B", 72_706_203_648),
+    full(Qwen2, "32B", 32_763_876_352),
+    full(Qwen2, "72B", 72_706_203_648),
     (Mistral, "7B-v0.1", 7_241_732_096),
     (Mistral, "7B-v0.3", 7_248_023_552),
     (Mistral, "12B", 12_247_782_400),

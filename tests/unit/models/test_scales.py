@@ -17,7 +17,7 @@ from titanlite.generate import CachedLogits
 from titanlite.models.base import Decoder
 
 SCALES = {"residual_scale": 0.3, "attention_scale": 1.7, "logit_scale": 0.6}
-FAMILIES = [("llama3", True), ("llama3", False), ("qwen3", True), ("qwen3", False)]
+FAMILIES = [("llama3", True), ("llama3", False), ("qwen3", True), ("qwen3", False), ("qwen2", True)]
 
 
 def net_of(name: str = "llama3", tied: bool = True, **overrides: Any) -> Decoder:
