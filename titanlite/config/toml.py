@@ -111,7 +111,7 @@ def make_section(kind: Any, cls: type[T], fields: dict[str, Any], key: str) -> T
     """Return the section of a dotted key as an object of the class `cls`. `kind`: the kind of a component,
     otherwise `cls`. Raises ConfigError, with the full key, for values that the section refuses."""
     try:
-        section = cls(**fields)
+        section: Any = cls(**fields)
         if isinstance(section, Component):
             section = section.stands_for()
             kind.__post_init__(section)  # a choice's own __post_init__ need not call it

@@ -110,9 +110,12 @@ def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     rope = {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_KEYS or any(isinstance(value, dict) for value in rope.values()):
-        what = f"rope_type {json.dumps(kind)}" if kind not in ROPE_KEYS else "a rope type per layer"
-        raise ConfigError(f"config.json: {what} is not supported (known: {', '.join(ROPE_KEYS)})")
+    if kind not in ROPE_KEYS:
+        raise ConfigError(
+            f"config.json: rope_type {json.dumps(kind)} is not supported (known: {', '.join(ROPE_KEYS)})"
+        )
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ConfigError("config.json: a rope_type for each type of layer is not supported")
     # The length before the scaling is max_position_embeddings if it is not given, as in transformers.
     rope = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
     rope = {key: value for key, value in rope.items() if value is not None}

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.jobs import make_job, metrics_of
+from tests.support.jobs import metrics_of, write_toml
 from tests.support.models import SHAPE
 from titanlite import cli
-from titanlite.config import toml
 from titanlite.config.component import ConfigError
-from titanlite.job import load_job
+from titanlite.job import Job, load_job
 from titanlite.models.base import ModelFamily
 from titanlite.models.llama3 import Llama3
 from titanlite.models.mistral import Mistral
@@ -34,41 +35,32 @@ def directory(folder: Path, family: ModelFamily = TINY, **changes: Any) -> Path:
     return folder
 
 
-def keys(folder: Path, **overrides: int) -> str:
-    return f"--model={toml.dump({'name': 'huggingface', 'path': str(folder), 'overrides': overrides})}"
+def job_file(folder: Path, corpus: Path, path: Path, *lines: str) -> Path:
+    """The base job of the tests, with the model of the directory `path` and more lines of [model]."""
+    text = write_toml(folder, corpus).read_text()
+    rest = text[text.index("[tokenizer]") :]
+    file = folder / "mine.toml"
+    file.write_text("\n".join(["[model]", 'name = "huggingface"', f'path = "{path}"', *lines, "", rest]))
+    return file
 
 
-def argument(folder: Path, *overrides: str) -> str:
-    fields = [f'name = "huggingface", path = "{folder}"', *overrides]
-    return f"--model={{{', '.join(fields)}}}"
+def load(folder: Path, corpus: Path, path: Path, *lines: str, overrides: Sequence[str] = ()) -> Job:
+    where = [f"--job.dump_folder={folder / 'run'}", f"--data.cache_dir={corpus / 'cache'}"]
+    return load_job(job_file(folder, corpus, path, *lines), [*where, *overrides])
 
 
 @pytest.mark.parametrize("family", [Qwen2(flavor="0.5B"), Mistral(flavor="7B-v0.1"), Llama3(flavor="8B")])
 def test_the_directory_stands_for_the_family(tmp_path: Path, corpus: Path, family: ModelFamily) -> None:
-    job = make_job(tmp_path, corpus, argument(directory(tmp_path / "hf", family)), world_size=None)
+    job = load(tmp_path, corpus, directory(tmp_path / "hf", family))
     assert job.model == family
-
-
-def test_overrides_come_after_the_directory(tmp_path: Path, corpus: Path) -> None:
-    folder = directory(tmp_path / "hf")
-    job = make_job(tmp_path, corpus, argument(folder, "overrides = { n_layers = 3, sliding_window = 0 }"))
-    assert job.model == Mistral(flavor="debug", overrides={**FIELDS, "n_layers": 3, "sliding_window": 0})
-    again = load_job(None, [f"--model={{{_table(job.model)}}}", *_data(job)], world_size=None)
-    assert again.model == job.model
-
-
-def _table(model: ModelFamily) -> str:
-    fields = ", ".join(f"{key} = {json.dumps(value)}" for key, value in model.overrides.items())
-    return f'name = "{model.name}", flavor = "{model.flavor}", overrides = {{ {fields} }}'
-
-
-def _data(job: Any) -> list[str]:
-    return [f"--data.sources={[{'name': 'text', 'path': ['x']}]}".replace("'", '"').replace(": ", " = ")]
+    job = load(tmp_path, corpus, tmp_path / "hf", overrides=["--model.overrides.n_layers=3"])
+    assert job.model == replace(family, overrides={"n_layers": 3})
 
 
 def test_a_run_resumes_without_the_directory(tmp_path: Path, corpus: Path) -> None:
     folder = directory(tmp_path / "hf")
-    job = make_job(tmp_path, corpus, argument(folder), "--training.steps=2")
+    job = load(tmp_path, corpus, folder, "overrides = { n_layers = 1 }", overrides=["--training.steps=2"])
+    assert job.model.config == replace(TINY.config, n_layers=1)
     train(job)
     recorded = (job.folder / "job.toml").read_text()
     assert 'name = "mistral"' in recorded
@@ -81,11 +73,23 @@ def test_a_run_resumes_without_the_directory(tmp_path: Path, corpus: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "arguments", "message"),
+    ("changes", "lines", "message"),
     [
-        ({"model_type": "gpt2"}, [], 'model_type "gpt2" is not supported (known: llama, mistral, qwen2, qwen3)'),
-        ({"rope_parameters": {"rope_type": "su"}}, [], 'rope_type "su" is not supported (known: default, lin'),
-        ({"head_dim": None, "num_attention_heads": 5}, [], "hidden_size = 32 is not a multiple of num_attenti"),
+        (
+            {"model_type": "gpt2"},
+            [],
+            'model_type "gpt2" is not supported (known: llama, mistral, qwen2, qwen3)',
+        ),
+        (
+            {"rope_parameters": {"rope_type": "su"}},
+            [],
+            'rope_type "su" is not supported (known: default, lin',
+        ),
+        (
+            {"head_dim": None, "num_attention_heads": 5},
+            [],
+            "hidden_size = 32 is not a multiple of num_attenti",
+        ),
         ({"head_dim": 7}, [], "head_dim = 7 is odd"),
         ({"hidden_size": None}, [], "config.json has no hidden_size"),
         ({}, ["overrides = { n_layer = 3 }"], "unknown field 'n_layer'; did you mean 'n_layers'?"),
@@ -95,22 +99,22 @@ def test_a_run_resumes_without_the_directory(tmp_path: Path, corpus: Path) -> No
 )
 def test_a_wrong_directory_is_told_in_one_line(
     tmp_path: Path,
+    corpus: Path,
     capsys: pytest.CaptureFixture[str],
     changes: dict[str, Any],
-    arguments: list[str],
+    lines: list[str],
     message: str,
 ) -> None:
-    folder = directory(tmp_path / "hf", **changes)
-    assert cli.run(["config", "debug", argument(folder, *arguments)]) == 2
+    file = job_file(tmp_path, corpus, directory(tmp_path / "hf", **changes), *lines)
+    assert cli.run(["config", str(file)]) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert "--model" in error
+    assert f"{file}:" in error
     assert error.count("\n") == 1
 
 
 def test_a_missing_directory_is_told(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read") as e:
-        make_job(tmp_path, corpus, argument(tmp_path / "nowhere"))
-    assert e.value.key == "model.path"
-    with pytest.raises(ConfigError, match="empty; name a directory"):
-        make_job(tmp_path, corpus, '--model={name = "huggingface", path = ""}')
+    with pytest.raises(ConfigError, match=r"mine\.toml:3: model\.path: .*config\.json cannot be read"):
+        load(tmp_path, corpus, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"model\.path: empty; name a directory"):
+        load(tmp_path, corpus, tmp_path, overrides=["--model.path="])

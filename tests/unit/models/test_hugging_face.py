@@ -375,7 +375,7 @@ def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_pat
         (
             MISTRAL,
             {"rope_parameters": {"sliding_attention": {"rope_type": "default"}}},
-            "a rope type per layer is not supported",
+            "a rope_type for each type of layer is not supported",
         ),
         (MISTRAL, {"sliding_window": "4096"}, "sliding_window: expected int, got '4096'"),
         (MISTRAL, {"sliding_window": -1}, "sliding_window = -1 is not above 0"),
