@@ -103,6 +103,8 @@ def check_run_folder(job: Job, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if the run folder holds a run that this job cannot continue, as far as this can
     be known before any source is opened."""
     data = job.data.label_identity(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+    if job.stages:  # a source may be new, if the stages so far do not read it
+        del data["sources"]
     RunFolder(job.checkpoint, job.folder, job.identity(data, {})).check_known_identity()
 
 

@@ -22,7 +22,7 @@ STAGES = "stages"
 NOT_COMPARED = ("names", STAGES)  # sections of a run identity; check_stages compares the stages
 NUMBERING = ("training.", "data.")  # sections that decide which sequence has which number,
 NOT_NUMBERING = "data.mask_documents"  # except this key, which only masks documents from each other
-TOKENIZER, SOURCES = "data.tokenizer", "data.sources."
+TOKENIZER, SOURCES, HELD_OUT = "data.tokenizer", "data.sources.", "data.held_out."
 CLIP = "training.clip"
 OPTIMIZER = "optimizer"  # in allow_changed: the optimizer's state may differ; no key of the run identity
 WITHOUT_STATE = ("optimizer.lr", "optimizer.weight_decay", "optimizer.param_groups")  # add no state
@@ -106,24 +106,26 @@ def _check_stages(theirs: dict[str, Any], ours: dict[str, Any], num_sequences: i
     """Raise ConfigError if a stage that has begun after `num_sequences` sequences begins elsewhere in this
     job or reads other sources, or if one that has ended has other settings. Later stages may change."""
     before, now = (_begun(identity.get(STAGES), num_sequences) for identity in (theirs, ours))
-    if before == now:
-        return
-    i = next(i for i, (a, b) in enumerate(zip_longest(before, now)) if a != b)
-    a, b = (dict(stages[i]) if i < len(stages) else {} for stages in (before, now))
-    key = next(key for key in [*a, *b] if a.get(key, ABSENT) != b.get(key, ABSENT))
-    if key == "first_sequence":
-        begins = [f"begins with sequence {stage[key]:,}" if stage else "has not begun" for stage in (a, b)]
-        said = f"stage {i + 1} of the run {begins[0]}; here it {begins[1]}"
-        key = f"{STAGES}.{max(i - 1, 0)}.until"
-    else:
-        texts = [spell(stage.get(key, ABSENT)) for stage in (a, b)]
-        if key == "sources":
-            key, texts = "weights", [_mixture(a[key], theirs), _mixture(b[key], ours)]
-        said = f"{key} of stage {i + 1} was {texts[0]}, is {texts[1]}"
-        key = f"{STAGES}.{i}.{key}"
-    raise ConfigError(
-        f"{said}. The run is at sequence {num_sequences:,}, and only what comes later can change", key
-    )
+    advice = f"The run is at sequence {num_sequences:,}, and only what comes later can change"
+    begins = [[stage["first_sequence"] for stage in stages] for stages in (before, now)]
+    for i, (old, new) in enumerate(zip_longest(*begins)):
+        if old != new:  # never of the first stage, which begins with sequence 0
+            texts = [
+                "later or never" if first is None else f"with sequence {first:,}" for first in (old, new)
+            ]
+            raise ConfigError(
+                f"stage {i + 1} began {texts[0]}, here it begins {texts[1]}. {advice}",
+                f"{STAGES}.{i - 1}.until",
+            )
+    for i, (a, b) in enumerate(zip(before, now)):
+        for key in [*a, *b]:
+            if a.get(key, ABSENT) != b.get(key, ABSENT):
+                texts = [spell(stage.get(key, ABSENT)) for stage in (a, b)]
+                if key == "sources":
+                    key, texts = "weights", [_mixture(a[key], theirs), _mixture(b[key], ours)]
+                raise ConfigError(
+                    f"{key} of stage {i + 1} was {texts[0]}, is {texts[1]}. {advice}", f"{STAGES}.{i}.{key}"
+                )
 
 
 def _mixture(shares: dict[str, int], identity: dict[str, Any]) -> str:
@@ -146,13 +148,16 @@ def _begun(stages: list[dict[str, Any]] | None, num_sequences: int) -> list[dict
 def with_source_labels(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """A recorded run identity in the form that a job's identity has before its sources are opened: the list
     of source labels instead of shares by fingerprint. If the number of sources is the same, the labels are
-    taken from `ours` and so not compared, because the data may have been moved."""
-    names, labels = _names(theirs)[1], ours["data"]["sources"]
+    taken from `ours` and so not compared, because the data may have been moved. `ours` has no labels if they
+    are not to be compared."""
+    names, labels = _names(theirs)[1], ours["data"].get("sources")
     flat = flatten({key: value for key, value in theirs.items() if key not in NOT_COMPARED})
     uids = [key.removeprefix(SOURCES) for key in flat if key.startswith(SOURCES)]
-    known = {key: value for key, value in flat.items() if not key.startswith(SOURCES)}
-    before = labels if len(uids) == len(labels) else sorted(names.get(uid, uid) for uid in uids)
-    return {**known, "data.sources": before, "names": theirs.get("names")}
+    known = {key: value for key, value in flat.items() if not key.startswith((SOURCES, HELD_OUT))}
+    if labels is not None:
+        same_number = len(uids) == len(labels)
+        known["data.sources"] = labels if same_number else sorted(names.get(uid, uid) for uid in uids)
+    return {**known, "names": theirs.get("names")}
 
 
 def check_optimizer(checkpoint: Path, job_toml: str, misfits: Sequence[str]) -> None:
