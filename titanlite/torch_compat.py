@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -86,17 +87,19 @@ def skip_p2p_to_own_rank(stage: Any) -> None:
 
     torch 2.11 warms up point-to-point connections before the first step; torch 2.13 does not. With
     ZBVZeroBubble two neighbouring stages are on the last rank, and gloo cannot send to its own rank."""
-    warm_up = stage._get_init_p2p_neighbors_ops
-    stage._get_init_p2p_neighbors_ops = lambda: [op for op in warm_up() if op.peer != dist.get_rank()]
+    warm_up: Any = WeakMethod(stage._get_init_p2p_neighbors_ops)  # see after_weight_backward
+    stage._get_init_p2p_neighbors_ops = lambda: [op for op in warm_up()() if op.peer != dist.get_rank()]
 
 
 def after_weight_backward(stage: Any, callback: Callable[[], None]) -> None:
     """Call `callback` after each weight backward of a pipeline stage. Zero-bubble schedules run the backward
     of the weights separately from the backward of the activations."""
-    original = stage.backward_weight_one_chunk
+    # Weak, so that the stage's buffers are freed with the stage: a run exempts the objects of its first step
+    # from garbage collection.
+    original: Any = WeakMethod(stage.backward_weight_one_chunk)
 
     def backward(*args: Any, **options: Any) -> None:
-        original(*args, **options)
+        original()(*args, **options)
         callback()
 
     stage.backward_weight_one_chunk = backward

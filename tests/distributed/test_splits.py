@@ -4,7 +4,9 @@ whole sequences in between."""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.splits import on_rank, trained
+from tests.support.gradients import build
+from tests.support.splits import on_rank, sequences_of, trained, whole_batch
 from tests.support.tiers import full
 from titanlite.attention import varlen
 from titanlite.attention.sdpa import CAUSAL, SDPA
@@ -79,6 +82,25 @@ def test_split_sequences_train_alike_on_every_layout(
     together = {name: value for of_rank in by_rank for name, value in of_rank.items()}
     alone = {key: layout[key] for key in ("tied", "layers") if key in layout}
     assert_same(together, trained(1, 0, num_splits, masked, **alone))
+
+
+def living_stages(schedule: str) -> list[bool]:
+    """Whether the pipeline stage that was made for each sequence length still exists after the last one."""
+    model = build(2, torch.distributed.get_rank(), pp=2, tied=False, layers=4, schedule=schedule)
+    batch, stages = whole_batch(0, masked=False), []
+    gc.disable()
+    for num_splits in (1, 2, 4):
+        parts = [sequences_of(batch, begin, 4).split(num_splits) for begin in (0, 4)]
+        model.forward_backward(parts, torch.tensor(batch.num_targets))
+        assert model.pipeline is not None
+        torchs = model.pipeline._schedule
+        stages.append(weakref.ref(torchs._stage if schedule == "1F1B" else torchs._stages[0]))
+    return [stage() is not None for stage in stages]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", full("ZBVZeroBubble")])
+def test_the_buffers_of_another_length_are_freed_without_garbage_collection(run_on, schedule: str) -> None:
+    assert run_on(2, living_stages, schedule) == [[False, False, True]] * 2
 
 
 def varlen_on_cpu(

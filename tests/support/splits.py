@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from tests.support.gradients import NUM_SEQUENCES, SHAPE, build
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.packing import TokenSequence
-from titanlite.metrics.token_statistics import TokenStatistics
+from titanlite.metrics.token_statistics import POSITION_BINS, TokenStatistics
 
 SEQ_LEN = 16
+NUM_MICRO_BATCHES = 2
 
 
 def whole_batch(step: int, masked: bool, seq_len: int = SEQ_LEN, most_documents: int = 4) -> Batch:
@@ -57,41 +58,39 @@ def trained(
     masked: bool,
     *,
     reference: bool = False,
-    micro_batches: int = 2,
     **layout: Any,
 ) -> dict[str, torch.Tensor]:
     """Train steps whose sequences are split into `num_splits[step]` shorter ones, or with `reference` are
     whole and masked, each followed by a validation on whole sequences. Returns the losses of all, and of the
-    last step the losses by position, gradients and weights."""
+    last step the losses by position, the statistics of a probe, gradients and weights."""
     model = build(world_size, rank, **layout)
     optimizer = torch.optim.SGD(model.net.parameters(), lr=0.3, momentum=0.9)
-    ranks, size = model.mesh.dp_size, NUM_SEQUENCES // model.mesh.dp_size // micro_batches
-    change = hidden_from_each_other if reference else Batch.split
+    size = NUM_SEQUENCES // model.mesh.dp_size // NUM_MICRO_BATCHES
+    begins = [(a * model.mesh.dp_size + model.mesh.dp_rank) * size for a in range(NUM_MICRO_BATCHES)]
     losses = []
     for step, splits in enumerate(num_splits):
         batch = whole_batch(step, masked)
-        begins = [(a * ranks + model.mesh.dp_rank) * size for a in range(micro_batches)]
-        whole = [sequences_of(batch, begin, size) for begin in begins]
+        parts = [sequences_of(batch, begin, size) for begin in begins]
+        micro_batches = [
+            hidden_from_each_other(part, splits) if reference else part.split(splits) for part in parts
+        ]
         statistics = TokenStatistics(
-            seq_len=SEQ_LEN,
-            num_micro_batches=2,
-            sources=[],
-            is_cross_entropy=True,
+            seq_len=SEQ_LEN, num_micro_batches=NUM_MICRO_BATCHES, sources=[], is_cross_entropy=True,
             device=torch.device("cpu"),
-        )
+        )  # fmt: skip
         optimizer.zero_grad()
-        micro_batches_of_step = [change(part, splits) for part in whole]
-        losses.append(
-            model.forward_backward(micro_batches_of_step, torch.tensor(batch.num_targets), statistics)
-        )
+        losses.append(model.forward_backward(micro_batches, torch.tensor(batch.num_targets), statistics))
         optimizer.step()
         model.after_step(torch.tensor(True))
-        losses.append(sum(model.loss_sum(part) for part in whole) / batch.num_targets)
-    by_position = statistics.sums[7:] * model.mesh.is_tp_leader
+        losses.append(sum(model.loss_sum(part) for part in parts) / batch.num_targets)
+    by_position = statistics.sums[-2 * POSITION_BINS :] * model.mesh.is_tp_leader
     results = {"losses": torch.stack(losses), "losses by position": by_position}
     if world_size > 1:
         for value in results.values():
             torch.distributed.all_reduce(value)
+    blocks = model.probe(micro_batches[0])
+    for key in ("residual_rms", "residual_max", "attention_logit_max", "attention_entropy"):
+        results[key] = torch.tensor([getattr(block, key) for block in blocks])
     for name, p in model.net.named_parameters():
         for key, value in ((name, p.detach()), (f"gradient of {name}", p.grad)):
             results[key] = value.full_tensor() if isinstance(value, DTensor) else value

@@ -278,9 +278,13 @@ def weight_backwards() -> list[str]:
     from torch.distributed.pipelining import PipelineStage
 
     x, calls = torch.empty(1, 1), list[str]()
-    stage = PipelineStage(nn.Linear(1, 1), dist.get_rank(), 2, torch.device("cpu"), (x,), (x,))
-    assert callable(stage.backward_weight_one_chunk)  # the name that torch's schedules call
-    stage.backward_weight_one_chunk = lambda *_, **__: calls.append("weights")  # type: ignore[method-assign]
+    assert callable(PipelineStage.backward_weight_one_chunk)  # the name that torch's schedules call
+
+    class Stage(PipelineStage):
+        def backward_weight_one_chunk(self, *_: Any, **__: Any) -> None:
+            calls.append("weights")
+
+    stage = Stage(nn.Linear(1, 1), dist.get_rank(), 2, torch.device("cpu"), (x,), (x,))
     torch_compat.after_weight_backward(stage, lambda: calls.append("after"))
     stage.backward_weight_one_chunk(0, last_backward=True)
     return calls
