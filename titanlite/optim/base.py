@@ -185,8 +185,9 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
             pattern = "" if settings.entry is None else f", {self.param_groups[settings.entry].pattern}"
             size = sum(model.get_parameter(name).numel() for name in names)
             lines.append(
-                f"{settings.rule or self.name}{pattern}: {len(names)} tensors of {size:,} parameters, peak "
-                f"learning rate {settings.peak_lr:g}, weight decay {settings.weight_decay:g}"
+                f"{settings.rule or self.name}{pattern}: {len(names)} tensor{'s' if len(names) > 1 else ''} of "
+                f"{size:,} parameters, peak learning rate {settings.peak_lr:g}, weight decay "
+                f"{settings.weight_decay:g}"
             )
         return lines
 

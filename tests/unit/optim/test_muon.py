@@ -123,7 +123,7 @@ def test_rates_follow_rule_and_group() -> None:
     assert any(
         line.startswith("muon: 14 tensors of 18,432 parameters, peak learning rate 0.02") for line in lines
     ), lines
-    assert any(line.startswith(f"adamw, {HEAD}: 1 tensors") for line in lines), lines
+    assert any(line.startswith(f"adamw, {HEAD}: 1 tensor ") for line in lines), lines
 
 
 def test_a_skipped_step_changes_no_bit_even_with_nan() -> None:
