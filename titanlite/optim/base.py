@@ -184,10 +184,10 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
         for settings, names in self.grouped(model).items():
             pattern = "" if settings.entry is None else f", {self.param_groups[settings.entry].pattern}"
             size = sum(model.get_parameter(name).numel() for name in names)
+            tensors = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
             lines.append(
-                f"{settings.rule or self.name}{pattern}: {len(names)} tensor{'s' if len(names) > 1 else ''} of "
-                f"{size:,} parameters, peak learning rate {settings.peak_lr:g}, weight decay "
-                f"{settings.weight_decay:g}"
+                f"{settings.rule or self.name}{pattern}: {tensors} of {size:,} parameters, peak learning rate "
+                f"{settings.peak_lr:g}, weight decay {settings.weight_decay:g}"
             )
         return lines
 
