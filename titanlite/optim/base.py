@@ -186,8 +186,8 @@ class Optimizer(Component, makes=(torch.optim.Optimizer,)):
             size = sum(model.get_parameter(name).numel() for name in names)
             tensors = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
             lines.append(
-                f"{settings.rule or self.name}{pattern}: {tensors} of {size:,} parameters, peak learning rate "
-                f"{settings.peak_lr:g}, weight decay {settings.weight_decay:g}"
+                f"{settings.rule or self.name}{pattern}: {tensors} of {size:,} parameters, peak learning "
+                f"rate {settings.peak_lr:g}, weight decay {settings.weight_decay:g}"
             )
         return lines
 
