@@ -40,6 +40,7 @@ from titanlite.parallel.apply import ParallelSettings
 from titanlite.runtime.process import device_name
 from titanlite.runtime.runtime import Runtime, environment
 from titanlite.runtime.signals import StopRequests
+from titanlite.runtime.training import BatchLayout
 from titanlite.stages import Stages
 from titanlite.tokenizers.base import Tokenizer
 
@@ -239,21 +240,17 @@ def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
 
 
 def open_stages(
-    job: Job, rt: Runtime, sequences: SequenceDataset, about: Sequence[str]
+    job: Job, ranks: int, sequences: SequenceDataset, about: Sequence[str] = ()
 ) -> tuple[Job, Stages, list[str]]:
-    """The job with all its amounts of training as numbers of steps and sequences, its stages, whose weights
-    the sources get, and `about` with the lines of `about_steps` added. Raises ConfigError for numbers of
-    steps that do not fit together."""
-    resolved = job.resolved(rt.world_size, sum(sequences.sizes))
-    stages = resolved.open_stages(rt.batch.global_size)
-    set_weights(resolved, stages, sequences)
-    return resolved, stages, [*about, *about_steps(job, resolved)]
-
-
-def set_weights(job: Job, stages: Stages, sequences: SequenceDataset) -> None:
-    """Give the sources the weights of each stage."""
+    """The job with all its amounts of training as numbers of steps and sequences on `ranks` ranks, its
+    stages, whose weights the sources get, and `about` with the lines of `about_steps` added. Raises
+    ConfigError for numbers of steps that do not fit together."""
+    resolved = job.resolved(ranks, sum(sequences.sizes))
+    batch = BatchLayout.of(job.training, job.parallelism.degrees(ranks).data_parallel)
+    stages = resolved.open_stages(batch.global_size)
     weights = [stage.weights_of(short_names(job.data.sources)) for stage in stages.stages]
     sequences.set_stages(job.data.sources, list(zip(stages.firsts, weights)))
+    return resolved, stages, [*about, *about_steps(job, resolved)]
 
 
 def about_steps(given: Job, job: Job) -> list[str]:

@@ -77,7 +77,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
             startup.check_interop(job, tokenizer)
         tasks = job.validation.open_tasks(tokenizer, job.training.seq_len)
         sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
-    job, stages, about = startup.open_stages(job, rt, sequences, about)
+    job, stages, about = startup.open_stages(job, rt.world_size, sequences, about)
     identity = job.identity(sequences.identity, sequences.names)
     startup.check_same_on_all_ranks(job, identity, rt)
     checkpoints = startup.open_checkpoints(job, identity, about, startup.exporter(job, tokenizer, requests))

@@ -17,6 +17,7 @@ from titanlite.data.batch import Batch, make_batch
 from titanlite.data.held_out import HeldOut, HeldOutSource
 from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, PackedSequences, TokenSequence
+from titanlite.data.reads import SourceReads
 from titanlite.data.skips import SkippedSequences, checked_range
 from titanlite.data.sources import Source, short_names
 from titanlite.tokenizers.base import Tokenizer
@@ -246,24 +247,28 @@ class SequenceDataset(Dataset):
             for source, quota, size in zip(self._sources, self._mixture.quotas, self.sizes)
         ]
 
+    def reads(self) -> list[SourceReads]:
+        """How much a run reads of each source, in the order of `source_names`."""
+        return [SourceReads(source, self._mixture, k) for k, source in enumerate(self._sources)]
+
     def describe(self, num_sequences: int) -> list[str]:
         """Describe the share and the epochs of each source in a run through the first `num_sequences`
         sequences of the data order, skipped ones included, one line per source. Raises ConfigError if the run
         reads a source for more than its max_epochs."""
         lines = []
-        for packed, source, size, taken in zip(
-            self._packed, self._sources, self.sizes, self._mixture.taken(num_sequences)
-        ):
+        for packed, reads in zip(self._packed, self.reads()):
+            taken, size = reads.taken(num_sequences), reads.epoch
             epochs, share = taken / size, taken / max(num_sequences, 1)
             padding = f", {packed.padding_share:.2%} padding" if packed.padding_share else ""
-            reads = f"{share:.1%} of the sequences, {epochs:.2f} epochs of {size:,}{padding}"
-            lines.append(f"{packed.shards.path}: {reads}")
-            if source.max_epochs and epochs > source.max_epochs:
-                enough = int(num_sequences * source.max_epochs / epochs)
+            said = f"{share:.1%} of the sequences, {epochs:.2f} epochs of {size:,}{padding}"
+            lines.append(f"{packed.shards.path}: {said}")
+            if (enough := reads.exceeded_at(num_sequences)) is not None:
+                stage = self._mixture.stage_at(enough) + 1
+                place = f", where it runs out in stage {stage}" if len(self._mixture.stages) > 1 else ""
                 raise ConfigError(
                     f"{packed.shards.path}: the run would read {epochs:.2f} epochs, more than max_epochs = "
-                    f"{source.max_epochs:g}. Lower training.steps to end within the first {enough:,} "
-                    f"of the {num_sequences:,} sequences, or lower the source's weight",
+                    f"{reads.source.max_epochs:g}. Lower training.steps to end within the first {enough:,} "
+                    f"of the {num_sequences:,} sequences{place}, or lower the source's weight",
                     "data.sources",
                 )
         return lines

@@ -10,6 +10,7 @@ values."""
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -143,6 +144,7 @@ class Mixture:
         self.stages = [Proportions(weights, seed)]
         for first, later in changes:
             self.stages.append(Proportions(later, seed, first, self.stages[-1].taken(first)))
+        self._firsts = [stage.first for stage in self.stages]
 
     @property
     def quotas(self) -> list[int]:
@@ -153,7 +155,7 @@ class Mixture:
         """Return the source (int64 [n]) and the sequence within that source (int64 [n]) for global sequence
         numbers (int64 [n])."""
         numbers = np.asarray(numbers, dtype=np.int64)
-        stage = np.searchsorted([s.first for s in self.stages], numbers, side="right") - 1
+        stage = np.searchsorted(self._firsts, numbers, side="right") - 1
         source, taken = np.zeros_like(numbers), np.zeros_like(numbers)
         for i in np.unique(stage):
             here = stage == i
@@ -166,8 +168,12 @@ class Mixture:
 
     def taken(self, num_sequences: int) -> list[int]:
         """Count how many of training sequences [0, num_sequences) come from each source."""
-        stage = next(s for s in reversed(self.stages) if s.first <= num_sequences)
-        return stage.taken(num_sequences)
+        return self.stages[self.stage_at(num_sequences)].taken(num_sequences)
+
+    def stage_at(self, number: int) -> int:
+        """Return the number, from 0, of the stage that a training sequence is in: how many changes of weights
+        come before it."""
+        return bisect_right(self._firsts, number) - 1
 
     def _epoch_sequence(self, k: int, taken: np.ndarray) -> np.ndarray:
         epoch, index = np.divmod(taken, self.sizes[k])

@@ -84,12 +84,12 @@ def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
     job.validation.open_tasks(tokenizer, job.training.seq_len)
     batch = BatchLayout.of(job.training, job.parallelism.degrees(ranks).data_parallel)
     sequences = job.data.check(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+    identity = None
     if sequences is None:
         unchecked.append("data that is tokenised or packed when a run first starts")
-    job = job.resolved(ranks, None if sequences is None else sum(sequences.sizes))
-    identity = None
-    if sequences is not None:
-        startup.set_weights(job, job.open_stages(batch.global_size), sequences)
+        job = job.resolved(ranks)
+    else:
+        job, _, _ = startup.open_stages(job, ranks, sequences)
         identity = job.identity(sequences.identity, sequences.names)
     candidate = RunFolder(job.checkpoint, job.folder, identity).choose_checkpoint([])
     train = candidate.train if candidate else None

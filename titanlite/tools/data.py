@@ -8,19 +8,22 @@ needs --tokenizer.name, --tokenizer.path, ...
 
 `show` prints sequences as text, document by document: sequence N of a dataset, or training sequence N of a
 run. N is 0 by default; --num-sequences=K prints K sequences from N on. CONFIG is a TOML file, a name in
-train_configs/, or a run folder. If a run skips none, sequence N is in step N // global_batch_size + 1;
-sequences that it skips, by data.skip_sequences or by its newest checkpoint, are marked. --allow-imports runs
-the modules that the configuration imports."""
+train_configs/, or a run folder. If a run skips none, sequence N is in step N // global_batch_size + 1; with
+[[stages]], the step and its stage are printed, and where the shorter sequences begin. Sequences that a run
+skips, by data.skip_sequences or by its newest checkpoint, are marked. --allow-imports runs the modules that
+the configuration imports."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from titanlite import startup
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.resume import newest
+from titanlite.checkpoint.run_identity import STAGES
 from titanlite.commands import shown_config, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
@@ -30,8 +33,10 @@ from titanlite.data.megatron import MegatronFile, MegatronTokens
 from titanlite.data.packing import PACKINGS, PackedSequences
 from titanlite.data.shards import TokenShards
 from titanlite.data.skips import SkippedSequences
+from titanlite.data.sources import short_names
 from titanlite.job import Job, load_job
 from titanlite.log import for_terminal, tell
+from titanlite.stages import Stages, check_stages, label
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 
@@ -91,15 +96,7 @@ def _show(argv: Sequence[str]) -> int:
         raise ConfigError("command line, --num-sequences: 0 is not at least 1")
     numbers = range(first, first + num)
     if config is not None:
-        job = load_job(config, overrides, None, allow)
-        tokenizer = job.tokenizer.build()
-        sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
-        skipped = _skipped(job, sequences)
-        for number in numbers:
-            packed, local = sequences.origin(number)
-            mark = " (skipped)" if number in skipped else ""
-            print(f"==== training sequence {number:,}: sequence {local:,} of {packed.shards.path}{mark}")
-            _print_sequence(packed, local, tokenizer)
+        _show_run(load_job(config, overrides, None, allow), numbers)
         return 0
     packed, tokenizer = _open(path, overrides)
     for number in numbers:
@@ -113,6 +110,34 @@ def _show(argv: Sequence[str]) -> int:
     return 0
 
 
+def _show_run(job: Job, numbers: Sequence[int]) -> None:
+    """Print training sequences of a run."""
+    check_stages(job.stages, job.training, short_names(job.data.sources))
+    tokenizer = job.tokenizer.build()
+    sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+    stages = None
+    if job.stages:
+        job, stages, _ = startup.open_stages(job, job.parallelism.fewest_ranks, sequences)
+    skipped = _skipped(job, sequences)
+    for number in numbers:
+        packed, local = sequences.origin(number)
+        where, num_splits = _step_of(number, stages) if stages else ("", 1)
+        mark = " (skipped)" if number in skipped else ""
+        print(f"==== training sequence {number:,}{where}: sequence {local:,} of {packed.shards.path}{mark}")
+        _print_sequence(packed, local, tokenizer, num_splits)
+
+
+def _step_of(number: int, stages: Stages) -> tuple[str, int]:
+    """The step of a training sequence and its stage, as text, and how many shorter sequences the sequence is
+    trained as. A step belongs to the stage of its first sequence."""
+    num_steps = stages.step_sizes.num_steps(number)
+    first = stages.step_sizes.position_after(num_steps)
+    i, own = stages.number_at(first), stages.number_at(number)
+    drawn = f" (chosen by the weights of {label(own, stages.stages[own])})" if own != i else ""
+    text = f", step {num_steps + 1:,}, {label(i, stages.stages[i])}{drawn}"
+    return text, stages.step_sizes.at(first).num_splits
+
+
 def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:
     """The sequences that a run skips: those of its job, and those of the newest checkpoint in its folder, if
     the job numbers the sequences as the checkpoint's run does."""
@@ -124,9 +149,20 @@ def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:
     if candidate is None:
         return job.data.skipped
     ours, theirs = job.identity(sequences.identity, sequences.names), candidate.train["identity"]
-    if any(ours[key] != theirs.get(key) for key in ("training", "data")):
+    if _numbering(ours, candidate.train["sequences"]) != _numbering(theirs, candidate.train["sequences"]):
         return job.data.skipped
     return job.data.skipped | SkippedSequences.of(candidate.train["skipped"])
+
+
+def _numbering(identity: dict[str, Any], num_sequences: int) -> list[Any]:
+    """What decides which sequences the numbers below `num_sequences` have. Later stages may change in a
+    run."""
+    stages = [stage for stage in identity.get(STAGES, []) if 0 < stage["first_sequence"] < num_sequences]
+    return [
+        identity.get("training"),
+        identity.get("data"),
+        *((stage["first_sequence"], stage["sources"]) for stage in stages),
+    ]
 
 
 def _open(path: str, overrides: Sequence[str]) -> tuple[PackedSequences, Tokenizer]:
@@ -149,11 +185,20 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[PackedSequences, Tokeniz
     return PACKINGS[show.packing](shards, show.seq_len, cache_dir, True), tokenizer
 
 
-def _print_sequence(packed: PackedSequences, number: int, tokenizer: Tokenizer) -> None:
+def _print_sequence(packed: PackedSequences, number: int, tokenizer: Tokenizer, num_splits: int = 1) -> None:
+    """Print the documents of a sequence. `num_splits`: it is trained as this many shorter sequences, whose
+    beginnings are marked."""
     starts, lengths = packed.spans(number)
-    for start, length in zip(starts.tolist(), lengths.tolist()):
-        document, offset = packed.shards.locate(start)
-        print(f"---- document {document:,}, tokens {offset:,} to {offset + length - 1:,}")
-        print(for_terminal(tokenizer.decode(packed.shards.read(start, length).tolist())))
+    length, place = packed.seq_len // num_splits, 0  # place: of the next token in the sequence
+    for start, num_left in zip(starts.tolist(), lengths.tolist()):
+        while num_left:
+            if num_splits > 1 and place % length == 0 and place < packed.seq_len:
+                print(f"---- shorter sequence {place // length + 1} of {num_splits}, {length:,} tokens")
+            in_last = place >= packed.seq_len - length
+            num = num_left if in_last else min(num_left, length - place % length)
+            document, offset = packed.shards.locate(start)
+            print(f"---- document {document:,}, tokens {offset:,} to {offset + num - 1:,}")
+            print(for_terminal(tokenizer.decode(packed.shards.read(start, num).tolist())))
+            start, num_left, place = start + num, num_left - num, place + num
     if padding := packed.seq_len + 1 - int(lengths.sum()):
         print(f"---- {padding:,} tokens of padding")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 
 from tests.support.checkpoints import EXTRA, save_steps
 from tests.support.jobs import make_job, write_corpus
+from titanlite import startup
 from titanlite.checkpoint.commit import manifest_text
 from titanlite.commands import shown_config
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.skips import SkippedSequences
+from titanlite.job import load_job
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tools import data, prepare
 
@@ -106,6 +109,97 @@ def test_sequences_that_a_run_skips_are_marked(tmp_path: Path, capsys: pytest.Ca
     assert said.out.splitlines()[0].endswith(" (skipped)")
     assert "are marked from its configuration only" in said.err
     assert "has checkpoint format 4" in said.err
+
+
+STAGES = """
+[[stages]]
+name = "short"
+until = "16 sequences"
+seq_len = 8
+weights = { "b.txt" = 1 }
+
+[[stages]]
+name = "main"
+until = "30 sequences"
+
+[[stages]]
+until = "end"
+weights = [1, 0]
+"""
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> Path:
+    """A job with three stages; a step of eight sequences goes from stage 2 on into stage 3."""
+    job = make_job(tmp_path, write_corpus(tmp_path))
+    (tmp_path / "staged.toml").write_text(toml.dump(job).replace("stages = []\n", "") + STAGES)
+    return tmp_path / "staged.toml"
+
+
+def test_a_run_with_stages_shows_the_sequences_that_it_trains_on(
+    staged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = [h for h in shown(capsys, staged, "--num-sequences=34") if h.startswith("==== training")]
+    job = load_job(staged)
+    sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
+    plain = [sequences.origin(n) for n in range(34)]
+    startup.open_stages(job, 1, sequences)
+    origins = [sequences.origin(n) for n in range(34)]
+    for n, (packed, local) in enumerate(origins):
+        step = 1 + n // 8
+        text = ["stage 1 (short)", "stage 1 (short)", "stage 2 (main)", "stage 2 (main)", "stage 3"][step - 1]
+        text += " (chosen by the weights of stage 3)" if n in (30, 31) else ""
+        assert heads[n] == (
+            f"==== training sequence {n}, step {step}, {text}: sequence {local} of {packed.shards.path}"
+        )
+    assert origins != plain  # control: without the stages' weights, the heads name other sequences
+    assert {packed for packed, _ in origins[:16]} != {packed for packed, _ in origins[30:]}
+
+
+def test_shorter_sequences_are_marked_where_they_begin(
+    staged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = load_job(staged)
+    sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
+    startup.open_stages(job, 1, sequences)
+    for number, splits in ((3, 4), (15, 4), (16, 1)):
+        lines = shown(capsys, staged, f"--sequence={number}")
+        marks = [line for line in lines if line.startswith("---- shorter")]
+        numbers = range(1, 5) if splits == 4 else ()
+        assert marks == [f"---- shorter sequence {i} of 4, 8 tokens" for i in numbers]
+        texts, (sequence,) = [""], sequences.training(np.array([number]))
+        for line in lines[1:]:
+            if line.startswith("---- shorter") and texts[-1]:
+                texts.append("")
+            elif not line.startswith("----"):
+                texts[-1] += line
+        cuts = [0, 8, 16, 24, 33] if splits == 4 else [0, 33]
+        pieces = [sequence.tokens[a:b].tolist() for a, b in pairwise(cuts)]
+        assert texts == [Bytes().build().decode(piece) for piece in pieces]
+
+
+def test_a_checkpoint_marks_skips_only_if_the_stages_before_it_are_the_same(
+    staged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = load_job(staged)
+    toy, run = save_steps(job.folder, 0)
+    toy.step()
+    toy.state.num_sequences = 20
+    toy.state.skipped = SkippedSequences.of([[1, 3]])
+    sequences = job.data.build(job.tokenizer.build(), seq_len=32, seed=job.training.seed)
+    startup.open_stages(job, 1, sequences)
+    run.identity = job.identity(sequences.identity, sequences.names)
+    run.save(toy.net, toy.optimizer, toy.state, EXTRA)
+    run.close()
+    assert marked(capsys, staged) == [1, 2, 3]
+    assert marked(capsys, staged, "--stages.2.weights=[0, 1]") == [1, 2, 3]  # lies in the future
+    assert marked(capsys, staged, "--stages.1.weights=[0, 1]") == []
+    assert marked(capsys, staged, "--stages.0.until=17 sequences") == []
+
+
+def test_an_unknown_source_of_a_stage_is_named(staged: Path) -> None:
+    with pytest.raises(ConfigError, match=r"stage 1 \(short\): unknown source 'b.txd'; did you mean 'b.txt'"):
+        data.main(["show", str(staged), "--stages.0.weights={'b.txd' = 1}"])
 
 
 def test_a_configuration_that_comes_with_titanlite_is_shown_unless_a_dataset_has_its_name(
