@@ -197,9 +197,9 @@ def test_a_checkpoint_marks_skips_only_if_the_stages_before_it_are_the_same(
     assert marked(capsys, staged, "--stages.0.until=17 sequences") == []
 
 
-def test_an_unknown_source_of_a_stage_is_named(staged: Path) -> None:
-    with pytest.raises(ConfigError, match=r"stage 1 \(short\): unknown source 'b.txd'; did you mean 'b.txt'"):
-        data.main(["show", str(staged), "--stages.0.weights={'b.txd' = 1}"])
+def test_a_stage_that_does_not_fit_the_sources_is_refused(staged: Path) -> None:
+    with pytest.raises(ConfigError, match=r"stage 3: 3 weights for 2 sources: a.jsonl, b.txt"):
+        data.main(["show", str(staged), "--stages.2.weights=[1, 1, 1]"])
 
 
 def test_a_configuration_that_comes_with_titanlite_is_shown_unless_a_dataset_has_its_name(
