@@ -75,6 +75,66 @@ def test_kernels_keep_documents_apart(backend: str, dtype: torch.dtype, seq_len:
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
+@pytest.mark.parametrize("window", [1, 20, 64])
+@pytest.mark.parametrize("documents", [False, True], ids=["sequences", "documents"])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("flex", torch.float32), ("flex", torch.bfloat16), ("varlen", torch.bfloat16)]
+)
+def test_kernels_keep_to_the_window(backend: str, dtype: torch.dtype, documents: bool, window: int) -> None:
+    """Outputs and gradients against a dense mask in fp32. Without the window they differ."""
+    T, generator = 200, torch.Generator().manual_seed(0)
+    positions = torch.arange(T).repeat(3, 1)
+    positions[1, 90:] = torch.arange(T - 90)
+    heads = [torch.randn(3, T, h, 32, generator=generator).to(dtype) for h in (4, 2, 2)]
+    weight = torch.randn(3, T, 4, 32, generator=generator)
+
+    def results(backend: str, dtype: torch.dtype, window: int) -> list[torch.Tensor]:
+        q, k, v = (h.to("cuda", dtype).requires_grad_() for h in heads)
+        chosen, tokens = AttentionBackend.choices[backend](), positions.cuda()
+        attention = chosen.for_documents(tokens, 4) if documents else chosen.for_sequences(tokens)
+        out = attention.within(window, tokens).attend(q, k, v)
+        (out.float() * weight.cuda()).sum().backward()
+        return [x.detach().float() for x in (out, q.grad, k.grad, v.grad)]
+
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = results("sdpa", torch.float32, window)
+        longer = results("sdpa", torch.float32, window + 1)
+    for ours, theirs in zip(results(backend, dtype, window), expected):
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max() + 1e-4
+    assert (longer[0] - expected[0]).abs().max() > 0.1
+
+
+WINDOW = ["--model.name=mistral", "--model.overrides.sliding_window=40", "--model.overrides.head_dim=16"]
+
+
+@pytest.mark.parametrize("compiled", [[], ["--compile.enable"]], ids=["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["flex", "varlen"])
+def test_a_window_trains_alike_with_every_kernel(
+    tmp_path: Path, corpus: Path, backend: str, compiled: list[str]
+) -> None:
+    keys = [*WINDOW, "--training.seq_len=256", "--data.holdout_sequences=0"]
+    keys += ["--training.global_batch_size=2"]
+    dense = ["--attention.backend=sdpa", "--attention.sdpa_kernel=math"]
+    wanted = column(run(tmp_path, corpus, *keys, *dense, name="dense"), "train/loss")
+    ours = run(tmp_path, corpus, *keys, *compiled, f"--attention.backend={backend}", name="ours")
+    assert column(ours, "train/loss") == pytest.approx(wanted, rel=5e-3)
+    auto = run(tmp_path, corpus, *keys, *compiled, name="auto")
+    if backend == "varlen":  # the choice of auto
+        assert column(auto, "train/loss") == column(ours, "train/loss")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_window_on_two_gpus_trains_as_on_one(tmp_path: Path, corpus: Path) -> None:
+    keys = [*WINDOW, "--training.seq_len=256", "--data.holdout_sequences=0", "--optimizer.lr=1e-5"]
+    keys += ["--training.global_batch_size=2", "--model.overrides.tie_word_embeddings=false"]
+    one = column(run(tmp_path, corpus, *keys, name="one"), "train/loss")
+    for layout in ("context", "tensor"):
+        degree = f"--parallelism.{layout}_parallel_degree=2"
+        two = run(tmp_path, corpus, *keys, degree, ngpu=2, name=layout)
+        assert column(two, "train/loss") == pytest.approx(one, rel=5e-3)
+
+
 @pytest.mark.parametrize("backend", ["flex", "varlen"])
 def test_masked_rows_train_alike_and_resume(tmp_path: Path, corpus: Path, backend: str) -> None:
     overrides = [*MASKED, f"--attention.backend={backend}"]

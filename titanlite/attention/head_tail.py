@@ -37,6 +37,10 @@ class HeadTailAttention(Attention):
         last = 2 * sharding.size - 1 - sharding.rank
         return head_tail_attention(q, k, v, sharding.rank, last)[0].transpose(1, 2)
 
+    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+        whole = window >= self.sharding.size * tokens_BT.shape[1]
+        return self if whole else super().within(window, tokens_BT)
+
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:

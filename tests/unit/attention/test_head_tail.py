@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanlite.attention.head_tail import head_tail_attention
+from titanlite.attention.head_tail import HeadTailAttention, head_tail_attention
+from titanlite.config.component import ConfigError
 
 B, H, K, E, SIZE = 2, 4, 2, 8, 16
 
@@ -49,6 +50,20 @@ def test_control_another_chunk_is_noticed() -> None:
     right, wrong = (head_tail_attention(at(q, 1, 6), k, v, *chunks)[0] for chunks in ((1, 6), (2, 6)))
     assert torch.equal(right[:, :, SIZE:], wrong[:, :, SIZE:])
     assert not torch.allclose(right[:, :, :SIZE], wrong[:, :, :SIZE], atol=1e-2)
+
+
+class TwoRanks:
+    """What HeadTailAttention.within needs of a SequenceSharding."""
+
+    size = 2
+
+
+def test_a_window_that_hides_no_token_changes_nothing() -> None:
+    attention = HeadTailAttention(TwoRanks())  # type: ignore[arg-type]
+    tokens = torch.zeros(1, SIZE)  # of a sequence of twice as many
+    assert attention.within(2 * SIZE, tokens) is attention
+    with pytest.raises(ConfigError, match="HeadTailAttention does not support a sliding window"):
+        attention.within(2 * SIZE - 1, tokens)
 
 
 def test_bf16_is_as_precise_as_for_the_whole_sequence() -> None:
