@@ -4,6 +4,7 @@ docs/models.md trains, resumes and is sharded like any other."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,17 @@ YARN = {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_max_position": 4
 MISTRAL: dict[str, Any] = {"family": "mistral", "shape": {"sliding_window": 5, **YARN}}
 
 
-def assert_same(actual: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+def assert_same(
+    actual: dict[str, torch.Tensor],
+    whole: dict[str, torch.Tensor],
+    own: Sequence[str] = ("q_norm.weight", "k_norm.weight"),
+    atol: float = 1e-7,
+) -> None:
+    """`own`: parameters that only this family has."""
     assert actual.keys() == whole.keys()
-    assert {"model.layers.0.self_attn.q_norm.weight", "model.layers.1.self_attn.k_norm.weight"} <= set(whole)
+    assert {f"model.layers.1.self_attn.{name}" for name in own} <= set(whole)
     for name, value in whole.items():
-        assert torch.allclose(actual[name], value, rtol=1e-4, atol=1e-7), name
+        assert torch.allclose(actual[name], value, rtol=1e-4, atol=atol), name
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,6 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> N
                 (2, {"tp": 2}), (2, {"cp": 2}), (4, {"tp": 2, "cp": 2}), (4, {"dp_replicate": 2}),
                 (2, {"tp": 2, "tied": False, "compile": "aot_eager"}), (2, {"cp": 2, "compile": "aot_eager"}),
                 (4, {"activation_checkpoint": "full"}), (2, {"activation_checkpoint": "selective"}),
-                (2, {"tp": 2, "float8": "rowwise"}), (4, {"float8": "tensorwise"}),
             ]
         ),
         # A window that hides no token: the kernel without windows runs.
@@ -87,13 +93,9 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> N
 def test_gradient_with_biases_or_a_window_is_the_same_on_every_layout(
     run_on, family: dict[str, Any], world_size: int, layout: dict[str, Any]
 ) -> None:
-    same_numbers = {key: layout[key] for key in ("tied", "float8") if key in layout}
-    whole = gradients(1, 0, 1, **family, **same_numbers)
+    whole = gradients(1, 0, 1, tied=layout.get("tied", True), **family)
     actual = run_on(world_size, on_rank, world_size, 2, {**family, **layout})[0]
-    assert actual.keys() == whole.keys()
-    assert ("model.layers.1.self_attn.v_proj.bias" in whole) == (family is QWEN2)
-    for name, value in whole.items():
-        assert torch.allclose(actual[name], value, rtol=1e-4, atol=1e-6), name
+    assert_same(actual, whole, ["v_proj.bias"] if family is QWEN2 else [], atol=1e-6)
 
 
 @pytest.mark.full
@@ -106,8 +108,7 @@ def test_gradient_with_biases_or_a_window_is_the_same_in_a_pipeline(
     whole, actual = gradients(1, 0, 1, tied=False, **family), {}
     for part in parts:
         actual |= part
-    for name, value in whole.items():
-        assert torch.allclose(actual[name], value, rtol=1e-4, atol=1e-6), name
+    assert_same(actual, whole, ["v_proj.bias"] if family is QWEN2 else [], atol=1e-6)
 
 
 @pytest.mark.parametrize("changed", [{"sliding_window": 6}, {"rope_type": "linear"}], ids=str)
@@ -156,12 +157,14 @@ def test_control_a_missing_sum_over_heads_is_noticed(run_on) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_float8(run_on, recipe: str) -> None:
-    """The norms are not converted, and gradients are equal with and without FSDP."""
-    layout = {"float8": recipe, **QWEN3}
+@pytest.mark.parametrize("family", [QWEN3, QWEN2], ids=lambda family: family["family"])
+def test_float8(run_on, family: dict[str, Any], recipe: str) -> None:
+    """Norms and biases are not converted, and gradients are equal with and without FSDP."""
+    layout = {"float8": recipe, **family}
     whole = gradients(1, 0, 2, **layout)
-    assert not torch.allclose(whole["loss"], gradients(1, 0, 2, **QWEN3)["loss"], rtol=1e-7)
-    assert_same(run_on(2, on_rank, 2, 1, layout)[0], whole)
+    assert not torch.allclose(whole["loss"], gradients(1, 0, 2, **family)["loss"], rtol=1e-7)
+    own = ["v_proj.bias"] if family is QWEN2 else ["q_norm.weight"]
+    assert_same(run_on(2, on_rank, 2, 1, layout)[0], whole, own)
 
 
 def names_on_rank(layout: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:

@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # those whose ranks hold the most
     "tp 2, qwen3": (2, [TP, "--model.name=qwen3"]),
     "tp 2, qwen2": (2, [TP, "--model.name=qwen2"]),
     "cp 2, mistral": (2, [CP, "--model.name=mistral", "--model.overrides.sliding_window=9"]),
-    "pp 2 x dp_shard 2, qwen2": (4, [PP, SHARD, UNTIED, "--model.name=qwen2"]),
+    "pp 2 x tp 2, qwen2": (4, [PP, TP, UNTIED, "--model.name=qwen2"]),
     "cp 2": (2, [CP]),
     "pp 2 x tp 2": (4, [PP, TP, UNTIED]),
     "interleaved": (2, [PP, INTERLEAVED, UNTIED, "--model.overrides.n_layers=4"]),
