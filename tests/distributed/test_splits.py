@@ -23,6 +23,7 @@ from titanlite.data.batch import Batch
 from titanlite.models import decoder
 
 LENGTHS_CHANGE = (2, 1, 4, 2, 1, 4)
+WINDOW = {"family": "mistral", "shape": {"sliding_window": 6}}  # tokens; the shortest sequences have 4
 
 
 def largest_error(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
@@ -35,10 +36,12 @@ def assert_same(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
     assert largest_error(actual, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_split_sequences_train_like_masked_ones(masked: bool) -> None:
+@pytest.mark.parametrize(
+    ("masked", "model"), [(False, {}), (True, {}), full(False, WINDOW), full(True, WINDOW)], ids=str
+)
+def test_split_sequences_train_like_masked_ones(masked: bool, model: dict[str, Any]) -> None:
     split, reference, whole = (
-        trained(1, 0, num_splits, masked, **options)
+        trained(1, 0, num_splits, masked, **model, **options)
         for num_splits, options in (
             (LENGTHS_CHANGE, {}),
             (LENGTHS_CHANGE, {"reference": True, "whole_logits": True}),
@@ -64,6 +67,7 @@ LAYOUTS = [
         *((2, True, {"pp": 2, "tied": False, "layers": 4, "schedule": schedule}) for schedule in (
             "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble",
         )),
+        (2, False, {"cp": 2, **WINDOW}), (2, False, {"compile": "aot_eager", **WINDOW}),
         (2, True, {"compile": "aot_eager"}), (2, True, {"compile": "aot_eager", "tp": 2}),
         (2, True, {"compile": "aot_eager", "cp": 2}),
         (2, False, {"compile": "aot_eager", "cp": 2, "activation_checkpoint": "full"}),
@@ -80,7 +84,7 @@ def test_split_sequences_train_alike_on_every_layout(
     num_splits = (2, 1, 2, 1) if {"tp", "cp"} <= layout.keys() else LENGTHS_CHANGE  # a rank needs 2 tokens
     by_rank = run_on(world_size, on_rank, world_size, num_splits, masked, layout)
     together = {name: value for of_rank in by_rank for name, value in of_rank.items()}
-    alone = {key: layout[key] for key in ("tied", "layers") if key in layout}
+    alone = {key: layout[key] for key in ("tied", "layers", "family", "shape") if key in layout}
     assert_same(together, trained(1, 0, num_splits, masked, **alone))
 
 
