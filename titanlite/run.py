@@ -260,7 +260,7 @@ class Run:
         if not self.job.metrics.detail_is_due(self.state.step, self.job.training.steps):
             return None
         return TokenStatistics(
-            seq_len=self.job.training.seq_len // step_size.num_splits,
+            seq_len=self.job.training.seq_len,
             num_micro_batches=self.rt.batch.num_micro_batches(step_size.global_batch_size),
             sources=self.sequences.source_names,
             is_cross_entropy=self.job.loss.is_cross_entropy,

@@ -38,6 +38,7 @@ BASE = [
     FOUR_MICRO_BATCHES,
 ]
 STEPS = 3
+NUMERIC = ("--float8", "--data", "--model", "--optimizer", "--stages")  # keys that change the numbers
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- by python -m tests.distributed.test_layouts --update -->", "<!-- end -->"
 
@@ -85,7 +86,7 @@ class Runs:
 
     def alone(self, part: Part, steps: int) -> Job:
         """The reference run in one process, with the keys of `part` that change the numbers."""
-        keys = tuple(k for k in part.keys if k.startswith(("--float8", "--data", "--model", "--optimizer")))
+        keys = tuple(k for k in part.keys if k.startswith(NUMERIC))
         if (keys, steps) not in self._alone:
             job = job_of(self.folder, self.corpus, Part(1, list(keys)), f"alone-{len(self._alone)}", steps)
             train(job)

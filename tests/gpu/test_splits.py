@@ -4,11 +4,14 @@ length never waits for the device."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import titanlite.job  # noqa: F401  (registers the components)
+from tests.support.gpu import column, run
 from tests.support.splits import hidden_from_each_other, whole_batch
 from titanlite.attention.base import AttentionBackend, AttentionNeeds
 from titanlite.attention.sdpa import SDPA
@@ -112,3 +115,43 @@ def test_each_length_is_compiled_once_and_no_step_waits(backend: str, compiled: 
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert compilations.since_last() == {}
+
+
+# Four steps of sequences of 64 tokens, then four of 256.
+STAGES = [
+    *("--training.seq_len=256", "--training.global_batch_size=4", "--data.holdout_sequences=0"),
+    *("--model.overrides.head_dim=16", "--model.overrides.tie_word_embeddings=false"),
+    "--stages=[{ until = '16 sequences', seq_len = 64 }, { until = 'end' }]",
+]
+MASKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
+
+
+@pytest.mark.parametrize("masked", [[], MASKED], ids=["causal", "masked"])
+def test_a_compiled_run_resumes_to_the_bit_after_a_change_of_the_length(
+    tmp_path: Path, corpus: Path, masked: list[str]
+) -> None:
+    """The resumed run compiles only the second length."""
+    keys = [*STAGES, *masked, "--compile.enable"]
+    whole = run(tmp_path, corpus, *keys, name="whole")
+    run(tmp_path, corpus, *keys, "--training.steps=6", name="parts")
+    parts = run(tmp_path, corpus, *keys, name="parts")
+    for key in ("train/loss", "train/grad_norm", "data/batch_sha"):
+        assert column(parts, key) == column(whole, key)
+    longest = run(tmp_path, corpus, *keys, "--stages=[]", name="longest")
+    assert column(longest, "data/batch_sha")[:4] == column(whole, "data/batch_sha")[:4]
+    assert column(longest, "train/loss")[:4] != column(whole, "train/loss")[:4]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("masked", [[], MASKED], ids=["causal", "masked"])
+@pytest.mark.parametrize("axis", ["data_parallel_shard", "tensor", "context", "pipeline"])
+def test_stages_on_two_gpus_equal_one(tmp_path: Path, corpus: Path, axis: str, masked: list[str]) -> None:
+    name = axis if axis.startswith("data") else f"{axis}_parallel"
+    layout = f"--parallelism.{name}_degree=2"
+    fp32 = [*STAGES, *masked, "--training.mixed_precision_param=float32"]
+    math = [] if masked else ["--attention.sdpa_kernel=math"]  # as in test_layouts.py
+    one = run(tmp_path, corpus, *fp32, *math, name="one")
+    two = run(tmp_path, corpus, *fp32, *([] if axis == "context" else math), layout, ngpu=2, name="two")
+    assert column(two, "data/batch_sha") == column(one, "data/batch_sha")
+    for key in ("train/loss", "train/grad_norm"):
+        assert column(two, key) == pytest.approx(column(one, key), rel=1e-4)

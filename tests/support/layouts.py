@@ -36,6 +36,10 @@ FLOAT8 = ["--float8.enable", "--float8.emulate", "--compile.enable=false"]
 TRACED = "--compile.backend=aot_eager"  # as torch.compile traces and divides it, without generated code
 COMPILED = ["--compile.enable", TRACED]
 MASKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
+SHORTER = (
+    "--stages=[{ until = '8 sequences', seq_len = 16 }, { until = '16 sequences', seq_len = 8 }, "
+    "{ until = 'end' }]"
+)
 # The rows of all matrices have a multiple of 64 values on each of two tensor-parallel ranks.
 WIDE = ["--model.overrides.head_dim=32", "--model.overrides.hidden_dim=128"]
 OPTIONS = {
@@ -44,6 +48,7 @@ OPTIONS = {
     "float8 tensorwise": Part(1, [*FLOAT8, "--float8.recipe=tensorwise"]),
     "float8 rowwise": Part(1, [*FLOAT8, "--float8.recipe=rowwise"]),
     "document masks": Part(1, MASKED),
+    "stages of shorter sequences": Part(1, [SHORTER]),
     "Muon": Part(1, ["--optimizer.name=muon"]),
     "AdamW with 8-bit state": Part(1, [*WIDE, "--optimizer.state_dtype=int8"]),
     "CPU offload": Part(1, ["--training.enable_cpu_offload"]),
