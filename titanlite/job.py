@@ -120,8 +120,8 @@ class Job:
         self.model.check_tensor_parallel(degrees.tp)
         self.model.check_pipeline_parallel(degrees.pp)
         check_stages(self.stages, training, short_names(self.data.sources))
-        for seq_len in self.sequence_lengths().values():
-            parallelism.check(seq_len)
+        for key, seq_len in self.sequence_lengths().items():
+            parallelism.check(seq_len, key)
         batch_sizes = self.batch_sizes(batch.global_size)
         for key, size in batch_sizes.items():
             batch.num_micro_batches(size, key)
@@ -172,8 +172,10 @@ class Job:
             return self
         training, stages = count_ends(self.training, self.stages, conversion)
         job = replace(self, training=training, stages=stages)
-        step_sizes = job.open_stages(batch.global_size).step_sizes
-        job = resolve(job, replace(conversion, step_sizes=step_sizes))
+        opened = job.open_stages(batch.global_size)
+        if stages:
+            job = replace(job, stages=opened.count_schedules(conversion))
+        job = resolve(job, replace(conversion, step_sizes=opened.step_sizes))
         if not job.amounts():
             job.check_steps(batch.global_size)
         return job

@@ -109,21 +109,21 @@ class Parallelism:
             self, 0, "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers"
         )
 
-    def check(self, seq_len: int) -> None:
-        """Raises ConfigError unless context parallel and tensor parallel can shard sequences of `seq_len`
-        tokens."""
+    def check(self, seq_len: int, key: str) -> None:
+        """Raises ConfigError, with `key`, unless context parallel and tensor parallel can shard sequences of
+        `seq_len` tokens."""
         cp, tp = self.context_parallel_degree, self.tensor_parallel_degree
         if cp > 1 and seq_len % (2 * cp * tp):
             raise ConfigError(
                 f"a sequence length of {seq_len} is no multiple of 2 x context_parallel_degree {cp} x "
                 f"tensor_parallel_degree {tp}: each rank has two chunks of equal size of each sequence",
-                "parallelism.context_parallel_degree",
+                key,
             )
         if seq_len % tp:
             raise ConfigError(
                 f"a sequence length of {seq_len} is no multiple of tensor_parallel_degree {tp}: sequence "
                 "parallel shards the tokens of each sequence over the tensor-parallel ranks",
-                "parallelism.tensor_parallel_degree",
+                key,
             )
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 
 from titanlite.config.amount import Amount, Conversion
 from titanlite.config.component import ConfigError, suggest
+from titanlite.config.resolve import resolve
 from titanlite.config.toml import as_tree
 from titanlite.data.step_sizes import StepSize, StepSizes
 from titanlite.optim.schedule import LRScheduler
@@ -158,8 +159,7 @@ def count_ends(
     training: Training, stages: Sequence[Stage], conversion: Conversion
 ) -> tuple[Training, list[Stage]]:
     """Return the section [training] and the stages with their ends as numbers of sequences, such as "1000000
-    sequences", and with amounts of training in the schedules of stages as numbers of steps. Raises
-    ConfigError for an end that is not after the one before it."""
+    sequences". Raises ConfigError for an end that is not after the one before it."""
     ends = _counted([entry.until for entry in training.batch_ramp], "training.batch_ramp", conversion)
     ramp = [replace(entry, until=end) for entry, end in zip(training.batch_ramp, ends)]
     ends = _counted([stage.until for stage in stages[:-1]], "stages", conversion)
@@ -177,6 +177,10 @@ def _counted(ends: Sequence[str], key: str, conversion: Conversion) -> list[str]
             raise ConfigError(
                 f'"{end}" is sequence {number:,}, which is not after {begin}, sequence {before:,}',
                 f"{key}.{i}.until",
+            )
+        if number >= 1 << 62:  # so that the numbers after it are int64, too
+            raise ConfigError(
+                f'"{end}" is 2^62 sequences or more, which cannot be counted', f"{key}.{i}.until"
             )
         counted.append(f"{number} sequences")
         before = number
@@ -216,6 +220,19 @@ class Stages:
             factor = self._scheduler.checked_factor(step, last_step)
         return factor * stage.lr_factor * self._ramp_factor(sequence)
 
+    def count_schedules(self, conversion: Conversion) -> list[Stage]:
+        """Return the stages with the amounts of training in their schedules as numbers of steps, counted from
+        the first step of the stage. Raises ConfigError for an amount of less than one step."""
+        counted = []
+        for i, stage in enumerate(self.stages):
+            first = self.step_sizes.position_after(self._steps_before(self.firsts[i]))
+            sizes = self.step_sizes.starting_at(first)
+            try:
+                counted.append(resolve(stage, replace(conversion, step_sizes=sizes)))
+            except ConfigError as e:
+                raise _in_stage(i, stage, e) from None
+        return counted
+
     def describe(self, sources: Sequence[str]) -> list[str]:
         """Describe each stage in a line for the log; nothing for a run without stages. `sources`: the names
         of data.sources."""
@@ -225,7 +242,9 @@ class Stages:
         for i, stage in enumerate(self.stages):
             num_steps, before = self.num_steps(i), self._steps_before(self.firsts[i])
             if not num_steps:
-                lines.append(f"{label(i, stage)}: not reached, the run ends after {before:,} steps")
+                last = self._training.steps
+                ends = f"not reached, the run ends after {last:,} steps"
+                lines.append(f"{label(i, stage)}: {'no step begins in it' if before < last else ends}")
                 continue
             parts = [f"from sequence {self.firsts[i]:,}, steps {before + 1:,} to {before + num_steps:,}"]
             parts.append(f"{self._describe_sizes(i)} sequences per step")

@@ -122,7 +122,9 @@ def last_sequence(job: Job, stages: Stages, step: int, position: int, skipped: S
     """The position in the data order after the last step of a run that has taken `step` steps and is at
     `position`."""
     num_left = max(job.training.steps - step, 0)
-    return skipped.advance(position, stages.step_sizes.position_after(num_left, position) - position)
+    taken = position - skipped.below(position).count()
+    end = stages.step_sizes.without(skipped).position_after(num_left, taken)
+    return skipped.advance(position, end - taken)
 
 
 def check_data(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from itertools import count, islice
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.config.amount import Conversion
+from titanlite.config.amount import Amount, Conversion
 from titanlite.config.component import ConfigError
+from titanlite.data.loader import MicroBatches
+from titanlite.data.order import Mixture, key_of, permute
+from titanlite.data.skips import SkippedSequences
 from titanlite.data.step_sizes import StepSizes
 from titanlite.optim.piecewise import Piecewise
 from titanlite.optim.warmup_stable_decay import WarmupStableDecay
@@ -191,3 +197,169 @@ def test_stages_are_described() -> None:
         "stage 3: not reached, the run ends after 20 steps",
     ]
     assert opened([]).describe([]) == []
+
+
+# ---- the sequences of every step
+
+
+class Plan(NamedTuple):
+    """A job without files: what decides which sequences each step takes."""
+
+    sizes: list[int]  # sequences per source
+    stages: list[Stage]
+    ramp: list[BatchRamp]
+    batch_size: int
+    skipped: SkippedSequences
+
+    def opened(self) -> Stages:
+        return opened(self.stages, self.batch_size, batch_ramp=self.ramp)
+
+    def mixture(self) -> Mixture:
+        weights = [stage.weights or [1.0] * len(self.sizes) for stage in self.stages]
+        firsts = [int(stage.until.split()[0]) for stage in self.stages[:-1]]
+        names = [str(k) for k in range(len(self.sizes))]
+        return Mixture(self.sizes, names, weights[0], 3, list(zip(firsts, weights[1:])))
+
+
+BATCH_SIZES = st.sampled_from([8, 16, 24, 40])  # which 1, 2 and 4 ranks can share in micro-batches of 2
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    sizes = draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
+    weights = st.none() | st.lists(st.integers(0, 5), min_size=len(sizes), max_size=len(sizes)).filter(any)
+    ends = draw(st.lists(st.integers(1, 400), max_size=3, unique=True).map(sorted))
+    stages = [
+        Stage(
+            until=until,
+            weights=draw(weights),
+            global_batch_size=draw(st.none() | BATCH_SIZES),
+            seq_len=draw(st.sampled_from([None, 64, 32])),
+        )
+        for until in [*(f"{end} sequences" for end in ends), "end"]
+    ]
+    ramp_ends = draw(st.lists(st.integers(1, 400), max_size=2, unique=True).map(sorted))
+    ramp = [BatchRamp(until=f"{end} sequences", global_batch_size=draw(BATCH_SIZES)) for end in ramp_ends]
+    first = st.integers(0, 400)
+    ranges = draw(st.lists(st.tuples(first, st.integers(0, 60)), max_size=3))
+    skipped = SkippedSequences.of([(a, a + length) for a, length in ranges])
+    return Plan(sizes, stages, ramp, draw(BATCH_SIZES), skipped)
+
+
+def expected_steps(plan: Plan, num_steps: int) -> list[tuple[list[int], int]]:
+    """The sequences of each step and how many shorter ones each is trained as, found number by number."""
+    numbers = (n for n in count() if n not in plan.skipped)
+    steps, first = [], next(numbers)
+    for _ in range(num_steps):
+        stage = next(s for s in plan.stages if s.until == "end" or first < int(s.until.split()[0]))
+        ramp = [entry.global_batch_size for entry in plan.ramp if first < int(entry.until.split()[0])]
+        size = stage.global_batch_size or (ramp[0] if ramp else plan.batch_size)
+        steps.append(([first, *islice(numbers, size - 1)], 128 // (stage.seq_len or 128)))
+        first = next(numbers)
+    return steps
+
+
+def taken_steps(plan: Plan, hops: list[tuple[int, int, int]]) -> list[tuple[list[int], int]]:
+    """The same as the loaders of all ranks take them. `hops`: steps, ranks and micro-batch size of each start
+    of the program."""
+    sizes, position, steps = plan.opened().step_sizes, 0, []
+    for num_steps, num_ranks, size in hops:
+        ranks = [
+            iter(MicroBatches(position, sizes, size, rank, num_ranks, plan.skipped))
+            for rank in range(num_ranks)
+        ]
+        for _ in range(num_steps):
+            step = sizes.at(plan.skipped.next(position))
+            batches = [
+                next(rank) for _ in range(step.global_batch_size // (size * num_ranks)) for rank in ranks
+            ]
+            assert {batch.num_splits for batch in batches} == {step.num_splits}
+            steps.append(([n for batch in batches for n in batch.numbers], step.num_splits))
+            position = plan.skipped.advance(position, step.global_batch_size)
+    return steps
+
+
+def assert_prefixes_of_epochs(plan: Plan, mixture: Mixture, numbers: list[int]) -> None:
+    """With the skipped sequences among them, the first sequences of a run are a prefix of the epochs of each
+    source: every epoch has each sequence once, and the last one begins like the whole epoch."""
+    end = max(numbers) + 1
+    assert sorted([*numbers, *(n for n in range(end) if n in plan.skipped)]) == list(range(end))
+    sources, sequences = mixture.locate(np.arange(end))
+    for k, size in enumerate(plan.sizes):
+        mine = sequences[sources == k].tolist()
+        for epoch, begin in enumerate(range(0, len(mine), size)):
+            whole = permute(np.arange(size), size, key_of("epoch", 3, str(k), epoch))
+            assert mine[begin : begin + size] == whole.tolist()[: len(mine) - begin]
+
+
+HOPS = st.lists(
+    st.tuples(st.integers(1, 12), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2])), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans(), HOPS)
+def test_every_step_takes_its_sequences_on_any_ranks_and_after_any_interruption(
+    plan: Plan, hops: list[tuple[int, int, int]]
+) -> None:
+    steps = taken_steps(plan, hops)
+    assert steps == expected_steps(plan, len(steps))
+    assert_prefixes_of_epochs(plan, plan.mixture(), [n for numbers, _ in steps for n in numbers])
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), st.integers(0, 40), st.integers(0, 30))
+def test_the_end_of_a_run_counts_the_skipped_sequences(plan: Plan, before: int, after: int) -> None:
+    stages, numbers = plan.opened(), [step for step, _ in expected_steps(plan, before + after)]
+    first, end = ([0, *(step[-1] + 1 for step in numbers)][i] for i in (before, before + after))
+    sizes, taken = stages.step_sizes.without(plan.skipped), first - plan.skipped.below(first).count()
+    assert plan.skipped.advance(first, sizes.position_after(after, taken) - taken) == end
+
+
+def test_control_the_epochs_of_sources_counted_from_zero_are_found() -> None:
+    stages = [Stage(until="200 sequences", weights=[3, 1]), Stage(until="end", weights=[1, 1])]
+    plan = Plan([300, 100], stages, [], 8, SkippedSequences())
+    numbers = [n for step, _ in expected_steps(plan, 40) for n in step]
+    assert_prefixes_of_epochs(plan, plan.mixture(), numbers)
+    from_zero = plan.mixture()
+    from_zero.stages[1]._before[:] = 0
+    with pytest.raises(AssertionError):
+        assert_prefixes_of_epochs(plan, from_zero, numbers)
+    with pytest.raises(AssertionError):
+        assert_prefixes_of_epochs(plan, plan.mixture(), numbers[1:])
+
+
+def test_amounts_in_the_schedule_of_a_stage_are_counted_from_its_first_step() -> None:
+    schedule = WarmupStableDecay(
+        warmup_steps=Amount.parse("512 tokens"),  # type: ignore[arg-type]
+        total_steps=Amount.parse("1.28K tokens"),  # type: ignore[arg-type]
+    )
+    ramp = [BatchRamp(until="22 sequences", global_batch_size=2)]
+    stages = [Stage(until="19 sequences"), Stage(until="end", lr_scheduler=schedule)]
+    staged = opened(stages, batch_size=4, batch_ramp=ramp)
+    counted = staged.count_schedules(conversion())[1].lr_scheduler
+    assert isinstance(counted, WarmupStableDecay)
+    # its first step takes the sequences 20 and 21, the steps after it take 4: 4 sequences are 1 whole step
+    assert (counted.warmup_steps, counted.total_steps) == (1, 3)
+    short = replace(schedule, warmup_steps=Amount.parse("1 token"))
+    late = Stage(until="end", name="late", lr_scheduler=short)
+    message = r"stage 2 \(late\): '1 token' is less than one step, which takes 2 sequences"
+    with pytest.raises(ConfigError, match=message) as error:
+        opened([stages[0], late], 4, batch_ramp=ramp).count_schedules(conversion())
+    assert error.value.key == "stages.1.lr_scheduler.warmup_steps"
+
+
+@pytest.mark.parametrize("end", ["9223372036854775807 sequences", "1000000T tokens/parameter"])
+def test_an_end_that_cannot_be_counted_is_refused(end: str) -> None:
+    with pytest.raises(ConfigError, match=r"is 2\^62 sequences or more, which cannot be counted") as error:
+        count_ends(Training(), [Stage(until=end), END], conversion())
+    assert error.value.key == "stages.0.until"
+
+
+def test_a_stage_that_a_step_jumps_over_is_named() -> None:
+    stages = [Stage(until="90 sequences"), Stage(until="95 sequences"), Stage(until="100 sequences"), END]
+    lines = opened(stages, steps=20).describe([])
+    assert lines[1:3] == [
+        "stage 2: no step begins in it",
+        "stage 3: from sequence 95, steps 13 to 13; 8 sequences per step",
+    ]

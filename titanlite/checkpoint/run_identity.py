@@ -18,7 +18,7 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.config.json_file import read_object
 from titanlite.optim.base import CLIP_NORM
 
-STAGES = "stages"
+STAGES, FIRST = "stages", "first_sequence"
 NOT_COMPARED = ("names", STAGES)  # sections of a run identity; check_stages compares the stages
 NUMBERING = ("training.", "data.")  # sections that decide which sequence has which number,
 NOT_NUMBERING = "data.mask_documents"  # except this key, which only masks documents from each other
@@ -84,11 +84,15 @@ def check_identity(
     fixed = {key for key in changes if num_sequences and key.startswith(NUMBERING) and key != NOT_NUMBERING}
     weights_fit = not any(key == TOKENIZER or key.startswith("model.") for key in changes)
     weights = f", with --checkpoint.initial_load_path={folder}" if num_sequences and weights_fit else ""
+    stages = ""
+    if all(f"{key}.".startswith(SOURCES) for key in fixed):
+        first = f'the first with the sources\' weights until now and until = "{num_sequences} sequences"'
+        stages = f", or change the sources from here on with [[stages]], {first}"
     if allowed & fixed:
         raise ConfigError(
             f"{_first(changes, allowed & fixed)}: after {num_sequences:,} sequences this run would train on "
             "some of them again and leave others out. Undo the change, or start a new run in another "
-            f"--job.dump_folder{weights} (changing the data within a run is not supported yet)",
+            f"--job.dump_folder{weights}{stages}",
             "checkpoint.allow_changed",
         )
     if refused := changes.keys() - allowed:
@@ -96,7 +100,7 @@ def check_identity(
         raise ConfigError(
             f"{folder} holds a run that differs: {_first(changes, refused)}. Undo the change, start a new "
             f"run in another --job.dump_folder{weights}, or restart at step 1 in this one with "
-            f"--checkpoint.restart=true{'' if refused & fixed else advice}",
+            f"--checkpoint.restart=true{stages if refused & fixed else advice}",
             "job.dump_folder",
         )
     return list(dict.fromkeys(changes.values()))
@@ -105,44 +109,56 @@ def check_identity(
 def _check_stages(theirs: dict[str, Any], ours: dict[str, Any], num_sequences: int) -> None:
     """Raise ConfigError if a stage that has begun after `num_sequences` sequences begins elsewhere in this
     job or reads other sources, or if one that has ended has other settings. Later stages may change."""
-    before, now = (_begun(identity.get(STAGES), num_sequences) for identity in (theirs, ours))
-    advice = f"The run is at sequence {num_sequences:,}, and only what comes later can change"
-    begins = [[stage["first_sequence"] for stage in stages] for stages in (before, now)]
-    for i, (old, new) in enumerate(zip_longest(*begins)):
-        if old != new:  # never of the first stage, which begins with sequence 0
-            texts = [
-                "later or never" if first is None else f"with sequence {first:,}" for first in (old, new)
-            ]
-            raise ConfigError(
-                f"stage {i + 1} began {texts[0]}, here it begins {texts[1]}. {advice}",
-                f"{STAGES}.{i - 1}.until",
-            )
-    for i, (a, b) in enumerate(zip(before, now)):
-        for key in [*a, *b]:
-            if a.get(key, ABSENT) != b.get(key, ABSENT):
-                texts = [spell(stage.get(key, ABSENT)) for stage in (a, b)]
-                if key == "sources":
-                    key, texts = "weights", [_mixture(a[key], theirs), _mixture(b[key], ours)]
-                raise ConfigError(
-                    f"{key} of stage {i + 1} was {texts[0]}, is {texts[1]}. {advice}", f"{STAGES}.{i}.{key}"
-                )
+    if STAGES not in theirs and STAGES not in ours:
+        return  # `_changes` compares the sources
+    before, now = (_begun(identity, num_sequences) for identity in (theirs, ours))
+    stages = list(zip_longest(before, now, fillvalue=dict[str, Any]()))
+    keys = [(i, FIRST) for i in range(len(stages))]  # before the settings, which follow from the places
+    keys += [(i, key) for i, (a, b) in enumerate(stages) for key in [*a, *b]]
+    for i, key in keys:
+        a, b = (stage.get(key, ABSENT) for stage in stages[i])
+        if a != b:
+            raise _past_stage(i, key, (a, b), (theirs, ours), num_sequences)
 
 
-def _mixture(shares: dict[str, int], identity: dict[str, Any]) -> str:
-    """The shares of sources by name, for messages."""
-    names = _names(identity)[1]
-    return ", ".join(f"{names.get(uid, uid)} {_percent(share)}" for uid, share in shares.items())
+def _past_stage(
+    i: int, key: str, values: tuple[Any, Any], identities: tuple[dict[str, Any], ...], num_sequences: int
+) -> ConfigError:
+    """The error for stage `i`, which has other values of a key in two identities."""
+    advice = "undo the change"
+    if key == FIRST:
+        begins = ["has not begun" if v is ABSENT else f"begins with sequence {v:,}" for v in values]
+        said = f"stage {i + 1} of the run {begins[0]}; here it {begins[1]}"
+        place = f"{num_sequences} sequences" if values[0] is ABSENT else f"{values[0]} sequences"
+        advice = f'end stage {i} with until = "{place}"{" or later" if values[0] is ABSENT else ""}'
+        i, key = i - 1, "until"
+    elif key == "sources":
+        said, key = f"stage {i + 1}: {_other_sources(values, identities)}", "weights"
+    else:
+        texts = [spell(value) for value in values]
+        said = f"{key} of stage {i + 1} was {texts[0]}, is {texts[1]}"
+    said = f"{said}. The run is at sequence {num_sequences:,}, and only what comes later can change"
+    return ConfigError(f"{said}: {advice}", f"{STAGES}.{i}.{key}")
 
 
-def _begun(stages: list[dict[str, Any]] | None, num_sequences: int) -> list[dict[str, Any]]:
+def _other_sources(shares: tuple[Any, Any], identities: tuple[dict[str, Any], ...]) -> str:
+    """Say how the shares of sources, by their fingerprints, differ between two identities."""
+    old, new = (
+        {_names(identity)[1].get(uid, uid): (uid, share) for uid, share in by_uid.items()}
+        for by_uid, identity in zip(shares, identities)
+    )
+    if changed := [name for name in old if name in new and old[name][0] != new[name][0]]:
+        return f"the sequences of {listed(changed)} have changed"
+    texts = [", ".join(f"{n} {_percent(share)}" for n, (_, share) in named.items()) for named in (old, new)]
+    return f"its sequences were {texts[0]}; here they are {texts[1]}"
+
+
+def _begun(identity: dict[str, Any], num_sequences: int) -> list[dict[str, Any]]:
     """The stages that have begun after so many sequences. The settings of the last of them may still
     change."""
-    stages = stages or [{"first_sequence": 0}]
-    begun = [dict(stage) for stage in stages if stage["first_sequence"] < num_sequences]
-    if begun:
-        begun[0].pop("sources", None)  # the key data.sources has them
-        begun[-1] = {key: value for key, value in begun[-1].items() if key in ("first_sequence", "sources")}
-    return begun
+    stages = identity.get(STAGES) or [{FIRST: 0, "sources": identity["data"]["sources"]}]
+    begun = [stage for stage in stages if stage[FIRST] < num_sequences]
+    return begun[:-1] + [{key: stage[key] for key in (FIRST, "sources")} for stage in begun[-1:]]
 
 
 def with_source_labels(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
@@ -237,6 +253,11 @@ def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str
                 yield key, f"the sequences of {name} have changed"
             else:
                 yield key, f"{name} was {_percent(a)} of the sequences, is {_percent(b)}"
+        elif key.startswith(HELD_OUT):
+            yield (
+                HELD_OUT,
+                "data.holdout_sequences are split over the sources by other weights of data.sources",
+            )
         elif key == TOKENIZER and old and new:
             same_name = f"the tokenizer {new} has changed"
             yield key, same_name if old == new else f"the tokenizer was {old}, is {new}"

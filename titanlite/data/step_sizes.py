@@ -2,13 +2,16 @@
 
 Position means the number of the first sequence that a step takes. A step belongs to the size of its first
 sequence, so the last step of one size may take sequences beyond the number at which the next size begins.
-Sequences that are skipped for good are not known here: with them, a step reaches further."""
+Sequences that are skipped for good do not count here, except in `without`: with them, a step reaches
+further."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from titanlite.data.skips import SkippedSequences
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,18 @@ class StepSizes:
     def constant(cls, global_batch_size: int) -> StepSizes:
         """Return the sizes of a run whose steps all have the same size."""
         return cls([StepSize(0, global_batch_size)])
+
+    def starting_at(self, first: int) -> StepSizes:
+        """Return the sizes with the sequences numbered from `first` on."""
+        later = [size for size in self.sizes if size.first_sequence > first]
+        sizes = [replace(self.at(first), first_sequence=first), *later]
+        return StepSizes([replace(size, first_sequence=size.first_sequence - first) for size in sizes])
+
+    def without(self, skipped: SkippedSequences) -> StepSizes:
+        """Return the sizes with only those sequences numbered that are not skipped."""
+        firsts = [first - skipped.below(first).count() for first in self._firsts]
+        sizes = {first: replace(size, first_sequence=first) for first, size in zip(firsts, self.sizes)}
+        return StepSizes(list(sizes.values()))
 
     def at(self, sequence: int) -> StepSize:
         """Return the size of a step whose first sequence is `sequence`."""

@@ -32,6 +32,7 @@ from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.megatron import MegatronTokens
 from titanlite.data.packing import PACKINGS
 from titanlite.data.sources import Megatron
+from titanlite.data.step_sizes import StepSizes
 from titanlite.tools import data as data_tool
 
 DOCUMENTS = [[[1, 2], [3]], [[4]], [[5, 6, 7], [8, 9], [10, 11, 12]], [[13, 14], []], [[15]]]
@@ -149,8 +150,11 @@ def test_sequences_do_not_depend_on_ranks_and_workers(
 ) -> None:
     source = Megatron(path=[write_megatron(tmp_path / "m", made_up(200))])
     data = Data(sources=[source], packing=packing, mask_documents=True, cache_dir=str(tmp_path / "cache"))
-    expected = hashes(MicroBatches(300, 12, 12, 0, 1), 2, 0, data)
-    ranks = [hashes(MicroBatches(300, 12, 12 // dp, rank, dp), 2, num_workers, data) for rank in range(dp)]
+    expected = hashes(MicroBatches(300, StepSizes.constant(12), 12, 0, 1), 2, 0, data)
+    ranks = [
+        hashes(MicroBatches(300, StepSizes.constant(12), 12 // dp, rank, dp), 2, num_workers, data)
+        for rank in range(dp)
+    ]
     assert [sum(rank[step] for rank in ranks) % (1 << 64) for step in (0, 1)] == expected
     assert expected[0] != expected[1]
 

@@ -23,7 +23,7 @@ from titanlite.data.batch import sequence_hash
 from titanlite.data.dataset import Data, SequenceDataset
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.skips import SkippedSequences
-from titanlite.data.step_sizes import StepSizes
+from titanlite.data.step_sizes import StepSize, StepSizes
 from titanlite.prepare.sources import Text
 from titanlite.tokenizers.bytes import Bytes
 
@@ -171,6 +171,29 @@ def test_a_loader_that_runs_goes_back_and_skips_from_there_on(
     assert loader.state_dict() == {"sequences": 1006}
     loader.load_state_dict({"sequences": 988})
     assert next(loader).hash == later[2], "ranges stay unless others are given"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch", "num_workers"), [(1, 4, 0), (2, 2, 0), (4, 1, 0), (2, 4, 1)]
+)
+def test_a_step_has_the_size_at_its_first_sequence_that_is_not_skipped(
+    sequences: SequenceDataset, ranks: int, micro_batch: int, num_workers: int
+) -> None:
+    """The position of the third step, 16, has the first size, but its first sequence, 31, has the second."""
+    sizes = StepSizes([StepSize(0, 8), StepSize(24, 16, num_splits=2), StepSize(50, 8)])
+    skipped = SkippedSequences.of([[16, 30], [40, 41]])
+    orders = [MicroBatches(0, sizes, micro_batch, rank, ranks, skipped) for rank in range(ranks)]
+    group = [SequenceLoader(sequences, order, num_workers, pin_memory=False) for order in orders]
+    expected = [(0, 8, 8), (8, 16, 8), (31, 49, 16), (49, 65, 16), (65, 73, 8)]
+    for first, end, size in expected:
+        steps = [loader.next_step(torch.device("cpu")) for loader in group]
+        assert {step.global_batch_size for step, _ in steps} == {size}
+        batches = [batch for _, batches in steps for batch in batches]
+        assert {batch.inputs.shape[1] for batch in batches} == {8 if size == 16 else 16}
+        wanted = [number for number in range(first, end) if number not in skipped]
+        shas = [sha_of(sequences, number, number + 1) for number in wanted]
+        assert sum(batch.hash for batch in batches) % U64 == sum(shas) % U64
+        assert [loader.state_dict() for loader in group] == [{"sequences": end}] * ranks
 
 
 def torchdatas(

@@ -58,3 +58,15 @@ def test_a_step_belongs_to_the_size_of_its_first_sequence() -> None:
 def test_sizes_out_of_order_are_refused(firsts: list[int]) -> None:
     with pytest.raises(ValueError, match="begin with"):
         StepSizes([StepSize(first, 1) for first in firsts])
+
+
+@given(SIZES, st.integers(0, 150), st.integers(0, 200))
+def test_sizes_from_a_sequence_on_are_numbered_anew(
+    columns: list[tuple[int, int]], first: int, length: int
+) -> None:
+    sizes = sizes_of(columns)
+    later = sizes.starting_at(first)
+    assert later.num_steps(length) == sizes.num_steps(first + length, first)
+    assert [later.at(n).global_batch_size for n in range(length)] == [
+        sizes.at(first + n).global_batch_size for n in range(length)
+    ]
