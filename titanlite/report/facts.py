@@ -127,11 +127,14 @@ def _text(value: Any) -> str:
 
 
 def _batch(run: RecordedRun) -> str:
-    """The size of a step; global_batch_size = -1 follows from the number of ranks."""
+    """The size of a step and whether it changes; global_batch_size = -1 follows from the number of ranks."""
     size, seq_len = run.setting("training.global_batch_size"), run.setting("training.seq_len")
     if not isinstance(size, int) or not isinstance(seq_len, int):
         return ""
-    return f"{size} sequences of {seq_len} tokens" if size > 0 else f"sequences of {seq_len} tokens"
+    text = f"{size} sequences of {seq_len} tokens" if size > 0 else f"sequences of {seq_len} tokens"
+    stages, sizes = run.setting("stages"), {"seq_len", "global_batch_size"}
+    has_others = isinstance(stages, list) and any(isinstance(s, dict) and sizes & s.keys() for s in stages)
+    return f"{text}; changes during the run" if has_others or run.setting("training.batch_ramp") else text
 
 
 def _steps(run: RecordedRun) -> str:

@@ -350,6 +350,22 @@ def test_a_resume_that_was_trained_again_is_named_as_such(tmp_path: Path) -> Non
     assert facts(read_run(folder, "run"))["resumed"] == ""
 
 
+@pytest.mark.parametrize(
+    ("table", "changes"),
+    [
+        ("", False),
+        ("[[stages]]\nlr_factor = 0.5", False),
+        ("[[stages]]\nseq_len = 64", True),
+        ("[[stages]]\n[[stages]]\nglobal_batch_size = 32", True),
+        ("[[training.batch_ramp]]\nglobal_batch_size = 8", True),
+        ("[stages]\nseq_len = 64", False),
+    ],
+)
+def test_a_batch_that_changes_during_the_run(tmp_path: Path, table: str, changes: bool) -> None:
+    batch = facts(read_run(write_run(tmp_path / "run", metrics(3), job=f"{JOB}\n{table}\n"), "run"))["batch"]
+    assert batch == "16 sequences of 128 tokens" + ("; changes during the run" if changes else "")
+
+
 def test_what_missing_files_hold_is_not_invented(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", metrics(30), job=f"{JOB}\n[parallelism]\n")
     assert facts(read_run(folder, "run"))["layout"] == "unsharded"
