@@ -187,8 +187,9 @@ def _config_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 
 def shown_config(path: str) -> str | None:
-    """Return the configuration whose sequences `titanlite data show PATH` prints: a TOML file, the job.toml
-    of a run folder, or the name of a configuration that comes with titanlite. None for a dataset."""
+    """Return the configuration that `titanlite data show PATH` and `titanlite data plan PATH` are about:
+    a TOML file, the job.toml of a run folder, or the name of a configuration that comes with titanlite. None
+    for a dataset."""
     if path.endswith(".toml"):
         return path
     here = Path(path)
@@ -199,11 +200,13 @@ def shown_config(path: str) -> str | None:
 
 
 def _data_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
-    path, overrides = split_arguments(take_flag(argv[1:], ALLOW_IMPORTS)[1])
-    config = shown_config(path) if argv[0] == "show" and path is not None else None
-    if config is None:
+    own = {"show": ["sequence", "num_sequences"], "plan": ["ranks"]}.get(argv[0])
+    rest = take_flag(take_flag(argv[1:], ALLOW_IMPORTS)[1], "--json")[1]
+    path, overrides = split_arguments(rest)
+    config = shown_config(path) if own is not None and path is not None else None
+    if own is None or config is None:
         return None
-    return config, take_numbers(overrides, ["sequence", "num_sequences"])[1]
+    return config, take_numbers(overrides, own)[1]
 
 
 def _tokenizer_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
@@ -272,10 +275,19 @@ VERBS = {
     ),
     "data": Verb(
         "titanlite.tools.data",
-        "verify and show datasets",
+        "verify and show datasets, and plan what a run reads of them",
         table="job",
         config_of=_data_config,
-        own=("--sequence", "--num-sequences", "--seq-len", "--packing", "--cache-dir", ALLOW_IMPORTS),
+        own=(
+            "--sequence",
+            "--num-sequences",
+            "--seq-len",
+            "--packing",
+            "--cache-dir",
+            "--ranks",
+            "--json",
+            ALLOW_IMPORTS,
+        ),
     ),
     "tokenizer": Verb(
         "titanlite.tools.tokenizer",

@@ -212,9 +212,9 @@ class Stages:
         i, last_step = self.number_at(sequence), self._training.steps
         stage = self.stages[i]
         if stage.lr_scheduler is not None:
-            before = self._steps_before(self.firsts[i])
+            before = self.steps_before(self.firsts[i])
             num_steps = self.num_steps(i)
-            step_in_stage = self._steps_before(sequence) - before + 1
+            step_in_stage = self.steps_before(sequence) - before + 1
             factor = stage.lr_scheduler.checked_factor(step_in_stage, max(num_steps, step_in_stage))
         else:
             factor = self._scheduler.checked_factor(step, last_step)
@@ -240,7 +240,7 @@ class Stages:
             return []
         lines = []
         for i, stage in enumerate(self.stages):
-            num_steps, before = self.num_steps(i), self._steps_before(self.firsts[i])
+            num_steps, before = self.num_steps(i), self.steps_before(self.firsts[i])
             if not num_steps:
                 last = self._training.steps
                 ends = f"not reached, the run ends after {last:,} steps"
@@ -260,18 +260,31 @@ class Stages:
 
     def _describe_sizes(self, i: int) -> str:
         """The batch sizes of stage `i`, such as `32, from sequence 1,000 on 64`."""
-        end = self.firsts[i + 1] if i + 1 < len(self) else math.inf
-        text = f"{self.step_sizes.at(self.firsts[i]).global_batch_size}"
-        for size in self.step_sizes.sizes:
-            if self.firsts[i] < size.first_sequence < end:
-                text += f", from sequence {size.first_sequence:,} on {size.global_batch_size}"
-        return text
+        first, *later = self.sizes_of(i)
+        places = [f", from sequence {s.first_sequence:,} on {s.global_batch_size}" for s in later]
+        return f"{first.global_batch_size}{''.join(places)}"
+
+    def sizes_of(self, i: int) -> list[StepSize]:
+        """Return the sizes of the steps of stage `i`, the first from its first sequence on."""
+        first, end = self.firsts[i], self.end_of(i)
+        later = [size for size in self.step_sizes.sizes if first < size.first_sequence < end]
+        return [replace(self.step_sizes.at(first), first_sequence=first), *later]
+
+    def end_of(self, i: int) -> float:
+        """Return the number of the sequence with which the stage after stage `i` begins; infinite for the
+        last stage."""
+        return self.firsts[i + 1] if i + 1 < len(self) else math.inf
 
     def num_steps(self, i: int) -> int:
         """Return the number of steps of stage `i` in a run that skips no sequences."""
         last_step = self._training.steps
-        end = self._steps_before(self.firsts[i + 1]) if i + 1 < len(self) else last_step
-        return max(min(end, last_step) - self._steps_before(self.firsts[i]), 0)
+        end = self.steps_before(self.firsts[i + 1]) if i + 1 < len(self) else last_step
+        return max(min(end, last_step) - self.steps_before(self.firsts[i]), 0)
+
+    def steps_before(self, sequence: int) -> int:
+        """Return the number of steps whose first sequence is below `sequence`, in a run that skips none."""
+        whole = self.step_sizes.num_steps(sequence)
+        return whole + (self.step_sizes.position_after(whole) < sequence)
 
     def check_schedules(self) -> None:
         """Raise ConfigError for a schedule that does not fit its stage."""
@@ -282,11 +295,6 @@ class Stages:
                     stage.lr_scheduler.check_factors(num_steps)
                 except ConfigError as e:
                     raise _in_stage(i, stage, e) from None
-
-    def _steps_before(self, sequence: int) -> int:
-        """The number of steps whose first sequence is below `sequence`, in a run that skips none."""
-        whole = self.step_sizes.num_steps(sequence)
-        return whole + (self.step_sizes.position_after(whole) < sequence)
 
     def _ramp_factor(self, sequence: int) -> float:
         size = self._ramp_size(sequence)

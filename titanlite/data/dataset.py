@@ -264,7 +264,7 @@ class SequenceDataset(Dataset):
             lines.append(f"{packed.shards.path}: {said}")
             if (enough := reads.exceeded_at(num_sequences)) is not None:
                 stage = self._mixture.stage_at(enough) + 1
-                place = f", where it runs out in stage {stage}" if len(self._mixture.stages) > 1 else ""
+                place = f" (in stage {stage})" if len(self._mixture.stages) > 1 else ""
                 raise ConfigError(
                     f"{packed.shards.path}: the run would read {epochs:.2f} epochs, more than max_epochs = "
                     f"{reads.source.max_epochs:g}. Lower training.steps to end within the first {enough:,} "

@@ -99,9 +99,17 @@ def _problems(runs: Sequence[RecordedRun]) -> str:
     return "\n".join(f"{run.name}: {problem}" for run in runs for problem in run.problems)
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as lines with aligned columns; long cells are cut."""
+def table(rows: Sequence[Sequence[str]], num_texts: int | None = None) -> str:
+    """Return rows of cells as lines with aligned columns; long cells are cut. `num_texts`: the columns after
+    so many are numbers, which are aligned on the right; None: all columns are texts."""
     cells = [[one_line(printable(cell), MAX_CELL) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in cells]
+    texts = len(widths) if num_texts is None else num_texts
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < texts else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in cells
+    ]
     return "\n".join(line.rstrip() for line in lines)

@@ -1,6 +1,7 @@
 """titanlite data verify DATASET ...             compare datasets with the hashes recorded in them
 titanlite data show DATASET [--sequence=N] [--packing=chunk] [--seq_len=2048] [--tokenizer.path=...]
 titanlite data show CONFIG [--sequence=N] [--section.key=value ...] [--allow-imports]
+titanlite data plan CONFIG [--ranks=N] [--json] [--section.key=value ...] [--allow-imports]
 
 DATASET is a directory made by `titanlite prepare`, or the prefix of Megatron's PREFIX.bin and PREFIX.idx.
 Megatron's files record no hash and no tokenizer: `verify` checks that the index matches its data, and `show`
@@ -11,7 +12,14 @@ run. N is 0 by default; --num-sequences=K prints K sequences from N on. CONFIG i
 train_configs/, or a run folder. If a run skips none, sequence N is in step N // global_batch_size + 1; with
 [[stages]], the step and its stage are printed, and where the shorter sequences begin. Sequences that a run
 skips, by data.skip_sequences or by its newest checkpoint, are marked. --allow-imports runs the modules that
-the configuration imports."""
+the configuration imports.
+
+`plan` prints what a run reads of each source in each stage: tokens, epochs and the numbers of the first and
+last sequences, the steps with their batch size and learning rate, and when epochs end and max_epochs is
+exceeded. If the run folder of CONFIG holds a checkpoint, the plan marks where the run is. Text that is not
+tokenised yet is tokenised, as a run does at its start. --ranks is by default that of the newest checkpoint,
+or the fewest ranks that [parallelism] allows. If a run would refuse the job, the plan ends with the reason
+and exit code 2."""
 
 from __future__ import annotations
 
@@ -39,6 +47,7 @@ from titanlite.log import for_terminal, tell
 from titanlite.stages import Stages, check_stages, label
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
+from titanlite.tools import data_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +61,15 @@ class Show:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the action `verify` or `show`. A damaged dataset is a ConfigError (exit code 2)."""
+    """Run the action `verify`, `show` or `plan`. A damaged dataset is a ConfigError (exit code 2)."""
     action, *rest = argv
     if action == "verify":
         return _verify(rest)
     if action == "show":
         return _show(rest)
-    raise ConfigError(f"unknown action {action!r}{suggest(action, ['show', 'verify'])}")
+    if action == "plan":
+        return data_plan.main(rest)
+    raise ConfigError(f"unknown action {action!r}{suggest(action, ['plan', 'show', 'verify'])}")
 
 
 def _verify(paths: Sequence[str]) -> int:
