@@ -225,7 +225,7 @@ class Stages:
         the first step of the stage. Raises ConfigError for an amount of less than one step."""
         counted = []
         for i, stage in enumerate(self.stages):
-            first = self.step_sizes.position_after(self._steps_before(self.firsts[i]))
+            first = self.step_sizes.position_after(self.steps_before(self.firsts[i]))
             sizes = self.step_sizes.starting_at(first)
             try:
                 counted.append(resolve(stage, replace(conversion, step_sizes=sizes)))
