@@ -84,11 +84,12 @@ def test_gradient_is_the_same_in_a_pipeline(run_on, layout: dict[str, Any]) -> N
                 (2, {"tp": 2, "tied": False, "compile": "aot_eager"}), (2, {"cp": 2, "compile": "aot_eager"}),
                 (4, {"activation_checkpoint": "full"}), (2, {"activation_checkpoint": "selective"}),
             ]
+            if layout != ({"tp": 2} if family is QWEN2 else {"cp": 2})
         ),
         # A window that hides no token: the kernel without windows runs.
         full({"family": "mistral", "shape": {"sliding_window": 16}}, 2, {"cp": 2}),
     ],
-    ids=lambda value: value["family"] if "family" in str(value) else str(value),
+    ids=lambda value: value.get("family", str(value)) if isinstance(value, dict) else str(value),
 )  # fmt: skip
 def test_gradient_with_biases_or_a_window_is_the_same_on_every_layout(
     run_on, family: dict[str, Any], world_size: int, layout: dict[str, Any]

@@ -103,9 +103,8 @@ def logits_on_rank(folder: Path, model: str, layout: dict[str, Any]) -> torch.Te
     ("model", "layout"),
     [
         ("mistral", "cp 2"),
-        ("qwen2", "tp 2"),
         *(full("mistral", layout) for layout in LOGITS if layout != "cp 2"),
-        *(full("qwen2", layout) for layout in LOGITS if layout != "tp 2"),
+        *(full("qwen2", layout) for layout in LOGITS),
     ],
 )
 def test_logits_on_a_layout_are_those_of_transformers(

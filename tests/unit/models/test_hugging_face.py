@@ -47,7 +47,7 @@ CASES = {
     "qwen2 window": (Qwen2, {"head_dim": 16, **WINDOW}),
     "mistral": (Mistral, {"head_dim": 16, "sliding_window": 0, "rope_theta": 1e6}),
 }
-DEFAULT_TIER = {*list(CASES)[:6], "qwen2 yarn tied", "mistral window linear", "llama3 yarn"}
+DEFAULT_TIER = {*list(CASES)[:6], "qwen2 yarn tied", "mistral window linear"}
 
 
 def family_of(case: str) -> ModelFamily:
@@ -169,16 +169,16 @@ SIZES = [
     (Llama3, "70B", 70_553_706_496),
     (Llama3, "405B", 405_853_388_800),
     (Qwen2, "0.5B", 494_032_768),
-    (Qwen2, "1.5B", 1_543_714_304),
-    (Qwen2, "3B", 3_085_938_688),
+    full(Qwen2, "1.5B", 1_543_714_304),
+    full(Qwen2, "3B", 3_085_938_688),
     (Qwen2, "7B", 7_615_616_512),
-    (Qwen2, "14B", 14_770_033_664),
+    full(Qwen2, "14B", 14_770_033_664),
     full(Qwen2, "32B", 32_763_876_352),
     full(Qwen2, "72B", 72_706_203_648),
     (Mistral, "7B-v0.1", 7_241_732_096),
-    (Mistral, "7B-v0.3", 7_248_023_552),
-    (Mistral, "12B", 12_247_782_400),
-    (Mistral, "24B", 23_572_403_200),
+    full(Mistral, "7B-v0.3", 7_248_023_552),
+    full(Mistral, "12B", 12_247_782_400),
+    full(Mistral, "24B", 23_572_403_200),
     (Qwen3, "0.6B", 596_049_920),
     (Qwen3, "1.7B", 1_720_574_976),
     (Qwen3, "4B", 4_022_468_096),
@@ -308,7 +308,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("new", [False, True], ids=["transformers 4", "transformers 5"])
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("rope", sampled(ROPES, {"qwen2.5 extended", "deepseek", "linear"}))
 @torch.no_grad()
 def test_a_published_config_at_a_tiny_width(rope: str, new: bool, tmp_path: Path) -> None:
     """The logits of a model of this config.json equal those of transformers, which reads it, too."""
