@@ -25,14 +25,13 @@ from titanlite.models.layers import Head, Linear, RMSNorm, RopeScaling, SwiGLU, 
 
 INIT_STD = 0.02
 INIT_FIELDS = ("matrix_init_std", "depth_scaled_init")  # decide initial weights only
-ROPE_FIELDS = {  # the fields that a type of rotary scaling reads
-    "linear": {"rope_type", "rope_factor"},
+ROPE_FIELDS = {  # the fields that each type of rotary scaling reads
+    "linear": {"rope_factor"},
     "llama3": {
-        "rope_type", "rope_factor", "rope_original_max_position", "rope_low_freq_factor",
-        "rope_high_freq_factor",
+        "rope_factor", "rope_original_max_position", "rope_low_freq_factor", "rope_high_freq_factor",
     },
     "yarn": {
-        "rope_type", "rope_factor", "rope_original_max_position", "rope_beta_fast", "rope_beta_slow",
+        "rope_factor", "rope_original_max_position", "rope_beta_fast", "rope_beta_slow",
         "rope_attention_factor",
     },
 }  # fmt: skip
@@ -89,8 +88,8 @@ class RotaryConfig(DecoderConfig):
             )
 
     def architecture_fields(self) -> dict[str, Any]:
-        used = ROPE_FIELDS[self.rope_type] if self.rope_factor != 1.0 else {"rope_factor"}
-        without_effect = {*INIT_FIELDS, *({key for keys in ROPE_FIELDS.values() for key in keys} - used)}
+        used = {"rope_type"} | ROPE_FIELDS[self.rope_type] if self.rope_factor != 1.0 else {"rope_factor"}
+        without_effect = {"rope_type"}.union(INIT_FIELDS, *ROPE_FIELDS.values()) - used
         fields = super().architecture_fields()
         return {key: value for key, value in fields.items() if key not in without_effect}
 

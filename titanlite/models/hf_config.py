@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
 from titanlite.models.base import Decoder, ModelFamily
-from titanlite.models.decoder import RotaryConfig
+from titanlite.models.decoder import ROPE_FIELDS, RotaryConfig
 
 FIELDS = {  # Hugging Face's name: field of RotaryConfig
     "vocab_size": "vocab_size",
@@ -40,22 +40,18 @@ FIXED: dict[str, Any] = {  # the only supported values; also the defaults of tra
 }
 
 
-ROPE_KEYS = {  # the parameters of each rope type; Hugging Face's name: field of RotaryConfig
-    "default": {},
-    "linear": {"factor": "rope_factor"},
-    "llama3": {
-        "factor": "rope_factor",
-        "original_max_position_embeddings": "rope_original_max_position",
-        "low_freq_factor": "rope_low_freq_factor",
-        "high_freq_factor": "rope_high_freq_factor",
-    },
-    "yarn": {
-        "factor": "rope_factor",
-        "original_max_position_embeddings": "rope_original_max_position",
-        "beta_fast": "rope_beta_fast",
-        "beta_slow": "rope_beta_slow",
-        "attention_factor": "rope_attention_factor",
-    },
+ROPE_KEYS = {  # parameters of the rope types; Hugging Face's name: field of RotaryConfig
+    "factor": "rope_factor",
+    "original_max_position_embeddings": "rope_original_max_position",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "beta_fast": "rope_beta_fast",
+    "beta_slow": "rope_beta_slow",
+    "attention_factor": "rope_attention_factor",
+}
+ROPE_TYPES = {
+    rope_type: {key: name for key, name in ROPE_KEYS.items() if name in fields}
+    for rope_type, fields in {"default": set[str](), **ROPE_FIELDS}.items()
 }
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4096, 28  # transformers' values for missing keys
@@ -65,7 +61,7 @@ def to_hf(config: RotaryConfig) -> dict[str, Any]:
     """The keys of a config.json that describe `config`, apart from its sliding window."""
     rope: dict[str, Any] = {}
     if config.rope_factor != 1.0:
-        fields = {key: getattr(config, name) for key, name in ROPE_KEYS[config.rope_type].items()}
+        fields = {key: getattr(config, name) for key, name in ROPE_TYPES[config.rope_type].items()}
         # attention_factor = 0 is the default, for which Hugging Face leaves out the key.
         rope = {"rope_type": config.rope_type} | {key: value for key, value in fields.items() if value}
     return {
@@ -107,15 +103,23 @@ def from_hf(config: dict[str, Any], own: Collection[str] = (), **defaults: Any) 
 def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of a RotaryConfig for the rotary embedding. A parameter that its type does not read is
     ignored, as in transformers."""
-    rope = {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
+    # transformers 5 writes rope_parameters, but prefers rope_scaling, which older releases wrote.
+    parameters = config.get("rope_parameters", {})
+    rope = config.get("rope_scaling") or parameters
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_KEYS:
+    if parameters.get("rope_theta", theta) != theta:
         raise ConfigError(
-            f"config.json: rope_type {json.dumps(kind)} is not supported (known: {', '.join(ROPE_KEYS)})"
+            f"config.json: rope_theta is {theta}, in rope_parameters {parameters['rope_theta']}"
+        )
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ConfigError(
+            f"config.json: rope_type {json.dumps(kind)} is not supported (known: {', '.join(ROPE_TYPES)})"
         )
     if any(isinstance(value, dict) for value in rope.values()):
         raise ConfigError("config.json: a rope_type for each type of layer is not supported")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("config.json: partial_rotary_factor is not supported")
     # The length before the scaling is max_position_embeddings if it is not given, as in transformers.
     rope = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
     rope = {key: value for key, value in rope.items() if value is not None}
@@ -123,9 +127,9 @@ def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
         rope = YARN_DEFAULTS | {"attention_factor": _yarn_attention_factor(rope)} | rope
         if not rope.get("truncate", True):
             raise ConfigError("config.json: truncate = false; only true is supported for YaRN")
-    if missing := [key for key in ROPE_KEYS[kind] if key not in rope]:
+    if missing := [key for key in ROPE_TYPES[kind] if key not in rope]:
         raise ConfigError(f"config.json: rope_type {json.dumps(kind)} has no {missing[0]}")
-    fields = {name: rope[key] for key, name in ROPE_KEYS[kind].items()}
+    fields = {name: rope[key] for key, name in ROPE_TYPES[kind].items()}
     scaled = fields.get("rope_factor", 1.0) != 1.0
     return {"rope_theta": theta, **({"rope_type": kind, **fields} if scaled else {"rope_factor": 1.0})}
 

@@ -273,6 +273,7 @@ MISTRAL = {
     "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "transformers_version": "4.34.0.dev0", "vocab_size": 32000,
 }  # fmt: skip
+YARN_2 = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32768}
 MISTRAL_3 = {**MISTRAL, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768}
 
 
@@ -285,6 +286,15 @@ def test_published_configs(tmp_path: Path) -> None:
     without = {k: v for k, v in LLAMA.items() if k not in ("head_dim", "rope_scaling", "num_key_value_heads")}
     c = read_family(write(tmp_path, without)).config
     assert (c.head_dim, c.n_kv_heads, c.rope_factor) == (64, 32, 1.0)
+
+
+def test_rope_scaling_is_preferred_as_in_transformers(tmp_path: Path) -> None:
+    """Model cards ask people to add it to config.json, where transformers 5 has written rope_parameters."""
+    parameters = {"rope_type": "default", "rope_theta": 1e6}
+    write(tmp_path, QWEN2 | {"rope_scaling": YARN_2, "rope_parameters": parameters})
+    assert transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_type"] == "yarn"
+    config = read_family(tmp_path).config
+    assert (config.rope_type, config.rope_factor, config.rope_theta) == ("yarn", 2.0, 1e6)
 
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
@@ -376,6 +386,16 @@ def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_pat
             MISTRAL,
             {"rope_parameters": {"sliding_attention": {"rope_type": "default"}}},
             "a rope_type for each type of layer is not supported",
+        ),
+        (
+            MISTRAL,
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is not supported",
+        ),
+        (
+            {key: value for key, value in QWEN2.items() if key != "rope_theta"},
+            {"rope_scaling": YARN_2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            "rope_theta is 10000.0, in rope_parameters 1000000.0",
         ),
         (MISTRAL, {"sliding_window": "4096"}, "sliding_window: expected int, got '4096'"),
         (MISTRAL, {"sliding_window": -1}, "sliding_window = -1 is not above 0"),
