@@ -337,6 +337,27 @@ def test_a_published_config_at_a_tiny_width(rope: str, new: bool, tmp_path: Path
     assert (ours(tokens()) - theirs.eval()(tokens()).logits).abs().max() < 1e-4
 
 
+def test_a_llama_with_a_window_has_no_hugging_face_form() -> None:
+    with pytest.raises(ConfigError, match="sliding_window = 16: .* has no sliding window") as e:
+        Llama3(flavor="debug", overrides={"sliding_window": 16}).hf_config()
+    assert e.value.key == "model.overrides.sliding_window"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"rope_type": "yarm", "rope_factor": 2.0}, "unknown rope_type 'yarm'; did you mean 'yarn'?"),
+        ({"rope_type": "yarn"}, "rope_type = 'yarn' without a rope_factor scales nothing; set both"),
+        ({"sliding_window": -1}, "sliding_window = -1 is not above 0"),
+        ({"rope_factor": 0.0}, "rope_factor = 0.0 is not above 0"),
+    ],
+)
+def test_wrong_fields_are_told(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        Qwen2(flavor="debug", overrides=overrides)
+    assert message in str(e.value)
+
+
 def test_the_window_of_a_config_without_one_is_that_of_transformers(tmp_path: Path) -> None:
     write(tmp_path, {key: value for key, value in MISTRAL.items() if key != "sliding_window"})
     assert read_family(tmp_path).config.sliding_window == 4096
