@@ -338,7 +338,7 @@ def test_a_published_config_at_a_tiny_width(rope: str, new: bool, tmp_path: Path
 
 
 def test_a_llama_with_a_window_has_no_hugging_face_form() -> None:
-    with pytest.raises(ConfigError, match="sliding_window = 16: .* has no sliding window") as e:
+    with pytest.raises(ConfigError, match=r"sliding_window = 16: .* has no sliding window") as e:
         Llama3(flavor="debug", overrides={"sliding_window": 16}).hf_config()
     assert e.value.key == "model.overrides.sliding_window"
 
