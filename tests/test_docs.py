@@ -12,7 +12,7 @@ import pytest
 import tiktoken
 
 from benchmarks import optimizer_tables, trained_run
-from tests.support import module_list, suite_times
+from tests.support import module_list, stages_page, suite_times
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
 from titanlite.job import load_job
@@ -156,6 +156,15 @@ def test_the_tables_on_optimizers_are_those_of_the_results() -> None:
     assert page == optimizer_tables.refreshed(page), "run: python benchmarks/optimizer_tables.py"
     (number,) = re.findall(r"^\| 8B \| (\S+)", page, re.MULTILINE)
     assert optimizer_tables.refreshed(page.replace(number, "1.0e+00")) == page  # control
+
+
+def test_the_page_on_stages_quotes_the_program() -> None:
+    """The example runs, and its output is that on the page."""
+    page = stages_page.PAGE.read_text(encoding="utf-8")
+    assert stages_page.refreshed(page) == page, "run: python -m tests.support.stages_page"
+    assert len(stages_page.BLOCK.findall(page)) == 3
+    other = page.replace('"code.txt" = 2 }', '"code.txt" = 1 }')
+    assert stages_page.refreshed(other) != other  # control
 
 
 def test_the_trained_run_is_described_with_its_numbers() -> None:
