@@ -120,7 +120,7 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
             below = [path]
             if path.is_dir():  # follows links, skips hidden folders
                 below = [Path(p) for p in glob.iglob(f"{glob.escape(str(path))}/**", recursive=True)]
-            wanted = (p for p in below if p.is_file() and (p == path or _in_folder(p)))
+            wanted = (p for p in below if p.is_file() and (p == path or has_text(p)))
             files |= {p.resolve(): p for p in wanted}
     if not files:
         raise ConfigError(
@@ -139,7 +139,8 @@ def format_of(file: Path) -> tuple[str, str]:
     return "lines" if suffix in LINES else "parquet" if suffix == ".parquet" else "text", compression
 
 
-def _in_folder(file: Path) -> bool:
+def has_text(file: Path) -> bool:
+    """Return whether a file, by its name, is one that is read if its directory is given."""
     if file.suffix in COMPRESSIONS:  # parquet compresses itself
         return file.with_suffix("").suffix in IN_FOLDERS and format_of(file)[0] != "parquet"
     return file.suffix in IN_FOLDERS and file.name not in METADATA

@@ -44,7 +44,7 @@ class PrepareOptions(Limits):
     """The options that determine a dataset, besides its files and tokenizer."""
 
     field: str = "text"
-    """The field of a JSON line, or the column of a .parquet file, that holds the text."""
+    """The field of a JSON line, or the column of a .parquet file or of a stream, that holds the text."""
     seed: int = 0
     """Seed of the shuffle of the documents."""
     bad_lines: Literal["stop", "skip"] = "stop"

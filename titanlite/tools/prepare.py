@@ -1,7 +1,8 @@
 """titanlite prepare [CONFIG.toml] [INPUT ...] --output=DIR [--key=value ...] [--worker=I/N]
 
 Make a dataset of token shards from text. INPUT: files, directories and globs of .jsonl (one document per
-line), .parquet (one document per row) and other files (one document per file), also compressed (.gz, .zst).
+line), .parquet (one document per row) and other files (one document per file), also compressed (.gz, .zst);
+hf:NAME, a dataset of the Hugging Face hub. --from-stream.name=NAME reads a stream instead.
 The documents are filtered, shuffled and tokenised on all cores. After an interruption the same command
 continues the work. The result does not depend on the number of processes or workers. --reference prints every
 key as Markdown, as in docs/prepare.md."""
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import titanlite.tokenizers.bytes
+import titanlite.tokenizers.huggingface  # noqa: F401 -- registers the tokenizer, like the line before
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.imports import import_components
@@ -23,20 +26,24 @@ from titanlite.config.overrides import split_words
 from titanlite.config.paths import check_writable
 from titanlite.data.shards import TokenShards
 from titanlite.prepare.corpus import find_files
+from titanlite.prepare.hub import PREFIX, HubSplit, hub_files
 from titanlite.prepare.pipeline import origin, prepare, work_folder
 from titanlite.prepare.report import table
 from titanlite.prepare.stages import PrepareOptions
+from titanlite.prepare.streams import DocumentStream, fetch
 from titanlite.tokenizers.base import TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepare(PrepareOptions):
+class Prepare(HubSplit, PrepareOptions):
     """Settings of a preparation. Every key may be in the TOML file or on the command line."""
 
     input: list[str] = dataclasses.field(default_factory=list)
-    """Files, directories (of which .txt, .jsonl, .ndjson, .json and .parquet files are read, also compressed)
-    and globs."""
+    """Files, directories (of which .txt, .jsonl, .ndjson, .json and .parquet files are read, also
+    compressed), globs, and `hf:NAME`: the files of a dataset on the Hugging Face hub, or of a directory laid
+    out like one."""
+    from_stream: DocumentStream | None = None
     output: str = ""
     """The dataset directory to make. It appears when it is complete."""
     num_processes: int = 0
@@ -45,8 +52,8 @@ class Prepare(PrepareOptions):
     """I/N: do the share of worker I (from 0) of N. Each worker runs on its own machine, with `output` on a
     shared file system. The last worker to finish completes the dataset. Does not change the result."""
     imports: list[str] = dataclasses.field(default_factory=list)
-    """Python modules, from the current directory or installed, to import first. They register filters or
-    tokenizers."""
+    """Python modules, from the current directory or installed, to import first. They register filters,
+    tokenizers or streams."""
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=Tiktoken)
 
     def __post_init__(self) -> None:
@@ -76,13 +83,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = PrepareOptions(**{f.name: getattr(job, f.name) for f in dataclasses.fields(PrepareOptions)})
         _check(job, output)
-        files = find_files(job.input, "input")
         tokenizer = job.tokenizer.build()
-        prepared = origin(options, tokenizer, files)
-        complete = job.share[1] > 1 and output.exists() and TokenShards(output).prepared == prepared
+        files = _files(job, output)
         # If there are more workers than shards, other workers may have completed the dataset.
-        if os.path.lexists(output) and not complete:
-            raise ConfigError(f"{output} exists; choose another, or delete it", "output")
+        if os.path.lexists(output) and TokenShards(output).prepared != origin(options, tokenizer, files):
+            raise _exists(output)
         shards = prepare(files, output, tokenizer, options, num_processes=job.num_processes, worker=job.share)
     except ConfigError as e:
         raise locator.located(e) from None
@@ -98,11 +103,36 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _files(job: Prepare, output: Path) -> list[Path]:
+    """Return the files to read, after downloading those of the hub and writing those of a stream."""
+    if job.from_stream:
+        return fetch(job.from_stream, output, job.field)
+    names = [item.removeprefix(PREFIX) for item in job.input if item.startswith(PREFIX)]
+    local = [item for item in job.input if not item.startswith(PREFIX)]
+    files = find_files(local, "input") if local else []
+    return files + [file for name in names for file in hub_files(name, job)]
+
+
+def _exists(output: Path) -> ConfigError:
+    return ConfigError(f"{output} exists; choose another, or delete it", "output")
+
+
 def _check(job: Prepare, output: Path) -> None:
-    if not job.input:
+    from_hub = any(item.startswith(PREFIX) for item in job.input)
+    if not job.input and not job.from_stream:
         raise ConfigError("name at least one file, directory or glob to read", "input")
+    if job.input and job.from_stream:
+        raise ConfigError("a stream is read alone: leave out the input, or prepare it separately", "input")
+    if job.from_stream and job.share[1] > 1:
+        raise ConfigError("a stream is read by one worker: leave out --worker", "worker")
+    for key in ("config", "split", "revision"):
+        if getattr(job, key) != getattr(HubSplit(), key) and not from_hub:
+            advice = f"write from_stream.{key}" if job.from_stream else "no input is one"
+            raise ConfigError(f"applies to {PREFIX}NAME: {advice}", key)
     if not job.output:
         raise ConfigError("name the directory to make: --output=DIR", "output")
+    if os.path.lexists(output) and job.share[1] == 1:
+        raise _exists(output)
     check_writable(output.parent, "output")
     if work_folder(output).exists():
         print(f"continuing {work_folder(output)}", file=sys.stderr)

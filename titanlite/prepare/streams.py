@@ -1,0 +1,181 @@
+"""Streams of documents, which `[from_stream]` of a preparation selects.
+
+A stream is read from its beginning to its end, in one process. `fetch` writes its documents to files, and
+records the stream's state after each file, so that an interrupted preparation continues there. The
+preparation then reads these files like any others, on all cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from titanlite.config import toml
+from titanlite.config.component import Component, ConfigError, check_at_least
+from titanlite.config.json_file import load_object
+from titanlite.files import named, sync, write_atomically
+from titanlite.log import logger
+from titanlite.prepare.hub import HubSplit, data_files, hub_errors, open_builder
+from titanlite.prepare.pipeline import locked, work_folder
+from titanlite.progress import Progress
+
+RECORD = "stream.json"
+FILE_BYTES = 64 << 20  # of JSON per file; an interruption loses at most the work of one file
+
+Document = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentStream(Component, kind="stream", makes=(Iterable,)):
+    """Base of streams: `[from_stream] name = "..."` selects a subclass by its name. A subclass implements
+    `build`."""
+
+    max_documents: int = 0
+    """Number of documents after which the stream is left; 0: read it to its end."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "max_documents")
+
+    @abstractmethod
+    def build(self) -> Iterable[Document]:
+        """Return the documents from the first one on: texts, or mappings that have their text under `field`.
+        Every call must give the same documents in the same order.
+
+        If the iterable has the methods `state_dict()`, which returns JSON, and `load_state_dict(state)`, it
+        continues at once after an interruption. Any other iterable is read again from the beginning. Raises
+        ConfigError for missing or unreadable input."""
+
+    def fingerprint(self) -> str:
+        """Return a text that changes whenever the documents change: by default, the stream's keys."""
+        return repr(toml.as_tree(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(HubSplit, DocumentStream, name="huggingface"):
+    """A dataset of the Hugging Face hub in streaming mode, in any format that the `datasets` library streams,
+    such as Parquet, JSON, CSV, Arrow and the .tar files of WebDataset. Only the texts are kept on disk."""
+
+    path: str
+    """Name on the hub, or a directory with a dataset's files."""
+
+    def build(self) -> Iterable[Document]:
+        builder = open_builder(self.path, self)
+        with hub_errors(self.path):
+            return _HubStream(self.path, builder.as_streaming_dataset(self.split))
+
+    def fingerprint(self) -> str:
+        files = data_files(self.path, self)  # with the commit, if on the hub
+        sizes = [os.stat(file).st_size if os.path.exists(file) else 0 for file in files]
+        return repr((toml.as_tree(self), files, sizes))
+
+
+class _HubStream:
+    """A streamed Hugging Face dataset whose errors are one line."""
+
+    def __init__(self, path: str, dataset: Any):
+        self._path, self._dataset = path, dataset
+        self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
+
+    def __iter__(self) -> Iterator[Document]:
+        with hub_errors(self._path):
+            yield from self._dataset
+
+
+def fetch(stream: DocumentStream, output: Path, field: str) -> list[Path]:
+    """Write the documents of a stream to files in the folder of unfinished work for `output`. Returns the
+    files. After an interruption the same call continues after the last complete file.
+
+    Raises ConfigError if the folder holds documents of another stream, and for a document without text."""
+    folder = work_folder(output)
+    is_new = not folder.exists()
+    key = repr((stream.fingerprint(), field, stream.max_documents))
+    with locked(folder, output, (0, 1)) as unfinished:
+        if not unfinished:
+            raise ConfigError(f"{output} exists; choose another, or delete it", "output")
+        try:
+            record = load_object(folder / RECORD)
+        except FileNotFoundError:
+            record = {"key": key, "files": 0, "documents": 0, "state": None, "complete": False}
+        if record["key"] != key:
+            raise ConfigError(
+                f"{folder} holds documents of another stream, or the stream has changed since: delete the "
+                "folder, or choose another output",
+                "output",
+            )
+        try:
+            if not record["complete"]:
+                _fetch_rest(stream, folder, record, field)
+        except ConfigError:
+            if is_new and not record["files"]:
+                shutil.rmtree(folder)
+            raise
+    return [_file(folder, i) for i in range(record["files"])]
+
+
+def _fetch_rest(stream: DocumentStream, folder: Path, record: dict[str, Any], field: str) -> None:
+    """Write the documents that follow those of `record`, which is brought up to date after every file."""
+    opened, number = stream.build(), record["documents"]
+    has_state = hasattr(opened, "state_dict")
+    if number and has_state:
+        opened.load_state_dict(record["state"])  # type: ignore[attr-defined]
+    elif number:
+        logger.info(
+            f"the stream {stream.label} has no state_dict: reading its first {number:,} documents again"
+        )
+    rest = islice(opened, 0 if has_state else number, None)
+    num_left = stream.max_documents - number if stream.max_documents else None
+    numbered = enumerate(islice(rest, num_left), number)
+    with Progress(desc="reading the stream", unit="doc", unit_scale=True, initial=number) as bar:
+        while not record["complete"]:
+            count, is_last = _write(_file(folder, record["files"]), numbered, field, bar)
+            state = opened.state_dict() if has_state else None  # type: ignore[attr-defined]
+            record["files"] += count > 0
+            record |= {"documents": record["documents"] + count, "state": state, "complete": is_last}
+            write_atomically(folder / RECORD, json.dumps(record))
+
+
+def _write(
+    file: Path, documents: Iterator[tuple[int, Document]], field: str, bar: Progress
+) -> tuple[int, bool]:
+    """Write a file of about FILE_BYTES, unless there are no documents. Returns the number of documents, and
+    whether they were the last ones."""
+    count, unfinished = 0, file.with_name(f".{file.name}")
+    with named(file), open(unfinished, "wb") as f:
+        for number, document in documents:
+            f.write(_line(number, document, field))
+            count += 1
+            bar.update()
+            if f.tell() >= FILE_BYTES:
+                break
+        is_last = f.tell() < FILE_BYTES
+    if count:
+        sync(unfinished)
+        os.replace(unfinished, file)
+        sync(file.parent)
+    return count, is_last
+
+
+def _line(number: int, document: Document, field: str) -> bytes:
+    """Return a document as a line of JSON. A null, or text that is not Unicode, is found when the line is
+    read, as in any file. Raises ConfigError."""
+    if isinstance(document, Mapping) and field not in document:
+        raise ConfigError(
+            f"document {number} of the stream has no {field!r} (it has: {', '.join(document)})", "field"
+        )
+    text = document[field] if isinstance(document, Mapping) else document
+    if text is not None and not isinstance(text, str):
+        where = f" under {field!r}" if isinstance(document, Mapping) else ""
+        raise ConfigError(
+            f"document {number} of the stream holds {type(text).__name__}{where}, not text", "field"
+        )
+    return json.dumps({field: text}, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"documents-{number:06}.jsonl"
