@@ -76,10 +76,11 @@ def if_on_hub(path: str | Path, kind: str = "model") -> str:
     is_file = re.search(r"\.[A-Za-z]\w*$", name)  # not "Llama-3.1-8B"
     if is_file or not HUB_NAME.fullmatch(name) or Path(path).parent.exists():
         return ""
-    option = "" if kind == "model" else f" --repo-type {kind}"
+    if kind == "dataset":
+        return f"; a dataset of the Hugging Face hub becomes token shards by `titanlite prepare hf:{name}`"
     return (
-        "; titanlite downloads nothing: if this is a name on the Hugging Face hub, run "
-        f"`hf download {name}{option} --local-dir DIR` and give DIR instead"
+        "; titanlite downloads no models: if this is a name on the Hugging Face hub, run "
+        f"`hf download {name} --local-dir DIR` and give DIR instead"
     )
 
 

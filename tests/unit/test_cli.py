@@ -344,33 +344,30 @@ def test_an_override_into_a_number_is_no_crash(run, config):
 # ---- paths that lead nowhere
 
 HUB = "meta-llama/Llama-3.1-8B"
+DOWNLOAD = f"hf download {HUB} --local-dir DIR"
 
 
 @pytest.mark.parametrize(
-    ("argv", "kind"),
+    ("argv", "command"),
     [
-        (["generate", HUB, "--prompt=a"], ""),
-        (["export", HUB, "new"], ""),
-        (["import", HUB, "new", "debug"], ""),
-        (["config", "debug", "--ranks=1", f"--checkpoint.initial_load_path={HUB}"], ""),
-        (["config", "debug", "--ranks=1", "--tokenizer.name=huggingface", f"--tokenizer.path={HUB}"], ""),
-        (["config", "debug", "--ranks=1", f"--tokenizer.path={HUB}"], ""),
+        (["generate", HUB, "--prompt=a"], DOWNLOAD),
+        (["export", HUB, "new"], DOWNLOAD),
+        (["import", HUB, "new", "debug"], DOWNLOAD),
+        (["config", "debug", "--ranks=1", f"--checkpoint.initial_load_path={HUB}"], DOWNLOAD),
+        (["config", "debug", "--ranks=1", "--tokenizer.name=huggingface", f"--tokenizer.path={HUB}"], DOWNLOAD),
+        (["config", "debug", "--ranks=1", f"--tokenizer.path={HUB}"], DOWNLOAD),
         (["config", "debug", "--ranks=1", f"--data.sources=[{{name='text', path=['{HUB}']}}]"],
-         " --repo-type dataset"),
+         f"titanlite prepare hf:{HUB}"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )  # fmt: skip
-def test_a_name_on_the_hub_is_told_how_to_fetch_it(run, tmp_path, monkeypatch, argv, kind):
+def test_a_name_on_the_hub_is_told_how_to_fetch_it(run, tmp_path, monkeypatch, argv, command):
     monkeypatch.chdir(tmp_path)
-    said = complaint_of(run(*argv))
-    assert said.endswith(
-        "; titanlite downloads nothing: if this is a name on the Hugging Face hub, run "
-        f"`hf download {HUB}{kind} --local-dir DIR` and give DIR instead"
-    )
+    assert f"`{command}`" in complaint_of(run(*argv)).rpartition(";")[2]
     for local in ("nowhere", "./nowhere/at/all", "meta-llama/model.safetensors", str(tmp_path / "a" / "b")):
-        assert "hf download" not in complaint_of(run(*(word.replace(HUB, local) for word in argv)))
+        assert "Hugging Face" not in complaint_of(run(*(word.replace(HUB, local) for word in argv)))
     (tmp_path / "meta-llama").mkdir()  # then it is a path, with a mistake in it
-    assert "hf download" not in complaint_of(run(*argv))
+    assert "Hugging Face" not in complaint_of(run(*argv))
 
 
 def sources(*paths: str) -> str:
