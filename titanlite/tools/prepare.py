@@ -83,8 +83,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = PrepareOptions(**{f.name: getattr(job, f.name) for f in dataclasses.fields(PrepareOptions)})
         _check(job, output)
+        local = [item for item in job.input if not item.startswith(PREFIX)]
+        files = find_files(local, "input") if local else []
         tokenizer = job.tokenizer.build()
-        files = _files(job, output)
+        files += _fetch(job, output)  # last, because it may take hours
         # If there are more workers than shards, other workers may have completed the dataset.
         if os.path.lexists(output) and TokenShards(output).prepared != origin(options, tokenizer, files):
             raise _exists(output)
@@ -103,14 +105,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _files(job: Prepare, output: Path) -> list[Path]:
-    """Return the files to read, after downloading those of the hub and writing those of a stream."""
+def _fetch(job: Prepare, output: Path) -> list[Path]:
+    """Return the files of the hub, after downloading them, or of the stream, after writing them."""
     if job.from_stream:
         return fetch(job.from_stream, output, job.field)
     names = [item.removeprefix(PREFIX) for item in job.input if item.startswith(PREFIX)]
-    local = [item for item in job.input if not item.startswith(PREFIX)]
-    files = find_files(local, "input") if local else []
-    return files + [file for name in names for file in hub_files(name, job)]
+    return [file for name in names for file in hub_files(name, job)]
 
 
 def _exists(output: Path) -> ConfigError:
