@@ -354,7 +354,7 @@ DOWNLOAD = f"hf download {HUB} --local-dir DIR"
         (["export", HUB, "new"], DOWNLOAD),
         (["import", HUB, "new", "debug"], DOWNLOAD),
         (["config", "debug", "--ranks=1", f"--checkpoint.initial_load_path={HUB}"], DOWNLOAD),
-        (["config", "debug", "--ranks=1", "--tokenizer.name=huggingface", f"--tokenizer.path={HUB}"], DOWNLOAD),
+        (["config", "debug", "--tokenizer.name=huggingface", f"--tokenizer.path={HUB}"], DOWNLOAD),
         (["config", "debug", "--ranks=1", f"--tokenizer.path={HUB}"], DOWNLOAD),
         (["config", "debug", "--ranks=1", f"--data.sources=[{{name='text', path=['{HUB}']}}]"],
          f"titanlite prepare hf:{HUB}"),

@@ -5,8 +5,8 @@ A source returns ShardedTokens, a dataset on disk. Everything after that is the 
 numbers the sequences of the shards, and the data order is a function of these numbers. So a source must be
 finite and have a fixed content, whose hash (ShardedTokens.fingerprint) belongs to the run's identity. An
 endless stream, or a stream without a fixed order, cannot be a source. Write as many of its documents as a run
-needs with `titanlite prepare` (prepare/streams.py) or prepare/write_shards.py, or subclass DocumentSource (prepare/sources.py), which tokenises documents
-from any iterable once and caches the shards."""
+needs with `titanlite prepare` (prepare/streams.py) or prepare/write_shards.py, or subclass DocumentSource
+(prepare/sources.py), which tokenises documents from any iterable once and caches the shards."""
 
 from __future__ import annotations
 

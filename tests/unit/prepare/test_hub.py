@@ -1,5 +1,5 @@
-"""Pins datasets of the Hugging Face hub: `hf:` gives the bytes of local files, a stream gives their documents.
-The tests read local directories through the classes that read the hub; the hub itself is simulated."""
+"""Pins datasets of the Hugging Face hub: `hf:` gives the bytes of local files, a stream their documents. The
+tests read local directories through the classes that read the hub; the hub itself is simulated."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_split_and_config(capsys: pytest.CaptureFixture[str]) -> None:
     jsonl(Path("data"))
     configs = {"one": "train-1.jsonl", "two": "[train-0.jsonl, train-1.jsonl]"}
     entries = (
-        f"- config_name: {name}\n  default: {name == 'one'}\n  data_files:\n  - split: train\n    path: {path}\n"
+        f"- config_name: {name}\n  default: {name == 'one'}\n"
+        f"  data_files:\n  - split: train\n    path: {path}\n"
         for name, path in configs.items()
     )
     (Path("data") / "README.md").write_text(f"---\nconfigs:\n{''.join(entries)}---\n")
