@@ -19,7 +19,7 @@ from titanlite.attention.sdpa import SDPA
 from titanlite.data.batch import Batch
 from titanlite.losses import ChunkedCrossEntropy
 from titanlite.mesh import ALONE
-from titanlite.models.llama3 import Llama3
+from titanlite.models.mistral import Mistral
 from titanlite.parallel.apply import ParallelSettings, parallelize
 from titanlite.parallel.compile import Compilations, Compile
 from titanlite.parallel.sharded_model import ShardedModel
@@ -46,21 +46,23 @@ def model_with(
     attention: AttentionBackend,
     compiled: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    window: int = 0,
     device: str = "cuda",
 ) -> ShardedModel:
     with torch.device("meta"):
-        net = Llama3(flavor="debug", overrides=SHAPE).build()
+        net = Mistral(flavor="debug", overrides={**SHAPE, "sliding_window": window}).build()
     settings = ParallelSettings(attention=attention, compile=Compile(enable=compiled), param_dtype=dtype)
     model = parallelize(net, ChunkedCrossEntropy(), ALONE, settings)
     model.materialize(torch.device(device), seed=0)
     return model
 
 
-def built(backend: str, device: str = "cuda") -> AttentionBackend:
+def built(backend: str, window: int = 0, device: str = "cuda") -> AttentionBackend:
     """The backend of a run; `causal`: without document masks."""
     needs = AttentionNeeds(
         device=torch.device(device), dtype=torch.bfloat16, seq_len=SEQ_LEN, n_heads=SHAPE["n_heads"],
         n_kv_heads=SHAPE["n_kv_heads"], head_dim=SHAPE["head_dim"], masks_documents=backend != "causal",
+        window=window,
     )  # fmt: skip
     return AttentionBackend.choices["auto" if backend == "causal" else backend]().build(needs)
 
@@ -79,10 +81,13 @@ def largest_error(actual: list[torch.Tensor], wanted: list[torch.Tensor]) -> flo
 
 @COMPILED
 @BACKENDS
-def test_every_kernel_has_the_gradients_of_masked_sequences(backend: str, compiled: bool) -> None:
+@pytest.mark.parametrize("window", [0, 100])  # of the lengths, two exceed it
+def test_every_kernel_has_the_gradients_of_masked_sequences(
+    backend: str, compiled: bool, window: int
+) -> None:
     torch._dynamo.reset()
-    model = model_with(built(backend), compiled)
-    dense = model_with(SDPA(), dtype=torch.float32)
+    model = model_with(built(backend, window), compiled, window=window)
+    dense = model_with(SDPA(), dtype=torch.float32, window=window)
     for step, num_splits in enumerate([*LENGTHS, *LENGTHS]):
         batch = whole_batch(step, masked=backend != "causal", seq_len=SEQ_LEN)
         actual = gradients(model, batch.split(num_splits))
