@@ -241,11 +241,14 @@ class SequenceDataset(Dataset):
 
     def shares(self) -> list[dict[str, Any]]:
         """The sources as plain data: label, share of the training sequences, and number of sequences in an
-        epoch."""
-        return [
-            {"source": source.label, "share": quota / MIXING_BLOCK, "sequences": size}
-            for source, quota, size in zip(self._sources, self._mixture.quotas, self.sizes)
-        ]
+        epoch; in a run with stages also [first sequence, share] of each stage."""
+        stages = self._mixture.stages
+        entries: list[dict[str, Any]] = []
+        for k, (source, size) in enumerate(zip(self._sources, self.sizes)):
+            shares = [[stage.first, stage.quotas[k] / MIXING_BLOCK] for stage in stages]
+            entry = {"source": source.label, "share": shares[0][1], "sequences": size}
+            entries.append(entry | ({"stages": shares} if len(stages) > 1 else {}))
+        return entries
 
     def reads(self) -> list[SourceReads]:
         """How much a run reads of each source, in the order of `source_names`."""

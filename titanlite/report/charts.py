@@ -41,7 +41,7 @@ class Mark:
 
     run: int
     x: float
-    kind: Literal["resumed", "saved", "skipped", "accepted", "spike", "rewound"]
+    kind: Literal["resumed", "saved", "skipped", "accepted", "spike", "rewound", "stage"]
     text: str
 
 
@@ -166,6 +166,7 @@ def _mark(mark: Mark, x: float) -> str:
         "spike": f"M{x - 4:.1f} {TOP}h8l-4 7z",
         "resumed": f"M{x:.1f} {TOP}V{bottom}",
         "rewound": f"M{x:.1f} {TOP}V{bottom}",
+        "stage": f"M{x:.1f} {TOP}V{bottom}",
     }[mark.kind]
     return (
         f'<path class="mark {mark.kind} run{mark.run % NUM_COLORS}" d="{shape}">'

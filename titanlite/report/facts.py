@@ -38,6 +38,7 @@ def facts(run: RecordedRun, price: float | None = None) -> dict[str, str]:
         "logged": _logged(run),
         "tokens": short(tokens) if tokens is not None else "",
         "batch": _batch(run),
+        "stages": _stages(run),
         "optimizer": f"{_text(optimizer[0])}, peak learning rate {_text(optimizer[1])}"
         if optimizer[0]
         else "",
@@ -135,6 +136,12 @@ def _batch(run: RecordedRun) -> str:
     stages, sizes = run.setting("stages"), {"seq_len", "global_batch_size"}
     has_others = isinstance(stages, list) and any(isinstance(s, dict) and sizes & s.keys() for s in stages)
     return f"{text}; changes during the run" if has_others or run.setting("training.batch_ramp") else text
+
+
+def _stages(run: RecordedRun) -> str:
+    """The stages and the sequences that they begin with."""
+    parts = [f"{stage.label} from sequence {stage.first_sequence:,}" for stage in run.stages()]
+    return ", ".join([*parts[:MAX_NAMED], *["..."] * (len(parts) > MAX_NAMED)])
 
 
 def _steps(run: RecordedRun) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from titanlite.report.charts import Chart, Line, Mark, downsample
 from titanlite.report.estimates import Floats, Series, noise, ratio_of_means, smooth
 from titanlite.report.pairs import difference
-from titanlite.report.recorded_run import RecordedRun
+from titanlite.report.recorded_run import SEQUENCES, RecordedRun
 from titanlite.report.timeline import PAUSES, timeline
 
 LOSS, VALIDATION = "train/loss", "eval/loss"
@@ -43,6 +43,7 @@ NOT_SHOWN = {
 MAX_OTHERS = 40  # charts of a group
 MAX_MARKS = 300  # of a run: of saves, and of other events
 MARKS = {
+    "stage": "solid: a stage begins",
     "resumed": "dashed: resumed", "rewound": "dotted: rewound", "skipped": "cross: skipped step",
     "accepted": "plus: outlier accepted after too many in a row",
     "spike": "triangle: spike", "saved": "tick: saved",
@@ -142,9 +143,10 @@ def metric_chart(runs: Sequence[RecordedRun], key: str, title: str, unit: str) -
 
 
 def marks_of(run: RecordedRun, index: int) -> list[Mark]:
-    """Return the marks of one run: resumes, saves, skipped steps, accepted outliers, spikes and
+    """Return the marks of one run: stages, resumes, saves, skipped steps, accepted outliers, spikes and
     rewinds."""
-    marks = [_mark(run, index, "resumed", step, f"resumed after step {step}") for step in run.resumes()]
+    marks = _stage_marks(run, index)
+    marks += [_mark(run, index, "resumed", step, f"resumed after step {step}") for step in run.resumes()]
     saves = sorted(run.saves())
     marks += [_mark(run, index, "saved", step, f"saved step {step}") for step in saves[-MAX_MARKS:]]
     events = run.happened("skipped", "accepted", "spike", "rewound")
@@ -154,6 +156,18 @@ def marks_of(run: RecordedRun, index: int) -> list[Mark]:
         for i in np.flatnonzero(np.diff(counted.values, prepend=0.0) > 0)[:MAX_MARKS]:
             step, num = int(counted.steps[i]), counted.values[i]
             marks.append(_mark(run, index, "skipped", step, f"skipped: {num:g} up to step {step}"))
+    return marks
+
+
+def _stage_marks(run: RecordedRun, index: int) -> list[Mark]:
+    """The marks of the stages that have begun, except for the first."""
+    consumed = run.series(SEQUENCES)
+    marks = []
+    for stage in run.stages()[1 : MAX_MARKS + 1] if len(consumed) else []:
+        if stage.first_sequence < consumed.values[-1]:
+            step = round(float(np.interp(stage.first_sequence, consumed.values, consumed.steps)))
+            text = f"stage {stage.label} begins with sequence {stage.first_sequence:,}"
+            marks.append(_mark(run, index, "stage", step, text))
     return marks
 
 

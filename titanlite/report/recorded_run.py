@@ -30,11 +30,25 @@ Record = dict[str, Any]  # one line of metrics.jsonl
 
 
 class SourceShare(NamedTuple):
-    """A source of the run's training sequences. `sequences`: their number in one epoch."""
+    """A source of the run's training sequences. `sequences`: their number in one epoch. `shares`: the share
+    of the source by the first sequence of each stage."""
 
     label: str
-    share: float
+    shares: list[tuple[int, float]]
     sequences: int
+
+    def epochs(self, num_sequences: float) -> float:
+        """Return how many epochs of the source the first `num_sequences` sequences of the run have."""
+        ends = [*(first for first, _ in self.shares[1:]), math.inf]
+        reads = [share * max(min(end, num_sequences) - a, 0) for (a, share), end in zip(self.shares, ends)]
+        return sum(reads) / self.sequences
+
+
+class RecordedStage(NamedTuple):
+    """A stage of the run. `label`: its number, from 1, and its name."""
+
+    label: str
+    first_sequence: int
 
 
 class SavedCheckpoint(NamedTuple):
@@ -123,8 +137,21 @@ class RecordedRun:
         if not len(consumed) or not self.sources:
             return ""
         num = float(np.interp(step, consumed.steps, consumed.values))
-        parts = [f"{num * s.share / s.sequences:.2f} of {s.label}" for s in self.sources[:MAX_NAMED]]
+        parts = [f"{source.epochs(num):.2f} of {source.label}" for source in self.sources[:MAX_NAMED]]
         return ", ".join([*parts, *["..."] * (len(self.sources) > MAX_NAMED)])
+
+    def stages(self) -> list[RecordedStage]:
+        """Return the stages of the run; none if it has no [[stages]], or if their places cannot be read."""
+        tables, first, stages = self.setting("stages"), 0, list[RecordedStage]()
+        for i, table in enumerate(tables if isinstance(tables, list) else [], 1):
+            table = table if isinstance(table, dict) else {}
+            name, until = str(table.get("name", "")), str(table.get("until", ""))
+            stages.append(RecordedStage(f"{i} ({name})" if name else f"{i}", first))
+            end = re.fullmatch(r"(\d{1,18}) sequences", until)
+            if end is None:
+                return stages if until == "end" else []
+            first = int(end[1])
+        return []
 
     def skipped_sequences(self) -> list[tuple[int, int]]:
         """Return the first and the last number of the ranges of sequences that the run skips for good."""
@@ -323,10 +350,16 @@ def _sources(folder: Path, problems: list[str]) -> list[SourceShare]:
 
 def _source(entry: Any) -> SourceShare:
     json_file.expect(entry, source=str, sequences=int)
-    share = number(entry.get("share"))
-    if share is None or not 0 <= share <= 1 or not 0 < entry["sequences"] < MAX_STEP:
+    pairs = entry.get("stages", [[0, entry.get("share")]])
+    pairs = pairs if isinstance(pairs, list) else []
+    shares = list[tuple[int, float]]()
+    for first, share in (pair for pair in pairs if isinstance(pair, list) and len(pair) == 2):
+        share = number(share)
+        if type(first) is int and share is not None and 0 <= share <= 1:
+            shares.append((first, share))
+    if not shares or len(shares) < len(pairs) or not 0 < entry["sequences"] < MAX_STEP:
         raise ValueError(f"{entry['source']} has no possible share and number of sequences")
-    return SourceShare(entry["source"], share, entry["sequences"])
+    return SourceShare(entry["source"], shares, entry["sequences"])
 
 
 def _samples(folder: Path, problems: list[str]) -> dict[int, list[str]]:

@@ -384,6 +384,8 @@ def test_max_epochs_refuses_a_run_that_passes_through_more_often(folder: Path) -
     sequences.set_stages(sources, [(0, None), (enough - 5, [0.0, 1.0]), (enough + 50, [1.0, 0.0])])
     counted = 1 + sequences.reads()[sequences.source_names.index("b.txt")].taken(enough - 5)
     expected = enough - 5 + 2 * len(chunks) - counted + 1
+    by_name = dict(zip(sequences.source_names, sequences.shares()))
+    assert by_name["b.txt"]["stages"] == [[0, 0.5], [enough - 5, 1.0], [enough + 50, 0.0]]
     with pytest.raises(ConfigError, match=rf"the first {expected:,} of the 2,000 .*\(in stage 2\), or"):
         sequences.describe(2000)
 

@@ -222,6 +222,50 @@ def test_the_time_of_a_killed_run_has_its_causes(tmp_path: Path) -> None:
     assert minutes["x"][-1] == pytest.approx((20 + 30 + 198 * 1.5 + 12 + 4 + 60) / 60)
 
 
+STAGES = """
+[[stages]]
+name = "short"
+until = "320 sequences"
+
+[[stages]]
+until = "1000 sequences"
+
+[[stages]]
+name = "decay"
+until = "9000 sequences"
+
+[[stages]]
+until = "end"
+"""
+
+
+def test_stages_are_marked_where_they_begin(tmp_path: Path) -> None:
+    values = metrics(100) | {"progress/sequences": [16 * (i + 1) for i in range(100)]}
+    folder = write_run(tmp_path / "run", values, job=JOB + STAGES)
+    run = read_run(folder, "run")
+    said = (
+        "1 (short) from sequence 0, 2 from sequence 320, 3 (decay) from sequence 1,000, 4 from sequence 9,000"
+    )
+    assert facts(run)["stages"] == said
+    for chart in main_charts([run]):
+        marks = [mark for mark in chart.marks if mark.kind == "stage"]
+        if chart.title in ("Training loss", "Throughput"):
+            tokens = run.series("train/loss").tokens
+            assert [mark.x for mark in marks] == [tokens[19], tokens[61]]  # after steps 20 and 62
+            assert marks[1].text == "run: stage 3 (decay) begins with sequence 1,000"
+            assert "solid: a stage begins" in chart.note
+        else:
+            assert marks == []
+    assert 'class="mark stage run0"' in page_of(folder)
+    broken = JOB + STAGES.replace("320 sequences", "soon")
+    other = read_run(write_run(tmp_path / "other", values, job=broken), "run")
+    assert other.stages() == []
+    assert facts(other)["stages"] == ""
+    without = read_run(write_run(tmp_path / "without", values, job=JOB), "run")
+    assert without.stages() == []
+    assert "solid" not in "".join(chart.note for chart in main_charts([without]))  # control
+
+
 def test_the_validation_loss_is_drawn_by_tokens_and_by_time(tmp_path: Path) -> None:
     validated = [i % 20 == 19 for i in range(100)]
     values = {

@@ -193,6 +193,13 @@ def test_overfitting_says_the_epochs_of_each_source(tmp_path: Path) -> None:
     then = f"{verdict.step * 16 * 0.75 / 2400:.2f} of text a"
     assert f"; epochs by step {verdict.step}: {then}, " in verdict.evidence
     assert verdict.evidence.endswith("; by the end: 2.00 of text a, 0.05 of text b")
+    half = NUM * 8
+    stages = {"text a": [[0, 0.75], [half, 0.0]], "text b": [[0, 0.25], [half, 1.0]]}
+    sources = [source | {"stages": stages[str(source["source"])]} for source in sources]
+    (folder / "sources.json").write_text(json.dumps({"sources": sources}))
+    ends = [0.75 * half / 2400, 1.25 * half / 32_000]
+    end = f"; by the end: {ends[0]:.2f} of text a, {ends[1]:.2f} of text b"
+    assert overfitting_of(folder).evidence.endswith(end)
 
 
 def overfitting_of(folder: Path) -> Verdict:
