@@ -72,7 +72,7 @@ def generate(
     ids = [tokenizer.bos, *tokenizer.encode(prompt)]
     next_logits = uncached_logits(logits, len(ids) + config.max_new_tokens, tokenizer.eos, device)
     new_ids = list(next_tokens(next_logits, ids, config, tokenizer.vocab_size, seed))
-    return prompt + tokenizer.decode(before_any(new_ids, tokenizer.stop_ids))
+    return prompt + text_after(prompt, before_any(new_ids, tokenizer.stop_ids), tokenizer)
 
 
 def next_tokens(
@@ -102,6 +102,11 @@ def choose(logits_V: torch.Tensor, config: Generation, generator: torch.Generato
         likelier = ordered.cumsum(-1) - ordered  # total probability of the tokens that are more likely
         logits_V = logits_V.index_fill(0, ids[likelier >= config.top_p], -math.inf)
     return int(torch.multinomial(torch.softmax(logits_V, dim=-1), 1, generator=generator))
+
+
+def text_after(prompt: str, ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of ids that follow the prompt, which may be empty."""
+    return tokenizer.decode_continuation(ids) if prompt else tokenizer.decode(ids)
 
 
 def before_any(ids: Sequence[int], stop_ids: Collection[int]) -> Sequence[int]:

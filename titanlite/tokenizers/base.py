@@ -56,6 +56,11 @@ class Tokenizer:
         """Return the text of ids. Bytes that are not UTF-8 become U+FFFD."""
         raise NotImplementedError(f"{full_name(type(self))} lacks decode")
 
+    def decode_continuation(self, ids: Sequence[int]) -> str:
+        """Return the text of ids that follow a text. It differs from `decode` for tokenizers that add a blank
+        in front of a text, which `decode` removes."""
+        return self.decode(ids)
+
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, uint32 [tokens], framed by BOS and EOS, or by BOS alone if BOS and EOS
         are equal."""
@@ -65,7 +70,9 @@ class Tokenizer:
 
     def bytes_per_token(self) -> np.ndarray | None:
         """Return how many bytes of UTF-8 text each id stands for, int64 [vocab_size]; 0 for special tokens.
-        None, the default, if an id alone does not tell: then validation reports no bits per byte."""
+
+        If the tokenizer adds a blank to each document, EOS has -1, which takes it back. None, the default, if
+        an id alone does not tell: then validation reports no bits per byte."""
         return None
 
     def hugging_face_files(self) -> dict[str, bytes]:

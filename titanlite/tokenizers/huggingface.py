@@ -1,7 +1,7 @@
-"""Hugging Face's tokenizer.json with byte-level BPE (Llama 3, Qwen, GPT-2, ...), run by the library
-`tokenizers`.
+"""Hugging Face's tokenizer.json, run by the library `tokenizers`: byte-level BPE (Llama 3, Qwen, GPT-2, ...),
+and BPE or Unigram with byte fallback, as converted from SentencePiece (Llama 2, Mistral, Gemma, ...).
 
-Other algorithms (SentencePiece, WordPiece) may drop or change text and are errors. The file's post-processor
+Other algorithms (WordPiece, vocabularies of characters) lose text and are errors. The file's post-processor
 is not used for training: `encode_documents` frames documents as for every tokenizer."""
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, read_object
+from titanlite.tokenizers import pieces
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig, read_bytes
 from titanlite.tokenizers.tokenizer_json import TOKENIZER_CONFIG
 
+REBUILT = ("add_prefix_space", "legacy")  # settings of tokenizers that transformers builds
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(TokenizerConfig, name="huggingface"):
-    """A tokenizer.json with byte-level BPE, such as Llama 3's or Qwen's."""
+    """A tokenizer.json with byte-level BPE, such as Llama 3's and Qwen's, or with BPE or Unigram and byte
+    fallback, such as Llama 2's, Mistral's and Gemma's."""
 
     path: str
     """tokenizer.json, or the directory that holds it."""
@@ -39,25 +42,31 @@ class HuggingFace(TokenizerConfig, name="huggingface"):
     """Encode the names of special tokens in a document as these tokens; otherwise they are plain text."""
 
     def build(self) -> HuggingFaceTokenizer:
-        return HuggingFaceTokenizer(self)
+        path = Path(self.path)
+        if path.is_dir() and not (path / "tokenizer.json").exists() and (path / "tokenizer.model").exists():
+            raise ConfigError(
+                f"{path} has a tokenizer.model but no tokenizer.json: select the tokenizer 'sentencepiece', "
+                "or 'tiktoken' for Llama 3's file",
+                "tokenizer.name",
+            )
+        path = path / "tokenizer.json" if path.is_dir() else path
+        return HuggingFaceTokenizer(self, path, read_bytes(str(path), "tokenizer.path"))
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """The tokenizer that HuggingFace.build returns."""
+    """The tokenizer that HuggingFace.build returns. `path`: the file, for messages and for the files beside
+    it. `content`: of tokenizer.json."""
 
-    def __init__(self, config: HuggingFace):
+    def __init__(self, config: HuggingFace, path: Path, content: bytes):
         try:
             from tokenizers import Tokenizer as Library
         except ImportError:
             raise ConfigError(
-                "'huggingface' needs the library tokenizers: pip install 'titanlite[tokenizer]'",
+                f"{config.name!r} needs the library tokenizers: pip install 'titanlite[tokenizer]'",
                 "tokenizer.name",
             ) from None
-        path = Path(config.path)
-        path = path / "tokenizer.json" if path.is_dir() else path
-        content = read_bytes(str(path), "tokenizer.path")
         try:
-            _check_byte_level(json.loads(content))
+            self._has_pieces = has_pieces(json.loads(content))
             self._library = Library.from_str(content.decode())
         except Exception as e:  # the library has no exception class of its own
             raise ConfigError(f"{path}: {e}", "tokenizer.path") from None
@@ -66,6 +75,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.config = config
         self._folder, self._content = path.parent, content
         self._set_mode()
+        self._check_text(path)
         self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values()) + 1
         self.eos = self._special("eos", config.eos, path)
         self.bos = self._special("bos", config.bos, path)
@@ -144,25 +154,56 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids), skip_special_tokens=False)
 
+    def decode_continuation(self, ids: Sequence[int]) -> str:
+        if not self._has_pieces:
+            return self.decode(ids)
+        # Only at the start of a text does the library remove a blank.
+        return self.decode([self.eos, *ids])[len(self.decode([self.eos])) :]
+
     def bytes_per_token(self) -> np.ndarray:
-        """Each character of a token in the file is one byte (GPT-2's printable characters); added tokens are
-        written as their text. Bytes are those of the text after the file's normalizer (NFC)."""
+        """In byte-level BPE each character of a token in the file is one byte (GPT-2's printable characters);
+        added tokens are written as their text. Bytes are those of the text after the file's normalizer.
+
+        A tokenizer that adds a blank in front of each text has -1 bytes for EOS, so that the bytes of a
+        document add up to those of its text."""
         vocab = self._library.get_vocab(with_added_tokens=False)
-        num_bytes = {number: len(token) for token, number in vocab.items()}
+        num_bytes = {
+            number: pieces.num_bytes(token) if self._has_pieces else len(token)
+            for token, number in vocab.items()
+        }
         for number, token in self._library.get_added_tokens_decoder().items():
             num_bytes[number] = 0 if token.special else len(token.content.encode("utf-8"))
-        return self._bytes_per_token(num_bytes)
+        table = self._bytes_per_token(num_bytes)
+        table[self.eos] -= self._adds_blank()
+        return table
+
+    def _adds_blank(self) -> bool:
+        """Whether the first token of a text has a blank that the text does not have."""
+        first = self._library.encode("a", add_special_tokens=False).tokens[0]
+        return self._has_pieces and first.startswith(pieces.BLANK)
+
+    def _check_text(self, path: Path) -> None:
+        """Raise ConfigError if the tokenizer changes ordinary text, for example to lower case."""
+        text = self.decode(self.encode(pieces.PROBE)).removeprefix(" ")
+        if self._has_pieces and text != pieces.PROBE:
+            raise ConfigError(f"{path}: it changes text: {pieces.PROBE!r} becomes {text!r}", "tokenizer.path")
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return tokenizer.json unchanged, and the files beside it with titanlite's BOS and EOS."""
         files = {"tokenizer.json": self._content}
-        for name in ("chat_template.jinja", "chat_template.json"):
+        own = ["tokenizer.model"] if self._has_pieces else []
+        for name in ("chat_template.jinja", "chat_template.json", *own):
             if file := self._beside(name):
                 files[name] = read_bytes(str(file), "tokenizer.path")
         framing = {"bos_token": self._library.id_to_token(self.bos)} if self._has_bos else {}
         framing |= {"eos_token": self._library.id_to_token(self.eos)}
         file = self._beside("tokenizer_config.json")
         config = read_object(file) if file else TOKENIZER_CONFIG
+        if self._has_pieces:
+            # transformers 5 runs the file only for this class: LlamaTokenizer builds a tokenizer of its own
+            # from the vocabulary, which has other ids for texts that begin with a blank.
+            config = {key: value for key, value in config.items() if key not in REBUILT}
+            config["tokenizer_class"] = TOKENIZER_CONFIG["tokenizer_class"]
         files["tokenizer_config.json"] = as_json({**config, **framing})
         # transformers may prefer this file to the configuration
         if file := self._beside("special_tokens_map.json"):
@@ -195,21 +236,37 @@ class HuggingFaceTokenizer(Tokenizer):
         self._set_mode()  # the library's pickle loses it
 
 
-def _check_byte_level(tree: Any) -> None:
+def has_pieces(tree: Any) -> bool:
+    """Return True for BPE or Unigram with byte fallback, whose tokens are pieces of text; False for
+    byte-level BPE, whose tokens are bytes. Raises ValueError for a tokenizer that loses text."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
+        raise ValueError("not a tokenizer.json")
+    model = tree["model"]
+    if (kind := model.get("type")) not in ("BPE", "Unigram"):
+        raise ValueError(f"its model is {kind}, expected BPE or Unigram")
+    steps = pieces.steps(tree.get("pre_tokenizer"), "pretokenizers")
+    is_byte_level = any(step.get("type") == "ByteLevel" for step in steps)
+    if kind == "Unigram" or (model.get("byte_fallback") and not is_byte_level):
+        pieces.check(tree)
+        return True
+    _check_byte_level(tree)
+    return False
+
+
+def _check_byte_level(tree: dict[str, Any]) -> None:
     """Raise ValueError unless every text has ids that decode to it, or (Qwen) to its NFC form."""
     from tokenizers import pre_tokenizers
 
-    if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
-        raise ValueError("not a tokenizer.json")
-    if (kind := tree["model"].get("type")) != "BPE":
-        raise ValueError(f"its model is {kind}, expected byte-level BPE")
     split = tree.get("pre_tokenizer") or {}
     kinds = {step.get("type") for step in split.get("pretokenizers", [split])}
     if (
         "ByteLevel" not in kinds
         or not set(pre_tokenizers.ByteLevel.alphabet()) <= tree["model"]["vocab"].keys()
     ):
-        raise ValueError("its BPE works on characters, not on bytes, and would lose unknown characters")
+        raise ValueError(
+            "its BPE works on characters, not on bytes, and would lose unknown characters: it has no byte "
+            "fallback"
+        )
     if any(step.get("add_prefix_space") for step in split.get("pretokenizers", [split])):
         raise ValueError("it adds a blank before every text (add_prefix_space)")
     change = tree.get("normalizer") or {"type": "NFC"}

@@ -103,9 +103,12 @@ def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
+            is_other = b"<unk>" in content[:1000]
+            other = ". SentencePiece's tokenizer.model is read by the tokenizer 'sentencepiece'" * is_other
             shown = line[:40].decode("utf-8", "backslashreplace")
             raise ConfigError(
-                f"{path} is not a tiktoken file: line {number} is not a base64 token and its rank: {shown!r}",
+                f"{path} is not a tiktoken file: line {number} is not a base64 token and its rank: {shown!r}"
+                f"{other}",
                 "tokenizer.path",
             ) from None
     is_complete = len(ranks) == len(lines) and sorted(ranks.values()) == list(range(len(lines)))

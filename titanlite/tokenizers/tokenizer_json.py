@@ -7,7 +7,7 @@ split first, as in `Tiktoken`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from titanlite.config.json_file import as_json
@@ -36,9 +36,38 @@ def byte_level_files(
             for regex, behavior in ((_long_runs(), "MergedWithPrevious"), (pattern, "Isolated"))
         ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    model = bpe_model(
+        {spelled[token]: rank for token, rank in ranks.items()},
+        [(spelled[left], spelled[right]) for left, right in _merges(ranks)],
+        ignore_merges=True,  # a word that is a token is not split further, as in tiktoken
+    )
+    tree = tokenizer_tree(
+        special,
+        bos,
+        normalizer=None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        decoder=byte_level,
+        model=model,
+    )
+    config = {**TOKENIZER_CONFIG, "bos_token": bos, "eos_token": eos}
+    return {"tokenizer.json": as_json(tree), "tokenizer_config.json": as_json(config)}
+
+
+def tokenizer_tree(
+    special: Mapping[str, int],
+    bos: str,
+    *,
+    normalizer: dict[str, Any] | None,
+    pre_tokenizer: dict[str, Any] | None,
+    decoder: dict[str, Any],
+    model: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the content of tokenizer.json. `special`: ids of special tokens. `bos`: the special token that
+    transformers puts before a text; empty: none."""
     text, pair = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
-    tree = {
+    first = [{"SpecialToken": {"id": bos, "type_id": 0}}] if bos else []
+    framing = {bos: {"id": bos, "ids": [special[bos]], "tokens": [bos]}} if bos else {}
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -49,30 +78,36 @@ def byte_level_files(
             }
             for token, number in special.items()
         ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": [first, text],
-            "pair": [first, text, pair],
-            "special_tokens": {bos: {"id": bos, "ids": [special[bos]], "tokens": [bos]}},
+            "single": [*first, text],
+            "pair": [*first, text, pair],
+            "special_tokens": framing,
         },
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,  # a word that is a token is not split further, as in tiktoken
-            "vocab": {spelled[token]: rank for token, rank in ranks.items()},
-            "merges": [[spelled[left], spelled[right]] for left, right in _merges(ranks)],
-        },
+        "decoder": decoder,
+        "model": model,
     }  # fmt: skip
-    config = {**TOKENIZER_CONFIG, "bos_token": bos, "eos_token": eos}
-    return {"tokenizer.json": as_json(tree), "tokenizer_config.json": as_json(config)}
+
+
+def bpe_model(
+    vocab: Mapping[str, int], merges: Iterable[tuple[str, str]], *, ignore_merges: bool, **fields: Any
+) -> dict[str, Any]:
+    """Return the `model` of a tokenizer.json with BPE. `fields`: those that differ from the defaults."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        **fields,
+        "ignore_merges": ignore_merges,
+        "vocab": vocab,
+        "merges": [[left, right] for left, right in merges],
+    }
 
 
 def _long_runs() -> str:

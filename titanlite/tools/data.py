@@ -209,7 +209,8 @@ def _print_sequence(packed: PackedSequences, number: int, tokenizer: Tokenizer, 
             num = num_left if in_last else min(num_left, length - place % length)
             document, offset = packed.shards.locate(start)
             print(f"---- document {document:,}, tokens {offset:,} to {offset + num - 1:,}")
-            print(for_terminal(tokenizer.decode(packed.shards.read(start, num).tolist())))
+            decode = tokenizer.decode_continuation if offset else tokenizer.decode
+            print(for_terminal(decode(packed.shards.read(start, num).tolist())))
             start, num_left, place = start + num, num_left - num, place + num
     if padding := packed.seq_len + 1 - int(lengths.sum()):
         print(f"---- {padding:,} tokens of padding")

@@ -17,7 +17,7 @@ from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.checkpoint.state import listed, model_tensors, non_finite
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
-from titanlite.generate import CachedLogits, Generation, before_any, next_tokens
+from titanlite.generate import CachedLogits, Generation, before_any, next_tokens, text_after
 from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.weights import Weights, load_weights, mismatches, skeleton
@@ -61,9 +61,9 @@ class Source:
             if token in self.stop_ids:
                 return
 
-    def text(self, ids: Sequence[int]) -> str:
-        """Decode the ids before the first stop id."""
-        return self.tokenizer.decode(before_any(ids, self.stop_ids))
+    def text(self, prompt: str, ids: Sequence[int]) -> str:
+        """Decode the ids before the first stop id, which follow the prompt."""
+        return text_after(prompt, before_any(ids, self.stop_ids), self.tokenizer)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         if len(prompts) > 1:
             print(f"--- {i + 1} of {len(prompts)}")
         continuation = source.continuation(prompt, config, options.seed + i)
-        _print_growing(prompt, (source.text(ids) for ids in continuation))
+        _print_growing(prompt, (source.text(prompt, ids) for ids in continuation))
     return 0
 
 

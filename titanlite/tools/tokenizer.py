@@ -89,7 +89,7 @@ def _show(argv: Sequence[str]) -> int:
     text = " ".join(words) if words else "" if sys.stdin.isatty() else _decode(sys.stdin.buffer.read())
     ids = tokenizer.encode(text)
     for i in ids:
-        print(f"{i:>7}  {tokenizer.decode([i])!r}")
+        print(f"{i:>7}  {tokenizer.decode_continuation([i])!r}")
     if ids:
         print(f"{len(ids):,} tokens, {len(text):,} characters ({len(text) / len(ids):.2f} per token)")
     return 0

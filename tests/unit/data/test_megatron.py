@@ -81,7 +81,7 @@ def test_documents_of_several_sequences(tmp_path: Path, dtype: str) -> None:
     assert tokens.document_starts(0, 15).tolist() == [0, 3, 4, 12, 14]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     prefixes=st.lists(
         st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=12).filter(
