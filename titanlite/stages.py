@@ -294,7 +294,8 @@ class Stages:
                     stage.lr_scheduler.check(num_steps)
                     stage.lr_scheduler.check_factors(num_steps)
                 except ConfigError as e:
-                    raise _in_stage(i, stage, e) from None
+                    text = str(e).replace("--lr_scheduler.", f"stages.{i}.lr_scheduler.")
+                    raise _in_stage(i, stage, ConfigError(text, e.key)) from None
 
     def _ramp_factor(self, sequence: int) -> float:
         size = self._ramp_size(sequence)

@@ -17,8 +17,9 @@ import pytest
 
 from tests.support.checkpoints import archived
 from tests.support.jobs import make_job, metrics_of
-from tests.support.runs import history, state_of
+from tests.support.runs import assert_same, history, state_of
 from tests.support.spikes import garbage_sequences, wrong_gradients
+from tests.support.staged import staged
 from tests.support.tiers import full
 from titanlite.checkpoint.saver import Saver
 from titanlite.config.component import ConfigError
@@ -233,3 +234,21 @@ def test_a_rewind_that_reads_more_than_max_epochs_ends_the_run(tmp_path: Path, c
     for _ in range(2):  # a second start comes to the same end
         with pytest.raises(ConfigError, match=r"after the rewind to step 80: .*more than max_epochs = 1\.6"):
             on_rank(tmp_path, corpus, SHORT, "short", [*REWIND, sources(1.6)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rewind_over_the_edge_of_a_stage(
+    tmp_path: Path, corpus: Path, run_on: Callable[..., Any], ranks: int
+) -> None:
+    """The second stage begins amid the bad sequences, and the run rewinds into the first one."""
+    case, edge = SHORT._replace(ranks=ranks), SHORT.bad[0] + 40
+    second = 'until = "end", weights = [1, 1], seq_len = 8, global_batch_size = 16'
+    keys = [staged(f'until = "{edge} sequences"', second)]
+    run_on(ranks, on_rank, tmp_path, corpus, case, "rewound", [*REWIND, *keys])
+    first, last = window_of(tmp_path)
+    assert first < edge < last
+    skip = f"--data.skip_sequences=[[{first}, {last}]]"
+    run_on(ranks, on_rank, tmp_path, corpus, case, "skipped", [*keys, skip])
+    rewound, skipped = (make_job(tmp_path, corpus, *BASE, name=n) for n in ("rewound", "skipped"))
+    assert_same(rewound, skipped)
