@@ -213,9 +213,13 @@ class Stages:
         stage = self.stages[i]
         if stage.lr_scheduler is not None:
             before = self.steps_before(self.firsts[i])
-            num_steps = self.num_steps(i)
             step_in_stage = self.steps_before(sequence) - before + 1
-            factor = stage.lr_scheduler.checked_factor(step_in_stage, max(num_steps, step_in_stage))
+            # Not num_steps(i): with skipped sequences, or if the batch size was changed while the run was
+            # stopped, the steps of a run are not those from sequence 0 on.
+            num_steps = step_in_stage + max(last_step - step, 0)
+            if i + 1 < len(self):
+                num_steps = min(num_steps, self.steps_before(self.firsts[i + 1]) - before)
+            factor = stage.lr_scheduler.checked_factor(step_in_stage, num_steps)
         else:
             factor = self._scheduler.checked_factor(step, last_step)
         return factor * stage.lr_factor * self._ramp_factor(sequence)

@@ -243,7 +243,7 @@ def test_a_rewind_over_the_edge_of_a_stage(
 ) -> None:
     """The second stage begins amid the bad sequences, and the run rewinds into the first one."""
     case, edge = SHORT._replace(ranks=ranks), SHORT.bad[0] + 40
-    second = 'until = "end", weights = [1, 1], seq_len = 8, global_batch_size = 16'
+    second = 'until = "end", weights = [1, 1], seq_len = 8, lr_factor = 0.5'
     keys = [staged(f'until = "{edge} sequences"', second)]
     run_on(ranks, on_rank, tmp_path, corpus, case, "rewound", [*REWIND, *keys])
     first, last = window_of(tmp_path)

@@ -25,7 +25,8 @@ from tests.support.runs import (
 )
 from tests.support.staged import STAGED, STEPS, assert_no_repeats, opened, sha_of
 from tests.support.tiers import full
-from titanlite.job import Job
+from titanlite.job import Job, load_job
+from titanlite.train import train
 
 FIRSTS = [0, 4, 8, 12, 20, 36, 52, 68, 76, 84, 92, 100]  # positions before the steps, and after the last one
 SIZES = [4, 4, 4, 8, 16, 16, 16, 8, 8, 8, 8]
@@ -65,6 +66,15 @@ def test_stops_at_the_edges_of_stages_change_nothing(
     whole: Job, tmp_path: Path, corpus: Path, hops: list[int], workers: int
 ) -> None:
     job = run_in_hops(tmp_path, corpus, hops, *STAGED, f"--data.num_workers={workers}")
+    assert_same(job, whole)
+
+
+@pytest.mark.full
+def test_a_recorded_job_continues_the_run(whole: Job, tmp_path: Path, corpus: Path) -> None:
+    run_in_hops(tmp_path, corpus, [5], *STAGED, name="run")
+    job = load_job(tmp_path / "run/job.toml", [f"--training.steps={STEPS}"])
+    assert [stage.until for stage in job.stages] == ["30 sequences", "60 sequences", "end"]
+    assert train(job) == 0
     assert_same(job, whole)
 
 
@@ -125,7 +135,7 @@ def test_skipped_sequences_at_the_edges_of_stages(
     numbers = (n for n in count() if not any(first <= n <= last for first, last in SKIPPED))
     # The step after position 20 takes 20 to 25 and 41 to 50, so the next one begins in the stage "main".
     steps = [list(islice(numbers, size)) for size in [4, 4, 4, 8, 16, 16, 8, 8, 8, 8, 8]]
-    assert [(step[0], step[-1]) for step in steps[4:7]] == [(20, 50), (51, 70), (71, 79)]
+    assert [(step[0], step[-1]) for step in steps[4:7]] == [(20, 50), (51, 72), (73, 81)]
     sequences = opened(whole)
     lines = metrics_of(whole)
     assert [line["data/batch_sha"] for line in lines] == [sha_of(sequences, *step) for step in steps]

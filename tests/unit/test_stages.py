@@ -104,6 +104,19 @@ def test_every_step_of_a_stage_has_its_own_number(columns: list[tuple[int, int]]
     assert seen == [(step, count) for count in counts for step in range(1, count + 1)]
 
 
+def test_the_last_stage_ends_with_the_run() -> None:
+    """Also after a change of the batch size while the run was stopped: it has taken 100 steps of 8 sequences
+    and takes 16 from there on. And with skipped sequences, which bring the stage nearer."""
+    decay = WarmupStableDecay(warmup_steps=0, decay_ratio=1.0, min_lr_factor=0.1)
+    stages = opened(
+        [Stage(until="1600 sequences"), Stage(until="end", lr_scheduler=decay)], batch_size=16, steps=200
+    )
+    factors = [stages.lr_factor(step, 1600 + 16 * (step - 151)) for step in range(151, 201)]
+    assert factors == [decay.factor(step, 50) for step in range(1, 51)]
+    factors = [stages.lr_factor(step, 1600 + 16 * (step - 91)) for step in range(91, 201)]
+    assert factors == [decay.factor(step, 110) for step in range(1, 111)]
+
+
 def conversion(seq_len: int = 128, epoch: int | None = 1000) -> Conversion:
     return Conversion(seq_len, 8, StepSizes.constant(8), 12_800, epoch)
 
