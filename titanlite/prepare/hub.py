@@ -6,6 +6,7 @@ give."""
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,8 +84,6 @@ def open_builder(name: str, part: HubSplit) -> Any:
 
 def _download(repo_id: str, revision: str, files: list[str]) -> Path:
     """Download files of a dataset. Returns the folder that holds them."""
-    import glob
-
     from huggingface_hub import snapshot_download
 
     with hub_errors(repo_id):

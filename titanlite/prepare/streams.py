@@ -98,11 +98,14 @@ def fetch(stream: DocumentStream, output: Path, field: str) -> list[Path]:
     with locked(folder, output, (0, 1)) as unfinished:
         if not unfinished:
             raise ConfigError(f"{output} exists; choose another, or delete it", "output")
+        record: dict[str, Any] = {"key": key, "files": 0, "documents": 0, "state": None, "complete": False}
         try:
             record = load_object(folder / RECORD)
         except FileNotFoundError:
-            record = {"key": key, "files": 0, "documents": 0, "state": None, "complete": False}
-        if record["key"] != key:
+            pass
+        except ValueError as e:
+            raise ConfigError(f"{folder / RECORD}: {e}: delete the folder", "output") from None
+        if record.get("key") != key:
             raise ConfigError(
                 f"{folder} holds documents of another stream, or the stream has changed since: delete the "
                 "folder, or choose another output",
@@ -137,7 +140,11 @@ def _fetch_rest(stream: DocumentStream, folder: Path, record: dict[str, Any], fi
             state = opened.state_dict() if has_state else None  # type: ignore[attr-defined]
             record["files"] += count > 0
             record |= {"documents": record["documents"] + count, "state": state, "complete": is_last}
-            write_atomically(folder / RECORD, json.dumps(record))
+            try:
+                text = json.dumps(record)
+            except (TypeError, ValueError) as e:
+                raise ConfigError(f"the state_dict of the stream {stream.label} is not JSON: {e}") from None
+            write_atomically(folder / RECORD, text)
 
 
 def _write(
