@@ -16,10 +16,11 @@ the configuration imports.
 
 `plan` prints what a run reads of each source in each stage: tokens, epochs and the numbers of the first and
 last sequences, the steps with their batch size and learning rate, and when epochs end and max_epochs is
-exceeded. If the run folder of CONFIG holds a checkpoint, the plan marks where the run is. Text that is not
-tokenised yet is tokenised, as a run does at its start. --ranks is by default that of the newest checkpoint,
-or the fewest ranks that [parallelism] allows. If a run would refuse the job, the plan ends with the reason
-and exit code 2."""
+exceeded. Sequences are counted up to the boundary of a stage; a step that passes it belongs to the stage of
+its first sequence. If the run folder of CONFIG holds a checkpoint that the job continues, the plan marks
+where the run is. Text that is not tokenised yet is tokenised, as a run does at its start. --ranks is by
+default that of the newest checkpoint, or the fewest ranks that [parallelism] allows. If a run would refuse
+the job, the plan ends with the reason and exit code 2."""
 
 from __future__ import annotations
 
@@ -107,7 +108,11 @@ def _show(argv: Sequence[str]) -> int:
         raise ConfigError("command line, --num-sequences: 0 is not at least 1")
     numbers = range(first, first + num)
     if config is not None:
-        _show_run(load_job(config, overrides, None, allow), numbers)
+        job = load_job(config, overrides, None, allow)
+        try:
+            _show_run(job, numbers)
+        except ConfigError as e:
+            raise toml.read(config, overrides)[1].located(e) from None
         return 0
     packed, tokenizer = _open(path, overrides)
     for number in numbers:

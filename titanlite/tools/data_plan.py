@@ -143,9 +143,12 @@ def _plan(job: Job, path: str, ranks: int | None) -> tuple[Plan, ConfigError | N
     try:
         identity = job.identity(sequences.identity, sequences.names)
         RunFolder(job.checkpoint, job.folder, identity).choose_checkpoint([])
+    except ConfigError as e:  # the job cannot continue this run: plan a new one
+        refusal, candidate = e, None
+    try:
         startup.check_data(job, stages, sequences, candidate.train if candidate else None)
     except ConfigError as e:
-        refusal = e
+        refusal = refusal or e
     return _Planner(job, stages, sequences, candidate).plan(path, ranks), refusal
 
 
