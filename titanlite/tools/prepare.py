@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import titanlite.tokenizers.bytes
-import titanlite.tokenizers.huggingface  # noqa: F401 -- registers the tokenizer, like the line before
+import titanlite.tokenizers.huggingface
+import titanlite.tokenizers.sentencepiece  # noqa: F401 -- registers the tokenizer, like the lines before
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.imports import import_components

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
-from tests.support.jobs import make_job, metrics_of
+from tests.support.jobs import ROOT, make_job, metrics_of
 from tests.support.multilingual import SENTENCES
 from titanlite import cli
 from titanlite.config.component import ConfigError
@@ -427,3 +430,21 @@ def test_train_generate_and_export(
     ids = theirs("The quick", return_tensors="pt").input_ids
     continued = network.generate(ids, max_new_tokens=12, do_sample=False)[0]
     assert printed[0] == theirs.decode(continued, skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.full
+def test_prepare_and_show_in_new_processes(trained: dict[str, Path], tmp_path: Path) -> None:
+    """Each verb registers the tokenizer itself."""
+    (tmp_path / "text.txt").write_text("\n".join(SENTENCES))
+    tokenizer = ["--tokenizer.name=sentencepiece", f"--tokenizer.path={trained['gemma']}"]
+
+    def titanlite(*arguments: str) -> str:
+        command = [sys.executable, "-m", "titanlite.cli", *arguments]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+        return subprocess.run(
+            command, env=environment, check=True, capture_output=True, encoding="utf-8"
+        ).stdout
+
+    titanlite("prepare", str(tmp_path / "text.txt"), f"--output={tmp_path / 'out'}", *tokenizer)
+    shown = titanlite("data", "show", str(tmp_path / "out"), "--seq_len=200")
+    assert "\n".join(SENTENCES[:3]) in shown
