@@ -154,12 +154,13 @@ class MegatronFile:
         and for ids below 0."""
         self._check_index()
         starts = range(0, self.bin.stat().st_size, HASHED_BYTES)
+        read = partial(_read_block, self.bin, self.dtype, HASHED_BYTES)
         digest, largest = hashlib.sha256(hash_file(self.idx)[1].encode()), 0
         with (
             worker_pool(min(num_cores(), -(-len(starts) // 8))) as pool,
             Progress(total=len(starts), desc=f"hashing {self.bin.name}", unit="block", delay=1) as bar,
         ):
-            for block_digest, block_largest in pool.map(partial(_read_block, self.bin, self.dtype), starts):
+            for block_digest, block_largest in pool.map(read, starts):
                 digest.update(block_digest)
                 largest = max(largest, block_largest)
                 bar.update()
@@ -194,11 +195,11 @@ class MegatronFile:
         return cache_dir / f"megatron-{key}"
 
 
-def _read_block(file: Path, dtype: np.dtype, start: int) -> tuple[bytes, int]:
-    """Return the SHA-256 and the largest id of HASHED_BYTES of a .bin file."""
+def _read_block(file: Path, dtype: np.dtype, num_bytes: int, start: int) -> tuple[bytes, int]:
+    """Return the SHA-256 and the largest id of `num_bytes` of a .bin file, or of those to its end."""
     with open_regular(file) as opened:
         opened.seek(start)
-        data = opened.read(HASHED_BYTES)
+        data = opened.read(num_bytes)
     return hashlib.sha256(data).digest(), int(np.frombuffer(data, dtype).max())
 
 

@@ -218,15 +218,19 @@ def test_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(calls) == 2
 
 
-def test_a_large_file_is_hashed_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of cores does not matter, and the largest id is found in the last block."""
+@pytest.mark.parametrize("num_cores", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_large_file_is_read_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cores: int
+) -> None:
+    """The number of processes does not matter, and the largest id is found in the last block."""
     documents = [[list(range(i, i + 50))] for i in range(0, 900, 50)]
     file = megatron.MegatronFile(write_megatron(tmp_path / "a", documents))
-    monkeypatch.setattr(megatron, "num_cores", lambda: 1)
-    monkeypatch.setattr(megatron, "CHECKED_SEQUENCES", 4)
+    assert file.read_content().largest_id == 899  # as one block
     monkeypatch.setattr(megatron, "HASHED_BYTES", 100)
+    monkeypatch.setattr(megatron, "num_cores", lambda: 1)
     content = file.read_content()
     assert content.largest_id == 899
+    monkeypatch.setattr(megatron, "num_cores", lambda: num_cores)
     monkeypatch.setattr(megatron, "CHECKED_SEQUENCES", 5)
     assert file.read_content() == content
 
