@@ -51,7 +51,7 @@ class Stage:
     """Factor of the learning rate, in addition to that of the schedule."""
     lr_scheduler: LRScheduler | None = None
     """Schedule of this stage, `[stages.lr_scheduler] name = "..."`, instead of the run's. Its steps are those
-    of the stage: the first is step 1, and `training_steps` is their number."""
+    of the stage: the first is step 1, and amounts such as "1B tokens" are counted from its first sequence."""
 
     def __post_init__(self) -> None:
         if self.until != END:

@@ -146,3 +146,52 @@ def test_tokens_on_ranks_with_a_batch_that_follows_from_them(
     train(make_job(tmp_path, corpus, *steps, name="whole"))
     ranks, whole = (metrics_in(tmp_path / name) for name in ("ranks", "whole"))
     assert [row["data/batch_sha"] for row in ranks] == [row["data/batch_sha"] for row in whole]
+
+
+RAMP = '--training.batch_ramp=[{ until = "640 tokens", global_batch_size = 4 }]'
+
+
+@pytest.mark.full
+def test_one_epoch_under_a_ramp_is_within_max_epochs(
+    one_epoch: tuple[Path, list[str]], tmp_path: Path, corpus: Path
+) -> None:
+    """Five steps of 4 sequences, and steps of 8 that end with the epoch."""
+    _, overrides = one_epoch
+    job = make_job(tmp_path, corpus, *overrides, RAMP)
+    assert train(job) == 0
+    (source,) = json.loads((tmp_path / "run/sources.json").read_text())["sources"]
+    last = metrics_in(tmp_path / "run")[-1]
+    assert last["step"] == 5 + (source["sequences"] - 20) // 8
+    assert last["progress/sequences"] == 20 + 8 * (last["step"] - 5) > source["sequences"] - 8
+
+
+@pytest.mark.full
+def test_amounts_in_stages_are_the_numbers(tmp_path: Path, corpus: Path) -> None:
+    """A step of the ramp has 4 sequences of 32 tokens, the others 8; the model has 26,848 parameters."""
+
+    def staged(until: str, schedule: str) -> str:
+        decay = f'until = "end", lr_scheduler = {{ name = "warmup_stable_decay", {schedule} }}'
+        return f'--stages=[{{ until = "{until}" }}, {{ {decay} }}]'
+
+    length = "--training.steps=12"
+    in_numbers, in_tokens, in_parameters = (
+        make_job(tmp_path / name, corpus, RAMP, length, *overrides)
+        for name, overrides in {
+            "numbers": ["--lr_scheduler.warmup_steps=5", staged("41 sequences", "warmup_steps = 2")],
+            "tokens": [
+                "--lr_scheduler.warmup_steps=640 tokens",
+                staged("1312 tokens", 'warmup_steps = "520 tokens"'),
+            ],
+            "parameters": [
+                "--lr_scheduler.warmup_steps=0.0239 tokens/parameter",
+                staged("0.049 tokens/parameter", 'warmup_steps = "16 sequences"'),
+            ],
+        }.items()
+    )
+    for job in (in_numbers, in_tokens, in_parameters):
+        assert train(job) == 0
+    assert_same(in_tokens, in_numbers)
+    assert_same(in_parameters, in_numbers)
+    rates = [row["train/learning_rate"] / 3e-3 for row in metrics_in(in_numbers.folder)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[8:10] == pytest.approx([0.5, 1.0]), "the stage begins with the ninth step, at sequence 44"
