@@ -55,7 +55,15 @@ from titanlite.parallel.float8 import Float8
 from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
 from titanlite.runtime.process_group import Comm
 from titanlite.runtime.training import BatchLayout, Training
-from titanlite.stages import Stage, Stages, check_stages, count_ends, settings_of, uncounted_ends
+from titanlite.stages import (
+    Stage,
+    Stages,
+    check_sources_are_read,
+    check_stages,
+    count_ends,
+    settings_of,
+    uncounted_ends,
+)
 from titanlite.tokenizers.base import TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 
@@ -120,7 +128,9 @@ class Job:
         batch = BatchLayout.of(training, degrees.data_parallel)
         self.model.check_tensor_parallel(degrees.tp)
         self.model.check_pipeline_parallel(degrees.pp)
-        check_stages(self.stages, training, short_names(self.data.sources))
+        sources = dict(zip(short_names(self.data.sources), (source.weight for source in self.data.sources)))
+        check_stages(self.stages, training, list(sources))
+        check_sources_are_read(self.stages, sources)
         for key, seq_len in self.sequence_lengths().items():
             parallelism.check(seq_len, key)
         batch_sizes = self.batch_sizes(batch.global_size)

@@ -135,6 +135,18 @@ def check_stages(stages: Sequence[Stage], training: Training, sources: Sequence[
             raise _in_stage(i, stage, e) from None
 
 
+def check_sources_are_read(stages: Sequence[Stage], sources: dict[str, float]) -> None:
+    """Raise ConfigError for a source with weight 0 to which no stage gives a weight. `sources`: the weights
+    in data.sources, by the names of the sources."""
+    weights = [stage.weights_of(list(sources)) or [] for stage in stages]
+    for k, (name, weight) in enumerate(sources.items()):
+        if not weight and not any(of_stage[k] for of_stage in weights if of_stage):
+            raise ConfigError(
+                f"0, and no stage gives {name} a weight; to exclude a source, delete its table",
+                f"data.sources.{k}.weight",
+            )
+
+
 def _in_stage(i: int, stage: Stage, error: ConfigError) -> ConfigError:
     return ConfigError(f"{label(i, stage)}: {error}", f"stages.{i}.{error.key}")
 

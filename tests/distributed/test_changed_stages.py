@@ -167,9 +167,13 @@ def with_source(folder: Path, corpus: Path, weight: float = 1.0) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_later_stage_may_read_a_new_source(tmp_path: Path, corpus: Path) -> None:
-    keys = [*STAGED, "--data.holdout_sequences=0"]
-    new = with_source(tmp_path, corpus)
+@pytest.mark.parametrize(("num_held_out", "weight"), [(0, 1.0), (10, 0.0)])
+def test_a_later_stage_may_read_a_new_source(
+    tmp_path: Path, corpus: Path, num_held_out: int, weight: float
+) -> None:
+    """With sequences held out of the sources by their weights, if the weight of the new source is 0."""
+    keys = [*STAGED, f"--data.holdout_sequences={num_held_out}"]
+    new = with_source(tmp_path, corpus, weight)
     run_in_hops(tmp_path, corpus, [STOPPED], *keys, name="run")
     job = run_in_hops(tmp_path, corpus, [8, STEPS], *keys, *new, name="run")
     whole = run_in_hops(tmp_path, corpus, [STEPS], *keys, *new, name="whole")

@@ -326,7 +326,15 @@ def test_a_schedule_longer_than_the_run_may_have_a_warmup_as_long_as_the_run(pat
         ("--optimizer.lr=0", "command line, --optimizer.lr: 0.0 is not above 0"),
         ("--tokenizer.num_special_tokens=1", "command line, --tokenizer.num_special_tokens: 1 is below 2"),
         ("--data.sources=[]", "command line, --data.sources: no source to train on"),
-        ("--data.sources.0.weight=0", "command line, --data.sources.0.weight: 0.0 is not above 0"),
+        ("--data.sources.0.weight=-1", "command line, --data.sources.0.weight: -1.0 is not in [0, 1e9]"),
+        (
+            "--data.sources.0.weight=0",
+            "command line, --data.sources: no source has a weight above 0",
+        ),
+        (
+            "--data.validation_sources=[{ name = 'text', path = ['x'], weight = 0 }]",
+            "command line, --data.validation_sources.0.weight: 0; to exclude a source, delete its table",
+        ),
         ("--data.sources.0.path=x", "command line, --data.sources.0.path: unknown key 'path'"),
         ("--data.num_workers=-1", "command line, --data.num_workers: -1 is below 0"),
         ("--checkpoint.interval=0", "command line, --checkpoint.interval: 0 is below 1"),

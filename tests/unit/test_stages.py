@@ -21,7 +21,7 @@ from titanlite.data.step_sizes import StepSizes
 from titanlite.optim.piecewise import Piecewise
 from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 from titanlite.runtime.training import BatchRamp, Training
-from titanlite.stages import Stage, Stages, check_stages, count_ends, uncounted_ends
+from titanlite.stages import Stage, Stages, check_sources_are_read, check_stages, count_ends, uncounted_ends
 from titanlite.startup import last_sequence
 
 END = Stage(until="end")
@@ -188,6 +188,15 @@ def test_stages_that_do_not_fit_the_job_are_refused(stages: list[Stage], key: st
     with pytest.raises(ConfigError, match=message) as error:
         check_stages(stages, Training(seq_len=128), ["web", "code"])
     assert error.value.key == key
+
+
+def test_a_source_that_no_stage_reads_is_refused() -> None:
+    sources = {"web": 3.0, "code": 0.0}
+    check_sources_are_read([Stage(until="1K tokens"), Stage(until="end", weights=[1, 1])], sources)
+    for stages in ([], [END], [Stage(until="end", weights={"web": 1})]):
+        with pytest.raises(ConfigError, match=r"^0, and no stage gives code a weight; to exclude a") as error:
+            check_sources_are_read(stages, sources)
+        assert error.value.key == "data.sources.1.weight"
 
 
 def test_a_schedule_that_does_not_fit_its_stage_is_refused() -> None:

@@ -56,6 +56,13 @@ class Data:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ConfigError("no source to train on: give at least one [[data.sources]]", "sources")
+        if not any(source.weight for source in self.sources):
+            raise ConfigError("no source has a weight above 0", "sources")
+        for i, source in enumerate(self.validation_sources):
+            if not source.weight:
+                raise ConfigError(
+                    "0; to exclude a source, delete its table", f"validation_sources.{i}.weight"
+                )
         if self.holdout_sequences and self.validation_sources:
             raise ConfigError("cannot be combined with validation_sources", "holdout_sequences")
         check_at_least(self, 0, "holdout_sequences", "num_workers")
@@ -205,7 +212,7 @@ class SequenceDataset(Dataset):
                 {"first_sequence": first, "sources": shares} for (first, _), shares in zip(stages, by_content)
             ]
         if self._held != quotas(shares[0], self._holdout):
-            self.identity["held_out"] = dict(zip(fingerprints, self._held))
+            self.identity["held_out"] = {uid: held for uid, held in zip(fingerprints, self._held) if held}
 
     def _shares(self, weights: Sequence[float], key: str) -> list[int]:
         """Return the sources' sequences in a mixing block."""

@@ -32,14 +32,15 @@ class Source(Component, makes=(ShardedTokens,)):
     which needs two simpler methods. Keys of ConfigErrors are relative to the source, such as `path`."""
 
     weight: float = 1.0
-    """Share of this source in the training sequences, relative to the weights of all sources."""
+    """Share of this source in the training sequences, relative to the weights of all sources. 0: only stages
+    that give the source a weight read it."""
     max_epochs: float = 0.0
     """Maximum number of epochs of this source in a run; 0: no limit."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight <= 1e9:
+        if not 0 <= self.weight <= 1e9:
             raise ConfigError(
-                f"{self.weight} is not above 0 and at most 1e9; to exclude a source, delete its table",
+                f"{self.weight} is not in [0, 1e9]; to exclude a source, delete its table",
                 "weight",
             )
         if not 0 <= self.max_epochs < float("inf"):
