@@ -43,7 +43,8 @@ from titanlite.mesh import Parallelism
 from titanlite.metrics.guard import Guard
 from titanlite.metrics.meter import Metrics
 from titanlite.metrics.profiling import Profiling
-from titanlite.models.base import ModelFamily
+from titanlite.models.base import Decoder, ModelFamily
+from titanlite.models.lora import LoRA
 from titanlite.optim.adamw import AdamW
 from titanlite.optim.base import Optimizer
 from titanlite.optim.ema import EMA
@@ -52,7 +53,7 @@ from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
-from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
+from titanlite.parallel.pipeline_parallel import ZERO_BUBBLE, check_pipeline_parallel
 from titanlite.runtime.process_group import Comm
 from titanlite.runtime.training import BatchLayout, Training
 from titanlite.stages import (
@@ -94,6 +95,7 @@ class Job:
 
     job: JobInfo = field(default_factory=JobInfo)
     model: ModelFamily
+    lora: LoRA = field(default_factory=LoRA)
     tokenizer: TokenizerConfig = field(default_factory=Tiktoken)
     data: Data
     training: Training = field(default_factory=Training)
@@ -150,12 +152,23 @@ class Job:
             micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.cp,
             cpu_offload=training.enable_cpu_offload,
         )
+        self.lora.check(
+            self.checkpoint.initial_load_path,
+            float8=self.float8.enable,
+            zero_bubble=degrees.pp > 1 and parallelism.pipeline_parallel_schedule in ZERO_BUBBLE,
+        )
         if training.enable_cpu_offload:
             self.optimizer.check_cpu_offload()
         self.guard.check(self.checkpoint.enable)
         self.validation.check(bool(self.data.holdout_sequences or self.data.validation_sources))
         self.model.check_length(training.seq_len)
         self.resolved(world_size)
+
+    def build_on_meta(self) -> Decoder:
+        """Build the whole model, with its adapters if there are any, without memory for its weights."""
+        net = self.model.build_on_meta()
+        self.lora.apply(net, self.parallelism.pipeline_parallel_degree > 1)
+        return net
 
     def amounts(self) -> dict[str, Amount]:
         """The amounts of training, such as "4B tokens", that are not numbers of steps or sequences yet, by
@@ -247,6 +260,8 @@ class Job:
         names = {"tokenizer": self.tokenizer.label, "sources": sources}
         identity = {"model": model, "loss": self.loss.objective, "training": training, "data": data}
         stages = [place | settings_of(stage) for place, stage in zip(places, self.stages)]
+        if self.lora.enable:
+            identity["lora"] = self.lora.identity
         return identity | ({"stages": stages} if stages else {}) | {"names": names}
 
 

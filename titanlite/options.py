@@ -90,6 +90,7 @@ def add_export(options: Options) -> None:
     _add_format(options, default_dtype="bfloat16")
     add("--keep-padding", action="store_true", help="keep rows of embedding and head without a token id")
     add("--ema", action="store_true", help="export the checkpoint's average of the weights ([ema])")
+    add("--adapter", action="store_true", help="export adapters ([lora]) for PEFT, not merged into a model")
     _add_allow_imports(options)
 
 

@@ -29,7 +29,7 @@ from titanlite.data.sources import short_names
 from titanlite.files import FileFault, read_regular, write_atomically
 from titanlite.flops import peak_bf16_flops
 from titanlite.interop.exporter import Exporter
-from titanlite.interop.initial import check_initial
+from titanlite.interop.initial import check_initial, load_initial
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import Job
 from titanlite.log import logger
@@ -91,13 +91,32 @@ def open_tokenizer(job: Job) -> Tokenizer:
 
 
 def check_interop(job: Job, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError unless the initial weights, which only a new run needs, can be read, and unless the
-    model and its tokenizer have the Hugging Face form that an export needs."""
+    """Raises ConfigError unless the initial weights, which only a new run and runs of adapters need, can be
+    read, and unless the model and its tokenizer have the Hugging Face form that an export needs."""
     config = job.checkpoint
-    if config.initial_load_path and RunFolder(config, job.folder, None).is_new_run():
-        check_initial(Path(config.initial_load_path), ModelAndTokenizer(job.model, tokenizer))
+    is_read = job.lora.enable or RunFolder(config, job.folder, None).is_new_run()
+    if config.initial_load_path and is_read:
+        model = ModelAndTokenizer(job.model, tokenizer)
+        check_initial(Path(config.initial_load_path), model, is_base=job.lora.enable)
     if config.export_hf:
         job.model.hf_config(), tokenizer.hugging_face_files()
+
+
+def load_initial_weights(job: Job, net: Decoder, checkpoints: Checkpointer, state: TrainState) -> None:
+    """Read the weights at checkpoint.initial_load_path into `net`: those of a new run, or the base model of
+    adapters, whose fingerprint `state` gets. Raises ConfigError if the resumed run had another base model.
+    Collective."""
+    path, resumed = Path(job.checkpoint.initial_load_path), checkpoints.resumed_train
+    if job.lora.enable:
+        state.base = load_initial(path, job.model, net, checkpoints.ranks, is_base=True)
+        if resumed is not None and resumed["base"] != state.base:
+            raise ConfigError(
+                f"the weights in {path} are not those of the base model that the run's adapters were trained "
+                "on: undo the change, or start a new run in another --job.dump_folder",
+                "checkpoint.initial_load_path",
+            )
+    elif resumed is None and job.checkpoint.initial_load_path:
+        load_initial(path, job.model, net, checkpoints.ranks)
 
 
 def check_run_folder(job: Job, tokenizer: Tokenizer) -> None:
@@ -200,7 +219,7 @@ def check_same_on_all_ranks(job: Job, identity: dict[str, Any], rt: Runtime) -> 
 # Changes of these keys are not logged: they change no result, the run identity is compared for them, or, for
 # data.skip_sequences, another line says what is in force.
 NOT_LOGGED = (
-    "job.", "checkpoint.", "comm.", "metrics.", "profiling.", "generation.", "model.", "tokenizer.",
+    "job.", "checkpoint.", "comm.", "metrics.", "profiling.", "generation.", "model.", "lora.", "tokenizer.",
     "data.sources.", "data.skip_sequences", "data.cache_dir", "data.num_workers", "data.verify",
     "training.gc_freq",
 )  # fmt: skip
@@ -237,6 +256,7 @@ def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
     return [
         f"{job.model.name} {job.model.flavor}{changed}: {size:,} parameters",
         f"{job.model.shape()}{ids}",
+        *job.lora.describe(net),
         *job.optimizer.describe(net),
     ]
 

@@ -9,7 +9,6 @@ NGPU=8 ./run_train.sh CONFIG [--section.key=value ...]       one process per GPU
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from titanlite import startup
@@ -18,7 +17,6 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.overrides import split_arguments
 from titanlite.errors import Diverged, LoaderError
-from titanlite.interop.initial import load_initial
 from titanlite.job import Job, load_job
 from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
@@ -64,7 +62,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     Cheap compatibility checks run first; the run folder is not written to until they have passed."""
     attention, kernel = startup.check_device(job, rt.device, rt.param_dtype, rt.world_size)
     tokenizer = startup.open_tokenizer(job)
-    net = job.model.build_on_meta()
+    net = job.build_on_meta()
     job.optimizer.check(net, rt.mesh.degrees.tp)
     num_parameters = sum(p.numel() for p in net.parameters())
     flops_per_token = {length: net.flops_per_token(length) for length in job.sequence_lengths().values()}
@@ -91,8 +89,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         optimizer = job.optimizer.build(model.net, rt.mesh)
         clipper = Clipper(job.training.clip, job.training.max_norm, model.net, optimizer)
         state = TrainState(step=0, num_sequences=0, tokens=rt.count(0), skipped=job.data.skipped)
-        if checkpoints.resumed_train is None and job.checkpoint.initial_load_path:
-            load_initial(Path(job.checkpoint.initial_load_path), job.model, model.net, checkpoints.ranks)
+        startup.load_initial_weights(job, model.net, checkpoints, state)
         average = WeightAverage(job.ema, model.net)
         checkpoints.load(model.net, optimizer, state, average)
         model.weights_changed()

@@ -44,6 +44,8 @@ def build(
     family = ModelFamily.choices[options.get("family", "llama3")]
     with torch.device("meta"):
         net = family(flavor="debug", overrides=shape | options.get("shape", {})).build()
+    if "lora" in options:
+        options["lora"].apply(net, options.get("pp", 1) > 1)
     reduce = options.get("reduce", "step")
     parallelism = Parallelism(
         data_parallel_replicate_degree=dp_replicate,
@@ -84,7 +86,7 @@ def build(
     for name, p in model.net.named_parameters():
         if name.endswith("norm.weight"):  # norms start as ones, which would hide mistakes
             fill_normal(p, name, 1.0, 0.3, seed=0)
-        if name.endswith(".bias"):  # biases start as zeros
+        if name.endswith((".bias", ".lora_B.weight")):  # biases and adapters start as zeros
             fill_normal(p, name, 0.0, 0.3, seed=0)
     return model
 
@@ -114,6 +116,9 @@ def gradients(world_size: int, rank: int, micro_batches: int, **layout: Any) -> 
             torch.distributed.all_reduce(value)
     result = {"loss": loss, **auxiliary, "norm": grad_norms(model.net, model.mesh.pp).total}
     for name, p in model.net.named_parameters():
+        if not p.requires_grad:
+            assert p.grad is None
+            continue
         result[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
     return result
 

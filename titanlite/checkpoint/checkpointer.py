@@ -132,7 +132,7 @@ class Checkpointer:
         if candidate is None:
             self.ranks.from_rank_zero(self._restart)
             return
-        if self.config.initial_load_path:
+        if self.config.initial_load_path and not state.base:
             logger.info(f"initial_load_path is not used: the run resumes from {candidate.path}")
         make_state(optimizer)
         tensors = tensors_of(net, optimizer, average)

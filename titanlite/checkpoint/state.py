@@ -22,6 +22,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect, load_object
 from titanlite.data.skips import SkippedSequences
 from titanlite.mesh import local_shard
+from titanlite.models.base import is_adapter
 from titanlite.optim.ema import WeightAverage
 from titanlite.torch_compat import foreach_norm, is_persistent, plain_tensor
 
@@ -41,12 +42,13 @@ class TrainState:
     and the next two values when the step ends. `num_sequences`: number of sequences of the data order that
     were trained on or skipped, which is the loader's state. `tokens`: number of target tokens trained on, an
     int64 scalar on the device. `skipped`: all sequences, before and after the position, that the run never
-    trains on."""
+    trains on. `base`: fingerprint of the base model's weights, if adapters are trained; otherwise empty."""
 
     step: int
     num_sequences: int
     tokens: torch.Tensor
     skipped: SkippedSequences = field(default_factory=SkippedSequences)
+    base: str = ""
 
     @property
     def next_sequence(self) -> int:
@@ -66,6 +68,7 @@ class TrainState:
             "sequences": self.num_sequences,
             "tokens": int(self.tokens),
             "skipped": self.skipped.as_lists(),
+            **({"base": self.base} if self.base else {}),
         }
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -100,6 +103,16 @@ def model_tensors(net: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def saved_tensors(net: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of `net` that a checkpoint holds: without the frozen weights of a base model, if `net` has
+    adapters."""
+    tensors = model_tensors(net)
+    if any(is_adapter(name) for name in tensors):
+        frozen = {name for name, p in net.named_parameters() if not p.requires_grad}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in frozen}
+    return tensors
+
+
 def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's state by `<parameter name>.<key>`, such as `model.norm.weight.exp_avg`."""
     names: dict[torch.Tensor, str] = {p: name for name, p in net.named_parameters()}
@@ -120,7 +133,7 @@ def tensors_of(
     net: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
 ) -> Tensors:
     """All tensors that a checkpoint holds. The section of the average exists only if there is an average."""
-    tensors = {"model": model_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
+    tensors = {"model": saved_tensors(net), "optimizer": optimizer_tensors(net, optimizer)}
     return tensors | {AVERAGE: average.tensors} if average is not None and average.tensors else tensors
 
 

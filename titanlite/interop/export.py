@@ -26,8 +26,10 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json
 from titanlite.files import make_folder, sync
 from titanlite.interop import huggingface
+from titanlite.interop.formats import base_path, lora_of
 from titanlite.interop.huggingface import INDEX, SINGLE
 from titanlite.interop.weights import LazyTensor, ModelAndTokenizer, Weights, check, vocabulary_of
+from titanlite.models.base import Decoder, ModelFamily
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
@@ -76,11 +78,59 @@ def write_directory(
     Raises ConfigError if the weights belong to another model or `target` exists, CheckpointError if `target`
     cannot be written. An error leaves nothing on the disk."""
     check(weights, model.family)
+    outputs, vocab_size = _outputs(weights, model, form)
+    shards = _in_shards(outputs, form.max_shard_bytes)
+    return _write(target, _small_files(model, outputs, vocab_size), shards, SINGLE, replace, should_stop)
+
+
+def write_adapter(adapters: Weights, target: Path, family: ModelFamily, dtype: torch.dtype | None) -> int:
+    """Write the adapters of a checkpoint as the new directory `target`, in PEFT's format, which names the
+    base model by the path in the checkpoint's job. `dtype`: of the written tensors; None: each keeps its own.
+    Returns and raises as write_directory does."""
+    net, outputs = family.build_on_meta(), []
+    for name, stored in adapters.tensors.items():
+        layer, _, matrix = name.removesuffix(".weight").rpartition(".")
+        factor = net.export_factor(f"{layer}.weight") if matrix == "lora_B" else 1.0
+        outputs.append(
+            _Output(f"base_model.model.{name}", stored, stored.shape, dtype or stored.dtype, factor)
+        )
+    small = {"adapter_config.json": as_json(_peft_config(adapters, net))}
+    return _write(target, small, [outputs], "adapter_model.safetensors")
+
+
+def _peft_config(adapters: Weights, net: Decoder) -> dict[str, object]:
+    """Return the content of adapter_config.json."""
+    rank, alpha, _ = lora_of(adapters)
+    ends = (".lora_A.weight", ".lora_B.weight")
+    layers = {name.removesuffix(end) for name in adapters.tensors for end in ends if name.endswith(end)}
+    kinds = {layer.rpartition(".")[2] for layer in layers}
+    of_kinds = {name for name, _ in net.named_modules() if name.rpartition(".")[2] in kinds}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base_path(adapters)),
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted(kinds if layers == of_kinds else layers),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _write(
+    target: Path,
+    small: dict[str, bytes],
+    shards: Sequence[Sequence[_Output]],
+    single: str,
+    replace: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> int:
+    """Write the small files and the tensors as the new directory `target`. `single`: the name of the file of
+    tensors if there is only one. Other arguments, result and errors: see write_directory."""
     if not replace and (target.exists() or target.is_symlink()):
         raise ConfigError(f"{target} exists; choose another directory, or delete it")
-    outputs, vocab_size = _outputs(weights, model, form)
-    small = _small_files(model, outputs, vocab_size)
-    size = sum(output.size for output in outputs)
+    size = sum(output.size for shard in shards for output in shard)
     partial = target.with_name(f".partial-{target.name}-{uuid.uuid4().hex[:8]}")
     try:
         make_folder(target.parent)
@@ -88,7 +138,7 @@ def write_directory(
         commit.check_space(target.parent, size, "the export")
         for name, content in small.items():
             write_file(partial / name, content)
-        _write_shards(partial, _in_shards(outputs, form.max_shard_bytes), size, should_stop)
+        _write_shards(partial, shards, single, should_stop)
         sync(partial)
         _rename(partial, target, replace)
     except OSError as e:
@@ -161,16 +211,17 @@ def _in_shards(outputs: Sequence[_Output], max_bytes: int) -> list[list[_Output]
 
 
 def _write_shards(
-    folder: Path, shards: Sequence[Sequence[_Output]], size: int, should_stop: Callable[[], bool]
+    folder: Path, shards: Sequence[Sequence[_Output]], single: str, should_stop: Callable[[], bool]
 ) -> None:
     if len(shards) == 1:
-        _write_shard(folder / SINGLE, shards[0], should_stop)
+        _write_shard(folder / single, shards[0], should_stop)
         return
     file_of: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
         _write_shard(folder / file, shard, should_stop)
         file_of |= {output.name: file for output in shard}
+    size = sum(output.size for shard in shards for output in shard)
     write_file(folder / INDEX, as_json({"metadata": {"total_size": size}, "weight_map": file_of}))
 
 

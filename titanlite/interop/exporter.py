@@ -13,8 +13,9 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.section import EXPORTS, Checkpoint
-from titanlite.interop.dcp import check_hashes, open_titanlite
+from titanlite.interop.dcp import check_hashes
 from titanlite.interop.export import DTYPES, ExportFormat, write_directory
+from titanlite.interop.formats import open_checkpoint
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.log import logger
 
@@ -83,7 +84,7 @@ class Exporter:
             if verify:
                 check_hashes(checkpoint)
             size = write_directory(
-                open_titanlite(checkpoint, self._model.family),
+                open_checkpoint(checkpoint, self._model.family),
                 target,
                 self._model,
                 ExportFormat(DTYPES[self._config.export_dtype]),

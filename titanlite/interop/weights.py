@@ -20,7 +20,7 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.state import listed, model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_shard_and_offsets
-from titanlite.models.base import Decoder, ModelFamily
+from titanlite.models.base import Decoder, ModelFamily, is_adapter
 from titanlite.tokenizers.base import Tokenizer
 
 Region = tuple[slice, ...]  # begin and end along each dimension of a tensor
@@ -93,13 +93,15 @@ class Weights:
 
     `kind`: the name of the format, for messages. `architecture`: fields of the family's config, as far as
     they are recorded. `tokenizer`: fingerprint of the tokenizer that the model was trained with; "" if it is
-    not recorded."""
+    not recorded. `merged`: whether adapters were merged into the tensors, whose last bits may therefore
+    depend on the machine."""
 
     path: Path
     kind: str
     tensors: Mapping[str, LazyTensor]
     architecture: Mapping[str, Any]
     tokenizer: str = ""
+    merged: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -183,8 +185,11 @@ def vocabulary_of(net: Decoder) -> set[str]:
 
 def load_weights(weights: Weights, net: torch.nn.Module) -> None:
     """Read this rank's shard of each parameter of `net` in place, in the parameter's dtype. Rows of embedding
-    and head that `weights` does not have keep their values. Not collective. check() must have passed."""
+    and head that `weights` does not have keep their values, and so do adapters. Not collective. check() must
+    have passed."""
     for name, parameter in model_tensors(net).items():
+        if is_adapter(name):
+            continue
         local, offsets = local_shard_and_offsets(parameter)
         stored = weights.tensors[name]
         stops = [min(o + n, size) for o, n, size in zip(offsets, local.shape, stored.shape)]

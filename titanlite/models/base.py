@@ -24,12 +24,17 @@ from titanlite.config.component import Component, ConfigError, suggest
 # A function of a decoder's last hidden states [B, T, D] and its head's weight [V, D]: a loss that holds its
 # targets, or the computation of logits.
 HeadFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Role = Literal["embedding", "matrix", "head", "norm", "router", "expert"]
+Role = Literal["embedding", "matrix", "head", "norm", "router", "expert", "adapter"]
 
 
 def logits(hidden_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     """The head_fn that returns logits [B, T, V], in the hidden states' dtype."""
     return F.linear(hidden_BTD, weight_VD.to(hidden_BTD.dtype))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter `name` belongs to an adapter, which LoRA.apply has added to a layer."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 class Inputs(NamedTuple):
@@ -101,11 +106,13 @@ class Decoder(nn.Module):
     def parameter_role(self, name: str) -> Role:
         """The role of the parameter `name`, for optimizers that treat weights by their purpose.
 
-        Default: every parameter of fewer than two dims is a norm, a bias too. Other parameters are matrices
-        within the blocks; outside the blocks the weight of an nn.Embedding is the embedding (even if it also
-        serves as the head), and all others are the head. A family with routers or experts overrides this
-        method.
+        Default: the matrices of adapters are adapters. Every parameter of fewer than two dims is a norm, a
+        bias too. Other parameters are matrices within the blocks; outside the blocks the weight of an
+        nn.Embedding is the embedding (even if it also serves as the head), and all others are the head. A
+        family with routers or experts overrides this method.
         """
+        if is_adapter(name):
+            return "adapter"
         if self.get_parameter(name).ndim < 2:
             return "norm"
         module: nn.Module = self
@@ -166,13 +173,18 @@ class Decoder(nn.Module):
         """Model FLOPs of forward and backward for one token of a sequence of `seq_len` tokens: 6 N + 12 L H E
         T.
 
-        N is num_matmul_parameters(). The second term is the two matrix products of attention over the whole
-        sequence, without a deduction for causal masking (PaLM, Chowdhery et al. 2022, appendix B). The
-        repeated forward of activation checkpointing is not counted. A family whose attention or feed-forward
-        computes other products overrides this method. Called on the whole model, before it is sharded."""
+        N is num_matmul_parameters(). If parameters are frozen, 6 N is 4 N + 2 for each trained parameter,
+        because gradients of frozen weights are not computed. The second term is the two matrix products of
+        attention over the whole sequence, without a deduction for causal masking (PaLM, Chowdhery et al.
+        2022, appendix B). The repeated forward of activation checkpointing is not counted. A family whose
+        attention or feed-forward computes other products overrides this method. Called on the whole model,
+        before it is sharded."""
         config = self.config
         attention = config.n_layers * config.n_heads * config.head_dim * seq_len
-        return 6 * self.num_matmul_parameters() + 12 * attention
+        total = self.num_matmul_parameters()
+        frozen = any(not p.requires_grad for p in self.parameters())
+        trained = sum(p.numel() for p in self.parameters() if p.requires_grad) if frozen else total
+        return 4 * total + 2 * trained + 12 * attention
 
 
 @dataclass(frozen=True, kw_only=True)

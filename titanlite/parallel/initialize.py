@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -18,14 +19,34 @@ from titanlite.mesh import local_shard_and_offsets
 CHUNK = 1 << 22  # elements per chunk, to limit the memory of int64 temporaries
 
 
-@torch.no_grad()
 def fill_normal(
     parameter: torch.Tensor, name: str, mean: float, std: float, seed: int, device: torch.device | None = None
 ) -> None:
     """Fill a parameter, or this rank's shard of a DTensor, with values of normal(mean, std). `device`
     computes the values; default: the parameter's device."""
+    _fill(parameter, name, mean, std, seed, device, _normal)
+
+
+def fill_uniform(
+    parameter: torch.Tensor, name: str, bound: float, seed: int, device: torch.device | None = None
+) -> None:
+    """Fill a parameter as fill_normal does, with values of uniform(-bound, bound)."""
+    _fill(parameter, name, 0.0, bound, seed, device, _uniform)
+
+
+@torch.no_grad()
+def _fill(
+    parameter: torch.Tensor,
+    name: str,
+    mean: float,
+    scale: float,
+    seed: int,
+    device: torch.device | None,
+    values: Callable[[torch.Tensor, int], torch.Tensor],
+) -> None:
+    """Fill a parameter with mean + scale x values(index, key)."""
     local, offsets = local_shard_and_offsets(parameter)
-    if std == 0.0 or local.numel() == 0:
+    if scale == 0.0 or local.numel() == 0:
         local.fill_(mean)
         return
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
@@ -42,7 +63,7 @@ def fill_normal(
     for begin in range(0, len(local), rows_per_chunk):
         chunk = local[begin : begin + rows_per_chunk]
         rows = torch.arange(begin, begin + len(chunk), device=device) + offsets[0]
-        chunk.copy_(_normal((rows * stride).reshape(-1, *[1] * (local.ndim - 1)) + index, key) * std + mean)
+        chunk.copy_(values((rows * stride).reshape(-1, *[1] * (local.ndim - 1)) + index, key) * scale + mean)
 
 
 def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
@@ -56,6 +77,12 @@ def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
     high, low = (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF
     radius = torch.sqrt(-2.0 * torch.log((high.double() + 0.5) * 2.0**-32))
     return (radius * torch.cos((2.0 * math.pi * 2.0**-32) * low.double())).float()
+
+
+def _uniform(index: torch.Tensor, key: int) -> torch.Tensor:
+    """Values between -1 and 1, fp32, for int64 indices: the upper half of a keyed 64-bit hash."""
+    high = (_hash64(index ^ key) >> 32) & 0xFFFFFFFF
+    return ((high.double() + 0.5) * 2.0**-31 - 1.0).float()
 
 
 def _hash64(x: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,11 @@ from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
 from titanlite.losses import IGNORE, WHOLE_VOCABULARY, LossFunction, VocabularyShard, score_targets
 from titanlite.mesh import ALONE, Mesh
-from titanlite.models.base import Decoder, HeadFn, Inputs, logits
+from titanlite.models.base import Decoder, HeadFn, Inputs, is_adapter, logits
+from titanlite.models.lora import initial_bound
 from titanlite.parallel.float8 import precompute_scales
 from titanlite.parallel.fsdp import reshard, sync_gradients
-from titanlite.parallel.initialize import fill_normal
+from titanlite.parallel.initialize import fill_normal, fill_uniform
 from titanlite.parallel.pipeline_parallel import Pipeline
 from titanlite.parallel.probe import NUM_QUERIES, BlockRecorder, BlockStatistics, mlp_units, state_unchanged
 from titanlite.step_clock import StepClock
@@ -106,6 +107,9 @@ class ShardedModel:
                     "parallelism.pipeline_parallel_degree",
                 )
         for name, parameter in self.net.named_parameters():
+            if is_adapter(name):
+                fill_uniform(parameter, name, initial_bound(name, parameter.shape), seed, device)
+                continue
             mean, std = self.net.init_normal(name)
             fill_normal(parameter, name, mean, std, seed, device)
 

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 from titanlite.config.component import ConfigError
 from titanlite.losses import VocabularyShard
 from titanlite.models.base import Decoder, HeadFn, logits
+from titanlite.models.lora import LoRALinear, low_rank_product
 from titanlite.parallel.float8 import Float8, rowwise_style, shared_cast
 from titanlite.torch_compat import all_reduce
 
@@ -42,13 +51,16 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
         "embedding": lambda _: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
         "sequence": lambda _: SequenceParallel(sequence_dim=TOKENS),
         "gather": lambda module: _GatherTokens(shared_cast(module, float8)),
-        "colwise": lambda _: ColwiseParallel(),
-        "rowwise": lambda module: rowwise_style(module, float8)(output_layouts=Shard(TOKENS)),
+        "colwise": lambda _: _WithAdapter(ColwiseParallel(), COLWISE_ADAPTER),
+        "rowwise": lambda module: _WithAdapter(
+            rowwise_style(module, float8)(output_layouts=Shard(TOKENS)), ROWWISE_ADAPTER
+        ),
         # SequenceParallel replicates the weight and sums its gradient over ranks, for any sharded dim.
         "heads": lambda _: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
         "head": lambda _: _ShardRows(),
     }
     names = [name for name, _ in net.named_modules()]
+    frozen = [name for name, p in net.named_parameters() if not p.requires_grad]
     for pattern, style in net.tp_plan.items():
         matching = [name for name in names if fnmatch(name, pattern)]
         if not matching:
@@ -62,6 +74,8 @@ def apply_tensor_parallel(net: Decoder, mesh: DeviceMesh, float8: Float8) -> Non
     # Gradients of a parameter that is not a DTensor would differ between ranks.
     if missing := [name for name, p in net.named_parameters() if not isinstance(p, DTensor)]:
         raise ConfigError(f"tp_plan: no pattern matches {missing[0].rpartition('.')[0]!r}", "model.name")
+    for name in frozen:
+        net.get_parameter(name).requires_grad_(False)
 
 
 def vocabulary_shard(vocab_size: int, mesh: DeviceMesh) -> VocabularyShard:
@@ -132,6 +146,69 @@ class _GatherTokens(ParallelStyle):
             lambda _, args: (_gather(args[0], device_mesh, self.cast), *args[1:])
         )
         return module
+
+
+class _AdapterPlacements(NamedTuple):
+    """The placements of an adapter's tensors, along the one dim of the mesh. A rank computes the product from
+    its shards of A and B, without a collective. `*_gradient`: placement of the gradient that this gives: of a
+    replicated tensor each rank has a summand."""
+
+    a: Placement
+    b: Placement
+    x_gradient: Placement
+    a_gradient: Placement
+    b_gradient: Placement
+    output: Placement
+
+
+COLWISE_ADAPTER = _AdapterPlacements(
+    a=Replicate(), b=Shard(0),
+    x_gradient=Partial(), a_gradient=Partial(), b_gradient=Shard(0), output=Shard(2),
+)  # fmt: skip
+ROWWISE_ADAPTER = _AdapterPlacements(
+    a=Shard(1), b=Replicate(),
+    x_gradient=Shard(2), a_gradient=Shard(1), b_gradient=Partial(), output=Partial(),
+)  # fmt: skip
+
+
+class _WithAdapter(ParallelStyle):
+    """Shards a layer by `style`, and the adapter of the layer, if it has one, in the same way."""
+
+    def __init__(self, style: ParallelStyle, placements: _AdapterPlacements):
+        self.style, self.placements = style, placements
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, LoRALinear):
+            return self.style._apply(module, device_mesh)
+        a, b = module.lora_A, module.lora_B
+        del module.lora_A, module.lora_B  # torch's styles would take their weights for the layer's own
+        self.style._apply(module, device_mesh)
+        module.lora_A, module.lora_B = a, b
+        for layer, placement in ((a, self.placements.a), (b, self.placements.b)):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight, device_mesh, [placement]))
+        module.product = _sharded_product(device_mesh, self.placements)
+        return module
+
+
+def _sharded_product(mesh: DeviceMesh, placements: _AdapterPlacements) -> Callable[..., torch.Tensor]:
+    """low_rank_product for DTensors with these placements."""
+    x_gradient, a_gradient, b_gradient = (
+        [placements.x_gradient],
+        [placements.a_gradient],
+        [placements.b_gradient],
+    )
+    output = [placements.output]
+
+    def product(x: DTensor, a_RI: DTensor, b_OR: DTensor, scale: float) -> torch.Tensor:
+        local = low_rank_product(
+            x.to_local(grad_placements=x_gradient),
+            a_RI.to_local(grad_placements=a_gradient),
+            b_OR.to_local(grad_placements=b_gradient),
+            scale,
+        )
+        return DTensor.from_local(local, mesh, output, run_check=False)
+
+    return product
 
 
 class _ShardRows(ParallelStyle):

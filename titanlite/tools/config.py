@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 def build_on_meta(job: Job) -> Decoder:
     """Build the model on the meta device. Raises ConfigError for a key with a pattern that matches none of
     its modules or parameters."""
-    net = job.model.build_on_meta()
+    net = job.build_on_meta()
     job.optimizer.check(net, job.parallelism.tensor_parallel_degree)
     if job.float8.enable:
         split_layers(net, job.float8, job.parallelism.tensor_parallel_degree)

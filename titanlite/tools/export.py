@@ -1,6 +1,7 @@
 """`titanlite export RUN_OR_STEP DIR`: write a checkpoint's model as a Hugging Face directory, which
-`AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` open. Runs on the CPU and needs the
-memory of one tensor. An export that fails leaves nothing on the disk."""
+`AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` open. Adapters are merged into
+their base model or, with --adapter, written in PEFT's format. Runs on the CPU and needs the memory of one
+tensor. An export that fails leaves nothing on the disk."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from collections.abc import Sequence
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.resume import find_checkpoint
 from titanlite.commands import parser
+from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_new
 from titanlite.interop.dcp import check_hashes, open_titanlite
-from titanlite.interop.export import DTYPES, ExportFormat, write_directory
+from titanlite.interop.export import DTYPES, ExportFormat, write_adapter, write_directory
+from titanlite.interop.formats import has_adapters, open_checkpoint
 from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
 from titanlite.job import load_recorded_job
 from titanlite.log import set_up_logging, tell
@@ -26,14 +29,21 @@ def main(argv: Sequence[str]) -> int:
     check_hashes(path)
     job = load_recorded_job(path, options.allow_imports)
     tokenizer = job.tokenizer.build()
-    weights = open_titanlite(path, job.model, options.ema)
+    open_weights = open_titanlite if options.adapter else open_checkpoint
+    weights = open_weights(path, job.model, options.ema)
+    if options.adapter and not has_adapters(weights):
+        raise ConfigError(f"{path} has no adapters: leave out --adapter")
     now = getattr(job.tokenizer, "path", job.tokenizer.name)
     command = f"titanlite import {path} DIR CONFIG.toml --tokenizer.path=..."
     advice = f"{now} has changed; if the tokenizer has moved, run `{command}` with the run's CONFIG.toml"
     check_tokenizer(weights, tokenizer, advice)
     tell(f"using {path}")
     form = ExportFormat(DTYPES.get(options.dtype), options.max_shard_size, options.keep_padding)
-    size = write_directory(weights, options.target, ModelAndTokenizer(job.model, tokenizer), form)
+    if options.adapter:
+        size = write_adapter(weights, options.target, job.model, form.dtype)
+    else:
+        size = write_directory(weights, options.target, ModelAndTokenizer(job.model, tokenizer), form)
     source = f"the average of the weights in {path}" if options.ema else path
-    print(f"{options.target}: {job.model.name} {job.model.flavor} from {source}, {gib(size)}")
+    model = f"{'adapters of ' if options.adapter else ''}{job.model.name} {job.model.flavor}"
+    print(f"{options.target}: {model} from {source}, {gib(size)}")
     return 0

@@ -18,7 +18,8 @@ from titanlite.checkpoint.state import listed, model_tensors, non_finite
 from titanlite.commands import parser
 from titanlite.config.component import ConfigError
 from titanlite.generate import CachedLogits, Generation, before_any, next_tokens, text_after
-from titanlite.interop.dcp import check_hashes, open_titanlite
+from titanlite.interop.dcp import check_hashes
+from titanlite.interop.formats import open_checkpoint
 from titanlite.interop.huggingface import open_hugging_face
 from titanlite.interop.weights import Weights, load_weights, mismatches, skeleton
 from titanlite.job import load_recorded_job
@@ -122,7 +123,7 @@ def open_source(path: Path, device: torch.device, allow_imports: bool, average: 
     check_hashes(path)
     job = load_recorded_job(path, allow_imports)
     tokenizer = job.tokenizer.build()
-    weights = open_titanlite(path, average=average)
+    weights = open_checkpoint(path, job.model, average)
     net = _load(weights, job.model, device)
 
     def encode(prompt: str) -> list[int]:

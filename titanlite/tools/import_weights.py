@@ -12,8 +12,9 @@ from titanlite.commands import parser
 from titanlite.config.paths import check_new
 from titanlite.interop.dcp import check_hashes
 from titanlite.interop.export import DTYPES, ExportFormat, write_directory
+from titanlite.interop.formats import open_weights
 from titanlite.interop.huggingface import warn_of_generation_settings
-from titanlite.interop.initial import TO_CHANGE_IT, open_weights
+from titanlite.interop.initial import TO_CHANGE_IT
 from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
 from titanlite.job import load_job
 from titanlite.log import set_up_logging, tell

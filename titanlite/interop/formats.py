@@ -1,0 +1,145 @@
+"""Opens the weights in a directory of any supported format. A checkpoint of adapters is opened as the whole
+model, with the adapters merged into their base model."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from titanlite.checkpoint import commit
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.state import read_train
+from titanlite.config import toml
+from titanlite.config.component import ConfigError
+from titanlite.config.json_file import expect
+from titanlite.files import if_on_hub
+from titanlite.interop.dcp import open_titanlite
+from titanlite.interop.huggingface import is_adapter as is_peft
+from titanlite.interop.huggingface import is_hugging_face, open_hugging_face
+from titanlite.interop.torchtitan_meta import is_foreign_dcp, is_meta, open_meta, open_torchtitan
+from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
+from titanlite.models.base import ModelFamily, is_adapter
+
+
+def open_weights(path: Path, family: ModelFamily, check_base: bool = False) -> Weights:
+    """Open the weights in a directory of any supported format, for the model `family`. `check_base`: see
+    open_checkpoint. Raises ConfigError or CheckpointError if they cannot be read."""
+    if path.is_file():
+        raise ConfigError(f"{path} is a file; give its directory: {path.parent}")
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory{if_on_hub(path)}")
+    if is_peft(path):
+        raise ConfigError(
+            f"{path} is a PEFT adapter, not a whole model; merge it into its base model (peft: "
+            "merge_and_unload, then save_pretrained) and give that directory"
+        )
+    if is_hugging_face(path):
+        return open_hugging_face(path, family)
+    if is_meta(path):
+        return open_meta(path, family)
+    if is_foreign_dcp(path):
+        return open_torchtitan(path, family)
+    if steps := [step for _, step in commit.list_committed(path) if is_foreign_dcp(step)]:
+        raise ConfigError(f"{path} has checkpoints of another program; give one, such as {steps[-1]}")
+    if pickles := sorted(path.glob("pytorch_model*.bin")):
+        raise ConfigError(f"{pickles[0]}: pickled weights are not supported; save them as safetensors")
+    return open_checkpoint(path, family, check_base=check_base)
+
+
+def open_checkpoint(
+    path: Path, family: ModelFamily, average: bool = False, check_base: bool = True
+) -> Weights:
+    """Open the weights of a titanlite checkpoint as open_titanlite does; adapters are merged into their base
+    model, in fp64, and rounded to fp32.
+
+    `check_base`: read the base model, to raise ConfigError if it is not the one that the adapters were
+    trained on."""
+    weights = open_titanlite(path, family, average)
+    if not has_adapters(weights):
+        return weights
+    base = open_base(weights, family, check_base)
+    scale, tensors = lora_of(weights)[2], dict(base.tensors)
+    for name in weights.tensors:
+        if (module := name.removesuffix(".lora_A.weight")) == name:
+            continue
+        try:
+            layer, b = tensors[f"{module}.weight"], weights.tensors[f"{module}.lora_B.weight"]
+        except KeyError as e:
+            raise ConfigError(f"{weights.path} has an adapter of {module}, but {e} is missing") from None
+        tensors[f"{module}.weight"] = _merged(layer, weights.tensors[name], b, scale)
+    return replace(weights, tensors=tensors, merged=True)
+
+
+def has_adapters(weights: Weights) -> bool:
+    """Whether `weights` are those of adapters, without their base model."""
+    return any(map(is_adapter, weights.tensors))
+
+
+def open_base(adapters: Weights, family: ModelFamily, check_base: bool) -> Weights:
+    """Open the base model of a checkpoint's adapters. `check_base`: see open_checkpoint."""
+    path = base_path(adapters)
+    try:
+        base = open_weights(path, family)
+    except (ConfigError, CheckpointError, OSError) as e:
+        raise ConfigError(
+            f"the base model of the adapters in {adapters.path} cannot be opened: {e}"
+        ) from None
+    if check_base and fingerprint(digests(base)) != read_train(adapters.path).get("base"):
+        raise ConfigError(
+            f"the weights in {path} are not those of the base model that the adapters in {adapters.path} "
+            "were trained on"
+        )
+    return base
+
+
+def base_path(adapters: Weights) -> Path:
+    """The directory of the base model, as the checkpoint's job names it."""
+    job = toml.read(adapters.path / "job.toml")[0]
+    return Path(str(job.get("checkpoint", {}).get("initial_load_path", "")))
+
+
+def lora_of(adapters: Weights) -> tuple[int, float, float]:
+    """Rank, alpha and scale of a checkpoint's adapters. Raises CheckpointError if they are not recorded."""
+    try:
+        identity = read_train(adapters.path)["identity"]
+        expect(identity, lora=dict)
+        expect(identity["lora"], rank=int, alpha=float)
+    except ValueError as e:
+        raise CheckpointError(
+            f"{adapters.path} is damaged: its run identity cannot be trusted: {e}"
+        ) from None
+    rank, alpha = identity["lora"]["rank"], identity["lora"]["alpha"]
+    return rank, alpha, alpha / rank
+
+
+def _merged(layer: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> LazyTensor:
+    """W + scale B A."""
+    ranks = slice(0, a.shape[0])
+
+    def load(region: Region) -> torch.Tensor:
+        rows, columns = region
+        a_RI, b_OR = a.read((ranks, columns)).double(), b.read((rows, ranks)).double()
+        return torch.addmm(layer.read(region).double(), b_OR, a_RI, alpha=scale).float()
+
+    return LazyTensor(layer.shape, torch.float32, layer.file, [Chunk((0, 0), layer.shape, load)])
+
+
+def digests(weights: Weights, rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
+    """SHA-256 of the dtypes, shapes and values of one rank's share of the tensors, by name. Reads them."""
+    found = {}
+    for name in sorted(weights.tensors)[rank::num_ranks]:
+        stored = weights.tensors[name]
+        sha = hashlib.sha256(f"{stored.dtype} {stored.shape}".encode())
+        for region in stored.row_blocks(stored.shape[0]) if stored.shape else [()]:
+            sha.update(stored.read(region).contiguous().flatten().view(torch.uint8).numpy().data)
+        found[name] = sha.hexdigest()
+    return found
+
+
+def fingerprint(digest_of: dict[str, str]) -> str:
+    """The fingerprint of weights, from the digests of all tensors by name. It does not depend on the files
+    that the tensors are in."""
+    return hashlib.sha256(repr(sorted(digest_of.items())).encode()).hexdigest()
