@@ -3,15 +3,28 @@ to the bit."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.gradients import gradients, on_rank
-from tests.support.tiers import full
+from tests.support.jobs import make_job, metrics_of
+from tests.support.layouts import COMPILED
+from tests.support.runs import assert_same as assert_same_bits
+from tests.support.runs import history, run_in_hops, train_on_rank
+from tests.support.tiers import full, sampled
+from titanlite import cli
+from titanlite.checkpoint.reader import load_tensors
+from titanlite.checkpoint.state import saved_tensors
+from titanlite.config.component import ConfigError
+from titanlite.job import Job
 from titanlite.models.lora import LoRA
 from titanlite.parallel import tensor_parallel
+from titanlite.run import Run
+from titanlite.train import build, train
 
 # Among the targets are layers with column-wise and row-wise shards.
 LORA: dict[str, Any] = {
@@ -78,6 +91,7 @@ def on_rank_without_sums() -> dict[str, torch.Tensor]:
         return on_rank(2, 2, {**LORA, "tp": 2})
 
 
+@pytest.mark.full
 def test_control_gradients_of_replicated_matrices_have_to_be_added(run_on) -> None:
     whole, actual = gradients(1, 0, 1, **LORA), run_on(2, on_rank_without_sums)[0]
     wrong = {name for name in whole if not torch.allclose(actual[name], whole[name], rtol=1e-3, atol=1e-6)}
@@ -89,3 +103,102 @@ def test_control_gradients_of_replicated_matrices_have_to_be_added(run_on) -> No
     }
     assert replicated <= wrong
     assert not any(name.endswith(("q_proj.lora_B.weight", "o_proj.lora_A.weight")) for name in wrong)
+
+
+# ---- whole runs
+
+UNTIED = "--model.overrides.tie_word_embeddings=false"
+LAYOUTS = {
+    "fsdp": COMPILED,
+    "tp": ["--parallelism.tensor_parallel_degree=2"],
+    "cp": ["--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=full"],
+    "pp": ["--parallelism.pipeline_parallel_degree=2"],
+    "offload": ["--training.enable_cpu_offload"],
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A small model as a Hugging Face directory."""
+    folder = tmp_path_factory.mktemp("base")
+    job = make_job(folder, corpus, UNTIED, "--training.steps=2")
+    train(job)
+    assert cli.run(["export", str(job.folder), str(folder / "hf"), "--dtype", "bfloat16"]) == 0
+    return folder / "hf"
+
+
+def keys_of(base: Path) -> list[str]:
+    keys = ["--lora.enable", "--lora.rank=4", "--optimizer.lr=0.02", "--training.clip=tensor", "--ema.enable"]
+    return [*keys, UNTIED, f"--checkpoint.initial_load_path={base}"]
+
+
+def adapters_of(job: Job, step: int) -> dict[str, torch.Tensor]:
+    """The adapters in a checkpoint, which holds no other weights."""
+    net = job.build_on_meta().to_empty(device="cpu")
+    tensors = saved_tensors(net)
+    load_tensors(job.folder / f"checkpoint/step-{step}", {"model": tensors})
+    return tensors
+
+
+def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, base: Path) -> None:
+    whole = run_in_hops(tmp_path, corpus, [8], *keys_of(base), name="whole")
+    hops = run_in_hops(tmp_path, corpus, [3, 8], *keys_of(base), name="hops")
+    assert_same_bits(hops, whole)
+    losses = [line["train/loss"] for line in metrics_of(whole)]
+    assert losses[-1] < losses[0] - 0.08
+
+
+def test_base_weights_do_not_change(
+    tmp_path: Path, corpus: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Run] = []
+    monkeypatch.setattr("titanlite.train.build", lambda *args: runs.append(build(*args)) or runs[-1])
+    train(make_job(tmp_path, corpus, *keys_of(base), "--optimizer.name=muon", "--training.steps=4"))
+    (run,) = runs
+    trained, stored = dict(run.model.net.named_parameters()), load_file(base / "model.safetensors")
+    assert all(torch.equal(trained[name], stored[name].float()) for name in stored)
+    adapters = trained.keys() - stored.keys()
+    assert len(adapters) == 28
+    assert all(trained[name].norm() > 0 for name in adapters), "B starts as zeros"
+    optimized = {p for group in run.optimizer.param_groups for p in group["params"]}
+    assert optimized == {trained[name] for name in adapters}
+    assert all(trained[name].grad is None for name in stored)
+
+
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, set()))
+def test_a_run_resumes_on_another_layout(
+    run_on, tmp_path: Path, corpus: Path, base: Path, layout: str
+) -> None:
+    """Three steps on one rank and three on two ranks, compared with six steps on one rank."""
+    keys = [*keys_of(base), "--training.local_batch_size=2"]
+    whole = run_in_hops(tmp_path, corpus, [6], *keys, name="whole")
+    job = run_in_hops(tmp_path, corpus, [3], *keys, name="run")
+    run_on(2, train_on_rank, tmp_path, corpus, [*keys, *LAYOUTS[layout], "--training.steps=6"], "run", 2)
+    steps = metrics_of(job)
+    assert [step["data/batch_sha"] for step in steps] == [step[3] for step in history(whole)]
+    for key in ("train/loss", "train/grad_norm"):
+        assert [step[key] for step in steps] == pytest.approx([s[key] for s in metrics_of(whole)], abs=2e-5)
+    ours, theirs = adapters_of(job, 6), adapters_of(whole, 6)
+    assert len(ours) == 28
+    for name, value in theirs.items():
+        assert torch.allclose(ours[name], value, atol=2e-4), name
+    before = adapters_of(job, 3)
+    assert not any(torch.allclose(before[name], value, atol=2e-4) for name, value in theirs.items())
+
+
+def test_a_changed_base_model_is_refused(tmp_path: Path, corpus: Path, base: Path) -> None:
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    tensors = load_file(base / "model.safetensors")
+    save_file(tensors, moved / "model.safetensors")
+    run_in_hops(tmp_path, corpus, [2], *keys_of(base), name="run")
+    job = run_in_hops(tmp_path, corpus, [3], *keys_of(moved), name="run")  # elsewhere, but the same values
+    tensors["model.norm.weight"][5] *= 1.01
+    save_file(tensors, moved / "model.safetensors")
+    with pytest.raises(ConfigError, match="are not those of the base model") as e:
+        run_in_hops(tmp_path, corpus, [4], *keys_of(moved), name="run")
+    assert e.value.key == "checkpoint.initial_load_path"
+    assert "\n" not in str(e.value)
+    assert len(metrics_of(job)) == 3
+    with pytest.raises(ConfigError, match=r"lora\.rank was 4, is 5"):
+        run_in_hops(tmp_path, corpus, [4], *keys_of(base), "--lora.rank=5", name="run")

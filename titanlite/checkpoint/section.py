@@ -47,7 +47,8 @@ class Checkpoint:
     third failed save in a row. `stop`: stop at once."""
     initial_load_path: str = ""
     """Directory with the weights that a new run starts from: a Hugging Face model, a titanlite checkpoint or
-    run, a torchtitan DCP checkpoint, or Meta's `consolidated.*.pth`. A run that resumes does not use it."""
+    run, a torchtitan DCP checkpoint, or Meta's `consolidated.*.pth`. A run that resumes does not use it,
+    unless it trains adapters ([lora])."""
     export_hf: bool = False
     """Write the model as a Hugging Face directory `hf/step-N` below job.dump_folder at the end of the run."""
     export_hf_interval: MultipleOfInterval = 0

@@ -19,6 +19,7 @@ from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.paths import check_new
 from titanlite.interop.average import COEFFICIENTS, check_one_model, coefficients, write_average
 from titanlite.interop.dcp import check_hashes, open_titanlite
+from titanlite.interop.formats import has_adapters
 from titanlite.interop.weights import Weights, mismatches, skeleton
 from titanlite.job import Job, load_recorded_job
 from titanlite.log import set_up_logging
@@ -40,6 +41,11 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{target}: runs name their own checkpoints step-N; choose another name")
     chosen = _chosen(options.path, options.last, options.steps)
     checkpoints = [open_titanlite(path) for _, path in chosen]
+    if has_adapters(checkpoints[-1]):
+        raise ConfigError(
+            f"{checkpoints[-1].path} has adapters, and adapters cannot be averaged: the average of products "
+            "is not the product of averages"
+        )
     check_one_model(checkpoints)
     jobs = [load_recorded_job(path, options.allow_imports) for _, path in chosen]
     if not options.allow_decayed:

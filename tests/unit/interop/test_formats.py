@@ -1,0 +1,187 @@
+"""Checkpoints of adapters: merged into their base model, or exported for PEFT, which computes the same logits
+and gradients."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from tests.support.jobs import make_job
+from tests.support.models import family, keys_of, random_net, row, tensors_in
+from titanlite import cli
+from titanlite.checkpoint.reader import load_tensors
+from titanlite.checkpoint.state import saved_tensors
+from titanlite.config.json_file import read_object
+from titanlite.interop.dcp import open_titanlite
+from titanlite.interop.formats import digests, fingerprint, open_checkpoint, open_weights
+from titanlite.job import Job
+from titanlite.models.base import Decoder
+from titanlite.train import train
+
+FAMILY = family(tie_word_embeddings=False, residual_scale=0.5)  # an export folds the scale into weights
+KEYS = [*keys_of(FAMILY), "--optimizer.lr=0.05", "--checkpoint.interval=2"]
+KEYS += ["--lora.enable", "--lora.rank=3", "--lora.alpha=8"]
+TARGETS = '--lora.targets=["q_proj", "o_proj", "0.mlp.*"]'
+
+
+class Trained:
+    """A run of adapters on a base run. `net`: the model that it ended with."""
+
+    def __init__(self, folder: Path, corpus: Path):
+        self.folder = folder
+        self.base = make_job(folder, corpus, *keys_of(FAMILY), "--training.steps=1", name="base")
+        train(self.base)
+        path = f"--checkpoint.initial_load_path={self.base.folder / 'checkpoint/step-1'}"
+        job = make_job(folder, corpus, *KEYS, TARGETS, path, "--training.steps=3", name="run")
+        train(job)
+        self.job, self.net = job, self.load(job)
+
+    def load(self, job: Job) -> Decoder:
+        net = job.build_on_meta().to_empty(device="cpu")
+        base = open_titanlite(self.base.folder)
+        load_tensors(job.folder / "checkpoint/step-3", {"model": saved_tensors(net)})
+        for name, p in net.named_parameters():
+            if not p.requires_grad:
+                p.data.copy_(base.tensors[name].read(tuple(slice(0, n) for n in p.shape)))
+        return net
+
+    def export(self, name: str, *options: str, run: str = "run") -> Path:
+        target = self.folder / name
+        if not target.exists():
+            arguments = ["export", str(self.folder / run), str(target), "--dtype", "float32", *options]
+            assert cli.run(arguments) == 0
+        return target
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Trained:
+    return Trained(tmp_path_factory.mktemp("lora"), corpus)
+
+
+def test_a_checkpoint_holds_the_adapters_only(trained: Trained) -> None:
+    held = set(open_titanlite(trained.job.folder).tensors)
+    assert held == {name for name, p in trained.net.named_parameters() if p.requires_grad}
+    assert len(held) == 2 * 7
+
+
+@torch.no_grad()
+def test_an_export_is_merged(trained: Trained) -> None:
+    merged = tensors_in(trained.export("merged"))
+    base = tensors_in(trained.export("base-hf", run="base"))
+    adapted = {name.partition(".lora_A")[0] for name, _ in trained.net.named_modules() if "lora_A" in name}
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed == {f"{name}.weight" for name in adapted}
+    for name in adapted:
+        layer = trained.net.get_submodule(name)
+        exact = layer.weight.double() + 8 / 3 * layer.lora_B.weight.double() @ layer.lora_A.weight.double()
+        factor = FAMILY.build_on_meta().export_factor(f"{name}.weight")
+        assert torch.equal(merged[f"{name}.weight"], (exact.float().double() * factor).float())
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(trained.folder / "merged", dtype=torch.float32)
+    assert (theirs(row()).logits - trained.net(row())).abs().max() < 1e-4
+
+
+def test_generate_uses_the_merged_weights(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--prompt", "abc", "--max-new-tokens", "12", "--temperature", "0"]
+    texts = []
+    for path in (trained.job.folder, trained.export("merged"), trained.base.folder):
+        capsys.readouterr()
+        assert cli.run(["generate", str(path), *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_peft_computes_the_same_logits_and_gradients(trained: Trained) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        trained.export("base-hf", run="base"), dtype=torch.float32
+    )
+    unadapted = base(row()).logits
+    theirs = peft.PeftModel.from_pretrained(base, trained.export("adapter", "--adapter"), is_trainable=True)
+    logits = theirs(row()).logits
+    wanted = trained.net(row())
+    assert (logits - wanted).abs().max() < 1e-4
+    assert (logits - unadapted).abs().max() > 0.1
+    for values in (logits, wanted):
+        F.cross_entropy(values[0, :-1].float(), row()[0, 1:]).backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    ours = {name: p for name, p in trained.net.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(ours) == 2 * 7
+    for name, p in ours.items():
+        layer, _, matrix = name.removesuffix(".weight").rpartition(".")
+        factor = trained.net.export_factor(f"{layer}.weight")  # PEFT's B is ours times the factor
+        gradient = gradients[f"base_model.model.{layer}.{matrix}.default.weight"]
+        scaled = p.grad / factor if matrix == "lora_B" else p.grad
+        assert torch.allclose(gradient, scaled, rtol=1e-3, atol=1e-6), name
+        assert gradient.norm() > 0
+    trained.net.zero_grad()
+
+
+def test_adapters_on_some_layers_of_a_kind_are_named_in_full(trained: Trained) -> None:
+    config = read_object(trained.export("adapter", "--adapter") / "adapter_config.json")
+    kinds = ("gate_proj", "up_proj", "down_proj")
+    wanted = {f"model.layers.0.mlp.{kind}" for kind in kinds}
+    wanted |= {f"model.layers.{i}.self_attn.{kind}" for i in (0, 1) for kind in ("q_proj", "o_proj")}
+    assert set(config["target_modules"]) == wanted
+    assert (config["r"], config["lora_alpha"]) == (3, 8.0)
+
+
+def test_another_base_model_is_refused(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = trained.folder / "kept"
+    path = trained.base.folder / "checkpoint/step-1"
+    other = trained.export("other", run="base")
+    path.rename(kept)
+    try:
+        for folder, message in ((other, "are not those of the base model"), (None, "no such directory")):
+            if folder is not None:
+                changed = load_file(folder / "model.safetensors")
+                changed["model.norm.weight"][0] += 1e-6
+                save_file(changed, folder / "model.safetensors")
+                shutil.copytree(folder, path)
+            for arguments in (
+                ["export", str(trained.job.folder), str(trained.folder / "never")],
+                ["generate", str(trained.job.folder), "--prompt", "a"],
+            ):
+                assert cli.run(arguments) == 2
+                assert message in capsys.readouterr().err
+            assert not (trained.folder / "never").exists()
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        kept.rename(path)
+
+
+def test_refusals(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, target = str(trained.base.folder), str(tmp_path / "it")
+    assert cli.run(["export", base, target, "--adapter"]) == 2
+    assert "has no adapters: leave out --adapter" in capsys.readouterr().err
+    assert cli.run(["checkpoint", "average", str(trained.job.folder), "--last=2", "-o", target]) == 2
+    assert "adapters cannot be averaged" in capsys.readouterr().err
+
+
+def test_the_fingerprint_is_of_the_values_and_not_of_the_files(trained: Trained) -> None:
+    base = open_titanlite(trained.base.folder)
+    whole = fingerprint(digests(base))
+    shares = [digests(base, rank, 3) for rank in range(3)]
+    assert fingerprint({**shares[2], **shares[0], **shares[1]}) == whole
+    folder = trained.folder / "plain"
+    net = random_net(FAMILY)
+    folder.mkdir()
+    save_file({name: p.detach().clone() for name, p in net.named_parameters()}, folder / "a.safetensors")
+    before = fingerprint(digests(open_weights(folder, FAMILY)))
+    net.get_parameter("model.norm.weight").data[3] += 1e-6
+    save_file({name: p.detach().clone() for name, p in net.named_parameters()}, folder / "a.safetensors")
+    assert len({whole, before, fingerprint(digests(open_weights(folder, FAMILY)))}) == 3
+
+
+def test_merged_values_are_read_in_regions(trained: Trained) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    merged: Any = open_checkpoint(trained.job.folder, FAMILY).tensors[name]
+    whole = merged.read((slice(0, 32), slice(0, 32)))
+    assert torch.allclose(merged.read((slice(3, 9), slice(5, 30))), whole[3:9, 5:30], rtol=0, atol=1e-8)
