@@ -109,7 +109,7 @@ def load_initial_weights(job: Job, net: Decoder, checkpoints: Checkpointer, stat
     path, resumed = Path(job.checkpoint.initial_load_path), checkpoints.resumed_train
     if job.lora.enable:
         state.base = load_initial(path, job.model, net, checkpoints.ranks, is_base=True)
-        if resumed is not None and resumed["base"] != state.base:
+        if resumed is not None and resumed.get("base") != state.base:
             raise ConfigError(
                 f"the weights in {path} are not those of the base model that the run's adapters were trained "
                 "on: undo the change, or start a new run in another --job.dump_folder",

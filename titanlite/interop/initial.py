@@ -96,7 +96,7 @@ def load_initial(path: Path, family: ModelFamily, net: nn.Module, ranks: Ranks, 
         raise ConfigError(f"{path} is damaged: {reason}", KEY)
     if not is_base:
         return ""
-    return fingerprint({name: digest for digests in ranks.gather(own) for name, digest in digests.items()})
+    return fingerprint({name: digest for share in ranks.gather(own) for name, digest in share.items()})
 
 
 def _resolved(path: Path, family: ModelFamily) -> Path:

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     set_up_logging(rank=0, verbose=False)
     check_new(options.target, "DIR")
     job = load_job(options.config, overrides, None, options.allow_imports)
-    weights = open_weights(options.source, job.model)
+    weights = open_weights(options.source, job.model, check_base=True)
     if weights.kind == "titanlite":
         check_hashes(weights.path)
     tokenizer = job.tokenizer.build()

@@ -1,0 +1,41 @@
+"""Adapters on a GPU: the memory that frozen weights save, and training with the compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import make_job, metrics_of
+from titanlite.job import Job
+from titanlite.models.base import Decoder
+from titanlite.train import train
+
+pytestmark = pytest.mark.gpu
+SHAPE = "{dim = 1024, n_layers = 8, n_heads = 16, head_dim = 64, hidden_dim = 4096, vocab_size = 258}"
+GIB = 1 << 30
+
+
+def num_parameters(net: Decoder) -> int:
+    return sum(p.numel() for p in net.parameters())
+
+
+def peak_gib(job: Job) -> float:
+    return max(step["memory/peak_allocated_gib"] for step in metrics_of(job)[1:])
+
+
+@pytest.mark.parametrize("options", [[], ["--compile.enable"]], ids=str)
+def test_frozen_weights_have_no_gradients_and_no_optimizer_state(
+    tmp_path: Path, corpus: Path, options: list[str]
+) -> None:
+    keys = [f"--model.overrides={SHAPE}", "--training.steps=3", *options]
+    full = make_job(tmp_path, corpus, *keys, name="full")
+    train(full)
+    base = f"--checkpoint.initial_load_path={full.folder / 'checkpoint/step-3'}"
+    lora = make_job(tmp_path, corpus, *keys, base, "--lora.enable", "--lora.rank=8", name="lora")
+    train(lora)
+    weights_gib = 4 * num_parameters(full.model.build_on_meta()) / GIB
+    assert peak_gib(full) > 4 * weights_gib  # weights, gradients and two moments
+    assert peak_gib(lora) < peak_gib(full) - 2.8 * weights_gib
+    losses = [step["train/loss"] for step in metrics_of(lora)]
+    assert all(loss < metrics_of(full)[0]["train/loss"] for loss in losses)
