@@ -129,14 +129,14 @@ def _merged(layer: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> La
 
 def digests(weights: Weights, rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
     """SHA-256 of the dtypes, shapes and values of one rank's share of the tensors, by name. Reads them."""
-    found = {}
+    digest_of = dict[str, str]()
     for name in sorted(weights.tensors)[rank::num_ranks]:
         stored = weights.tensors[name]
         sha = hashlib.sha256(f"{stored.dtype} {stored.shape}".encode())
         for region in stored.row_blocks(stored.shape[0]) if stored.shape else [()]:
             sha.update(stored.read(region).contiguous().flatten().view(torch.uint8).numpy().data)
-        found[name] = sha.hexdigest()
-    return found
+        digest_of[name] = sha.hexdigest()
+    return digest_of
 
 
 def fingerprint(digest_of: dict[str, str]) -> str:
