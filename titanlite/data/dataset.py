@@ -3,6 +3,7 @@ sequences."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -201,6 +202,7 @@ class SequenceDataset(Dataset):
         for i, (_, weights) in enumerate(stages):
             own = self._weights if weights is None else [weights[place] for place in places]
             shares.append(self._shares(own, "data.sources" if weights is None else f"stages.{i}.weights"))
+        self._stage_firsts = [first for first, _ in stages]
         fingerprints = [packed.fingerprint for packed in self._packed]
         changes = [(first, share) for (first, _), share in zip(stages[1:], shares[1:])]
         self._mixture = Mixture(self.sizes, fingerprints, shares[0], self._seed, changes)
@@ -248,7 +250,7 @@ class SequenceDataset(Dataset):
 
     def shares(self) -> list[dict[str, Any]]:
         """The sources as plain data: label, share of the training sequences, and number of sequences in an
-        epoch; in a run with stages also [first sequence, share] of each stage."""
+        epoch; if the shares change, also [first sequence, share] from each change on."""
         stages = self._mixture.stages
         entries: list[dict[str, Any]] = []
         for k, (source, size) in enumerate(zip(self._sources, self.sizes)):
@@ -273,8 +275,8 @@ class SequenceDataset(Dataset):
             said = f"{share:.1%} of the sequences, {epochs:.2f} epochs of {size:,}{padding}"
             lines.append(f"{packed.shards.path}: {said}")
             if (enough := reads.exceeded_at(num_sequences)) is not None:
-                stage = self._mixture.stage_at(enough) + 1
-                place = f" (in stage {stage})" if len(self._mixture.stages) > 1 else ""
+                stage = bisect_right(self._stage_firsts, enough)
+                place = f" (in stage {stage})" if len(self._stage_firsts) > 1 else ""
                 raise ConfigError(
                     f"{packed.shards.path}: the run would read {epochs:.2f} epochs, more than max_epochs = "
                     f"{reads.source.max_epochs:g}. Lower training.steps to end within the first {enough:,} "

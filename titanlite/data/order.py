@@ -130,7 +130,8 @@ class Mixture:
 
     `weights`: those of the sequences from number 0 on. `changes`: later weights, by the number of the first
     sequence that they hold for, in ascending order. A source continues where it was, so a change repeats and
-    omits no sequence of an epoch. The sequences before a change do not depend on it."""
+    omits no sequence of an epoch. The sequences before a change do not depend on it. A change to the same
+    proportions changes nothing."""
 
     def __init__(
         self,
@@ -143,7 +144,8 @@ class Mixture:
         self.sizes, self.fingerprints, self.seed = list(sizes), list(fingerprints), seed
         self.stages = [Proportions(weights, seed)]
         for first, later in changes:
-            self.stages.append(Proportions(later, seed, first, self.stages[-1].taken(first)))
+            if quotas(later, MIXING_BLOCK) != self.stages[-1].quotas:  # otherwise, the mixing blocks continue
+                self.stages.append(Proportions(later, seed, first, self.stages[-1].taken(first)))
         self._firsts = [stage.first for stage in self.stages]
 
     @property
@@ -168,12 +170,8 @@ class Mixture:
 
     def taken(self, num_sequences: int) -> list[int]:
         """Count how many of training sequences [0, num_sequences) come from each source."""
-        return self.stages[self.stage_at(num_sequences)].taken(num_sequences)
-
-    def stage_at(self, number: int) -> int:
-        """Return the number, from 0, of the stage that a training sequence is in: how many changes of weights
-        come before it."""
-        return bisect_right(self._firsts, number) - 1
+        stage = self.stages[bisect_right(self._firsts, num_sequences) - 1]
+        return stage.taken(num_sequences)
 
     def _epoch_sequence(self, k: int, taken: np.ndarray) -> np.ndarray:
         epoch, index = np.divmod(taken, self.sizes[k])

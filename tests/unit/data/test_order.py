@@ -339,6 +339,16 @@ def test_what_comes_before_a_change_does_not_depend_on_it(
         assert all(np.array_equal(a, b) for a, b in zip(with_change, without))
 
 
+def test_a_change_to_the_same_proportions_changes_nothing() -> None:
+    sizes, numbers = [500, 800], np.arange(3000)
+    one = mixture_of(sizes, [[3, 1], [1, 1]], [1700])
+    same = mixture_of(sizes, [[3, 1], [6, 2], [1, 1]], [900, 1700])
+    other = mixture_of(sizes, [[3, 1], [2, 1], [1, 1]], [900, 1700])
+    assert all(np.array_equal(a, b) for a, b in zip(one.locate(numbers), same.locate(numbers)))
+    assert one.taken(2500) == same.taken(2500)
+    assert not np.array_equal(one.locate(numbers)[1], other.locate(numbers)[1])
+
+
 def test_every_block_of_a_later_stage_holds_the_exact_quotas() -> None:
     mixture = mixture_of([500, 800, 900], [[1, 1, 1], [0, 3, 1]], [1234])
     for block in range(3):
