@@ -53,7 +53,7 @@ from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 from titanlite.parallel.compile import Compile
 from titanlite.parallel.float8 import Float8
-from titanlite.parallel.pipeline_parallel import ZERO_BUBBLE, check_pipeline_parallel
+from titanlite.parallel.pipeline_parallel import check_pipeline_parallel
 from titanlite.runtime.process_group import Comm
 from titanlite.runtime.training import BatchLayout, Training
 from titanlite.stages import (
@@ -152,11 +152,7 @@ class Job:
             micro_batch_tokens=training.local_batch_size * training.seq_len // degrees.cp,
             cpu_offload=training.enable_cpu_offload,
         )
-        self.lora.check(
-            self.checkpoint.initial_load_path,
-            float8=self.float8.enable,
-            zero_bubble=degrees.pp > 1 and parallelism.pipeline_parallel_schedule in ZERO_BUBBLE,
-        )
+        self.lora.check(self.checkpoint.initial_load_path, self.float8.enable)
         if training.enable_cpu_offload:
             self.optimizer.check_cpu_offload()
         self.guard.check(self.checkpoint.enable)

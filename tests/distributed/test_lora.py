@@ -70,7 +70,8 @@ def test_gradient_is_the_same_on_every_layout(run_on, world_size: int, layout: d
     "layout",
     [
         {}, {"tp": 2}, {"activation_checkpoint": "full", "compile": "aot_eager"},
-        {"schedule": "Interleaved1F1B", "layers": 4},
+        {"schedule": "Interleaved1F1B", "layers": 4}, {"schedule": "InterleavedZeroBubble", "layers": 4},
+        {"schedule": "ZBVZeroBubble", "layers": 4},
     ],
     ids=str,
 )  # fmt: skip

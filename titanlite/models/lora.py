@@ -46,7 +46,7 @@ class LoRA:
         """The factor of the adapters' products."""
         return self.alpha / self.rank
 
-    def check(self, initial_load_path: str, float8: bool, zero_bubble: bool) -> None:
+    def check(self, initial_load_path: str, float8: bool) -> None:
         """Raises ConfigError if adapters do not work with the settings of other sections."""
         if not self.enable:
             return
@@ -56,12 +56,6 @@ class LoRA:
             )
         if float8:
             raise ConfigError("not supported with adapters (lora.enable)", "float8.enable")
-        if zero_bubble:
-            raise ConfigError(
-                "zero-bubble schedules are not supported with adapters (lora.enable); use 1F1B or "
-                "Interleaved1F1B",
-                "parallelism.pipeline_parallel_schedule",
-            )
 
     def apply(self, net: Decoder, pipeline_parallel: bool = False) -> None:
         """Freeze `net`, which is on the meta device, and give its targets adapters; nothing unless enabled.
