@@ -193,3 +193,36 @@ def test_a_new_source_that_holds_out_sequences_is_refused(
     last = capfd.readouterr().err.splitlines()[-1]
     said = "data.holdout_sequences are split over the sources by other weights of data.sources. Undo the"
     assert f"{stopped.folder}/checkpoint holds a run that differs: {said} change" in last
+
+
+@pytest.mark.full
+def test_the_command_that_only_checks_refuses_the_same(
+    tmp_path: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """If the data is tokenised already, as shards are."""
+    tables = ", ".join(f"{{ {tokens_source(tmp_path, size, seed)} }}" for seed, size in enumerate((300, 50)))
+
+    def keys(first: str, second: str) -> list[str]:
+        begin = [f'until = "{first}", weights = [1, 0]', f'until = "{second}"']
+        return [f"--data.sources=[{tables}]", staged(*begin, 'until = "end", weights = [0, 1]')]
+
+    run_in_hops(tmp_path, corpus, [5], *keys("30 sequences", "60 sequences"), name="run")
+    for ends, said in {
+        ("20 sequences", "60 sequences"): 'end stage 1 with until = "30 sequences"',
+        ("0.1 epochs", "60 sequences"): 'end stage 1 with until = "30 sequences"',
+        ("30 sequences", "39 sequences"): 'end stage 2 with until = "40 sequences" or later',
+        ("30 sequences", "41 sequences"): "",
+    }.items():
+        capfd.readouterr()
+        argv = ["config", *tiny_arguments(tmp_path, corpus), *keys(*ends), "--ranks=1"]
+        assert cli.run(argv) == (2 if said else 0)
+        assert capfd.readouterr().err.endswith(f"{said}\n" if said else "")
+
+
+@pytest.mark.full
+def test_a_run_that_goes_back_may_change_what_then_lies_ahead(tmp_path: Path, corpus: Path) -> None:
+    keep = ["--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
+    other = staged(SHORT, MAIN.replace("60", "50"), DECAY)
+    run_in_hops(tmp_path, corpus, [8], *STAGED, *keep, name="run")  # at sequence 76, in the stage "decay"
+    job = run_in_hops(tmp_path, corpus, [STEPS], *STAGED, other, "--checkpoint.load_step=5", name="run")
+    assert_same(job, run_in_hops(tmp_path, corpus, [STEPS], *STAGED, other, name="whole"))
