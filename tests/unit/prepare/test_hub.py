@@ -6,6 +6,9 @@ from __future__ import annotations
 import filecmp
 import io
 import json
+import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.hub import serving
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.prepare import streams
@@ -137,6 +141,33 @@ def test_downloads_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked[0] == (("org/name", "en"), {"revision": "main"})
     expected = {"repo_type": "dataset", "revision": commit, "allow_patterns": patterns}
     assert asked[1] == (("org/name",), expected)
+
+
+@pytest.mark.full
+def test_a_server_like_the_hub(tmp_path: Path) -> None:
+    """Both ways of reading, through the real libraries, give what local files give. In processes of their own,
+    because the libraries read the environment when they are imported."""
+    jsonl(Path("data"))
+    assert prepare("data/train-*", "--output=local") == 0
+    stream = ["--from-stream.name=huggingface", "--from-stream.path"]
+    assert prepare(*stream, "data", "--output=streamed") == 0
+    with serving(tmp_path / "data") as endpoint:
+        variables = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "cache")}
+
+        def run(*words: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "titanlite.cli", "prepare", *words, "--tokenizer.name=bytes"]
+            return subprocess.run(command, env=variables, capture_output=True, text=True)
+
+        files, streamed = run("hf:org/name", "--output=a"), run(*stream, "org/name", "--output=b")
+        unknown = run("hf:org/nope", "--output=c")
+    assert (files.returncode, streamed.returncode) == (0, 0), files.stderr + streamed.stderr
+    names = sorted(file.name for file in Path("local").iterdir() if file.name != "report.json")
+    assert filecmp.cmpfiles("a", "local", names, shallow=False) == (names, [], [])
+    assert filecmp.cmp("b/00000.bin", "streamed/00000.bin", shallow=False)
+    assert unknown.returncode == 2
+    assert unknown.stderr.splitlines()[-1].startswith(
+        "titanlite: hf:org/nope: Dataset 'org/nope' doesn't exist"
+    )
 
 
 @pytest.mark.parametrize("kind", ["files", "stream"])
