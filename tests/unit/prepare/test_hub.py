@@ -145,8 +145,8 @@ def test_downloads_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_a_server_like_the_hub(tmp_path: Path) -> None:
-    """Both ways of reading, through the real libraries, give what local files give. In processes of their own,
-    because the libraries read the environment when they are imported."""
+    """Both ways of reading, through the real libraries, give what local files give. The commands run in
+    processes of their own, because the libraries read the environment when they are imported."""
     jsonl(Path("data"))
     assert prepare("data/train-*", "--output=local") == 0
     stream = ["--from-stream.name=huggingface", "--from-stream.path"]
