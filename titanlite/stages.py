@@ -249,6 +249,17 @@ class Stages:
                 raise _in_stage(i, stage, e) from None
         return counted
 
+    @property
+    def loss_changes(self) -> list[int]:
+        """The first sequences of the stages that have other weights or another sequence length than the stage
+        before, so that their losses cannot be compared."""
+        stages = zip(self.stages, self.stages[1:], self.firsts[1:])
+        return [
+            first
+            for before, stage, first in stages
+            if (before.weights, before.seq_len) != (stage.weights, stage.seq_len)
+        ]
+
     def describe(self, sources: Sequence[str]) -> list[str]:
         """Describe each stage in a line for the log; nothing for a run without stages. `sources`: the names
         of data.sources."""

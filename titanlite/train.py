@@ -93,7 +93,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         average = WeightAverage(job.ema, model.net)
         checkpoints.load(model.net, optimizer, state, average)
         model.weights_changed()
-        guard = StepGuard(job.guard, rt.device, rt.world_size)
+        guard = StepGuard(job.guard, rt.device, rt.world_size, stages.loss_changes)
         if checkpoints.resumed_train is not None:
             guard.load_state_dict(checkpoints.resumed_train["guard"], state.step)
     startup.log_changes(job, rt, checkpoints)

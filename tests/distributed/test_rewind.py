@@ -241,9 +241,10 @@ def test_a_rewind_that_reads_more_than_max_epochs_ends_the_run(tmp_path: Path, c
 def test_a_rewind_over_the_edge_of_a_stage(
     tmp_path: Path, corpus: Path, run_on: Callable[..., Any], ranks: int
 ) -> None:
-    """The second stage begins amid the bad sequences, and the run rewinds into the first one."""
+    """The second stage begins amid the bad sequences, and the run rewinds into the first one. Its losses are
+    compared with those of the first, because it has the same sources and sequence length."""
     case, edge = SHORT._replace(ranks=ranks), SHORT.bad[0] + 40
-    second = 'until = "end", weights = [1, 1], seq_len = 8, lr_factor = 0.5'
+    second = 'until = "end", lr_factor = 0.5'
     keys = [staged(f'until = "{edge} sequences"', second)]
     run_on(ranks, on_rank, tmp_path, corpus, case, "rewound", [*REWIND, *keys])
     first, last = window_of(tmp_path)

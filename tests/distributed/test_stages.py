@@ -25,6 +25,7 @@ from tests.support.runs import (
 )
 from tests.support.staged import STAGED, STEPS, assert_no_repeats, opened, sha_of
 from tests.support.tiers import full
+from titanlite.checkpoint.state import read_train
 from titanlite.job import Job, load_job
 from titanlite.train import train
 
@@ -50,6 +51,12 @@ def test_every_step_has_the_batch_and_the_rate_of_its_place(whole: Job) -> None:
     paths = [sequences.origin(n)[0].shards.path for n in range(FIRSTS[-1])]
     assert len(set(paths[:30])) == len(set(paths[60:])) == 1 < len(set(paths[30:60]))
     assert_no_repeats(sequences, FIRSTS[-1])
+
+
+def test_the_guard_compares_losses_of_one_stage(whole: Job) -> None:
+    """The last stage begins with step 8 and has other sources."""
+    train_json = read_train(whole.folder / "checkpoint" / f"step-{STEPS}")
+    assert train_json["guard"]["spikes"]["steps"] == [8, 9, 10, 11]
 
 
 HOPS = [

@@ -119,6 +119,18 @@ def test_the_last_stage_ends_with_the_run() -> None:
     assert factors == [decay.factor(step, 110) for step in range(1, 111)]
 
 
+def test_losses_change_with_the_sources_and_the_sequence_length() -> None:
+    stages = [
+        Stage(until="10 sequences", seq_len=64),
+        Stage(until="20 sequences"),
+        Stage(until="30 sequences", global_batch_size=4, lr_factor=0.5),
+        Stage(until="40 sequences", weights=[1, 0]),
+        END,
+    ]
+    assert opened(stages).loss_changes == [10, 30, 40]
+    assert opened([]).loss_changes == []
+
+
 def conversion(seq_len: int = 128, epoch: int | None = 1000) -> Conversion:
     return Conversion(seq_len, 8, StepSizes.constant(8), 12_800, epoch)
 

@@ -10,6 +10,7 @@ the meantime the device refuses all further updates of such a run.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -112,11 +113,13 @@ class GuardEvent(NamedTuple):
 
 class _Unread(NamedTuple):
     """The device's decision on one step, not yet read by the host. `values`: skipped (0 or 1), streak, loss,
-    gradient norm, and the values of Evidence if outliers are looked for."""
+    gradient norm, and the values of Evidence if outliers are looked for. `is_other_loss`: whether the loss
+    cannot be compared with those of the steps before."""
 
     step: int
     first_sequence: int
     last_sequence: int
+    is_other_loss: bool
     values: HostCopy
 
     def read(self) -> Decision:
@@ -139,8 +142,13 @@ class StepGuard:
     the number of non-finite steps in a row up to the newest step; the number of all skipped steps; the states
     of the outliers and of the spike detector; the sequences of all steps; the number of rewinds."""
 
-    def __init__(self, config: Guard, device: torch.device, world_size: int = 1):
-        self.config, self._world_size = config, world_size
+    def __init__(
+        self, config: Guard, device: torch.device, world_size: int = 1, loss_changes: Sequence[int] = ()
+    ):
+        """`loss_changes`: the numbers of the sequences, in ascending order, from which on losses and gradient
+        norms are of another kind, because the sources or the sequence length change. Steps are compared with
+        the steps since the last such change."""
+        self.config, self._world_size, self._loss_changes = config, world_size, loss_changes
         self._streak = torch.zeros((), dtype=torch.int64, device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._outliers: Outliers | None = None
@@ -185,16 +193,24 @@ class StepGuard:
         streak = torch.where(finite, 0, self._streak + 1)
         self._streak = torch.where(allowed, streak, self._streak)
         norm = torch.where(bad_norms == 0, means[0] if means else grad_norm.to(loss), torch.nan)
+        self._sequences.add(step, first_sequence, next_sequence)
+        is_other_loss = self._is_other_loss(step)
         evidence: list[torch.Tensor] = []
         if self._outliers is not None:
+            if is_other_loss:
+                self._outliers.restart()
             apply, values = self._outliers.judge(loss, norm, apply)
             evidence = [values]
         self._skipped = self._skipped + (~apply)
         values = torch.stack([(~apply).float(), self._streak.float(), loss, norm])
         copy = HostCopy(torch.cat([values, *evidence]) if evidence else values)
-        self._unread.append(_Unread(step, first_sequence, next_sequence - 1, copy))
-        self._sequences.add(step, first_sequence, next_sequence)
+        self._unread.append(_Unread(step, first_sequence, next_sequence - 1, is_other_loss, copy))
         return apply
+
+    def _is_other_loss(self, step: int) -> bool:
+        """Whether the loss of the newest step cannot be compared with that of the step before."""
+        before, now = (self.sequences_of(s, s)[0] for s in (step - 1, step))
+        return bisect_right(self._loss_changes, before) < bisect_right(self._loss_changes, now)
 
     def read(self, leave: int = 0) -> list[GuardEvent]:
         """Read the decisions on all steps but the newest `leave`. Logs and returns the steps that were
@@ -217,9 +233,12 @@ class StepGuard:
     def _take(self, leave: int) -> None:
         """Read the decisions on all steps but the newest `leave`, without reporting them."""
         while len(self._unread) > leave:
-            decision = self._unread.popleft().read()
+            unread = self._unread.popleft()
+            decision = unread.read()
             if self.diverged:
                 continue
+            if unread.is_other_loss:
+                self._spikes.restart()
             if decision.skipped or decision.restarted:
                 self._unreported.append(decision)
             if decision.skipped and not decision.is_finite:

@@ -78,6 +78,11 @@ class Outliers:
         self._values = torch.where(is_place, values[:, None], kept)
         self._count = count + apply
 
+    def restart(self) -> None:
+        """Empty the window. No host synchronisation."""
+        self._values = torch.full_like(self._values, torch.nan)
+        self._count, self._streak = torch.zeros_like(self._count), torch.zeros_like(self._streak)
+
     def in_streak(self) -> bool:
         """Whether outliers were skipped since the last accepted step. Waits for the device."""
         return self._streak.item() > 0

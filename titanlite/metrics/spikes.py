@@ -47,6 +47,10 @@ class SpikeDetector:
     """Takes the loss of each accepted step. The state is the newest losses, and how long they are high."""
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all losses: those that follow cannot be compared with them."""
         self._losses = deque[float](maxlen=BEFORE + RECENT)
         self._steps = deque[int](maxlen=RECENT)  # of the newest losses
         self._num_high = 0  # steps in a row, up to the newest, at which the newest losses are too high

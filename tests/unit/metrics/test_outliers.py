@@ -129,6 +129,13 @@ def test_a_level_shift_does_not_lock_the_run_up() -> None:
     assert skipped(decide(guard, losses)) == [*range(300, 308), 450]
 
 
+def test_the_window_starts_anew_where_the_loss_changes() -> None:
+    losses = noise(600)
+    losses[300:] += 0.5
+    losses[450] += 3
+    assert skipped(decide(StepGuard(CONFIG, CPU, 1, [8 * 301]), losses)) == [450]
+
+
 BURSTS = noise(500)
 for start in range(200, 500, 8):
     BURSTS[start : start + 7] += 2  # most steps are outliers

@@ -285,3 +285,20 @@ def test_a_run_that_stops_at_a_spike_names_the_checkpoint_before_it(tmp_path: Pa
             train(job)
     steps = [step for step, _ in commit.list_committed(job.folder / "checkpoint")]
     assert steps == [8, 16, 24]
+
+
+def test_steps_are_compared_only_since_the_last_change_of_the_loss() -> None:
+    """A stage with other sources has a higher loss; a spike in it is found, also after a resume."""
+    losses = raised(800, 1500, 0.8)
+    losses[1199:1300] += 0.8
+    change = 799 * 8 - 3  # the first step that begins after it is step 800
+    guard, control = StepGuard(Guard(), CPU, 1, [change]), StepGuard(Guard(), CPU)
+    for each in (guard, control):
+        judge(each, losses[:799])
+    resumed = StepGuard(Guard(), CPU, 1, [change])
+    resumed.load_state_dict(json.loads(json.dumps(guard.state_dict())), 799)
+    for each in (guard, control, resumed):
+        judge(each, losses[799:1400], 800)
+    starts = [[event.about["start_step"] for event in each.read()] for each in (guard, control, resumed)]
+    assert starts == [[1200], [800, 1200], [1200]]
+    assert guard.state_dict() == resumed.state_dict()
