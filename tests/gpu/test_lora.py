@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.support.gpu import column, run
 from tests.support.jobs import make_job, metrics_of
+from tests.support.runs import UNTIED
 from titanlite.job import Job
 from titanlite.models.base import Decoder
 from titanlite.train import train
 
 pytestmark = pytest.mark.gpu
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 SHAPE = "{dim = 1024, n_layers = 8, n_heads = 16, head_dim = 64, hidden_dim = 4096, vocab_size = 258}"
 GIB = 1 << 30
 
@@ -39,3 +43,26 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(
     assert peak_gib(lora) < peak_gib(full) - 2.8 * weights_gib
     losses = [step["train/loss"] for step in metrics_of(lora)]
     assert all(loss < metrics_of(full)[0]["train/loss"] for loss in losses)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["--compile.enable", "--activation_checkpoint.mode=full"],
+        ["--parallelism.tensor_parallel_degree=2"],
+        ["--parallelism.tensor_parallel_degree=2", "--compile.enable"],
+        ["--parallelism.context_parallel_degree=2"],
+        ["--parallelism.pipeline_parallel_degree=2"],
+    ],
+    ids=str,
+)
+@TWO
+def test_two_gpus_train_as_one(tmp_path: Path, corpus: Path, overrides: list[str]) -> None:
+    keys = [UNTIED, "--training.mixed_precision_param=float32", "--training.steps=6"]
+    run(tmp_path, corpus, *keys, name="base")
+    keys += [f"--checkpoint.initial_load_path={tmp_path / 'base'}", "--lora.enable", "--optimizer.lr=0.02"]
+    whole = column(run(tmp_path, corpus, *keys, name="whole"), "train/loss")
+    losses = column(run(tmp_path, corpus, *keys, *overrides, ngpu=2), "train/loss")
+    assert losses == pytest.approx(whole, abs=2e-3)
+    assert whole[-1] < whole[0] - 0.02
