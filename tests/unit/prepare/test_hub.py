@@ -214,7 +214,7 @@ def test_a_network_that_fails_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> No
     [
         (["hf:data", "--split=tset"], "--split: hf:data has no split 'tset' (splits: test, train)"),
         (["hf:data", "--config=de"], "hf:data: BuilderConfig 'de' not found. Available: ['default']"),
-        (["hf:data", "--field=body"], "train-0.jsonl:1: no field 'body' in this line"),
+        (["hf:data", "--field=body"], ".jsonl:1: no field 'body' in this line"),
         (["hf:tars"], "hf:tars: its files are .tar, which only a stream reads"),
         (["data/train-0.jsonl", "--split=test"], "--split: applies to hf:NAME: no input is one"),
         (["--from-stream.path=data", "--from-stream.split=tset"], "hf:data has no split 'tset'"),
