@@ -93,34 +93,38 @@ def make_batch(
 ) -> Batch:
     """Make a batch of sequences and their global numbers, padded to `num_sequences` sequences.
 
-    Where a sequence has `document_starts`, no target crosses from one document to the next.
+    Where a sequence has `document_starts`, no target crosses from one document to the next. Where it has a
+    `loss_mask`, only the tokens that the mask names are targets.
     """
     num_sequences = len(sequences) if num_sequences is None else num_sequences
     inputs = np.zeros((num_sequences, seq_len), dtype=np.int64)
     targets = np.full((num_sequences, seq_len), IGNORE, dtype=np.int64)
     latest_start = np.zeros((num_sequences, seq_len), dtype=np.int64)  # start of each token's document
-    num_documents, num_ignored = num_sequences, (num_sequences - len(sequences)) * seq_len
+    num_documents = num_sequences
     for i, sequence in enumerate(sequences):
         inputs[i], targets[i] = sequence.tokens[:-1], sequence.tokens[1:]
         if sequence.document_starts is not None:
             inner = sequence.document_starts[sequence.document_starts > 0]
             targets[i, inner - 1] = IGNORE
             targets[i, seq_len - sequence.num_padding :] = IGNORE
-            num_ignored += len(inner) + sequence.num_padding
             inner = inner[inner < seq_len]
             latest_start[i, inner] = inner
             num_documents += len(inner)
+        if sequence.loss_mask is not None:
+            targets[i, ~sequence.loss_mask[1:]] = IGNORE
     positions = np.arange(seq_len) - np.maximum.accumulate(latest_start, axis=1) if with_positions else None
     total_hash = (
-        sum(sequence_hash(number, sequence.tokens) for number, sequence in zip(numbers, sequences)) % _U64
+        sum(sequence_hash(n, sequence.tokens, sequence.loss_mask) for n, sequence in zip(numbers, sequences))
+        % _U64
     )
     return Batch(
-        torch.from_numpy(inputs), torch.from_numpy(targets), targets.size - num_ignored, total_hash,
+        torch.from_numpy(inputs), torch.from_numpy(targets), int((targets != IGNORE).sum()), total_hash,
         None if positions is None else torch.from_numpy(positions), num_documents,
     )  # fmt: skip
 
 
-def sequence_hash(number: int, tokens: np.ndarray) -> int:
-    """Return a 64-bit hash of a sequence's tokens and its global number."""
+def sequence_hash(number: int, tokens: np.ndarray, loss_mask: np.ndarray | None = None) -> int:
+    """Return a 64-bit hash of a sequence's global number, its tokens, and its loss mask if it has one."""
     data = number.to_bytes(8, "little") + tokens.astype("<u4").tobytes()
+    data += b"" if loss_mask is None else np.packbits(loss_mask).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -24,11 +24,13 @@ from titanlite.data.sharded_tokens import ShardedTokens
 class TokenSequence:
     """A training sequence. `tokens`: int64 [seq_len + 1]. `document_starts`: the positions at which documents
     start, int64, ascending (0 only if a document starts there); None if boundaries are not needed.
-    `num_padding`: number of padding tokens at the end."""
+    `num_padding`: number of padding tokens at the end. `loss_mask`: which tokens count as targets, bool
+    [seq_len + 1]; None if all do. The first token is never a target."""
 
     tokens: np.ndarray
     document_starts: np.ndarray | None = None
     num_padding: int = 0
+    loss_mask: np.ndarray | None = None
 
 
 class PackedSequences:
@@ -78,7 +80,8 @@ class ChunkedSequences(PackedSequences):
     def __getitem__(self, number: int) -> TokenSequence:
         start, count = number * self.seq_len, self.seq_len + 1
         starts = self.shards.document_starts(start, count) if self.with_document_starts else None
-        return TokenSequence(self.shards.read(start, count), starts)
+        tokens, loss_mask = self.shards.read(start, count), self.shards.loss_mask(start, count)
+        return TokenSequence(tokens, starts, loss_mask=loss_mask)
 
     def spans(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         start, count = number * self.seq_len, self.seq_len + 1
@@ -99,10 +102,13 @@ class BestFitSequences(PackedSequences):
     def __getitem__(self, number: int) -> TokenSequence:
         starts, lengths = self.spans(number)
         tokens = np.zeros(self.seq_len + 1, dtype=np.int64)
+        loss_mask = np.zeros(self.seq_len + 1, dtype=np.bool_) if self.shards.has_loss_mask else None
         ends = np.cumsum(lengths)
         for start, length, end in zip(starts.tolist(), lengths.tolist(), ends.tolist()):
             tokens[end - length : end] = self.shards.read(start, length)
-        return TokenSequence(tokens, ends - lengths, num_padding=len(tokens) - int(ends[-1]))
+            if loss_mask is not None:
+                loss_mask[end - length : end] = self.shards.loss_mask(start, length)
+        return TokenSequence(tokens, ends - lengths, len(tokens) - int(ends[-1]), loss_mask)
 
     def spans(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         return self.index.spans(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +56,11 @@ class ShardedTokens(ABC):
     def bin_file(self, shard: int) -> Path:
         """Return the file of a shard's token ids."""
 
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether the dataset says for each token if it counts as a target."""
+        return False
+
     @abstractmethod
     def _open_tokens(self, shard: int) -> np.ndarray:
         """Map the token ids of a shard that has tokens, as unsigned integers."""
@@ -63,6 +68,10 @@ class ShardedTokens(ABC):
     @abstractmethod
     def _open_offsets(self, shard: int) -> Offsets:
         """Map the offsets of a shard's documents."""
+
+    def _open_loss_mask(self, shard: int) -> np.ndarray:
+        """Map the loss mask of a shard that has tokens, uint8; only called if `has_loss_mask`."""
+        raise NotImplementedError
 
     @abstractmethod
     def _advice(self) -> str:
@@ -72,19 +81,38 @@ class ShardedTokens(ABC):
         """Return tokens [start, start + count) of the concatenated shards: int64 [count]. Raises ConfigError
         for an id outside the vocabulary, because an embedding on a GPU would abort the process without naming
         the file."""
-        out, done = np.empty(count, dtype=np.int64), 0
-        shard = bisect_right(self._starts, start) - 1
-        while done < count:
-            offset = start + done - self._starts[shard]
-            tokens = self._tokens(shard)[offset : offset + count - done]
-            if len(tokens) and (largest := tokens.max()) >= self.vocab_size:
+        out = np.empty(count, dtype=np.int64)
+        for shard, offset, place in self._ranges(start, count):
+            tokens = self._tokens(shard)[offset : offset + place.stop - place.start]
+            if (largest := tokens.max()) >= self.vocab_size:
                 raise ConfigError(
                     f"{self.bin_file(shard)}: token {offset + int(tokens.argmax())} is {largest}, the "
                     f"tokenizer has ids below {self.vocab_size}: {self._advice()}"
                 )
-            out[done : done + len(tokens)] = tokens
-            done, shard = done + len(tokens), shard + 1
+            out[place] = tokens
         return out
+
+    def loss_mask(self, start: int, count: int) -> np.ndarray | None:
+        """Return which of the tokens [start, start + count) count as targets: bool [count]; None if all do,
+        because the dataset has no loss mask."""
+        if not self.has_loss_mask:
+            return None
+        out = np.empty(count, dtype=np.bool_)
+        for shard, offset, place in self._ranges(start, count):
+            mask = self._mapped("mask", shard, self._open_loss_mask)
+            out[place] = mask[offset : offset + place.stop - place.start]
+        return out
+
+    def _ranges(self, start: int, count: int) -> Iterator[tuple[int, int, slice]]:
+        """Yield the ranges of tokens [start, start + count) by shard: the shard, the first token in it, and
+        the place of the range in the result."""
+        done, shard = 0, bisect_right(self._starts, start) - 1
+        while done < count:
+            offset = start + done - self._starts[shard]
+            end = min(count, done + self._starts[shard + 1] - self._starts[shard] - offset)
+            if end > done:
+                yield shard, offset, slice(done, end)
+            done, shard = end, shard + 1
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
         """Return the positions in tokens [start, start + count) at which documents start: int64, ascending,

@@ -2,9 +2,10 @@
 
 A dataset is a directory with `dataset.json` and, per shard, `NNNNN.bin` (token ids: little-endian uint16, or
 uint32 for vocabularies over 65,536) and `NNNNN.idx` (uint64: the offset of each document in the shard, then
-the shard's number of tokens). dataset.json records counts, the tokenizer's fingerprint and each file's
-SHA-256. The directory is written under a temporary name and renamed when it is complete. No document spans
-two shards. Token positions count over the concatenation of all shards."""
+the shard's number of tokens). Conversations also have `NNNNN.mask` (a byte per token: 1 if it counts as a
+target, else 0); such a dataset has format 2, so that a reader that does not know masks refuses it.
+dataset.json records counts, the tokenizer's fingerprint and each file's SHA-256. The directory is written
+under a temporary name and renamed when it is complete. No document spans two shards. Token positions count over the concatenation of all shards."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.files import check_regular, hash_file, named, sync, write_atomically
 from titanlite.tokenizers.base import Tokenizer
 
-FORMAT = 1
+FORMAT, FORMAT_WITH_MASKS = 1, 2
 DATASET_KEYS: dict[str, type] = {
     "format": int, "dtype": str, "tokenizer": str, "vocab_size": int, "tokens": int, "documents": int,
     "shards": list,
@@ -32,34 +33,52 @@ SHARD_KEYS: dict[str, type] = {
     "name": str, "tokens": int, "documents": int, "bin_sha256": str, "idx_sha256": str
 }  # fmt: skip
 
+MASK_KEYS: dict[int, dict[str, type]] = {FORMAT: {}, FORMAT_WITH_MASKS: {"mask_sha256": str}}
+
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the storage type of ids below `vocab_size`."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def write_shard(folder: Path, name: str, documents: Iterable[np.ndarray], dtype: np.dtype) -> dict[str, Any]:
-    """Write and sync `name`.bin and `name`.idx. `documents`: an array of token ids per document, of any
-    integer type. Returns the shard's entry for dataset.json."""
-    digest, offsets = hashlib.sha256(), [0]
-    with named(folder / f"{name}.bin"), open(folder / f"{name}.bin", "wb") as f:
-        for tokens in documents:
-            data = tokens.astype(dtype, copy=False).tobytes()
+def write_shard(
+    folder: Path,
+    name: str,
+    documents: Iterable[np.ndarray],
+    dtype: np.dtype,
+    loss_masks: Iterable[np.ndarray] | None = None,
+) -> dict[str, Any]:
+    """Write and sync `name`.bin and `name`.idx, and `name`.mask if there are loss masks. `documents`: an
+    array of token ids per document, of any integer type. `loss_masks`: for each document, which tokens count
+    as targets, bool [tokens]. Returns the shard's entry for dataset.json."""
+    lengths, bin_sha256 = _write_arrays(folder / f"{name}.bin", documents, dtype)
+    offsets = np.cumsum([0, *lengths])
+    _, idx_sha256 = _write_arrays(folder / f"{name}.idx", [offsets], np.dtype("<u8"))
+    entry = {
+        "name": name,
+        "tokens": int(offsets[-1]),
+        "documents": len(lengths),
+        "bin_sha256": bin_sha256,
+        "idx_sha256": idx_sha256,
+    }
+    if loss_masks is None:
+        return entry
+    masked, mask_sha256 = _write_arrays(folder / f"{name}.mask", loss_masks, np.dtype(np.uint8))
+    assert masked == lengths
+    return entry | {"mask_sha256": mask_sha256}
+
+
+def _write_arrays(file: Path, arrays: Iterable[np.ndarray], dtype: np.dtype) -> tuple[list[int], str]:
+    """Write and sync a file of concatenated arrays. Returns their lengths, and the file's SHA-256."""
+    digest, lengths = hashlib.sha256(), list[int]()
+    with named(file), open(file, "wb") as f:
+        for array in arrays:
+            data = array.astype(dtype, copy=False).tobytes()
             f.write(data)
             digest.update(data)
-            offsets.append(offsets[-1] + len(tokens))
-    index = np.asarray(offsets, dtype="<u8").tobytes()
-    with named(folder / f"{name}.idx"):
-        (folder / f"{name}.idx").write_bytes(index)
-    sync(folder / f"{name}.bin")
-    sync(folder / f"{name}.idx")
-    return {
-        "name": name,
-        "tokens": offsets[-1],
-        "documents": len(offsets) - 1,
-        "bin_sha256": digest.hexdigest(),
-        "idx_sha256": hashlib.sha256(index).hexdigest(),
-    }
+            lengths.append(len(array))
+    sync(file)
+    return lengths, digest.hexdigest()
 
 
 def write_description(
@@ -68,7 +87,7 @@ def write_description(
     """Write dataset.json. `shards`: the results of `write_shard`. `prepared`: a human-readable record of the
     input."""
     description = {
-        "format": FORMAT,
+        "format": FORMAT_WITH_MASKS if any("mask_sha256" in s for s in shards) else FORMAT,
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
@@ -100,22 +119,30 @@ class TokenShards(ShardedTokens):
         )
         self.tokenizer_fingerprint: str = description["tokenizer"]
         self.prepared: dict[str, Any] = description.get("prepared", {})
-        hashes = "".join(s["bin_sha256"] + s["idx_sha256"] for s in self._shards)
+        self._has_loss_mask = description["format"] == FORMAT_WITH_MASKS
+        self._kinds = ("bin", "idx", "mask") if self._has_loss_mask else ("bin", "idx")
+        hashes = "".join(s[f"{kind}_sha256"] for s in self._shards for kind in self._kinds)
         content = f"{self.tokenizer_fingerprint}{self._dtype}{hashes}"
         self._fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
         for shard in self._shards:
             self._check_size(f"{shard['name']}.bin", shard["tokens"] * self._dtype.itemsize)
             self._check_size(f"{shard['name']}.idx", (shard["documents"] + 1) * 8)
+            if self._has_loss_mask:
+                self._check_size(f"{shard['name']}.mask", shard["tokens"])
 
     @property
     def fingerprint(self) -> str:
         return self._fingerprint
 
+    @property
+    def has_loss_mask(self) -> bool:
+        return self._has_loss_mask
+
     def verify(self) -> None:
         """Compare the SHA-256 of every file with dataset.json. Raises ConfigError, which names the first file
         that differs."""
         for shard in self._shards:
-            for kind in ("bin", "idx"):
+            for kind in self._kinds:
                 file = self.path / f"{shard['name']}.{kind}"
                 if hash_file(file)[1] != shard[f"{kind}_sha256"]:
                     raise ConfigError(
@@ -130,6 +157,9 @@ class TokenShards(ShardedTokens):
 
     def _open_offsets(self, shard: int) -> np.ndarray:
         return np.asarray(np.memmap(self.bin_file(shard).with_suffix(".idx"), np.dtype("<u8"), mode="r"))
+
+    def _open_loss_mask(self, shard: int) -> np.ndarray:
+        return np.asarray(np.memmap(self.bin_file(shard).with_suffix(".mask"), np.uint8, mode="r"))
 
     def _advice(self) -> str:
         return (
@@ -168,14 +198,17 @@ def _read_description(path: Path) -> dict[str, Any]:
 def _check_description(description: dict[str, Any]) -> None:
     """Raise ValueError for a description that write_description() could not have written."""
     expect(description, **DATASET_KEYS)
-    if description["format"] != FORMAT:
-        raise ValueError(f"its format is {description['format']}, this titanlite reads format {FORMAT}")
+    if description["format"] not in (FORMAT, FORMAT_WITH_MASKS):
+        raise ValueError(
+            f"its format is {description['format']}, this titanlite reads formats {FORMAT} and "
+            f"{FORMAT_WITH_MASKS}"
+        )
     if description["dtype"] not in ("uint16", "uint32"):
         raise ValueError(f"dtype {description['dtype']!r} is neither uint16 nor uint32")
     if type(description.get("prepared", {})) is not dict:
         raise ValueError("`prepared` is not an object")
     for shard in description["shards"]:
-        expect(shard, **SHARD_KEYS)
+        expect(shard, **SHARD_KEYS, **MASK_KEYS[description["format"]])
         if not re.fullmatch(r"[0-9A-Za-z_-]{1,100}", shard["name"]):
             raise ValueError(f"{shard['name']!r} is not a valid name of a shard")
         if min(shard["tokens"], shard["documents"]) < 0:

@@ -15,6 +15,7 @@ import numpy as np
 from titanlite.config.component import Component, ConfigError, full_name
 from titanlite.config.shipped import find_file
 from titanlite.files import if_on_hub, read_regular
+from titanlite.tokenizers.chat import ChatFormat
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
@@ -74,6 +75,14 @@ class Tokenizer:
         If the tokenizer adds a blank to each document, EOS has -1, which takes it back. None, the default, if
         an id alone does not tell: then validation reports no bits per byte."""
         return None
+
+    def chat_format(self) -> ChatFormat:
+        """Return the chat template of this tokenizer. Raises ConfigError if it has none, or one that does not
+        mark the assistant's text."""
+        raise ConfigError(
+            f"{type(self.config).__name__} has no chat template; the tokenizer 'huggingface' can have one",
+            "tokenizer.name",
+        )
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return the files, by name, from which `AutoTokenizer.from_pretrained` reads this tokenizer. Raises

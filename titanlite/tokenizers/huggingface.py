@@ -20,6 +20,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, read_object
 from titanlite.tokenizers import pieces
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig, read_bytes
+from titanlite.tokenizers.chat import ChatFormat
 from titanlite.tokenizers.tokenizer_json import TOKENIZER_CONFIG
 
 REBUILT = ("add_prefix_space", "legacy")  # settings of tokenizers that transformers builds
@@ -40,6 +41,9 @@ class HuggingFace(TokenizerConfig, name="huggingface"):
     """Token at the end of a document; empty: eos_token in the tokenizer_config.json beside the file."""
     special_tokens_in_text: bool = False
     """Encode the names of special tokens in a document as these tokens; otherwise they are plain text."""
+    chat_template: str = ""
+    """File with the Jinja template of conversations, in which `{% generation %}` and `{% endgeneration %}`
+    mark the assistant's text; empty: chat_template.jinja or tokenizer_config.json beside the file."""
 
     def build(self) -> HuggingFaceTokenizer:
         path = Path(self.path)
@@ -139,8 +143,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _named(self, key: str) -> str:
         """Return the name of `bos` or `eos` in tokenizer_config.json, or ""."""
-        value = self._object("tokenizer_config.json").get(f"{key}_token")
-        return value.get("content", "") if isinstance(value, dict) else value or ""
+        return _content(self._object("tokenizer_config.json").get(f"{key}_token"))
 
     def encode(self, text: str) -> list[int]:
         # The fast method leaves out offsets, a third of the time. A batch of one text uses one core, because
@@ -188,6 +191,38 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._has_pieces and text != pieces.PROBE:
             raise ConfigError(f"{path}: it changes text: {pieces.PROBE!r} becomes {text!r}", "tokenizer.path")
 
+    def chat_format(self) -> ChatFormat:
+        template, name = self._chat_template()
+        config = self._object("tokenizer_config.json")
+        names = {key: _content(value) for key, value in config.items() if key.endswith("_token")}
+        names = {key: value for key, value in names.items() if value} | self._framing()
+        try:
+            return ChatFormat(template, name, self._content, names)
+        except ValueError as e:
+            raise ConfigError(str(e), "tokenizer.chat_template") from None
+
+    def _chat_template(self) -> tuple[str, str]:
+        """Return the text and the name of the chat template. Raises ConfigError if there is none."""
+        file = self._folder / "chat_template.jinja"
+        if isinstance(self.config, HuggingFace) and self.config.chat_template:
+            file = Path(self.config.chat_template)
+        elif not file.exists():
+            file = self._folder / "tokenizer_config.json"
+            template = self._object(file.name).get("chat_template")
+            if isinstance(template, list):  # several, by name
+                defaults = [item for item in template if item.get("name") == "default"]
+                template = defaults[0].get("template") if defaults else None
+            if not isinstance(template, str):
+                raise ConfigError(
+                    f"the tokenizer in {self._folder} has no chat template: give the file of one",
+                    "tokenizer.chat_template",
+                )
+            return template, str(file)
+        try:
+            return read_bytes(str(file), "tokenizer.chat_template").decode("utf-8"), str(file)
+        except UnicodeDecodeError:
+            raise ConfigError(f"{file} is not UTF-8", "tokenizer.chat_template") from None
+
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return tokenizer.json unchanged, and the files beside it with titanlite's BOS and EOS."""
         files = {"tokenizer.json": self._content}
@@ -195,8 +230,10 @@ class HuggingFaceTokenizer(Tokenizer):
         for name in ("chat_template.jinja", "chat_template.json", *own):
             if file := self._beside(name):
                 files[name] = read_bytes(str(file), "tokenizer.path")
-        framing = {"bos_token": self._library.id_to_token(self.bos)} if self._has_bos else {}
-        framing |= {"eos_token": self._library.id_to_token(self.eos)}
+        if isinstance(self.config, HuggingFace) and self.config.chat_template:
+            files.pop("chat_template.json", None)
+            files["chat_template.jinja"] = self._chat_template()[0].encode()
+        framing = self._framing()
         file = self._beside("tokenizer_config.json")
         config = read_object(file) if file else TOKENIZER_CONFIG
         if self._has_pieces:
@@ -209,6 +246,11 @@ class HuggingFaceTokenizer(Tokenizer):
         if file := self._beside("special_tokens_map.json"):
             files[file.name] = as_json({**read_object(file), **framing})
         return files
+
+    def _framing(self) -> dict[str, str]:
+        """Return the names of BOS, if the tokenizer has one, and EOS, as in tokenizer_config.json."""
+        ids = {"bos_token": self.bos} if self._has_bos else {}
+        return {key: self._library.id_to_token(i) or "" for key, i in (ids | {"eos_token": self.eos}).items()}
 
     def _beside(self, name: str) -> Path | None:
         """Return a file beside tokenizer.json that an export copies, or None if it is missing. Raises
@@ -251,6 +293,11 @@ def has_pieces(tree: Any) -> bool:
         return True
     _check_byte_level(tree)
     return False
+
+
+def _content(token: Any) -> str:
+    """Return the name of a token in tokenizer_config.json, or "" if it is null."""
+    return token.get("content", "") if isinstance(token, dict) else token or ""
 
 
 def _check_byte_level(tree: dict[str, Any]) -> None:

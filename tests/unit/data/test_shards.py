@@ -201,7 +201,7 @@ def test_a_shard_without_a_key(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("format", 2, "its format is 2"),
+        ("format", 3, "its format is 3"),
         ("tokens", len(TOKENS) + 1, "do not add up"),
         ("documents", len(DOCUMENTS) + 1, "do not add up"),
         ("dtype", "banana", "dataset.json"),
