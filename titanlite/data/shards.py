@@ -5,7 +5,8 @@ uint32 for vocabularies over 65,536) and `NNNNN.idx` (uint64: the offset of each
 the shard's number of tokens). Conversations also have `NNNNN.mask` (a byte per token: 1 if it counts as a
 target, else 0); such a dataset has format 2, so that a reader that does not know masks refuses it.
 dataset.json records counts, the tokenizer's fingerprint and each file's SHA-256. The directory is written
-under a temporary name and renamed when it is complete. No document spans two shards. Token positions count over the concatenation of all shards."""
+under a temporary name and renamed when it is complete. No document spans two shards. Token positions count
+over the concatenation of all shards."""
 
 from __future__ import annotations
 

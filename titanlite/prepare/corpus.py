@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from titanlite.config.component import ConfigError, check_at_least
 from titanlite.files import hash_file, if_on_hub
+from titanlite.tokenizers.chat import RenderedChat
 
 SPLIT_BYTES = 8 << 20  # text per split: about a second of tokenising on one core
 COMPRESSED_SPLITS = 64  # fewer compressed files than this are split, so that many cores have work
@@ -87,11 +88,13 @@ class FileSplit:
 
 @dataclass(frozen=True)
 class Document:
-    """A document's text and origin. `place`: its position in `file`, which `where` describes."""
+    """A document's text and origin. `place`: its position in `file`, which `where` describes. `chat`: the
+    conversation whose text it is, if documents are conversations."""
 
     text: str
     file: Path
     place: int
+    chat: RenderedChat | None = None
 
 
 DEFAULT_LIMITS = Limits()
@@ -220,9 +223,14 @@ def documents(
 
 
 def read_split(
-    split: FileSplit, field: str, on_bad: OnBad = stop, limits: Limits = DEFAULT_LIMITS
+    split: FileSplit,
+    field: str,
+    on_bad: OnBad = stop,
+    limits: Limits = DEFAULT_LIMITS,
+    render: Callable[[dict[str, Any]], RenderedChat] | None = None,
 ) -> Iterator[Document]:
     """Yield a split's documents in order. Empty documents are left out; bad documents are passed to `on_bad`.
+    `render`: for lines that are conversations, renders the JSON object of a line; raises ValueError.
 
     Raises ConfigError for a file that cannot be read, is truncated or damaged, or lacks the column.
     """
@@ -236,12 +244,14 @@ def read_split(
         for place, line in _blocks_of_lines(split, limits) if compression else _range_of_lines(split, limits):
             try:
                 limits.check_document(len(line) - line.endswith(b"\n"))
-                text = _text_of(line, field)
+                record = _record(line)
+                chat = render(record) if render else None
+                text = _checked(chat.text, "conversation") if chat else _text_of(record, field)
             except ValueError as e:
                 on_bad(file, place, str(e))
             else:
                 if text:
-                    yield Document(text, file, place)
+                    yield Document(text, file, place, chat)
 
 
 def _whole_files(files: Iterable[Path], on_bad: OnBad, limits: Limits) -> Iterator[Document]:
@@ -401,21 +411,32 @@ def _decompressor(file: Path) -> Callable[[], Any]:
     return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj  # as written by `zstd --long`
 
 
-def _text_of(line: bytes, field: str) -> str:
-    """Return the document in a line of JSON. Raises ValueError."""
+def _record(line: bytes) -> dict[str, Any]:
+    """Return the object in a line of JSON; a line that holds another value has no fields. Raises
+    ValueError."""
     try:
         record = json.loads(_decode(line))
     except (json.JSONDecodeError, RecursionError) as e:
         raise ValueError(f"not valid JSON: {e}") from None
-    if not isinstance(record, dict) or field not in record:
+    return record if isinstance(record, dict) else {}
+
+
+def _text_of(record: dict[str, Any], field: str) -> str:
+    """Return the document in a record. Raises ValueError."""
+    if field not in record:
         raise ValueError(f"no field {field!r} in this line")
     text = record[field]
     if not isinstance(text, str):
         raise ValueError(f"field {field!r} is not a string")
+    return _checked(text, f"field {field!r}")
+
+
+def _checked(text: str, name: str) -> str:
+    """Return a text. Raises ValueError for one half of a surrogate pair, which JSON can contain."""
     try:
-        text.encode()  # JSON can contain one half of a surrogate pair
+        text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"field {field!r} holds a lone surrogate, which is not text") from None
+        raise ValueError(f"{name} holds a lone surrogate, which is not text") from None
     return text
 
 

@@ -50,6 +50,7 @@ def prepare(
     `worker` (i, n): do only the i-th of n shares of the work. The last worker to finish completes the dataset
     and returns it; the other workers return None. Raises ConfigError for bad input; finished work is then
     kept for the next call if `keep`."""
+    options.chat_format(tokenizer, files)  # before the folder is made
     folder = work_folder(output)
     with locked(folder, output, worker) as unfinished:
         if not unfinished:  # another process has completed the dataset
@@ -271,7 +272,7 @@ def _complete(state: JobState, output: Path) -> TokenShards | None:
             write_description(folder, state.tokenizer, [shard["entry"] for shard in shards], prepared)
             state.mark("whole", state.key, {})  # after this only files are deleted
             sync(folder)
-        keep = {f"{i:05}.{suffix}" for i in range(len(state.shards)) for suffix in ("bin", "idx")}
+        keep = {f"{i:05}.{suffix}" for i in range(len(state.shards)) for suffix in ("bin", "idx", "mask")}
         for file in folder.iterdir():
             if file.name not in keep | {"dataset.json", "report.json", "whole.json"}:
                 file.unlink(missing_ok=True)  # other workers delete their splits' files at the same time
@@ -292,4 +293,6 @@ def origin(options: PrepareOptions, tokenizer: Tokenizer, files: Sequence[Path])
         "names_and_sizes_sha256": hashlib.sha256(repr(sizes).encode()).hexdigest(),
     }
     tree = {**toml.as_tree(options), "input": corpus}
+    if chat := options.chat_format(tokenizer, files):
+        tree["chat_template"] = chat.fingerprint
     return tree | ({"tokenizer": toml.as_tree(tokenizer.config)} if tokenizer.config else {})

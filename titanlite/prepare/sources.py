@@ -36,9 +36,13 @@ class CachedSource(Source):
         input."""
 
     def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
-        key = f"{self.fingerprint()} {tokenizer.fingerprint}"
+        key = f"{self.fingerprint()} {self._tokenization(tokenizer)}"
         path = cache_dir / f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         return TokenShards(path) if path.exists() else self.write(path, tokenizer)
+
+    def _tokenization(self, tokenizer: Tokenizer) -> str:
+        """Return a text that changes whenever the same documents would have other tokens."""
+        return tokenizer.fingerprint
 
 
 class DocumentSource(CachedSource):
@@ -91,6 +95,41 @@ class Text(Limits, CachedSource, name="text"):
             max_compression_ratio=self.max_compression_ratio,
         )
         return _prepare(find_files(self.path, "path"), path, tokenizer, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Limits, CachedSource, name="chat"):
+    """Conversations in .jsonl, .ndjson and .json files, one per line, tokenised on first use. A line has
+    `messages` with `role` and `content`, or ShareGPT's `conversations` with `from` and `value`. The
+    tokenizer's chat template renders them, and only the assistant's tokens count in the loss."""
+
+    path: list[str]
+    """Files, directories and globs of .jsonl, .ndjson and .json files, also compressed."""
+
+    def __post_init__(self) -> None:
+        CachedSource.__post_init__(self)
+        Limits.__post_init__(self)
+
+    @property
+    def _options(self) -> PrepareOptions:
+        return PrepareOptions(
+            documents="chat",
+            max_document_mib=self.max_document_mib,
+            max_compression_ratio=self.max_compression_ratio,
+        )
+
+    def check(self, tokenizer: Tokenizer) -> bool:
+        self._options.chat_format(tokenizer, find_files(self.path, "path"))
+        return False
+
+    def fingerprint(self) -> str:
+        return _fingerprint(find_files(self.path, "path"), self.name, "")
+
+    def write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
+        return _prepare(find_files(self.path, "path"), path, tokenizer, self._options)
+
+    def _tokenization(self, tokenizer: Tokenizer) -> str:
+        return f"{tokenizer.fingerprint} {tokenizer.chat_format().fingerprint}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -27,11 +28,13 @@ from titanlite.config.json_file import load_object
 from titanlite.data.order import key_of, permute
 from titanlite.data.shards import token_dtype, write_shard
 from titanlite.files import named, sync
+from titanlite.prepare.conversations import check_formats, render_record
 from titanlite.prepare.corpus import Document, FileSplit, Limits, read_split, split_files, stop, where
 from titanlite.prepare.dedup import first_of_each
 from titanlite.prepare.filters import Filter, LshSignature
 from titanlite.prepare.report import Place, Report, merge
 from titanlite.tokenizers.base import Tokenizer
+from titanlite.tokenizers.chat import ChatFormat
 
 T = TypeVar("T")
 VERSION = 2  # increase it when a change of the code changes the bytes that the same input gives
@@ -43,6 +46,10 @@ BATCH, BATCH_CHARACTERS = 64, 8 << 20  # largest batch for the tokenizer
 class PrepareOptions(Limits):
     """The options that determine a dataset, besides its files and tokenizer."""
 
+    documents: Literal["text", "chat"] = "text"
+    """`text`: every document is a text. `chat`: every line of JSON is a conversation, with `messages` (or
+    ShareGPT's `conversations`). It is rendered by the tokenizer's chat template, and only the assistant's
+    tokens count in the loss."""
     field: str = "text"
     """The field of a JSON line, or the column of a .parquet file or of a stream, that holds the text."""
     seed: int = 0
@@ -52,23 +59,38 @@ class PrepareOptions(Limits):
     the first one, or `skip` and count them."""
     filters: list[Filter] = dataclasses.field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.documents == "chat" and self.field != "text":
+            raise ConfigError(
+                "a conversation is under `messages` or `conversations`; leave `field` out", "field"
+            )
+
+    def chat_format(self, tokenizer: Tokenizer, files: Sequence[Path]) -> ChatFormat | None:
+        """Return the chat template if documents are conversations. Raises ConfigError if the tokenizer or a
+        file cannot have any."""
+        if self.documents == "text":
+            return None
+        check_formats(files)
+        return tokenizer.chat_format()
+
 
 class JobState:
     """The work of one preparation, a function of its input. Picklable: every process has a copy.
 
     `splits`: the splits of the corpus. `shards`: for each shard, the indices of its splits. `compares`:
-    whether a filter compares documents."""
+    whether a filter compares documents. `chat`: the template, if documents are conversations."""
 
     def __init__(self, files: Sequence[Path], folder: Path, tokenizer: Tokenizer, options: PrepareOptions):
         self.files, self.folder, self.tokenizer, self.options = files, folder, tokenizer, options
+        self.chat = options.chat_format(tokenizer, files)
         self.splits = split_files(files, options.field)
         self.shards = _grouped(self.splits, options.seed)
         filters = toml.as_tree(options.filters)
         self.identities = identities = [_identity(split) for split in self.splits]
-        self.scan_keys = [
-            _key(VERSION, identity, options.field, options.bad_lines, options.max_document_mib, filters)
-            for identity in identities
-        ]
+        settings = [options.field, options.bad_lines, options.max_document_mib, filters]
+        settings += [self.chat.fingerprint] if self.chat else []
+        self.scan_keys = [_key(VERSION, identity, *settings) for identity in identities]
         self.filters = [f.build() for f in options.filters]
         self.compares = any(isinstance(f, LshSignature) for f in self.filters)
         self.resolve_key = _key(*self.scan_keys) if self.compares else ""
@@ -176,18 +198,22 @@ class JobState:
         self._unmark(name)
         report = Report([f.name for f in self.options.filters])
         dtype, vocab_size = token_dtype(self.tokenizer.vocab_size), self.tokenizer.vocab_size
-        documents, lengths = self._remaining(index, report), list[int]()
+        documents, lengths, masks = self._remaining(index, report), list[int](), list[np.ndarray]()
         with self._written(f"{name}.bin") as path, open(path, "wb") as f:
             for batch in batches(documents, lambda document: len(document.text)):
-                for document, ids in zip(batch, self.tokenizer.encode_documents([d.text for d in batch])):
+                for document, (ids, mask) in zip(batch, self._token_ids(batch)):
                     if len(ids) and ids.max() >= vocab_size:
                         place = where(document.file, document.place)
                         raise ConfigError(f"{place}: token id {ids.max()} >= vocab_size {vocab_size}")
                     f.write(ids.astype(dtype).tobytes())
                     lengths.append(len(ids))
+                    masks += [] if mask is None else [mask]
                     report.kept(document, len(ids))
         with self._written(f"{name}.npy") as path, open(path, "wb") as f:
             np.save(f, np.array(lengths, np.int64))
+        if self.chat:
+            with self._written(f"{name}.mask") as path:
+                path.write_bytes(b"".join(mask.astype(np.uint8).tobytes() for mask in masks))
         result = {"documents": len(lengths), "tokens": sum(lengths), "report": report.tree}
         return self.mark(name, self.split_keys[index], result)
 
@@ -198,7 +224,13 @@ class JobState:
         reports = [self.marker(name, self.split_keys[index]) for name, index in zip(names, splits)]
         lengths = [np.load(self.folder / f"{name}.npy") for name in names]
         tokens = [_mapped(self.folder / f"{name}.bin", dtype) for name in names]
-        if None in reports or [len(t) for t in tokens] != [n.sum() for n in lengths]:
+        masks = [_mapped(self.folder / f"{name}.mask", np.dtype(np.uint8)) for name in names if self.chat]
+        num_tokens = [n.sum() for n in lengths]
+        if (
+            None in reports
+            or [len(t) for t in tokens] != num_tokens
+            or [len(m) for m in masks] not in ([], num_tokens)
+        ):
             raise RuntimeError(f"{self.folder}: files of shard {shard} were replaced; run it again")
         self._unmark(f"shard-{shard:05}")
         stops = [np.cumsum(n) for n in lengths]
@@ -206,11 +238,12 @@ class JobState:
         start, stop = np.concatenate([s - n for s, n in zip(stops, lengths)]), np.concatenate(stops)
         order = permute(np.arange(len(split)), len(split), key_of("documents", self.options.seed, shard))
         shuffled = (tokens[split[i]][start[i] : stop[i]] for i in order)
-        entry = write_shard(self.folder, f"{shard:05}", shuffled, dtype)
+        shuffled_masks = (masks[split[i]][start[i] : stop[i]] for i in order) if self.chat else None
+        entry = write_shard(self.folder, f"{shard:05}", shuffled, dtype, shuffled_masks)
         report = merge(r["report"] for r in reports if r is not None)
         self.mark(f"shard-{shard:05}", self.shard_keys[shard], {"entry": entry, "report": report})
         self._delete([f"{name}.json" for name in names])  # the markers first
-        self._delete([f"{name}.{suffix}" for name in names for suffix in ("npy", "bin")])
+        self._delete([f"{name}.{suffix}" for name in names for suffix in ("npy", "bin", "mask")])
         return entry
 
     def _delete(self, names: Iterable[str]) -> None:
@@ -224,7 +257,14 @@ class JobState:
 
     def _read(self, split: FileSplit, report: Report) -> Iterator[Document]:
         on_bad = stop if self.options.bad_lines == "stop" else report.bad
-        return read_split(split, self.options.field, on_bad, self.options)
+        render = partial(render_record, chat=self.chat) if self.chat else None
+        return read_split(split, self.options.field, on_bad, self.options, render)
+
+    def _token_ids(self, batch: Sequence[Document]) -> Iterable[tuple[np.ndarray, np.ndarray | None]]:
+        """Return the token ids of each document, and the loss mask of each conversation."""
+        if self.chat:
+            return [self.chat.encode(document.chat) for document in batch if document.chat]
+        return ((ids, None) for ids in self.tokenizer.encode_documents([d.text for d in batch]))
 
     def _remaining(self, index: int, report: Report) -> Iterator[Document]:
         """Yield a split's documents that no filter removes, and count all documents in `report`."""

@@ -82,10 +82,11 @@ class ChatFormat:
 
         Raises ValueError, with the template's own message if it has one, for a conversation that the template
         refuses, and for one without text of the assistant, unless the answer is yet to be written."""
+        messages, tools = self._marked(list(messages)), self._marked(tools)
         try:
             rendered = self._compiled.render(
-                messages=self._marked(list(messages)),
-                tools=self._marked(tools),
+                messages=messages,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
