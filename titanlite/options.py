@@ -74,6 +74,11 @@ def add_generate(options: Options) -> None:
     add("path", type=Path, help="a run folder, checkpoint folder, step-N folder or Hugging Face directory")
     add("--prompt", action="append", default=[], help="text to continue; may be given several times")
     add("--prompt-file", type=Path, help="a file with one prompt per line")
+    add(
+        "--chat",
+        action="store_true",
+        help="answer prompts, or standard input, by the chat template",
+    )
     add("--max-new-tokens", type=int, default=64, help="maximum number of tokens after the prompt (64)")
     add("--temperature", type=float, default=0.7, help="sampling temperature; 0: the likeliest token (0.7)")
     add("--top-k", type=int, default=0, help="sample from the K likeliest tokens only; 0: from all (0)")

@@ -62,9 +62,7 @@ class PrepareOptions(Limits):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.documents == "chat" and self.field != "text":
-            raise ConfigError(
-                "a conversation is under `messages` or `conversations`; leave `field` out", "field"
-            )
+            raise ConfigError("leave it out: conversations are in `messages` or `conversations`", "field")
 
     def chat_format(self, tokenizer: Tokenizer, files: Sequence[Path]) -> ChatFormat | None:
         """Return the chat template if documents are conversations. Raises ConfigError if the tokenizer or a
@@ -225,11 +223,9 @@ class JobState:
         lengths = [np.load(self.folder / f"{name}.npy") for name in names]
         tokens = [_mapped(self.folder / f"{name}.bin", dtype) for name in names]
         masks = [_mapped(self.folder / f"{name}.mask", np.dtype(np.uint8)) for name in names if self.chat]
-        num_tokens = [n.sum() for n in lengths]
-        if (
-            None in reports
-            or [len(t) for t in tokens] != num_tokens
-            or [len(m) for m in masks] not in ([], num_tokens)
+        stored = [tokens, masks] if self.chat else [tokens]
+        if None in reports or any(
+            [len(a) for a in arrays] != [n.sum() for n in lengths] for arrays in stored
         ):
             raise RuntimeError(f"{self.folder}: files of shard {shard} were replaced; run it again")
         self._unmark(f"shard-{shard:05}")

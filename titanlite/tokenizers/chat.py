@@ -119,6 +119,12 @@ class ChatFormat:
                     mask = np.concatenate([mask[:i], np.full(len(plain), mask[i]), mask[i + 1 :]])
         return ChatTokens(ids, mask)
 
+    def end_of_turn(self) -> set[int]:
+        """Return the id of the special token with which an answer ends, if it ends with one."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        ids, mask = self.encode(self.render(messages))
+        return {int(ids[mask][-1])} & self._special.keys()
+
     def _marked(self, value: Any) -> Any:
         """Copy a value of JSON with PLAIN in front of each name of a special token. Raises ValueError for a
         text that has a mark."""

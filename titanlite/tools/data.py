@@ -8,8 +8,9 @@ Megatron's files record no hash and no tokenizer: `verify` checks that the index
 needs --tokenizer.name, --tokenizer.path, ...
 
 `show` prints sequences as text, document by document: sequence N of a dataset, or training sequence N of a
-run. N is 0 by default; --num-sequences=K prints K sequences from N on. CONFIG is a TOML file, a name in
-train_configs/, or a run folder. If a run skips none, sequence N is in step N // global_batch_size + 1; with
+run. Of conversations, the tokens that count in the loss are between >>> and <<<. N is 0 by default;
+--num-sequences=K prints K sequences from N on. CONFIG is a TOML file, a name in train_configs/, or a run
+folder. If a run skips none, sequence N is in step N // global_batch_size + 1; with
 [[stages]], the step and its stage are printed, and where the shorter sequences begin. Sequences that a run
 skips, by data.skip_sequences or by its newest checkpoint, are marked. --allow-imports runs the modules that
 the configuration imports.
@@ -29,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from titanlite import startup
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.resume import newest
@@ -40,6 +43,7 @@ from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.data.dataset import SequenceDataset
 from titanlite.data.megatron import MegatronFile, MegatronTokens
 from titanlite.data.packing import PACKINGS, PackedSequences
+from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.shards import TokenShards
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import short_names
@@ -214,8 +218,20 @@ def _print_sequence(packed: PackedSequences, number: int, tokenizer: Tokenizer, 
             num = num_left if in_last else min(num_left, length - place % length)
             document, offset = packed.shards.locate(start)
             print(f"---- document {document:,}, tokens {offset:,} to {offset + num - 1:,}")
-            decode = tokenizer.decode_continuation if offset else tokenizer.decode
-            print(for_terminal(decode(packed.shards.read(start, num).tolist())))
+            print(for_terminal(_text(packed.shards, start, num, offset == 0, tokenizer)))
             start, num_left, place = start + num, num_left - num, place + num
     if padding := packed.seq_len + 1 - int(lengths.sum()):
         print(f"---- {padding:,} tokens of padding")
+
+
+def _text(shards: ShardedTokens, start: int, num_tokens: int, is_first: bool, tokenizer: Tokenizer) -> str:
+    """Return the text of a range of tokens. If the dataset has a loss mask, the tokens that count as targets
+    are between >>> and <<<. `is_first`: the range begins a document."""
+    ids, mask = shards.read(start, num_tokens), shards.loss_mask(start, num_tokens)
+    begins = [0] if mask is None else [0, *np.flatnonzero(np.diff(mask)) + 1]
+    texts = []
+    for begin, run in zip(begins, np.split(ids, begins[1:])):
+        decode = tokenizer.decode if is_first and not begin else tokenizer.decode_continuation
+        text = decode(run.tolist())
+        texts.append(text if mask is None or not mask[begin] else f">>>{text}<<<")
+    return "".join(texts)

@@ -2,12 +2,15 @@
 checkpoint, or a Hugging Face directory, whose special tokens are then used as in transformers.
 
 Text is printed token by token. Several prompts are continued one after another; prompt i has seed + i.
+--chat writes each prompt as a user's message in the tokenizer's chat template and prints the answer. Without
+a prompt it reads messages from standard input, one per line, and answers each in one conversation.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,7 +50,22 @@ class Source:
     def continuation(self, prompt: str, config: Generation, seed: int) -> Iterator[list[int]]:
         """Yield the list of new ids after each new id, until the text ends. Raises ConfigError if the text
         may become too long for the model."""
-        start = self.encode(prompt) or [self.tokenizer.bos]
+        yield from self.continued(self.encode(prompt) or [self.tokenizer.bos], config, seed)
+
+    def answer(
+        self, messages: Sequence[dict[str, str]], config: Generation, seed: int
+    ) -> Iterator[list[int]]:
+        """Yield as `continuation` does, for an answer to a conversation. Raises ConfigError if the tokenizer
+        has no chat template or the template refuses the conversation."""
+        chat = self.tokenizer.chat_format()
+        try:
+            prompt = chat.encode(chat.render(messages, add_generation_prompt=True)).ids.tolist()
+        except ValueError as e:
+            raise ConfigError(str(e)) from None
+        yield from self.continued(prompt, config, seed)
+
+    def continued(self, start: list[int], config: Generation, seed: int) -> Iterator[list[int]]:
+        """Yield as `continuation` does, for a prompt of token ids."""
         length = len(start) + config.max_new_tokens
         if self.max_position is not None and length > self.max_position:
             raise ConfigError(
@@ -71,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the prompts and their continuations."""
     options = parser("generate").read(argv)
     prompts = [*options.prompt, *(_lines(options.prompt_file) if options.prompt_file else [])]
-    if not prompts:
+    if not prompts and not options.chat:
         raise ConfigError("nothing to continue: give --prompt or --prompt-file")
     try:
         config = Generation(
@@ -84,13 +102,38 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--{str(e.key).replace('_', '-')}: {e}") from None
     set_up_logging(rank=0, verbose=False)
     source = open_source(options.path, pick_device(), options.allow_imports, options.ema)
+    if options.chat:
+        ends = source.tokenizer.chat_format().end_of_turn()
+        source = replace(source, stop_ids=source.stop_ids | ends)
     tell(f"using {'the average of the weights in ' if options.ema else ''}{source.path}")
+    if options.chat and not prompts:
+        return _converse(source, config, options.seed)
     for i, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(f"--- {i + 1} of {len(prompts)}")
+        if options.chat:
+            _answer(source, [{"role": "user", "content": prompt}], config, options.seed + i)
+            continue
         continuation = source.continuation(prompt, config, options.seed + i)
         _print_growing(prompt, (source.text(prompt, ids) for ids in continuation))
     return 0
+
+
+def _converse(source: Source, config: Generation, seed: int) -> int:
+    """Answer the lines of standard input as messages of one conversation."""
+    messages = list[dict[str, str]]()
+    if sys.stdin.isatty():
+        tell("one message per line; Ctrl-D ends the conversation")
+    for line in filter(None, map(str.rstrip, sys.stdin)):
+        messages.append({"role": "user", "content": line})
+        answer = _answer(source, messages, config, seed + len(messages) // 2)
+        messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _answer(source: Source, messages: Sequence[dict[str, str]], config: Generation, seed: int) -> str:
+    """Print the answer to a conversation, and return it."""
+    return _print_growing("", (source.text(ids) for ids in source.answer(messages, config, seed)))
 
 
 def _lines(file: Path) -> list[str]:
@@ -100,9 +143,9 @@ def _lines(file: Path) -> list[str]:
         raise ConfigError(f"--prompt-file: {file} cannot be read: {e}") from None
 
 
-def _print_growing(prompt: str, texts: Iterator[str]) -> None:
-    """Print the prompt and a text that grows. A character of which only some bytes are known is printed when
-    it is complete."""
+def _print_growing(prompt: str, texts: Iterator[str]) -> str:
+    """Print the prompt and a text that grows, and return both. A character of which only some bytes are known
+    is printed when it is complete."""
     text, printed = prompt, 0
     for continuation in texts:
         text = prompt + continuation
@@ -110,6 +153,7 @@ def _print_growing(prompt: str, texts: Iterator[str]) -> None:
         print(for_terminal(text[printed:complete]), end="", flush=True)
         printed = complete
     print(for_terminal(text[printed:]))
+    return text
 
 
 def open_source(path: Path, device: torch.device, allow_imports: bool, average: bool = False) -> Source:

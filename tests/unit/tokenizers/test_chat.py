@@ -67,6 +67,11 @@ def test_the_prompt_of_a_conversation_is_that_of_transformers(folder: Path) -> N
     assert not tokens.loss_mask.any()
 
 
+def test_the_end_of_a_turn(folder: Path) -> None:
+    ends = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
+    assert format_of(folder).end_of_turn() == {SPECIAL.index(ends.get(folder.name, "</s>"))}
+
+
 def test_trained_tokens_are_the_answers_and_their_ends(chatml: ChatFormat) -> None:
     messages = conversations()[2]
     answers = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]

@@ -1,0 +1,305 @@
+"""Pins conversations on their way into sequences: what transformers masks is what does not count, with any
+packing; a damaged line is named with its file; and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.chats import CHATML, conversations, write_conversations, write_tokenizer
+from tests.support.datasets import write_dataset
+from tests.support.jobs import make_job, metrics_of
+from tests.support.models import family, hugging_face, keys_of
+from tests.support.tiers import sampled
+from titanlite import cli
+from titanlite.config.component import ConfigError
+from titanlite.data.batch import IGNORE, make_batch
+from titanlite.data.packing import PACKINGS
+from titanlite.data.shards import TokenShards
+from titanlite.job import Job
+from titanlite.prepare.sources import Chat
+from titanlite.tokenizers.base import Tokenizer
+from titanlite.tokenizers.bytes import Bytes
+from titanlite.tokenizers.huggingface import HuggingFace
+from titanlite.train import train
+
+transformers = pytest.importorskip("transformers")
+SEQ_LEN = 256
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with a template, and conversations.jsonl."""
+    folder = write_tokenizer(tmp_path_factory.mktemp("chat") / "t", CHATML)
+    write_conversations(folder / "conversations.jsonl", conversations())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return HuggingFace(path=str(folder)).build()
+
+
+@pytest.fixture(scope="module")
+def shards(folder: Path, tokenizer: Tokenizer) -> TokenShards:
+    return Chat(path=[str(folder / "conversations.jsonl")]).build(tokenizer, folder / "cache")
+
+
+def masked(folder: Path) -> list[tuple[list[int], list[int]]]:
+    """The ids and masks of the conversations by transformers."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    options = {"return_assistant_tokens_mask": True, "return_dict": True}
+    results = [tokenizer.apply_chat_template(chat, **options) for chat in conversations()]
+    return [(result["input_ids"], result["assistant_masks"]) for result in results]
+
+
+def test_documents_are_conversations_without_other_tokens(folder: Path, shards: TokenShards) -> None:
+    stored = []
+    for number in range(shards.num_documents):
+        ids = shards.document(number)
+        start = int(shards.token_offsets(0, number, number + 1)[0])
+        mask = shards.loss_mask(start, len(ids))
+        assert mask is not None
+        stored.append((ids.tolist(), mask.astype(int).tolist()))
+    assert sorted(stored) == sorted(masked(folder))
+    assert json.loads((shards.path / "dataset.json").read_text())["format"] == 2
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_targets_are_the_trained_tokens(
+    folder: Path, shards: TokenShards, packing: str, num_splits: int
+) -> None:
+    """Every target that counts is a token of the assistant, each at most once; best_fit, whose sequences hold
+    whole conversations, counts each exactly once."""
+    packed = PACKINGS[packing](shards, SEQ_LEN, folder / "cache", True)
+    sequences = [packed[i] for i in range(len(packed))]
+    batch = make_batch(range(len(packed)), sequences, seq_len=SEQ_LEN, with_positions=True).split(num_splits)
+    targets = batch.targets[batch.targets != IGNORE]
+    trained = [i for ids, mask in masked(folder) for i, counts in zip(ids, mask) if counts]
+    assert batch.num_targets == len(targets)
+    if packing == "best_fit":
+        assert sorted(targets.tolist()) == sorted(trained)
+    else:
+        assert 0.8 * len(trained) < len(targets) <= len(trained)
+    for sequence, row in zip(sequences, batch.targets.reshape(-1, SEQ_LEN)):
+        assert sequence.loss_mask is not None
+        counts = row.numpy() != IGNORE
+        assert not (counts & ~sequence.loss_mask[1:]).any()
+        assert (row.numpy()[counts] == sequence.tokens[1:][counts]).all()
+
+
+def test_the_hash_of_a_batch_depends_on_the_mask(folder: Path, shards: TokenShards) -> None:
+    sequence = PACKINGS["best_fit"](shards, SEQ_LEN, folder / "cache", True)[0]
+    assert sequence.loss_mask is not None
+    other = type(sequence)(sequence.tokens, sequence.document_starts, 0, np.roll(sequence.loss_mask, 1))
+    hashes = {make_batch([0], [s], seq_len=SEQ_LEN).hash for s in (sequence, other)}
+    assert len(hashes) == 2
+
+
+def test_a_dataset_without_masks_has_none(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    shards = write_dataset(tmp_path / "d", [[0, 1, 2], [3, 4]])
+    assert shards.loss_mask(0, 5) is None
+    assert json.loads((shards.path / "dataset.json").read_text())["format"] == 1
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "changed"])
+def test_a_damaged_mask_is_found(shards: TokenShards, tmp_path: Path, damage: str) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(shards.path, copy)
+    TokenShards(copy).verify()
+    mask = copy / "00000.mask"
+    if damage == "missing":
+        mask.unlink()
+    else:
+        content = bytearray(mask.read_bytes())
+        content[0] ^= 1
+        mask.write_bytes(content[: -1 if damage == "short" else None])
+    with pytest.raises(ConfigError, match=r"00000\.mask"):
+        TokenShards(copy).verify()
+
+
+def test_masks_belong_to_the_fingerprint(shards: TokenShards, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(shards.path, copy)
+    description = json.loads((copy / "dataset.json").read_text())
+    description["shards"][0]["mask_sha256"] = "0" * 64
+    (copy / "dataset.json").write_text(json.dumps(description))
+    assert TokenShards(copy).fingerprint != shards.fingerprint
+
+
+SHAREGPT = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+PLAIN = {"messages": [{"role": "user", "content": "a", "name": None}, {"role": "assistant", "content": "b"}]}
+
+
+def test_sharegpt_is_the_same_conversation(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokens = []
+    for i, record in enumerate((SHAREGPT, PLAIN)):
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps(record) + "\n")
+        tokens.append(Chat(path=[str(tmp_path / f"{i}.jsonl")]).build(tokenizer, tmp_path).document(0))
+    assert tokens[0].tolist() == tokens[1].tolist()
+
+
+USER, ANSWER = PLAIN["messages"]
+BAD_LINES = {
+    "not JSON": ('{"messages": [', "not valid JSON"),
+    "no messages": ('{"text": "a"}', "neither of the fields `messages` and `conversations`"),
+    "both": ('{"messages": [], "conversations": []}', "both of the fields"),
+    "empty": ('{"messages": []}', "not a list of messages"),
+    "no content": (json.dumps({"messages": [USER, {"role": "assistant"}]}), "[1] has no text as `content`"),
+    "no role": (json.dumps({"messages": [{"content": "a"}]}), "messages[0] has no text as `role`"),
+    "content is a list": (json.dumps({"messages": [{**USER, "content": []}]}), "messages[0] has no text as"),
+    "a message is a text": ('{"messages": ["a"]}', "messages[0] is not an object"),
+    "from": ('{"conversations": [{"from": "tool", "value": "a"}]}', "`from` is 'tool', expected one of"),
+    "no answer": (json.dumps({"messages": [USER]}), "without text of the assistant"),
+    "role": (json.dumps({"messages": [{**USER, "role": "critic"}, ANSWER]}), "unknown role critic"),
+    "surrogate": (json.dumps({"messages": [{**USER, "content": "\ud800"}, ANSWER]}), "lone surrogate"),
+}  # fmt: skip
+STRICT = """\
+{% for m in messages if m.role not in ('user', 'assistant') %}
+{{ raise_exception('unknown role ' + m.role) }}
+{% endfor %}
+"""
+
+
+@pytest.mark.parametrize("kind", sampled(BAD_LINES, ["no content", "role"]))
+def test_a_bad_line_is_named(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line, reason = BAD_LINES[kind]
+    folder = write_tokenizer(tmp_path / "t", STRICT + CHATML)
+    file = tmp_path / "in.jsonl"
+    file.write_text(json.dumps(PLAIN) + "\n" + line + "\n" + json.dumps(PLAIN) + "\n")
+    words = ["prepare", file, f"--output={tmp_path / 'out'}", "--documents=chat", "--num_processes=1"]
+    words += ["--tokenizer.name=huggingface", f"--tokenizer.path={folder}"]
+    assert cli.run(list(map(str, words))) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"{file}:2: " in error
+    assert reason in error
+    assert not (tmp_path / "out").exists()
+    assert cli.run([*map(str, words), "--bad_lines=skip"]) == 0
+    assert TokenShards(tmp_path / "out").num_documents == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--tokenizer.name=bytes"], "Bytes has no chat template"),
+        (["--tokenizer.name=huggingface", "--tokenizer.path={folder}"], "has no chat template"),
+        (
+            [
+                "--tokenizer.name=huggingface",
+                "--tokenizer.path={folder}",
+                "--tokenizer.chat_template={folder}/b",
+            ],
+            "does not mark the assistant's text",
+        ),
+        (["--tokenizer.name=bytes", "--field=body"], "conversations are in `messages`"),
+    ],
+)
+def test_a_tokenizer_without_a_usable_template(
+    tmp_path: Path, words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_tokenizer(tmp_path / "t", None)
+    (folder / "b").write_text("{{ messages[0].content }}")
+    file = write_conversations(tmp_path / "in.jsonl", conversations())
+    words = [word.format(folder=folder) for word in words]
+    assert cli.run(["prepare", str(file), f"--output={tmp_path / 'out'}", "--documents=chat", *words]) == 2
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert reason in error
+    assert {path.name for path in tmp_path.iterdir()} == {"t", "in.jsonl"}
+
+
+def test_a_text_file_is_no_conversation(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.txt").write_text("Hello")
+    with pytest.raises(ConfigError, match=r"a\.txt: conversations are read from \.jsonl"):
+        Chat(path=[str(tmp_path / "a.txt")]).check(tokenizer)
+    with pytest.raises(ConfigError, match="Bytes has no chat template"):
+        Chat(path=[str(write_conversations(tmp_path / "a.jsonl", []))]).check(Bytes().build())
+
+
+def test_another_template_is_another_dataset(folder: Path, tmp_path: Path, shards: TokenShards) -> None:
+    (tmp_path / "other.jinja").write_text(CHATML.replace("a helpful", "an"))
+    other = HuggingFace(path=str(folder), chat_template=str(tmp_path / "other.jinja")).build()
+    built = Chat(path=[str(folder / "conversations.jsonl")]).build(other, shards.path.parent)
+    assert built.fingerprint != shards.fingerprint
+    assert built.path != shards.path
+
+
+# ---- training
+
+
+def job_of(tmp_path: Path, folder: Path, *overrides: str, name: str = "run") -> Job:
+    """A job that trains on the conversations; `name`: of the run folder."""
+    sources = json.dumps([{"name": "chat", "path": [str(folder / "conversations.jsonl")]}])
+    sources = sources.replace(": ", " = ")
+    return make_job(
+        tmp_path,
+        tmp_path,
+        f"--data.sources={sources}",
+        "--data.holdout_sequences=0",
+        f"--data.cache_dir={folder / 'cache'}",
+        "--tokenizer.name=huggingface",
+        f"--tokenizer.path={folder}",
+        *keys_of(family(vocab_size=400, max_position=512)),
+        *overrides,
+        name=name,
+    )
+
+
+def test_loss_is_the_mean_over_the_trained_tokens_of_all_conversations(tmp_path: Path, folder: Path) -> None:
+    model = hugging_face(family(vocab_size=400, max_position=512))
+    model.save_pretrained(tmp_path / "theirs")
+    whole = ["--data.packing=best_fit", "--data.mask_documents=true", "--training.seq_len=256"]
+    tokenizer = HuggingFace(path=str(folder)).build()
+    job = job_of(tmp_path, folder, *whole)
+    (num_sequences,) = job.data.build(tokenizer, seq_len=256, seed=0).sizes
+    train(
+        job_of(
+            tmp_path,
+            folder,
+            *whole,
+            f"--checkpoint.initial_load_path={tmp_path / 'theirs'}",
+            f"--training.global_batch_size={num_sequences}",
+            f"--training.local_batch_size={num_sequences}",
+            "--training.steps=1",
+        )
+    )
+    ours = metrics_of(job)[0]["train/loss"]
+
+    def mean_loss(shift: int) -> float:
+        total, count = 0.0, 0
+        for ids, mask in masked(folder):
+            labels = torch.where(torch.tensor(mask).roll(shift) > 0, torch.tensor(ids), IGNORE)
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0]
+            total += F.cross_entropy(logits[:-1], labels[1:], ignore_index=IGNORE, reduction="sum").item()
+            count += int((labels[1:] != IGNORE).sum())
+        return total / count
+
+    assert ours == pytest.approx(mean_loss(0), abs=2e-5)
+    assert ours != pytest.approx(mean_loss(1), abs=2e-3)  # control: a shifted mask
+
+
+@pytest.mark.full
+def test_a_resumed_run_takes_the_same_steps(tmp_path: Path, folder: Path) -> None:
+    """Also through steps without a target: sequences of 16 tokens may lie within a question."""
+    short = ["--training.seq_len=16", "--training.global_batch_size=1", "--training.local_batch_size=1"]
+    whole = job_of(tmp_path, folder, *short, "--training.steps=12")
+    train(whole)
+    train(job_of(tmp_path, folder, *short, "--training.steps=5", name="resumed"))
+    resumed = job_of(tmp_path, folder, *short, "--training.steps=12", name="resumed")
+    train(resumed)
+    runs = [
+        [(line["train/loss"], line["train/grad_norm"], line["data/batch_sha"]) for line in metrics_of(job)]
+        for job in (whole, resumed)
+    ]
+    assert runs[0] == runs[1]
+    losses = [loss for loss, _, _ in runs[0]]
+    assert np.isfinite(losses).all()
+    assert 0 in losses
+    assert sum(loss > 1 for loss in losses) > 2
