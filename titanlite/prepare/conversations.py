@@ -25,8 +25,8 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     as `tool_calls`, are kept; fields that are null are left out, as in transformers. Raises ValueError."""
     given = [key for key in ("messages", "conversations") if key in record]
     if len(given) != 1:
-        which = "both" if given else "neither"
-        raise ValueError(f"{which} of the fields `messages` and `conversations` in this line")
+        count = "both" if given else "neither"
+        raise ValueError(f"{count} of the fields `messages` and `conversations` in this line")
     (key,) = given
     messages = record[key]
     if not isinstance(messages, list) or not messages:

@@ -120,10 +120,13 @@ class ChatFormat:
         return ChatTokens(ids, mask)
 
     def end_of_turn(self) -> set[int]:
-        """Return the id of the special token with which an answer ends, if it ends with one."""
+        """Return the ids of the special tokens with which an answer ends; empty if the template has none."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        ids, mask = self.encode(self.render(messages))
-        return {int(ids[mask][-1])} & self._special.keys()
+        try:
+            ids, loss_mask = self.encode(self.render(messages))
+        except ValueError:  # a template for other conversations
+            return set()
+        return set(ids[loss_mask].tolist()) & self._special.keys()
 
     def _marked(self, value: Any) -> Any:
         """Copy a value of JSON with PLAIN in front of each name of a special token. Raises ValueError for a

@@ -133,7 +133,8 @@ def _converse(source: Source, config: Generation, seed: int) -> int:
 
 def _answer(source: Source, messages: Sequence[dict[str, str]], config: Generation, seed: int) -> str:
     """Print the answer to a conversation, and return it."""
-    return _print_growing("", (source.text(ids) for ids in source.answer(messages, config, seed)))
+    answers = source.answer(messages, config, seed)
+    return _print_growing("", (source.text("", ids) for ids in answers))
 
 
 def _lines(file: Path) -> list[str]:
