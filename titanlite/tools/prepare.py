@@ -109,6 +109,8 @@ def main(argv: Sequence[str]) -> int:
 def _fetch(job: Prepare, output: Path) -> list[Path]:
     """Return the files of the hub, after downloading them, or of the stream, after writing them."""
     if job.from_stream:
+        if job.documents == "chat":
+            raise ConfigError("conversations are read from files; a stream has texts", "documents")
         return fetch(job.from_stream, output, job.field)
     names = [item.removeprefix(PREFIX) for item in job.input if item.startswith(PREFIX)]
     return [file for name in names for file in hub_files(name, job)]
