@@ -26,14 +26,14 @@ lzma mailbox math mimetypes numbers operator os os.path pathlib pickle pkgutil p
 posixpath pprint queue random re secrets shelve shlex shutil socket statistics string struct subprocess
 symtable sysconfig tarfile tempfile textwrap threading time timeit token tokenize traceback types typing
 unicodedata urllib.parse urllib.request uuid warnings weakref xml.sax.saxutils zipfile zlib
-""".split()
+"""
 MAX_CHARACTERS = 300  # of an answer
 
 
 def functions() -> Iterator[tuple[str, Any]]:
     """Yield the public functions of the modules by full name, each once."""
     seen = set[int]()
-    for module_name in MODULES:
+    for module_name in MODULES.split():
         module = importlib.import_module(module_name)
         for name, value in sorted(vars(module).items()):
             is_own = getattr(value, "__module__", "") in (module_name, f"_{module_name}")

@@ -19,6 +19,8 @@ from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.chat import ChatFormat, ChatTokens
 from titanlite.tokenizers.huggingface import HuggingFace
 
+SHIPPED = Path(__file__).resolve().parents[3] / "assets" / "chat_template.jinja"
+
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -77,6 +79,17 @@ def test_trained_tokens_are_the_answers_and_their_ends(chatml: ChatFormat) -> No
     answers = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
     chat = chatml.render(messages)
     assert [chat.text[begin:end] for begin, end in chat.assistant] == answers
+
+
+def test_the_shipped_template_prompts_as_it_trains(tmp_path: Path) -> None:
+    """The tokens of a prompt are the first ones of the conversation, and the next one is trained."""
+    chat = format_of(write_tokenizer(tmp_path / "t", SHIPPED.read_text()))
+    messages = conversations()[0]
+    prompt = chat.encode(chat.render(messages[:1], add_generation_prompt=True)).ids.tolist()
+    tokens = encoded(chat, messages)
+    assert tokens.ids[: len(prompt)].tolist() == prompt
+    assert tokens.loss_mask.tolist().index(True) == len(prompt)
+    assert chat.end_of_turn() == {SPECIAL.index("</s>")}
 
 
 def test_all_bytes_of_the_last_character_count(tmp_path: Path) -> None:
