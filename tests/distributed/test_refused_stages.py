@@ -116,9 +116,9 @@ def test_a_source_that_runs_out_is_named_with_the_stage_and_the_place(
     keys = ["--data.sources.1.max_epochs=1", staged(SHORT, f"{END}, weights = [0, 1]")]
     assert cli.run(["train", *tiny_arguments(tmp_path, corpus), *keys]) == 2
     last = capfd.readouterr().err.splitlines()[-1]
-    # 8 of the 13 sequences of b.txt are among the first 30, a quarter of them
-    said = "more than max_epochs = 1. Lower training.steps to end within the first 35 of the 64 sequences, "
-    assert f"epochs, {said}where it runs out in stage 2, or lower the source's weight" in last
+    # 8 of the first 30 sequences are of b.txt, which has 13, and so are all later ones
+    said = "more than max_epochs = 1. Lower training.steps to end within the first 35 of the 64 sequences "
+    assert f"epochs, {said}(in stage 2), or lower the source's weight" in last
     run_in_hops(tmp_path, corpus, [4], *keys, name="shorter")
 
 
