@@ -159,12 +159,10 @@ def label(i: int, stage: Stage) -> str:
 def uncounted_ends(stages: Sequence[Stage], training: Training) -> dict[str, Amount]:
     """Return the ends of stages and of the batch ramp that are not numbers of sequences yet, by their
     keys."""
-    tables = {"stages": [stage.until for stage in stages if stage.until != END]}
-    tables["training.batch_ramp"] = [entry.until for entry in training.batch_ramp]
-    ends = {
-        f"{key}.{i}.until": Amount.parse(end) for key, ends in tables.items() for i, end in enumerate(ends)
-    }
-    return {key: amount for key, amount in ends.items() if amount.unit != "sequences"}
+    ends = {f"stages.{i}.until": stage.until for i, stage in enumerate(stages) if stage.until != END}
+    ends |= {f"training.batch_ramp.{i}.until": entry.until for i, entry in enumerate(training.batch_ramp)}
+    amounts = {key: Amount.parse(end) for key, end in ends.items()}
+    return {key: amount for key, amount in amounts.items() if amount.unit != "sequences"}
 
 
 def count_ends(
@@ -230,7 +228,9 @@ class Stages:
             # stopped, the steps of a run are not those from sequence 0 on.
             num_steps = step_in_stage + max(last_step - step, 0)
             if i + 1 < len(self):
-                num_steps = min(num_steps, self.steps_before(self.firsts[i + 1]) - before)
+                planned = self.steps_before(self.firsts[i + 1]) - before
+                # After skipped sequences, the last step may begin later than that of `planned`.
+                num_steps, step_in_stage = min(num_steps, planned), min(step_in_stage, planned)
             factor = stage.lr_scheduler.checked_factor(step_in_stage, num_steps)
         else:
             factor = self._scheduler.checked_factor(step, last_step)
@@ -274,9 +274,9 @@ class Stages:
                 lines.append(f"{label(i, stage)}: {'no step begins in it' if before < last else ends}")
                 continue
             parts = [f"from sequence {self.firsts[i]:,}, steps {before + 1:,} to {before + num_steps:,}"]
-            parts.append(f"{self._describe_sizes(i)} sequences per step")
-            if num_splits := stage.num_splits(self._training.seq_len) - 1:
-                parts.append(f"each sequence as {num_splits + 1} of {stage.seq_len} tokens")
+            parts.append(self._describe_sizes(i))
+            num_splits = stage.num_splits(self._training.seq_len)
+            parts += [f"each sequence as {num_splits} of {stage.seq_len} tokens"] if num_splits > 1 else []
             if (weights := stage.weights_of(sources)) is not None:
                 parts.append(f"weights {', '.join(f'{n} {w:g}' for n, w in zip(sources, weights))}")
             if stage.lr_scheduler is not None:
@@ -286,10 +286,10 @@ class Stages:
         return lines
 
     def _describe_sizes(self, i: int) -> str:
-        """The batch sizes of stage `i`, such as `32, from sequence 1,000 on 64`."""
+        """The batch sizes of stage `i`, such as `32 sequences per step, 64 from sequence 1,000 on`."""
         first, *later = self.sizes_of(i)
-        places = [f", from sequence {s.first_sequence:,} on {s.global_batch_size}" for s in later]
-        return f"{first.global_batch_size}{''.join(places)}"
+        places = [f", {size.global_batch_size} from sequence {size.first_sequence:,} on" for size in later]
+        return f"{first.global_batch_size} sequences per step{''.join(places)}"
 
     def sizes_of(self, i: int) -> list[StepSize]:
         """Return the sizes of the steps of stage `i`, the first from its first sequence on."""
@@ -344,10 +344,7 @@ class Stages:
             stage = self.stages[self.number_at(first)]
             batch_size = stage.global_batch_size or self._ramp_size(first) or self.batch_size
             size = StepSize(first, batch_size, stage.num_splits(self._training.seq_len))
-            if not sizes or (size.global_batch_size, size.num_splits) != (
-                sizes[-1].global_batch_size,
-                sizes[-1].num_splits,
-            ):
+            if not sizes or replace(size, first_sequence=sizes[-1].first_sequence) != sizes[-1]:
                 sizes.append(size)
         return StepSizes(sizes)
 

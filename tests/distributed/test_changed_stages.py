@@ -128,6 +128,11 @@ IN_THE_PAST = {
         "stages.0.global_batch_size: global_batch_size of stage 1 was absent, is 4. "
         f"{PRESENT}: undo the change",
     ),
+    "schedule": (
+        [staged(f'{SHORT}, lr_scheduler = {{ name = "piecewise", points = [[1, 1.0]] }}', MAIN, DECAY)],
+        'stages.0.lr_scheduler.name: lr_scheduler.name of stage 1 was absent, is "piecewise". '
+        f"{PRESENT}: undo the change",
+    ),
     "weights": (
         [staged(SHORT.replace("a.jsonl", "b.txt"), MAIN, DECAY)],
         "stages.0.weights: stage 1: its sequences were text CORPUS/a.jsonl 100%; here they are text "

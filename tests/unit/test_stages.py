@@ -119,6 +119,15 @@ def test_the_last_stage_ends_with_the_run() -> None:
     assert factors == [decay.factor(step, 110) for step in range(1, 111)]
 
 
+def test_the_schedule_of_a_stage_has_no_step_after_its_last_one() -> None:
+    """Skipped sequences may move the last step of a stage by less than a step."""
+    decay = Piecewise(points=[[1.0, 1.0], [10.0, 0.1], [11.0, 0.0]])
+    stages = opened([Stage(until="80 sequences", lr_scheduler=decay), END], steps=100)
+    factors = [stages.lr_factor(11, first) for first in (64, 72, 73, 79)]
+    assert factors == pytest.approx([0.2, 0.1, 0.1, 0.1])
+    assert stages.lr_factor(12, 80) == 1.0
+
+
 def test_losses_change_with_the_sources_and_the_sequence_length() -> None:
     stages = [
         Stage(until="10 sequences", seq_len=64),
@@ -227,7 +236,7 @@ def test_stages_are_described() -> None:
         END,
     ]
     assert opened(stages, steps=20, batch_ramp=ramp).describe(["web", "code"]) == [
-        "stage 1 (short): from sequence 0, steps 1 to 15; 4, from sequence 40 on 8 sequences per step; each "
+        "stage 1 (short): from sequence 0, steps 1 to 15; 4 sequences per step, 8 from sequence 40 on; each "
         "sequence as 4 of 32 tokens; weights web 1, code 0",
         "stage 2: from sequence 80, steps 16 to 20; 16 sequences per step; learning rate x 0.5",
         "stage 3: not reached, the run ends after 20 steps",

@@ -137,6 +137,8 @@ def _past_stage(
     else:
         texts = [spell(value) for value in values]
         said = f"{key} of stage {i + 1} was {texts[0]}, is {texts[1]}"
+        if "." in key and values[0] is not ABSENT:  # of a schedule; perhaps an amount, and another batch size
+            advice += f", or set {texts[0]}: amounts are counted again at each start"
     said = f"{said}. The run is at sequence {num_sequences:,}, and only what comes later can change"
     return ConfigError(f"{said}: {advice}", f"{STAGES}.{i}.{key}")
 
@@ -154,11 +156,13 @@ def _other_sources(shares: tuple[Any, Any], identities: tuple[dict[str, Any], ..
 
 
 def _begun(identity: dict[str, Any], num_sequences: int) -> list[dict[str, Any]]:
-    """The stages that have begun after so many sequences. The settings of the last of them may still
-    change."""
+    """The stages that have begun after so many sequences, with dotted keys. The settings of the last of them
+    may still change, and are left out."""
     stages = identity.get(STAGES) or [{FIRST: 0, "sources": identity["data"]["sources"]}]
     begun = [stage for stage in stages if stage[FIRST] < num_sequences]
-    return begun[:-1] + [{key: stage[key] for key in (FIRST, "sources")} for stage in begun[-1:]]
+    places = [{key: stage[key] for key in (FIRST, "sources")} for stage in begun]
+    settings = [{key: value for key, value in stage.items() if key not in places[0]} for stage in begun[:-1]]
+    return [place | flatten(own) for place, own in zip_longest(places, settings, fillvalue=dict[str, Any]())]
 
 
 def with_source_labels(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,9 @@ needs --tokenizer.name, --tokenizer.path, ...
 run. Of conversations, the tokens that count in the loss are between >>> and <<<. N is 0 by default;
 --num-sequences=K prints K sequences from N on. CONFIG is a TOML file, a name in train_configs/, or a run
 folder. If a run skips none, sequence N is in step N // global_batch_size + 1; with
-[[stages]], the step and its stage are printed, and where the shorter sequences begin. Sequences that a run
-skips, by data.skip_sequences or by its newest checkpoint, are marked. --allow-imports runs the modules that
-the configuration imports.
+[[stages]] or a batch ramp, the step and its stage are printed, and where the shorter sequences begin.
+Sequences that a run skips, by data.skip_sequences or by its newest checkpoint, are marked. --allow-imports
+runs the modules that the configuration imports.
 
 `plan` prints what a run reads of each source in each stage: tokens, epochs and the numbers of the first and
 last sequences, the steps with their batch size and learning rate, and when epochs end and max_epochs is
@@ -136,7 +136,7 @@ def _show_run(job: Job, numbers: Sequence[int]) -> None:
     tokenizer = job.tokenizer.build()
     sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
     stages = None
-    if job.stages:
+    if job.stages or job.training.batch_ramp:
         job, stages, _ = startup.open_stages(job, job.parallelism.fewest_ranks, sequences)
     skipped = _skipped(job, sequences)
     for number in numbers:
@@ -154,8 +154,8 @@ def _step_of(number: int, stages: Stages) -> tuple[str, int]:
     first = stages.step_sizes.position_after(num_steps)
     i, own = stages.number_at(first), stages.number_at(number)
     drawn = f" (chosen by the weights of {label(own, stages.stages[own])})" if own != i else ""
-    text = f", step {num_steps + 1:,}, {label(i, stages.stages[i])}{drawn}"
-    return text, stages.step_sizes.at(first).num_splits
+    stage = f", {label(i, stages.stages[i])}{drawn}" if len(stages) > 1 else ""
+    return f", step {num_steps + 1:,}{stage}", stages.step_sizes.at(first).num_splits
 
 
 def _skipped(job: Job, sequences: SequenceDataset) -> SkippedSequences:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +36,21 @@ def test_scales_of_a_run_from_before_they_existed_are_1() -> None:
     assert check_identity(old_keys, new, [], Path()) == []
     with pytest.raises(ConfigError, match=r"model.residual_scale was 1.0, is 0.5"):
         check_identity(old, scaled, [], Path())
+
+
+def test_a_past_schedule_that_an_amount_has_changed_names_its_number() -> None:
+    """A change of training.global_batch_size makes another number of steps of "640 tokens"."""
+
+    def identity(warmup_steps: int) -> dict[str, Any]:
+        schedule = {"name": "warmup_stable_decay", "warmup_steps": warmup_steps}
+        first = {"first_sequence": 0, "sources": {"a": 1000}, "lr_scheduler": schedule}
+        return {"stages": [first, {"first_sequence": 80, "sources": {"a": 1000}}]}
+
+    assert check_identity(identity(2), identity(1), [], Path(), 80) == []  # the stage that the run is in
+    with pytest.raises(ConfigError) as error:
+        check_identity(identity(2), identity(1), [], Path(), 81)
+    assert error.value.key == "stages.0.lr_scheduler.warmup_steps"
+    assert str(error.value) == (
+        "lr_scheduler.warmup_steps of stage 1 was 2, is 1. The run is at sequence 81, and only what comes "
+        "later can change: undo the change, or set 2: amounts are counted again at each start"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -109,6 +110,15 @@ def test_sequences_that_a_run_skips_are_marked(tmp_path: Path, capsys: pytest.Ca
     assert said.out.splitlines()[0].endswith(" (skipped)")
     assert "are marked from its configuration only" in said.err
     assert "has checkpoint format 4" in said.err
+
+
+def test_steps_of_a_batch_ramp_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ramp = '--training.batch_ramp=[{ until = "8 sequences", global_batch_size = 4 }]'
+    job = make_job(tmp_path, write_corpus(tmp_path), "--training.local_batch_size=4", ramp)
+    (tmp_path / "ramp.toml").write_text(toml.dump(job))
+    heads = [h for h in shown(capsys, tmp_path / "ramp.toml", "--num-sequences=17") if h.startswith("====")]
+    steps = [re.findall(r", step (\d+): sequence", head) for head in heads]
+    assert steps == [["1"]] * 4 + [["2"]] * 4 + [["3"]] * 8 + [["4"]]
 
 
 STAGES = """
