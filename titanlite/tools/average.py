@@ -23,6 +23,7 @@ from titanlite.interop.formats import has_adapters
 from titanlite.interop.weights import Weights, mismatches, skeleton
 from titanlite.job import Job, load_recorded_job
 from titanlite.log import set_up_logging
+from titanlite.metrics.decisions import StepSequences
 from titanlite.options import Options
 from titanlite.progress import Progress
 from titanlite.startup import learning_rate
@@ -107,8 +108,11 @@ def _check_learning_rates(jobs: Sequence[Job], trains: Sequence[dict[str, Any]])
     of a decayed step are an average of earlier ones already. `trains`: their train.json."""
     rates = {}
     for job, train in zip(jobs, trains):
-        stages, last_sequence = job.open_stages(train["global_batch_size"]), train["sequences"] - 1
-        rates[train["step"]] = learning_rate(job, stages, train["step"], last_sequence)
+        step, sequences = train["step"], StepSequences()
+        sequences.load_state_dict(train["guard"]["sequences"])
+        first_sequence, _ = sequences.between(step, step)
+        stages = job.open_stages(train["global_batch_size"])
+        rates[step] = learning_rate(job, stages, step, first_sequence)
     high, low = max(rates, key=lambda step: rates[step]), min(rates, key=lambda step: rates[step])
     if rates[high] > MAX_CHANGE * rates[low]:
         raise ConfigError(

@@ -181,9 +181,10 @@ def test_wrong_words(
     assert list(tmp_path.iterdir()) == []
 
 
-def after(steps: list[int]) -> list[dict[str, int]]:
+def after(steps: list[int]) -> list[dict[str, Any]]:
     """The train.json of checkpoints, as far as it is read."""
-    return [{"step": step, "sequences": 16 * step, "global_batch_size": 16} for step in steps]
+    guard = {"sequences": [[1, 0, 16]]}
+    return [{"step": step, "global_batch_size": 16, "guard": guard} for step in steps]
 
 
 def test_a_learning_rate_that_changes_is_refused(tmp_path: Path, corpus: Path) -> None:
@@ -202,6 +203,17 @@ def test_a_learning_rate_that_changes_is_refused(tmp_path: Path, corpus: Path) -
         _check_learning_rates([steady] * 2, after([1, 8]))  # warmup
     with pytest.raises(ConfigError, match=r"is 0.001 at step 4 and 0.0005102 at step 51"):
         _check_learning_rates([steady, decaying], after([4, 51]))
+
+
+def test_the_learning_rate_is_that_of_the_stage_of_the_steps_first_sequence(
+    tmp_path: Path, corpus: Path
+) -> None:
+    """Step 4 begins with sequence 48, before the decay, and ends with sequence 63, in it."""
+    low = '--stages=[{ until = "50 sequences" }, { until = "end", lr_factor = 0.1 }]'
+    job = make_job(tmp_path, corpus, CONSTANT, "--lr_scheduler.warmup_steps=0", low)
+    _check_learning_rates([job] * 2, after([2, 4]))
+    with pytest.raises(ConfigError, match=r"at step 4 and .* at step 5:"):
+        _check_learning_rates([job] * 2, after([4, 5]))
 
 
 def test_a_decayed_run_needs_permission(
