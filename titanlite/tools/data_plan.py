@@ -234,7 +234,7 @@ class _Planner:
             share=(after - before) / max(end - first, 1),
             tokens=(after - before) * self.job.training.seq_len,
             epochs=(after - before) / reads.epoch,
-            epochs_at_end=after / reads.epoch,
+            epochs_at_end=reads.taken(min(end, self.end)) / reads.epoch,  # the run may end before the stage
             first=places[0] if after > before else None,
             last=places[1] if after > before else None,
         )

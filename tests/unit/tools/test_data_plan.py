@@ -116,8 +116,10 @@ def test_the_numbers_are_those_of_counting(file: Path, capsys: pytest.CaptureFix
 
 def test_a_stage_after_the_end_is_not_reached(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [file, "--training.steps=7", "--lr_scheduler.total_steps=7"]
-    last = planned(capsys, *options)["stages"][-1]
+    plan = planned(capsys, *options)
+    last = plan["stages"][-1]
     assert (last["sequences"], last["steps"], last["learning_rates"]) == (0, 0, None)
+    assert [at["epochs_at_end"] for at in last["sources"]] == [source["epochs"] for source in plan["sources"]]
     assert "not reached" in output(capsys, *options)[0]
     last = planned(capsys, file, "--training.steps=13")["stages"][-1]  # the last step goes on into it
     assert (last["sequences"], last["steps"], last["learning_rates"]) == (3, 0, None)
