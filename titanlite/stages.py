@@ -115,9 +115,11 @@ def _check_weights(weights: Any) -> None:
 
 
 def settings_of(stage: Stage) -> dict[str, Any]:
-    """Return what a stage sets, except for its place and its weights, as plain data for the run identity."""
-    left_out = ("until", "name", "weights")
-    return {key: value for key, value in as_tree(stage).items() if key not in left_out}
+    """Return what a stage sets, except for its place and its weights, as plain data for the run identity.
+    Defaults are left out, so that a setting that is added later is no difference."""
+    left_out, defaults = ("until", "name", "weights"), as_tree(Stage(until=END))
+    tree = {key: value for key, value in as_tree(stage).items() if key not in left_out}
+    return {key: value for key, value in tree.items() if value != defaults.get(key)}
 
 
 def check_stages(stages: Sequence[Stage], training: Training, sources: Sequence[str]) -> None:

@@ -108,9 +108,15 @@ def test_the_buffers_of_another_length_are_freed_without_garbage_collection(run_
 
 
 def varlen_on_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    window: int = 0,
 ) -> torch.Tensor:
-    """What the kernel behind the varlen backend computes: attention within each document."""
+    """What the kernel behind the varlen backend computes without a window: attention within each document."""
+    assert window == 0
     documents = [slice(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist()) if a < b]
     assert max(document.stop - document.start for document in documents) <= max_seqlen
     return torch.cat([CAUSAL.attend(*(x[None, document] for x in (q, k, v)))[0] for document in documents])

@@ -142,13 +142,14 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
         assert part in str(e.value)
 
 
-@pytest.mark.parametrize("weight", [0, 0.0, -1, -0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("weight", [-1, -0.5, 2e9, float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", ["tokens", "text", "python_stdlib"])
 def test_a_weight_that_is_no_share_is_refused(kind: str, weight: float) -> None:
     options: dict[str, Any] = {"tokens": {"path": "d"}, "text": {"path": ["a"]}, "python_stdlib": {}}[kind]
     choice = Source.choices[kind]
     choice(**options, weight=1e-3)
-    with pytest.raises(ConfigError, match=r"above 0|finite") as e:
+    choice(**options, weight=0.0)  # for a source that only stages read
+    with pytest.raises(ConfigError, match=r"is not in \[0, 1e9\]") as e:
         choice(**options, weight=weight)
     assert e.value.key == "weight"
 
