@@ -45,10 +45,12 @@ class SourceShare(NamedTuple):
 
 
 class RecordedStage(NamedTuple):
-    """A stage of the run. `label`: its number, from 1, and its name."""
+    """A stage of the run. `label`: its number, from 1, and its name. `changes_loss`: it has other weights or
+    another sequence length than the stage before, so that their losses cannot be compared."""
 
     label: str
     first_sequence: int
+    changes_loss: bool
 
 
 class SavedCheckpoint(NamedTuple):
@@ -143,15 +145,29 @@ class RecordedRun:
     def stages(self) -> list[RecordedStage]:
         """Return the stages of the run; none if it has no [[stages]], or if their places cannot be read."""
         tables, first, stages = self.setting("stages"), 0, list[RecordedStage]()
+        before: Any = None
         for i, table in enumerate(tables if isinstance(tables, list) else [], 1):
             table = table if isinstance(table, dict) else {}
             name, until = str(table.get("name", "")), str(table.get("until", ""))
-            stages.append(RecordedStage(f"{i} ({name})" if name else f"{i}", first))
+            kind = table.get("weights"), table.get("seq_len")
+            changes_loss = before not in (None, kind)
+            stages.append(RecordedStage(f"{i} ({name})" if name else f"{i}", first, changes_loss))
+            before = kind
             end = re.fullmatch(r"(\d{1,18}) sequences", until)
             if end is None:
                 return stages if until == "end" else []
             first = int(end[1])
         return []
+
+    def loss_changes(self) -> list[int]:
+        """Return the last step before each stage that has begun and whose losses cannot be compared with
+        those before it; estimated if not every step is logged."""
+        consumed = self.series(SEQUENCES)
+        firsts = [stage.first_sequence for stage in self.stages() if stage.changes_loss]
+        if not len(consumed):
+            return []
+        steps = np.ceil(np.interp(firsts, consumed.values, consumed.steps))
+        return [int(step) for step in steps if step < consumed.steps[-1]]
 
     def skipped_sequences(self) -> list[tuple[int, int]]:
         """Return the first and the last number of the ranges of sequences that the run skips for good."""

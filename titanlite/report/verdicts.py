@@ -2,13 +2,15 @@
 
 Each function takes series and returns the verdicts that hold, usually none. A verdict states an observation,
 never its cause. docs/report.md has the rules. Fewer than MIN_POINTS logged losses give no verdict on the
-loss, because noise cannot be told from a trend.
+loss, because noise cannot be told from a trend. Losses are not compared across the beginning of a stage with
+other sources or another sequence length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -55,11 +57,13 @@ class Verdict:
 def verdicts_of(run: RecordedRun) -> list[Verdict]:
     """Return all verdicts on one run, the bad ones first, then in the order of steps."""
     loss, max_norm = run.series("train/loss"), run.setting("training.max_norm")
+    loss_changes = run.loss_changes()
+    newest = _parts(loss, loss_changes)[-1]
     if run.setting("training.clip") == "tensor":
         max_norm = 0.0  # not used after the first 100 steps
     verdicts = [
         *not_finite(loss),
-        *diverged(loss),
+        *diverged(newest),
         *rewound(run.rewinds()),
         *low_precision(run.series("numerics/loss_minus_fp32")),
         *spikes(
@@ -68,16 +72,23 @@ def verdicts_of(run: RecordedRun) -> list[Verdict]:
             run.series("progress/sequences"),
             run.skipped_sequences(),
             run.happened("spike"),
+            loss_changes,
         ),
-        *trend(loss, run.series("train/learning_rate")),
-        *_with_epochs(run, overfitting(loss, run.series("eval/loss"))),
-        *noisier(loss),
+        *trend(newest, run.series("train/learning_rate")),
+        *_with_epochs(run, overfitting(newest, run.series("eval/loss"))),
+        *noisier(newest),
         *skipped(run.series("train/skipped_steps"), run.happened("skipped")),
         *clipping(run.series("train/grad_norm"), max_norm if isinstance(max_norm, (int, float)) else 0.0),
         *slower(run.series("throughput/tokens_per_second"), run.series("time/data_wait_pct"), run.resumes()),
     ]
     order = {"bad": 0, "note": 1, "good": 2}
     return sorted(verdicts, key=lambda verdict: (order[verdict.weight], verdict.step or 0))
+
+
+def _parts(loss: Series, loss_changes: Sequence[int]) -> list[Series]:
+    """The losses up to each of the steps `loss_changes`, and those after the last."""
+    edges = np.searchsorted(loss.steps, loss_changes, side="right")
+    return [loss[a:b] for a, b in pairwise([0, *edges, len(loss)])]
 
 
 def nats(value: float) -> str:
@@ -154,12 +165,19 @@ def spikes(
     consumed: Series | None = None,
     skipped_sequences: Sequence[tuple[int, int]] = (),
     events: Sequence[RunEvent] = (),
+    loss_changes: Sequence[int] = (),
 ) -> list[Verdict]:
     """Spikes in the logged losses, and those that only the guard has found, which judges every step.
     `skipped_steps`: the number of skipped steps so far. `consumed`: the number of sequences consumed so far.
-    `skipped_sequences`: ranges of sequences that the run skips for good. `events`: the guard's spikes."""
+    `skipped_sequences`: ranges of sequences that the run skips for good. `events`: the guard's spikes.
+    `loss_changes`: steps after which losses cannot be compared with those before."""
     loss = loss.finite()
-    logged = _logged_spikes(loss, skipped_steps, consumed, skipped_sequences)
+    parts = _parts(loss, loss_changes) if len(loss) >= MIN_POINTS else []
+    logged = [
+        verdict
+        for part in parts
+        for verdict in _logged_spikes(part, skipped_steps, consumed, skipped_sequences)
+    ]
     gap = float(np.median(np.diff(loss.steps))) if len(loss) > 1 else 0.0
     begins = [verdict.step or 0 for verdict in logged]
     others = [_spike_of_event(event) for event in events if not _is_among(begins, event, gap)]
@@ -194,7 +212,7 @@ def _logged_spikes(
 ) -> list[Verdict]:
     """Sudden rises of the loss: two of three consecutive logged losses lie more than six standard deviations
     of the noise above the median of the 64 before, or one loss lies more than twenty above it."""
-    if len(loss) < MIN_POINTS:
+    if len(loss) <= SPIKE_WINDOW:
         return []
     level, sigma = _level_before(loss.values)
     height = loss.values - level
@@ -259,7 +277,7 @@ def _spike(loss: Series, start: int, end: int, level: float, sigma: float) -> Ve
     height, step = loss.values[top] - level, int(loss.steps[start])
     headline = f"the loss spiked by {height:.3g} nats at step {step:,}"
     if end == len(loss):
-        back = "it did not return by the last logged step"
+        back = f"it did not return by step {loss.steps[-1]:,}"
     else:
         num = int(loss.steps[end]) - step
         back = f"it was back within 2 standard deviations after {num:,} step{'s' if num > 1 else ''}"

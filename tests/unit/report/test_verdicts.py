@@ -124,6 +124,37 @@ def test_diverged() -> None:
     assert verdicts.diverged(series(noisy(falling))) == []
 
 
+def run_with_stages(folder: Path, loss: np.ndarray, stages: str) -> list[Verdict]:
+    metrics = {"train/loss": loss, "progress/sequences": np.arange(1, len(loss) + 1) * 16}
+    return verdicts_of(read_run(write_run(folder, metrics, job=stages), "run"))
+
+
+def test_losses_are_not_compared_with_those_of_a_stage_with_other_sources(tmp_path: Path) -> None:
+    """The second stage begins within step 201, so step 202 is its first."""
+    loss = np.concatenate([noisy(falling)[:201], 1.5 + noisy(falling, seed=1)[:300]])
+    stages = """
+        [[stages]]
+        until = "3210 sequences"
+        weights = { easy = 1 }
+        [[stages]]
+        until = "end"
+        weights = { hard = 1 }
+    """
+    assert [v.name for v in run_with_stages(tmp_path / "run", loss, stages) if v.weight == "bad"] == []
+    same = stages.replace("hard", "easy")
+    for i, job in enumerate(("", same, stages.replace("3210", "32000"))):  # controls
+        given = names(run_with_stages(tmp_path / f"{i}", loss, job))
+        assert {"diverged", "spike"} <= set(given)
+    loss[400:] += np.linspace(0, 2, 101)
+    loss[150:160] += 1
+    loss[330:340] += 1
+    given = run_with_stages(tmp_path / "worse", loss, stages)
+    assert [v.step for v in given if v.name == "spike"] == [151, 331]
+    (diverged,) = (v for v in given if v.name == "diverged")
+    assert diverged.step is not None
+    assert 400 < diverged.step < 460
+
+
 def test_plateau_from_the_step_at_which_the_loss_stagnates() -> None:
     loss = noisy(falling, sigma=0.02)
     loss[160:] += loss[150:160].mean() - falling(NUM)[160:]
