@@ -58,7 +58,8 @@ class Stage:
             try:
                 Amount.parse_place(self.until)
             except ConfigError as e:
-                raise ConfigError(f'{e}, or "{END}"', "until") from None
+                is_near = any(map(str.isdigit, self.until))  # to an amount, so "end" was not meant
+                raise ConfigError(str(e) if is_near else f'{e}, or "{END}"', "until") from None
         if self.global_batch_size is not None and self.global_batch_size < 1:
             raise ConfigError(f"{self.global_batch_size} is below 1", "global_batch_size")
         if not 0 <= self.lr_factor < float("inf"):
@@ -73,7 +74,7 @@ class Stage:
         if isinstance(weights, dict):
             for name in weights:
                 if name not in sources:
-                    raise ConfigError(f"unknown source {name!r}{suggest(name, sources)}", "weights")
+                    raise ConfigError(f"unknown source {name!r}{suggest(name, sources)}", f"weights.{name}")
             return [float(weights.get(name, 0.0)) for name in sources]
         if weights is not None and len(weights) != len(sources):
             raise ConfigError(

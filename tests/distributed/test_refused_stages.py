@@ -28,8 +28,7 @@ REFUSED = {
     ),
     "a number of steps": (
         [staged('until = "30 steps"', END)],
-        "stages.0.until: '30 steps' is no place in the data order: give tokens, sequences or epochs, or "
-        '"end"',
+        "stages.0.until: '30 steps' is no place in the data order: give tokens, sequences or epochs",
     ),
     "no end": (
         [staged(SHORT)],
@@ -41,7 +40,7 @@ REFUSED = {
     ),
     "an unknown source": (
         [staged(f"{SHORT}, weights = {{ 'a.json' = 1 }}", END)],
-        "stages.0.weights: stage 1 (short): unknown source 'a.json'; did you mean 'a.jsonl'? (known: "
+        "stages.0.weights.a.json: stage 1 (short): unknown source 'a.json'; did you mean 'a.jsonl'? (known: "
         "a.jsonl, b.txt)",
     ),
     "a number of weights": (

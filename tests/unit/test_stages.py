@@ -171,6 +171,7 @@ def test_an_end_before_the_beginning_is_refused() -> None:
     [
         ({"until": "5 steps"}, "until", "'5 steps' is no place in the data order: give tokens, sequences or"),
         ({"until": "soon"}, "until", "'soon' is not an amount .*, or \"end\""),
+        ({"until": "100k tokens"}, "until", r"'100k tokens'; did you mean 'K'\? \(known: B, K, M, T\)$"),
         ({"until": "end", "lr_factor": -1.0}, "lr_factor", "-1.0 is below 0"),
         ({"until": "end", "global_batch_size": 0}, "global_batch_size", "0 is below 1"),
         ({"until": "end", "weights": [0, 0.0]}, "weights", "not all 0"),
@@ -196,7 +197,7 @@ def test_wrong_values_are_refused(values: dict[str, Any], key: str, message: str
         ([END, END], "stages.0.until", 'stage 1: only the last stage has until = "end"'),
         (
             [Stage(until="end", name="main", weights={"wbe": 1})],
-            "stages.0.weights",
+            "stages.0.weights.wbe",
             r"stage 1 \(main\): unknown source 'wbe'; did you mean 'web'\? \(known: code, web\)",
         ),
         ([Stage(until="end", weights=[1])], "stages.0.weights", "1 weights for 2 sources: web, code"),

@@ -77,7 +77,7 @@ class Amount:
         if unit not in UNITS:
             raise ConfigError(f"unknown unit {unit!r} of {text!r}{suggest(unit, UNITS)}")
         if match[2] and match[2] not in SUFFIXES:
-            raise ConfigError(f"unknown suffix {match[2]!r} of {text!r}{suggest(match[2], SUFFIXES)}")
+            raise ConfigError(f"unknown suffix {match[2]!r} of {text!r}{suggest(match[2].upper(), SUFFIXES)}")
         value = Fraction(match[1].replace("_", "")) * SUFFIXES.get(match[2], 1)
         if value <= 0:
             raise ConfigError(f"{text!r} is not above 0")

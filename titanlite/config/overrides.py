@@ -65,24 +65,30 @@ def split_words(items: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def put(tree: dict[str, Any], key: str, value: Any) -> list[str]:
-    """Set the dotted `key` in `tree`; a table is merged into an existing table. Returns the keys that are
-    set: `key`, or the keys of the table. Numbers index lists; one past the end appends."""
+    """Set the dotted `key` in `tree`; a table is merged into an existing table, and its own keys may contain
+    dots. Returns the keys that are set: `key`, or the keys of the table. Numbers index lists; one past the
+    end appends."""
     node: Any = tree
     *parents, leaf = key.split(".")
     try:
         for name in parents:
             node = _entry(node, name, make={})
-        old, table = _table(_entry(node, leaf, make=None)), _table(value)
-        index: Any = int(leaf) if isinstance(node, list) else leaf
-        if old is not None and table is not None:
-            node[index] = old
-            return [k_set for k, v in table.items() for k_set in put(tree, f"{key}.{k}", v)]
-        node[index] = value
-        return [key]
+        return _set(node, leaf, value, key)
     except IndexError:
         raise ConfigError(f"command line: --{key}: list entries are numbered from 0, without gaps") from None
     except (ValueError, TypeError, AttributeError):
         raise ConfigError(f"command line: --{key}: there is no such place in the configuration") from None
+
+
+def _set(node: Any, name: str, value: Any, key: str) -> list[str]:
+    """Set the entry `name` of a table or a list, whose dotted key is `key`. Returns the keys that are set."""
+    old, table = _table(_entry(node, name, make=None)), _table(value)
+    index: Any = int(name) if isinstance(node, list) else name
+    if old is not None and table is not None:
+        node[index] = old
+        return [k_set for k, v in table.items() for k_set in _set(old, k, v, f"{key}.{k}")]
+    node[index] = value
+    return [key]
 
 
 def _entry(node: Any, name: str, make: Any) -> Any:

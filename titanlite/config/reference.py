@@ -25,7 +25,7 @@ counts. Forms of the command line:
 | `--section.key='["a", "b"]'` | a list, in TOML syntax, replacing the file's list |
 | `--section.key.0=a` | an entry of a list; the number after the last entry adds an entry |
 | `--data.sources.0.key=value` | a key of the first `[[data.sources]]` |
-| `--section='{ key = value }'` | a table, merged into the section |
+| `--section='{ key = value }'` | a table, merged into the section; quoted keys may contain dots |
 
 The type "int or amount" takes a number of steps, or an amount of training as text, such as `"250B tokens"`,
 `"1.5 epochs"` or `"20 tokens/parameter"`: [howto.md](howto.md#count-in-tokens-or-epochs).

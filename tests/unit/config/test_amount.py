@@ -70,7 +70,7 @@ def test_texts_of_amounts(text: str, value: Fraction, unit: str, canonical: str)
         ("4B tokns", "unknown unit 'tokns' of '4B tokns'; did you mean 'tokens'? (known: epochs, "),
         ("20 tokens per parameter", "did you mean 'tokens/parameter'? (known: epochs, sequences, steps, "),
         ("4G tokens", "unknown suffix 'G' of '4G tokens' (known: B, K, M, T)"),
-        ("4b tokens", "unknown suffix 'b' of '4b tokens'"),
+        ("4b tokens", "unknown suffix 'b' of '4b tokens'; did you mean 'B'? (known: B, K, M, T)"),
         ("0 tokens", "'0 tokens' is not above 0"),
         ("-1 epochs", "'-1 epochs' is not above 0"),
         ("0.5 steps", "'0.5 steps' is not a whole number of steps"),

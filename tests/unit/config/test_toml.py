@@ -243,6 +243,8 @@ def test_an_override_may_replace_a_whole_list_of_tables(load):
         (["--garden.size=3", "--garden={size=2}"], Garden(size=2, label="front", plants=["a"])),
         (["--garden.notes={ x = { y = 1 } }", "--garden.notes={ x = { z = 2 } }"],
          Garden(size=5, label="front", plants=["a"], notes={"x": {"y": 1, "z": 2}})),
+        (["--garden={ notes = { 'a.txt' = 1 } }", "--garden={ notes = { 'b.txt' = 2, c.d = 3 } }"],
+         Garden(size=5, label="front", plants=["a"], notes={"a.txt": 1, "b.txt": 2, "c": {"d": 3}})),
         (["--garden.label={size=2}"], Garden(size=5, label="{size=2}", plants=["a"])),
     ],
 )  # fmt: skip
@@ -263,6 +265,14 @@ def test_a_mistake_in_a_merged_table_is_the_command_lines(complaint):
     assert complaint(text + "[guard]\nlegs = 'x'\n", "--guard={loudness=1}").startswith(
         "farm.toml:7: guard.legs:"
     )
+
+
+def test_a_key_with_a_dot_is_located(tmp_path: Path):
+    file = tmp_path / "farm.toml"
+    file.write_text('[garden.notes]\n"a.txt" = 1\n')
+    _, locator = toml.read(file, ['--garden.notes={ "b.txt" = 2 }'])
+    for key, place in (("garden.notes.b.txt", "command line, --"), ("garden.notes.a.txt", f"{file}:2: ")):
+        assert str(locator.located(ConfigError("wrong", key))) == f"{place}{key}: wrong"
 
 
 def test_a_table_on_the_command_line_is_toml(load):
