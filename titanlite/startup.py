@@ -290,14 +290,28 @@ def about_steps(given: Job, job: Job) -> list[str]:
 
 
 def open_checkpoints(
-    job: Job, identity: dict[str, Any], about: Sequence[str], exports: Exporter | None
+    job: Job,
+    stages: Stages,
+    sequences: SequenceDataset,
+    identity: dict[str, Any],
+    about: Sequence[str],
+    exports: Exporter | None,
 ) -> Checkpointer:
-    """The checkpoints of the run. Raises ConfigError if the run folder holds a run with another identity.
-    `about`: the lines of `summary`, for the job.toml of each checkpoint. Collective."""
-    job_toml = job_toml_text(job, about)
-    return Checkpointer(
-        job.checkpoint, job.folder, identity, job_toml, exports, rewind_distance=job.guard.rewind_distance
+    """The checkpoints of the run. Raises ConfigError if the run folder holds a run with another identity, and
+    the errors of `check_data`; for a new run, before its folder is made. `about`: the lines of `summary`, for
+    the job.toml of each checkpoint. Collective."""
+    if RunFolder(job.checkpoint, job.folder, None).is_new_run():
+        check_data(job, stages, sequences, None)
+    checkpoints = Checkpointer(
+        job.checkpoint,
+        job.folder,
+        identity,
+        job_toml_text(job, about),
+        exports,
+        rewind_distance=job.guard.rewind_distance,
     )
+    check_data(job, stages, sequences, checkpoints.resumed_train)
+    return checkpoints
 
 
 def job_toml_text(job: Job, lines: Sequence[str]) -> str:

@@ -78,8 +78,8 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
     job, stages, about = startup.open_stages(job, rt.world_size, sequences, about)
     identity = job.identity(sequences.identity, sequences.names)
     startup.check_same_on_all_ranks(job, identity, rt)
-    checkpoints = startup.open_checkpoints(job, identity, about, startup.exporter(job, tokenizer, requests))
-    startup.check_data(job, stages, sequences, checkpoints.resumed_train)
+    exporter = startup.exporter(job, tokenizer, requests)
+    checkpoints = startup.open_checkpoints(job, stages, sequences, identity, about, exporter)
 
     startup.log_start(job, rt, about, sequences, kernel)
     with building(num_parameters, rt.mesh.shards, job.ema.enable):

@@ -197,7 +197,7 @@ class SequenceDataset(Dataset):
         """Set the weights of the sources from each stage's first sequence on; the first stage begins with 0.
         None: the sources' own weights. The weights are in the order of `sources`, which are all sources of
         the dataset. Raises ConfigError for a weight that is too small."""
-        places = [sources.index(source) for source in self._sources]
+        self._places = places = [sources.index(source) for source in self._sources]
         shares = []
         for i, (_, weights) in enumerate(stages):
             own = self._weights if weights is None else [weights[place] for place in places]
@@ -268,7 +268,7 @@ class SequenceDataset(Dataset):
         sequences of the data order, skipped ones included, one line per source. Raises ConfigError if the run
         reads a source for more than its max_epochs."""
         lines = []
-        for packed, reads in zip(self._packed, self.reads()):
+        for packed, reads, table in zip(self._packed, self.reads(), self._places):
             taken, size = reads.taken(num_sequences), reads.epoch
             epochs, share = taken / size, taken / max(num_sequences, 1)
             padding = f", {packed.padding_share:.2%} padding" if packed.padding_share else ""
@@ -281,7 +281,7 @@ class SequenceDataset(Dataset):
                     f"{packed.shards.path}: the run would read {epochs:.2f} epochs, more than max_epochs = "
                     f"{reads.source.max_epochs:g}. Lower training.steps to end within the first {enough:,} "
                     f"of the {num_sequences:,} sequences{place}, or lower the source's weight",
-                    "data.sources",
+                    f"data.sources.{table}.max_epochs",
                 )
         return lines
 
