@@ -30,6 +30,7 @@ def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     return all(torch.allclose(actual[name], value, rtol=1e-4, atol=1e-7) for name, value in expected.items())
 
 
+@pytest.mark.full
 def test_the_gradient_of_an_auxiliary_loss_is_the_same_for_any_split(run_on) -> None:
     whole = gradients(1, 0, 1, **FAMILY)
     assert same(gradients(1, 0, 4, **FAMILY), whole)

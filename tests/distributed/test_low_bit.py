@@ -107,6 +107,7 @@ def assert_bits(results: list[dict[str, torch.Tensor]], wanted: dict[str, torch.
             assert torch.equal(tensor, wanted[name]), name
 
 
+@pytest.mark.full
 def test_bits_of_one_process_and_a_resume_on_another_layout(tmp_path: Path) -> None:
     world_size, layout = FSDP_TP
     wanted = trained(1, {}, "int8", None)

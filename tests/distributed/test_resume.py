@@ -214,7 +214,8 @@ def test_a_global_batch_that_follows_the_ranks_is_refused(tmp_path: Path, corpus
 PACKED = ["--data.packing=best_fit", "--data.mask_documents=true"]
 
 
-@pytest.mark.parametrize("layout", [[CP], full([TP]), full([])], ids=["cp", "tp", "dp_shard"])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [[CP], [TP], []], ids=["cp", "tp", "dp_shard"])
 def test_packed_and_masked_sequences_resume_and_cross_layouts(
     whole: Job, tmp_path: Path, corpus: Path, run_on, layout: list[str]
 ) -> None:

@@ -281,6 +281,7 @@ def test_a_save_in_flight_becomes_whole_and_so_does_the_step_that_was_reached(
     assert_same(runs.job, whole)
 
 
+@pytest.mark.full
 def test_a_whole_process_group_is_told(whole: Job, tmp_path: Path, corpus: Path) -> None:
     """Loader workers get the signal, too, and have to survive it: the step may still need them."""
     runs = Runs(tmp_path, corpus, WORKERS)

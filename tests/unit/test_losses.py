@@ -60,7 +60,7 @@ def gradients(
             backend,
             scale,
             id=f"{name}, {how}, {size}",
-            marks=pytest.mark.full if how == "compiled" and (name, scale) != ("chunks", 30.0) else (),
+            marks=pytest.mark.full if how == "compiled" else (),
         )
         for name, loss in LOSSES.items()
         for how, backend in BACKENDS.items()

@@ -140,6 +140,7 @@ def test_the_compilers_records() -> None:
     assert 0 < backward.seconds < 600
 
 
+@pytest.mark.full
 def test_many_graphs_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.exc import FailOnRecompileLimitHit
     from torch._dynamo.testing import CompileCounter
