@@ -34,6 +34,17 @@ def test_the_sequences_that_cannot_be_skipped_any_more(tmp_path: Path, trained: 
         skipped_sequences(job, {"skipped": [], "sequences": 9, "step": 1})
 
 
+def test_a_new_run_that_is_refused_for_its_epochs_leaves_no_folder(tmp_path: Path, corpus: Path) -> None:
+    job = make_job(tmp_path, corpus, "--data.sources.0.max_epochs=0.01")
+    with pytest.raises(ConfigError, match=r"more than max_epochs = 0\.01") as e:
+        train(job)
+    assert e.value.key == "data.sources.0.max_epochs"
+    assert not job.folder.exists()
+    allowed = make_job(tmp_path, corpus, "--training.steps=1", AUTO)  # control
+    assert train(allowed) == 0
+    assert allowed.folder.exists()
+
+
 def test_the_resolved_shape_and_warmup_are_logged_and_recorded(tmp_path: Path, corpus: Path, capfd) -> None:
     job = make_job(
         tmp_path, corpus, "--model.overrides.vocab_size=8192", "--model.overrides.rope_theta=1e4",

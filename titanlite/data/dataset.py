@@ -90,7 +90,9 @@ class Data:
         identity = self.label_identity(tokenizer, seq_len=seq_len, seed=seed)
         training = _not_in_tomls_order(packed, self.sources)
         validation = _not_in_tomls_order(held_out, self.validation_sources)
-        return SequenceDataset(training, validation, self.holdout_sequences, seed, identity)
+        sequences = SequenceDataset(training, validation, self.holdout_sequences, seed, identity)
+        sequences.set_stages(self.sources, [(0, None)])
+        return sequences
 
     def label_identity(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> dict[str, Any]:
         """Return SequenceDataset.identity as known before the sources are opened: `sources` lists the
@@ -189,7 +191,6 @@ class SequenceDataset(Dataset):
         self.sizes = [len(packed) - num_held for packed, num_held in zip(self._packed, held)]
         self._seed, self._holdout = seed, holdout
         self._label_identity = identity
-        self.set_stages(self._sources, [(0, None)])
 
     def set_stages(
         self, sources: Sequence[Source], stages: Sequence[tuple[int, Sequence[float] | None]]

@@ -377,7 +377,7 @@ def test_max_epochs_refuses_a_run_that_passes_through_more_often(folder: Path) -
     assert len(sequences.describe(enough)) == 2
     with pytest.raises(ConfigError, match=r"b.*max_epochs = 2") as e:
         sequences.describe(enough + 1)
-    assert e.value.key == "data.sources"
+    assert e.value.key == "data.sources.1.max_epochs"
     advised = int(str(e.value).split("the first ")[1].split()[0].replace(",", ""))
     assert advised == enough
     assert "stage" not in str(e.value)
