@@ -81,7 +81,9 @@ class LoRA:
         net.requires_grad_(False)
         for name in chosen:
             parent, _, child = name.rpartition(".")
-            setattr(net.get_submodule(parent), child, LoRALinear(layers[name], self.rank, self.scale))
+            with layers[name].weight.device:  # on the meta device, nothing is allocated or drawn
+                adapted = LoRALinear(layers[name], self.rank, self.scale)
+            setattr(net.get_submodule(parent), child, adapted)
         without = [
             name for block, name in blocks.items() if not any(p.requires_grad for p in block.parameters())
         ]

@@ -30,6 +30,14 @@ def layers_of(net: Decoder) -> set[str]:
     return {name.partition(".lora_A")[0] for name, _ in net.named_modules() if name.endswith("lora_A")}
 
 
+def test_adapters_of_a_model_on_meta_allocate_and_draw_nothing() -> None:
+    before = torch.get_rng_state()
+    net = family().build_on_meta()
+    LoRA(enable=True).apply(net, pipeline_parallel=False)
+    assert {p.device.type for p in net.parameters()} == {"meta"}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @torch.no_grad()
 def test_a_layer_computes_the_merged_matrix() -> None:
     net = adapted(targets=["q_proj"]).double()
