@@ -29,7 +29,7 @@ from titanlite.interop import huggingface
 from titanlite.interop.formats import base_path, lora_of
 from titanlite.interop.huggingface import INDEX, SINGLE
 from titanlite.interop.weights import LazyTensor, ModelAndTokenizer, Weights, check, vocabulary_of
-from titanlite.models.base import Decoder, ModelFamily
+from titanlite.models.base import Decoder, ModelFamily, is_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
@@ -89,6 +89,8 @@ def write_adapter(adapters: Weights, target: Path, family: ModelFamily, dtype: t
     Returns and raises as write_directory does."""
     net, outputs = family.build_on_meta(), []
     for name, stored in adapters.tensors.items():
+        if not is_adapter(name):  # a buffer that is state
+            continue
         layer, _, matrix = name.removesuffix(".weight").rpartition(".")
         factor = net.export_factor(f"{layer}.weight") if matrix == "lora_B" else 1.0
         outputs.append(

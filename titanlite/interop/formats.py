@@ -62,6 +62,8 @@ def open_checkpoint(
         return weights
     base = open_base(weights, family, check_base)
     scale, tensors = lora_of(weights)[2], dict(base.tensors)
+    # Buffers that are state change in training, although the base's parameters do not.
+    tensors |= {name: stored for name, stored in weights.tensors.items() if not is_adapter(name)}
     for name in weights.tensors:
         if (module := name.removesuffix(".lora_A.weight")) == name:
             continue
