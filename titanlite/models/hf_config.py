@@ -106,6 +106,8 @@ def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     # transformers 5 writes rope_parameters, but prefers rope_scaling, which older releases wrote.
     parameters = config.get("rope_parameters", {})
     rope = config.get("rope_scaling") or parameters
+    if not isinstance(rope, dict) or not isinstance(parameters, dict):
+        raise ConfigError("config.json: rope_scaling and rope_parameters are tables")
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     if parameters.get("rope_theta", theta) != theta:
         raise ConfigError(
@@ -131,6 +133,8 @@ def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"config.json: rope_type {json.dumps(kind)} has no {missing[0]}")
     fields = {name: rope[key] for key, name in ROPE_TYPES[kind].items()}
     scaled = fields.get("rope_factor", 1.0) != 1.0
+    if not scaled and fields.get("rope_attention_factor", 0.0) not in (0.0, 1.0):
+        raise ConfigError("config.json: attention_factor is not supported with a factor of 1")
     return {"rope_theta": theta, **({"rope_type": kind, **fields} if scaled else {"rope_factor": 1.0})}
 
 

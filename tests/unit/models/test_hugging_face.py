@@ -396,6 +396,17 @@ def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_pat
         ),
         (QWEN2, {"rope_parameters": {"type": "longrope"}}, 'rope_type "longrope" is not supported'),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, 'rope_type "llama3" has no factor'),
+        (LLAMA, {"rope_scaling": "linear"}, "rope_scaling and rope_parameters are tables"),
+        (
+            LLAMA,
+            {"rope_scaling": None, "rope_parameters": [1]},
+            "rope_scaling and rope_parameters are tables",
+        ),
+        (
+            QWEN2,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.3}},
+            "attention_factor is not supported with a factor of 1",
+        ),
         (QWEN2, {"rope_scaling": {"type": "yarn"}}, 'rope_type "yarn" has no factor'),
         (QWEN2, {"rope_scaling": {"type": "yarn", "factor": "4"}}, "rope_factor: expected float, got '4'"),
         (
