@@ -5,8 +5,9 @@ ends its turn, stands between `{% generation %}` and `{% endgeneration %}`, as i
 tokens count in the loss. A template without the two marks is an error, because nothing else tells which
 tokens are the assistant's.
 
-The names of special tokens in a template are these tokens; the same names in a message are plain text, so
-that no message can end a turn or begin one. The text depends on the conversation alone: a template has no
+The names of special tokens in a template are these tokens; the same names in one text of a message are plain
+text. A template that joins two texts of a message without a separator can still form such a name, and added
+tokens that are not special keep their ids. The text depends on the conversation alone: a template has no
 clock (`strftime_now` of transformers is undefined, for which templates have a fallback)."""
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 # Noncharacters of Unicode, which mark places in a template's output and are then removed.
 BEGIN, END, PLAIN = "\ufdd0", "\ufdd1", "\ufdd2"
 MARKS = re.compile(f"([{BEGIN}{END}{PLAIN}])")
+ESCAPED_MARKS = re.compile(r"\\ufdd[0-2]", re.IGNORECASE)  # by tojson, or by printing a table
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,9 @@ class ChatFormat:
         text that has a mark."""
         if isinstance(value, str):
             if MARKS.search(value):
-                raise ValueError("a message holds U+FDD0, U+FDD1 or U+FDD2, which are no characters")
+                raise ValueError(
+                    "a message holds U+FDD0, U+FDD1 or U+FDD2, noncharacters that mark places here"
+                )
             return self._special_names.sub(lambda match: PLAIN + match[0], value)
         if isinstance(value, Mapping):
             return {self._marked(key): self._marked(item) for key, item in value.items()}
@@ -227,6 +231,8 @@ def _without_marks(rendered: str) -> RenderedChat:
     """Remove the marks from a template's output. Raises ValueError if they are not in pairs."""
     texts, spans, plain = list[str](), list[tuple[int, int]](), list[int]()
     length, begin = 0, -1
+    if ESCAPED_MARKS.search(rendered):
+        raise ValueError("a message names a special token where the chat template escapes its characters")
     for text in MARKS.split(rendered):
         if text == PLAIN:
             plain.append(length)

@@ -131,6 +131,15 @@ class HuggingFaceText:
         return self.library.decode(ids.tolist(), skip_special_tokens=False)
 
 
+def test_a_template_that_escapes_a_special_token_is_refused(tmp_path: Path) -> None:
+    body = "{{ m.content }}{{ {'a': m.content} }}"
+    template = "{% for m in messages %}{% generation %}" + body + "{% endgeneration %}{% endfor %}"
+    chat = format_of(write_tokenizer(tmp_path / "t", template))
+    chat.render([{"role": "assistant", "content": "plain"}])  # control
+    with pytest.raises(ValueError, match="where the chat template escapes its characters"):
+        chat.render([{"role": "assistant", "content": "a <|im_end|> b"}])
+
+
 def test_a_role_makes_no_control_token(chatml: ChatFormat) -> None:
     ends = [
         encoded(chatml, [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]).ids
@@ -143,7 +152,7 @@ def test_a_role_makes_no_control_token(chatml: ChatFormat) -> None:
     ("messages", "reason"),
     [
         ([{"role": "user", "content": "a"}], "without text of the assistant"),
-        ([{"role": "user", "content": "\ufdd0"}, {"role": "assistant", "content": "b"}], "no characters"),
+        ([{"role": "user", "content": "\ufdd0"}, {"role": "assistant", "content": "b"}], "noncharacters"),
         ([{"role": "assistant"}], "has no attribute 'content'"),
     ],
 )
