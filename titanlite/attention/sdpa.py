@@ -45,9 +45,10 @@ class SDPAttention(Attention):
         queries, keys = self.positions or (indices, indices)
         if window >= len(keys):
             return self
-        distance = queries[:, None] - keys
-        visible = distance >= 0 if self.mask is None else self.mask
-        mask = (visible & (distance < window)).view(-1, 1, *distance.shape)
+        # Comparisons, which make bool tensors: distances of all pairs would need 8 bytes each.
+        visible = queries[:, None] >= keys if self.mask is None else self.mask
+        in_window = queries[:, None] - window < keys
+        mask = (visible & in_window).view(-1, 1, *in_window.shape)
         return SDPAttention(mask, self.positions)
 
     def visible_keys(
