@@ -25,7 +25,8 @@ class MistralConfig(RotaryConfig):
     max_position: int = 32768
 
 
-# The numbers of config.json in mistralai/Mistral-7B-v0.1, Mistral-7B-v0.3, Mistral-Nemo-Base-2407 and
+# v0.3 is not compared with its published file.
+# The fields of config.json in mistralai/Mistral-7B-v0.1, Mistral-7B-v0.3, Mistral-Nemo-Base-2407 and
 # Mistral-Small-24B-Base-2501 on huggingface.co.
 FLAVORS = {
     "debug": MistralConfig(
