@@ -27,8 +27,9 @@ class Qwen2Config(RotaryConfig):
     max_position: int = 131072
 
 
-# The fields of config.json in Qwen/Qwen2.5-0.5B to Qwen/Qwen2.5-72B, the base models. Tests compare the numbers
-# of parameters. Not compared with published files: max_position of 1.5B, and 72B, which has Qwen2-72B's fields.
+# The fields of config.json in Qwen/Qwen2.5-0.5B to Qwen/Qwen2.5-72B, the base models. Tests compare the
+# numbers of parameters. Not compared with published files: max_position of 1.5B, and 72B, which has the
+# fields of Qwen2-72B.
 FLAVORS = {
     "debug": Qwen2Config(
         dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, vocab_size=8192,
