@@ -216,7 +216,7 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(ModelFamily, name="huggingface"):
     """The family, flavor and overrides that the config.json in a Hugging Face directory describes. A run
-    records these in place of the path, so that it can resume without the directory."""
+    records these in place of the path, so that its job.toml resumes without the directory."""
 
     flavor: ClassVar[str] = ""  # type: ignore[misc]  # no key: config.json decides it
     path: str
