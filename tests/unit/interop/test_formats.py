@@ -82,7 +82,8 @@ def test_an_export_is_merged(trained: Trained) -> None:
         exact = layer.weight.double() + 8 / 3 * layer.lora_B.weight.double() @ layer.lora_A.weight.double()
         factor = FAMILY.build_on_meta().export_factor(f"{name}.weight")
         assert torch.equal(merged[f"{name}.weight"], (exact.float().double() * factor).float())
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     theirs = transformers.AutoModelForCausalLM.from_pretrained(trained.folder / "merged", dtype=torch.float32)
     assert (theirs(row()).logits - trained.net(row())).abs().max() < 1e-4
 
@@ -98,7 +99,9 @@ def test_generate_uses_the_merged_weights(trained: Trained, capsys: pytest.Captu
 
 
 def test_peft_computes_the_same_logits_and_gradients(trained: Trained) -> None:
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    import peft  # not at the top: it takes seconds
+    import transformers
+
     base = transformers.AutoModelForCausalLM.from_pretrained(
         trained.export("base-hf", run="base"), dtype=torch.float32
     )
