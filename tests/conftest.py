@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked gpu if no CUDA device is to be seen."""
-    gpu = [item for item in items if "gpu" in item.keywords]
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
         import torch
 

@@ -331,9 +331,34 @@ def allow_many_graphs() -> None:
     torch.compiler.config.recompile_limit = 64
 
 
+def set_deterministic_compiler(on: bool) -> None:
+    """Whether inductor chooses kernels by rules alone. By default it times some, and a kernel with another
+    block size may give other last bits."""
+    if on or "torch._inductor.config" in sys.modules:  # an import of about a second
+        from torch._inductor import config
+
+        config.deterministic = on
+
+
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """Let torch.compile make code for any size of this dim above 1, instead of this size."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+UPDATE_OPTIONS: dict[str, Any] = {
+    "emulate_precision_casts": True,  # without FMA
+    "eager_numerics.division_rounding": True,
+}
+
+
+def compile_update(function: Callable[..., None], dynamic: bool | None = None) -> Callable[..., None]:
+    """torch.compile for the update of a parameter, with a result that has the same bits in every process.
+
+    By default inductor divides approximately and joins products with sums (FMA), in a way that depends on the
+    block size of the kernel. It chooses the block size by timing kernels, so that a restart or a shard of
+    another size could change the last bits of a weight. These options round each operation as eager code
+    does; the kernel waits for memory anyway."""
+    return torch.compile(function, fullgraph=True, dynamic=dynamic, options=UPDATE_OPTIONS)
 
 
 def loss_compile_options(backend: str) -> dict[str, Any] | None:

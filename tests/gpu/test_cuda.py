@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import titanlite.attention.auto  # noqa: F401  (registers the backends)
-from tests.support.gpu import column, run
+from tests.support.gpu import column, run, trained
+from tests.support.jobs import make_job, metrics_of
+from tests.support.runs import FOUR_MICRO_BATCHES
 from titanlite.attention.base import AttentionBackend
 from titanlite.parallel.initialize import fill_normal
 
@@ -38,6 +40,22 @@ def test_compile_and_recompute_give_the_same_loss(tmp_path: Path, corpus: Path) 
     plain = run(tmp_path, corpus, name="plain")
     both = run(tmp_path, corpus, "--compile.enable", "--activation_checkpoint.mode=full", name="both")
     assert column(both, "train/loss") == pytest.approx(column(plain, "train/loss"), rel=5e-3)  # bf16 rounding
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+def test_deterministic_compiled_runs_are_equal_without_a_shared_cache(
+    tmp_path: Path, corpus: Path, backend: str
+) -> None:
+    """The kernels that inductor chose, by timing, are otherwise kept in its cache."""
+    keys = ["--compile.enable", "--training.deterministic", f"--attention.backend={backend}"]
+    keys += ["--training.seq_len=256", "--data.holdout_sequences=0", "--model.overrides.head_dim=16"]
+    metrics = []
+    for name in ("one", "two"):
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache_{name}")}
+        trained(tmp_path, corpus, *keys, name=name, **cache)
+        metrics.append(metrics_of(make_job(tmp_path, corpus, FOUR_MICRO_BATCHES, *keys, name=name)))
+    for key in ("train/loss", "train/grad_norm"):
+        assert column(metrics[0], key) == column(metrics[1], key)
 
 
 MASKED = [

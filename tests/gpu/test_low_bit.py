@@ -3,7 +3,9 @@ is sharded, no host synchronisation in a step, and the memory that it saves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.support.gpu import column, run
 from tests.support.low_bit import Cut, grid, joined, rows, trained_shards, whole
+from titanlite.optim import low_bit
 from titanlite.optim.adamw import StateDtype, build_adamw
 from titanlite.optim.base import guarded_step
+from titanlite.torch_compat import compile_update
 
 pytestmark = pytest.mark.gpu
 INT8 = "--optimizer.state_dtype=int8"
@@ -63,6 +67,39 @@ def test_shards_have_the_bits_of_the_whole(cut: Cut) -> None:
     wanted = joined(trained_shards(whole, "cuda"))
     assert torch.equal(joined(trained_shards(cut, "cuda")), wanted)
     torch.testing.assert_close(wanted.cpu(), joined(trained_shards(whole)), rtol=2e-2, atol=1e-3)
+
+
+def test_no_block_size_of_the_kernel_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor times the kernel with several block sizes and keeps one. Each is tried here. Control: with
+    inductor's own rounding, the block size shows in the bits."""
+    from torch._inductor import config
+    from torch._inductor.runtime import triton_heuristics
+
+    monkeypatch.setattr(config, "compile_threads", 1)  # compile in this process
+    monkeypatch.setattr(config, "force_disable_caches", True)
+    configurations = triton_heuristics._persistent_reduction_configs
+    tried: list[str] = []
+
+    def results(compiled: Callable[..., None]) -> list[torch.Tensor]:
+        monkeypatch.setattr(low_bit, "_compiled_update", lambda: compiled)
+        states, tried[:] = [], []
+        for i in range(4):
+
+            def chosen(*args: Any, i: int = i, **keywords: Any) -> list[Any]:
+                every = configurations(*args, **keywords)
+                tried.append(str(every[min(i, len(every) - 1)]))
+                return every[min(i, len(every) - 1) :][:1]
+
+            monkeypatch.setattr(triton_heuristics, "_persistent_reduction_configs", chosen)
+            torch._dynamo.reset()
+            states.append(joined(trained_shards(whole, "cuda")))
+        assert len(set(tried)) > 1, tried
+        return states
+
+    exact = results(compile_update(low_bit._update))
+    assert all(torch.equal(state, exact[0]) for state in exact)
+    loose = results(torch.compile(low_bit._update, fullgraph=True))
+    assert not all(torch.equal(state, loose[0]) for state in loose)
 
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])

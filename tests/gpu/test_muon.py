@@ -18,6 +18,7 @@ from titanlite.optim.base import guarded_step
 from titanlite.optim.muon import Muon
 from titanlite.optim.orthogonalize import coefficients_of, orthogonalize
 from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.initialize import fill_normal
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -29,8 +30,9 @@ SHAPE = {
 
 def steps(optimizer: Muon, device: str, mesh: Mesh = ALONE) -> dict[str, torch.Tensor]:
     """Whole weights and momentum on the CPU after four steps with the gradients of `gradient`."""
-    torch.manual_seed(0)
     net: Decoder = Llama3(flavor="debug", overrides=SHAPE).build().to(device)
+    for name, p in net.named_parameters():
+        fill_normal(p, name, 1.0 if p.ndim == 1 else 0.0, 0.05, seed=0)
     if mesh.device_mesh is not None:
         apply_fsdp(net, mesh, torch.float32, torch.float32, "always", cpu_offload=False)
     built = optimizer.build(net, mesh)

@@ -182,6 +182,20 @@ def test_the_option_of_the_compiled_loss_exists() -> None:
     assert options.keys() <= set(torch._inductor.list_options())
 
 
+def test_the_options_of_a_compiled_update_exist() -> None:
+    """tests/gpu/test_low_bit.py shows what they do."""
+    assert torch_compat.UPDATE_OPTIONS.keys() <= set(torch._inductor.list_options())
+    assert torch_compat.compile_update(lambda x: None) is not None
+
+
+def test_the_compiler_can_be_made_deterministic() -> None:
+    from torch._inductor import config
+
+    for on in (True, False):
+        torch_compat.set_deterministic_compiler(on)
+        assert config.deterministic is on
+
+
 def test_varlen_attention_takes_the_arguments_that_are_passed() -> None:
     """The kernel runs on CUDA only; FakeTensorMode runs all of its Python code."""
     from torch._subclasses.fake_tensor import FakeTensorMode

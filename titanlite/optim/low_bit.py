@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_shard, plain_shard
 from titanlite.optim.base import load_in_place
-from titanlite.torch_compat import dtensor_like, foreach_copy, mark_dynamic, plain_tensor
+from titanlite.torch_compat import compile_update, dtensor_like, foreach_copy, mark_dynamic, plain_tensor
 
 BLOCK = 64  # values per scale
 KEYS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")  # without blocks there are no scales
@@ -182,7 +182,7 @@ def _step_one(scalars: torch.Tensor, tensors: list[torch.Tensor]) -> None:
 
 @cache
 def _compiled_update() -> Callable[..., None]:
-    return torch.compile(_update, fullgraph=True)
+    return compile_update(_update)
 
 
 def _chunks(tensors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -20,6 +20,7 @@ from titanlite.mesh import plain_shard
 from titanlite.optim.base import load_in_place
 from titanlite.optim.exchange import Exchange, Ownership, Transfer
 from titanlite.optim.orthogonalize import Coefficients, num_flops, orthogonalize
+from titanlite.torch_compat import compile_update
 
 BUCKET_BYTES = 256 << 20  # at most so many bytes of whole matrices per owner and exchange
 ALONE_NUMEL = 1 << 22  # a matrix with as many elements fills a GPU: a batch would only need more memory
@@ -338,7 +339,7 @@ def _weight_update(cautious: bool) -> Callable[..., None]:
         decay: torch.Tensor,
     ) -> None:
         """If `apply`, let the weight decay and subtract `rate` times the update."""
-        kept = 1 - decay
+        kept, update = 1 - decay, update.to(weight.dtype)
         if cautious:  # only where the update also makes the weight smaller (arXiv 2510.12402)
             kept = torch.where(update * weight >= 0, kept, torch.ones_like(kept))
         weight.copy_(torch.where(apply, weight * kept - rate * update, weight))
@@ -348,7 +349,7 @@ def _weight_update(cautious: bool) -> Callable[..., None]:
 
 def _compiled(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
     """The function compiled on CUDA, into one kernel for tensors of any length; elsewhere as it is."""
-    return torch.compile(function, dynamic=True, fullgraph=True) if device.type == "cuda" else function
+    return compile_update(function, dynamic=True) if device.type == "cuda" else function
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

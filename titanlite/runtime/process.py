@@ -25,6 +25,7 @@ from titanlite.runtime.environment import (
     num_ranks,
     set_deterministic_defaults,
 )
+from titanlite.torch_compat import set_deterministic_compiler
 
 
 def world_size() -> int:
@@ -130,4 +131,5 @@ def set_determinism(on: bool) -> None:
     if on:
         set_deterministic_defaults()
     torch.use_deterministic_algorithms(on)
+    set_deterministic_compiler(on)
     torch.backends.cudnn.benchmark = False

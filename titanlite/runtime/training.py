@@ -57,7 +57,8 @@ class Training:
     seed: int = 0
     """Seed of the initial weights and of the data order."""
     deterministic: bool = False
-    """Use deterministic kernels only: reruns on the same layout are bit-identical, at some cost in speed."""
+    """Use deterministic kernels only, and let torch.compile choose kernels without timing them: reruns on the
+    same layout are bit-identical, at some cost in speed."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
     """dtype of parameters and activations in forward and backward; the optimizer's copy of the weights is
     float32. `auto`: bfloat16 on CUDA, float32 elsewhere."""
