@@ -213,7 +213,8 @@ class DecoderConfig:
             if value == 0 and f.name in self.may_be_zero:
                 continue
             if type(value) in (int, float) and not 0 < value < math.inf:
-                raise ConfigError(f"{f.name} = {value} is not above 0")
+                outside = "below 0" if f.name in self.may_be_zero else "not above 0"
+                raise ConfigError(f"{f.name} = {value} is {outside if value <= 0 else 'not finite'}")
             if type(value) is int and value >= 1 << 31:
                 raise ConfigError(f"{f.name} = {value} is not below 2^31")
 

@@ -82,6 +82,11 @@ class RotaryConfig(DecoderConfig):
             raise ConfigError(f"head_dim = {self.head_dim} is odd; rotary embedding pairs its two halves")
         if self.rope_type not in ROPE_FIELDS:
             raise ConfigError(f"unknown rope_type {self.rope_type!r}{suggest(self.rope_type, ROPE_FIELDS)}")
+        if self.rope_factor < 1.0:  # transformers warns, and YaRN has no formula for it
+            raise ConfigError(f"rope_factor = {self.rope_factor} is below 1")
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if self.rope_type == "llama3" and self.rope_factor > 1.0 and low >= high:
+            raise ConfigError(f"rope_low_freq_factor = {low} is not below rope_high_freq_factor = {high}")
         if self.rope_type != "llama3" and self.rope_factor == 1.0:
             raise ConfigError(
                 f"rope_type = {self.rope_type!r} without a rope_factor scales nothing; set both"

@@ -1,7 +1,7 @@
 """Reading and writing Hugging Face's config.json for the decoders of `decoder.py`.
 
 The fields have other names but the same values. Features that the decoder lacks are refused: another
-activation, biases, another rope type, or a sliding window in some layers only.
+activation, other biases than those of the family, another rope type, or a sliding window in some layers only.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ ROPE_TYPES = {
     for rope_type, fields in {"default": set[str](), **ROPE_FIELDS}.items()
 }
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
+WITHOUT_DIRECTORY = "; a run that has started does not need it: resume with titanlite train RUN/job.toml"
 DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4096, 28  # transformers' values for missing keys
 
 
@@ -74,12 +75,12 @@ def to_hf(config: RotaryConfig) -> dict[str, Any]:
     }
 
 
-def from_hf(config: dict[str, Any], own: Collection[str] = (), **defaults: Any) -> dict[str, Any]:
-    """The fields of a RotaryConfig, apart from its sliding window. `own`: keys of FIXED that the family reads
-    itself or transformers ignores. `defaults`: transformers' values for keys that may be missing. Raises
-    ConfigError for other missing keys and for values that are not supported."""
+def from_hf(config: dict[str, Any], unchecked: Collection[str] = (), **defaults: Any) -> dict[str, Any]:
+    """The fields of a RotaryConfig, apart from its sliding window. `unchecked`: keys of FIXED that the family
+    reads itself or transformers ignores. `defaults`: transformers' values for keys that may be missing. A
+    null is a missing key. Raises ConfigError for other missing keys and for values that are not supported."""
     for key, value in FIXED.items():
-        if key not in own and config.get(key, value) != value:
+        if key not in unchecked and config.get(key) not in (None, value):
             raise ConfigError(
                 f"config.json: {key} = {json.dumps(config[key])}; only {json.dumps(value)} is supported"
             )
@@ -104,10 +105,11 @@ def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of a RotaryConfig for the rotary embedding. A parameter that its type does not read is
     ignored, as in transformers."""
     # transformers 5 writes rope_parameters, but prefers rope_scaling, which older releases wrote.
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key, {}), dict):
+            raise ConfigError(f"config.json: {key} is not an object")
     parameters = config.get("rope_parameters", {})
     rope = config.get("rope_scaling") or parameters
-    if not isinstance(rope, dict) or not isinstance(parameters, dict):
-        raise ConfigError("config.json: rope_scaling and rope_parameters are tables")
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     if parameters.get("rope_theta", theta) != theta:
         raise ConfigError(
@@ -154,9 +156,14 @@ def qwen_window(config: dict[str, Any], num_layers: int) -> int:
     some layers only."""
     if not config.get("use_sliding_window") or config.get("sliding_window", DEFAULT_WINDOW) is None:
         return 0
-    first = min(config.get("max_window_layers", DEFAULT_WINDOW_LAYERS), num_layers)
     full, sliding = "full_attention", "sliding_attention"
-    kinds = set(config.get("layer_types") or [full] * first + [sliding] * (num_layers - first))
+    layer_types = config.get("layer_types")
+    if not layer_types:
+        first = config.get("max_window_layers", DEFAULT_WINDOW_LAYERS)
+        if type(first) is not int:
+            raise ConfigError(f"config.json: max_window_layers = {json.dumps(first)} is not an integer")
+        layer_types = [full] * min(first, num_layers) + [sliding] * (num_layers - first)
+    kinds = set(layer_types)
     if kinds not in ({full}, {sliding}):
         raise ConfigError("config.json: a sliding window in some layers only (layer_types) is not supported")
     return config.get("sliding_window", DEFAULT_WINDOW) if kinds == {sliding} else 0
@@ -216,7 +223,7 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(ModelFamily, name="huggingface"):
     """The family, flavor and overrides that the config.json in a Hugging Face directory describes. A run
-    records these in place of the path, so that its job.toml resumes without the directory."""
+    records these in place of the path, so that its job.toml resumes without config.json."""
 
     flavor: ClassVar[str] = ""  # type: ignore[misc]  # no key: config.json decides it
     path: str
@@ -231,7 +238,8 @@ class HuggingFace(ModelFamily, name="huggingface"):
         try:
             family = read_family(Path(self.path))
         except ConfigError as e:
-            raise ConfigError(str(e), "path") from None
+            missing = not (Path(self.path) / "config.json").exists()
+            raise ConfigError(f"{e}{WITHOUT_DIRECTORY if missing else ''}", "path") from None
         return replace(family, overrides=family.overrides | self.overrides)
 
     def build(self) -> Decoder:

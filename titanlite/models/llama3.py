@@ -1,5 +1,5 @@
-"""Llama 3 (Grattafiori et al. 2024): the decoder of decoder.py, with Llama 3.1's scaling of the rotary
-frequencies.
+"""Llama 3 (Grattafiori et al. 2024): the decoder of decoder.py. The flavors from 1B have Llama 3.1's scaling
+of the rotary frequencies.
 
 Parameter names are those of Hugging Face's LlamaForCausalLM.
 """

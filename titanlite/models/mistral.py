@@ -25,9 +25,8 @@ class MistralConfig(RotaryConfig):
     max_position: int = 32768
 
 
-# v0.3 is not compared with its published file.
 # The fields of config.json in mistralai/Mistral-7B-v0.1, Mistral-7B-v0.3, Mistral-Nemo-Base-2407 and
-# Mistral-Small-24B-Base-2501 on huggingface.co.
+# Mistral-Small-24B-Base-2501 on huggingface.co. v0.3's were not compared with the published file.
 FLAVORS = {
     "debug": MistralConfig(
         dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, vocab_size=8192,

@@ -1,5 +1,5 @@
 """`[model] name = "huggingface"` takes the model's shape from the config.json of a directory. The run records
-the family and its fields, and resumes without the directory."""
+the family and its fields, and resumes without config.json."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def test_the_directory_stands_for_the_family(tmp_path: Path, corpus: Path, famil
     assert job.model == replace(family, overrides={"n_layers": 3})
 
 
-def test_a_run_resumes_without_the_directory(tmp_path: Path, corpus: Path) -> None:
+def test_a_run_resumes_without_the_directory(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the recorded job.toml, which the same command names when the directory is gone."""
     folder = directory(tmp_path / "hf")
     job = load(tmp_path, corpus, folder, "overrides = { n_layers = 1 }", overrides=["--training.steps=2"])
     assert job.model.config == replace(TINY.config, n_layers=1)
@@ -66,6 +69,16 @@ def test_a_run_resumes_without_the_directory(tmp_path: Path, corpus: Path) -> No
     assert 'name = "mistral"' in recorded
     assert "huggingface" not in recorded
     shutil.rmtree(folder)
+    assert cli.run(["train", str(tmp_path / "mine.toml"), f"--job.dump_folder={job.folder}"]) == 2
+    error = capsys.readouterr().err
+    hint = "; a run that has started does not need it: resume with titanlite train RUN/job.toml"
+    assert f"{folder}/config.json cannot be read" in error
+    assert error.endswith(f"{hint}\n")
+    folder.mkdir()
+    (folder / "config.json").write_text("[")
+    with pytest.raises(ConfigError) as damaged:
+        load_job(tmp_path / "mine.toml")
+    assert hint not in str(damaged.value)
     resumed = load_job(job.folder / "job.toml", ["--training.steps=3"])
     assert resumed.model == job.model
     train(resumed)

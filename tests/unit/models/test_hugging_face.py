@@ -288,6 +288,12 @@ def test_published_configs(tmp_path: Path) -> None:
     assert (c.head_dim, c.n_kv_heads, c.rope_factor) == (64, 32, 1.0)
 
 
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "pretraining_tp", "rope_parameters"])
+def test_a_null_is_a_missing_key(key: str, tmp_path: Path) -> None:
+    """transformers 4 reads it as false, 1, or no rope_parameters."""
+    assert read_family(write(tmp_path, LLAMA | {key: None})) == Llama3(flavor="1B")
+
+
 def test_rope_scaling_is_preferred_as_in_transformers(tmp_path: Path) -> None:
     """Model cards ask people to add it to config.json, where transformers 5 has written rope_parameters."""
     parameters = {"rope_type": "default", "rope_theta": 1e6}
@@ -348,8 +354,17 @@ def test_a_llama_with_a_window_has_no_hugging_face_form() -> None:
     [
         ({"rope_type": "yarm", "rope_factor": 2.0}, "unknown rope_type 'yarm'; did you mean 'yarn'?"),
         ({"rope_type": "yarn"}, "rope_type = 'yarn' without a rope_factor scales nothing; set both"),
-        ({"sliding_window": -1}, "sliding_window = -1 is not above 0"),
+        ({"sliding_window": -1}, "sliding_window = -1 is below 0"),
+        ({"rope_attention_factor": -0.5}, "rope_attention_factor = -0.5 is below 0"),
         ({"rope_factor": 0.0}, "rope_factor = 0.0 is not above 0"),
+        ({"rope_factor": float("inf")}, "rope_factor = inf is not finite"),
+        ({"sliding_window": 0, "norm_eps": float("nan")}, "norm_eps = nan is not finite"),
+        ({"rope_factor": 0.5}, "rope_factor = 0.5 is below 1"),
+        ({"rope_type": "yarn", "rope_factor": 0.5}, "rope_factor = 0.5 is below 1"),
+        (
+            {"rope_factor": 2.0, "rope_low_freq_factor": 4.0},
+            "rope_low_freq_factor = 4.0 is not below rope_high_freq_factor = 4.0",
+        ),
     ],
 )
 def test_wrong_fields_are_told(overrides: dict[str, Any], message: str) -> None:
@@ -371,6 +386,7 @@ def test_the_window_of_a_config_without_one_is_that_of_transformers(tmp_path: Pa
         ({"max_window_layers": 0, "sliding_window": None}, 0),
         ({"max_window_layers": 99}, 0),
         ({"layer_types": ["sliding_attention"] * 24}, 32768),
+        ({"layer_types": ["sliding_attention"] * 24, "max_window_layers": None}, 32768),
         ({"layer_types": ["full_attention"] * 24, "max_window_layers": 0}, 0),
     ],
     ids=str,
@@ -396,12 +412,12 @@ def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_pat
         ),
         (QWEN2, {"rope_parameters": {"type": "longrope"}}, 'rope_type "longrope" is not supported'),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, 'rope_type "llama3" has no factor'),
-        (LLAMA, {"rope_scaling": "linear"}, "rope_scaling and rope_parameters are tables"),
-        (
-            LLAMA,
-            {"rope_scaling": None, "rope_parameters": [1]},
-            "rope_scaling and rope_parameters are tables",
-        ),
+        (LLAMA, {"rope_scaling": "linear"}, "rope_scaling is not an object"),
+        (LLAMA, {"rope_scaling": []}, "rope_scaling is not an object"),
+        (QWEN2, {"rope_scaling": False, "rope_parameters": {}}, "rope_scaling is not an object"),
+        (LLAMA, {"rope_scaling": None, "rope_parameters": [1]}, "rope_parameters is not an object"),
+        (MISTRAL, {"rope_scaling": YARN_2, "rope_parameters": 1}, "rope_parameters is not an object"),
+        (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_factor = 0.5 is below 1"),
         (
             QWEN2,
             {"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.3}},
@@ -430,7 +446,7 @@ def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_pat
             "rope_theta is 10000.0, in rope_parameters 1000000.0",
         ),
         (MISTRAL, {"sliding_window": "4096"}, "sliding_window: expected int, got '4096'"),
-        (MISTRAL, {"sliding_window": -1}, "sliding_window = -1 is not above 0"),
+        (MISTRAL, {"sliding_window": -1}, "sliding_window = -1 is below 0"),
         (
             MISTRAL,
             {"num_attention_heads": 24},
@@ -445,6 +461,11 @@ def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_pat
             QWEN2,
             {"use_sliding_window": True, "max_window_layers": 21},
             "a sliding window in some layers only (layer_types) is not supported",
+        ),
+        (
+            QWEN2,
+            {"use_sliding_window": True, "max_window_layers": None},
+            "max_window_layers = null is not an integer",
         ),
         (QWEN, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5; only 1.0 is supported"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
