@@ -125,7 +125,13 @@ def settings_of(stage: Stage) -> dict[str, Any]:
 
 def check_stages(stages: Sequence[Stage], training: Training, sources: Sequence[str]) -> None:
     """Raise ConfigError for a stage whose weights or sequence length do not fit the job, or that is not the
-    last and has no end. `sources`: the names of data.sources."""
+    last and has no end, and for a rule of a batch ramp that there is not. `sources`: the names of
+    data.sources."""
+    if training.batch_ramp_lr != "none" and not training.batch_ramp:
+        raise ConfigError(
+            f'"{training.batch_ramp_lr}" is a rule for [[training.batch_ramp]], which the job does not have',
+            "training.batch_ramp_lr",
+        )
     for i, stage in enumerate(stages):
         is_last = i == len(stages) - 1
         try:

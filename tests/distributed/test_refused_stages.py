@@ -57,6 +57,10 @@ REFUSED = {
         "training.batch_ramp.0.global_batch_size: 20 sequences are not a multiple of local_batch_size 4 x 2 "
         "ranks = 8; the nearest are 16 or 24",
     ),
+    "a rule of a ramp that is missing": (
+        ["--training.batch_ramp_lr=sqrt"],
+        'training.batch_ramp_lr: "sqrt" is a rule for [[training.batch_ramp]], which the job does not have',
+    ),
     "a ramp out of order": (
         [
             *BATCH,

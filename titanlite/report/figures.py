@@ -66,12 +66,12 @@ def main_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Return the charts of the loss, and those of metrics that most runs have."""
     by_time = _by_time(runs, LOSS, "Training loss by time")
     charts = [loss_by_tokens(runs), *_differences(runs), by_time, _by_compute(runs)]
+    every_mark = [mark for i, run in enumerate(runs) for mark in marks_of(run, i)]
+    stages = [mark for mark in every_mark if mark.kind == "stage"]
     for key, title, unit in KNOWN:
+        marks = every_mark if key == SPEED else stages
         chart = metric_chart(runs, key, title, unit)
-        if key == SPEED:
-            marks = [mark for i, run in enumerate(runs) for mark in marks_of(run, i)]
-            chart = replace(chart, marks=marks, note=_explained(marks))
-        charts.append(chart)
+        charts.append(replace(chart, marks=marks, note=_explained(marks)))
         if key == VALIDATION:
             charts.append(_by_time(runs, VALIDATION, "Validation loss by time"))
     charts.append(_noise_scales(runs))

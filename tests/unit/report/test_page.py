@@ -249,7 +249,7 @@ def test_stages_are_marked_where_they_begin(tmp_path: Path) -> None:
     assert facts(run)["stages"] == said
     for chart in main_charts([run]):
         marks = [mark for mark in chart.marks if mark.kind == "stage"]
-        if chart.title in ("Training loss", "Throughput"):
+        if chart.x_label == "tokens":
             tokens = run.series("train/loss").tokens
             assert [mark.x for mark in marks] == [tokens[19], tokens[61]]  # after steps 20 and 62
             assert marks[1].text == "run: stage 3 (decay) begins with sequence 1,000"
