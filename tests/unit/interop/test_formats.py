@@ -24,7 +24,7 @@ from titanlite.job import Job
 from titanlite.models.base import Decoder
 from titanlite.train import train
 
-FAMILY = family(tie_word_embeddings=False, residual_scale=0.5)  # an export folds the scale into weights
+FAMILY = family(tie_word_embeddings=False, residual_scale=0.3)  # an export folds the scale into weights
 KEYS = [*keys_of(FAMILY), "--optimizer.lr=0.05", "--checkpoint.interval=2"]
 KEYS += ["--lora.enable", "--lora.rank=3", "--lora.alpha=8"]
 TARGETS = '--lora.targets=["q_proj", "o_proj", "0.mlp.*"]'
@@ -123,7 +123,45 @@ def test_peft_computes_the_same_logits_and_gradients(trained: Trained) -> None:
         scaled = p.grad / factor if matrix == "lora_B" else p.grad
         assert torch.allclose(gradient, scaled, rtol=1e-3, atol=1e-6), name
         assert gradient.norm() > 0
+        if factor != 1 and matrix == "lora_B":  # control
+            assert not torch.allclose(gradient, p.grad, rtol=0.1, atol=0)
     trained.net.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_tensors_of_an_exported_adapter(trained: Trained, dtype: str) -> None:
+    written = tensors_in(trained.export(f"adapter-{dtype}", "--adapter", f"--dtype={dtype}"))
+    adapters = {name: p.detach() for name, p in trained.net.named_parameters() if p.requires_grad}
+    assert written.keys() == {f"base_model.model.{name}" for name in adapters}
+    factors = set[float]()
+    for name, value in adapters.items():
+        layer, _, matrix = name.removesuffix(".weight").rpartition(".")
+        factor = trained.net.export_factor(f"{layer}.weight") if matrix == "lora_B" else 1.0
+        wanted = (value.double() * factor).to(getattr(torch, dtype))
+        actual = written[f"base_model.model.{name}"]
+        assert actual.dtype == wanted.dtype
+        assert torch.equal(actual, wanted), name
+        factors.add(factor)
+    assert factors == {1.0, 0.3}
+
+
+def test_buffers_that_are_state_are_those_of_the_run(tmp_path: Path, corpus: Path) -> None:
+    """They change in training, although the base model's parameters do not."""
+    keys = ['--job.imports=["tests.support.auxiliary"]', '--model={name = "auxiliary", flavor = "debug"}']
+    base = make_job(tmp_path, corpus, *keys, "--training.steps=2", name="base")
+    train(base)
+    keys += [f"--checkpoint.initial_load_path={base.folder}", "--lora.enable"]
+    for steps in (3, 4):  # the second run resumes
+        job = make_job(tmp_path, corpus, *keys, f"--training.steps={steps}")
+        train(job)
+    steps_applied = {
+        folder: open_checkpoint(folder, job.model).tensors["counter.applied_steps"].read((slice(0, 1),))
+        for folder in (base.folder, job.folder)
+    }
+    assert steps_applied == {base.folder: 2, job.folder: 6}
+    export = ["export", str(job.folder), str(tmp_path / "adapter"), "--adapter", "--allow-imports"]
+    assert cli.run(export) == 0
+    assert all("lora_" in name for name in tensors_in(tmp_path / "adapter"))
 
 
 def test_adapters_on_some_layers_of_a_kind_are_named_in_full(trained: Trained) -> None:
