@@ -14,8 +14,11 @@ import titanlite.attention.auto  # noqa: F401  (registers the backends)
 from tests.support.gpu import column, run, trained
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import FOUR_MICRO_BATCHES
-from titanlite.attention.base import AttentionBackend
+from titanlite.attention.base import AttentionBackend, AttentionNeeds
+from titanlite.models.mistral import Mistral
+from titanlite.parallel.compile import Compile, apply_compile
 from titanlite.parallel.initialize import fill_normal
+from titanlite.torch_compat import compilations
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,6 +143,53 @@ def test_a_window_trains_alike_with_every_kernel(
     auto = run(tmp_path, corpus, *keys, *compiled, name="auto")
     if backend == "varlen":  # the choice of auto
         assert column(auto, "train/loss") == column(ours, "train/loss")
+
+
+def forwards(
+    backend: str, documents: bool, compiled: bool = True, kernel: str = "auto"
+) -> tuple[list[torch.Tensor], list[str]]:
+    """The logits of a model with a window on batches of 2, 3 and 2 sequences, and the names of the functions
+    that were compiled."""
+    torch.compiler.reset()
+    device, T = torch.device("cuda"), 256
+    family = Mistral(flavor="debug", overrides={"sliding_window": 40, "n_layers": 2})
+    net, c = family.build().to(device, torch.bfloat16), family.config
+    for name, parameter in net.named_parameters():
+        fill_normal(parameter, name, net.init_normal(name)[0], 0.1, seed=0)
+    apply_compile(net, Compile(enable=compiled))
+    needs = AttentionNeeds(
+        device=device, dtype=torch.bfloat16, seq_len=T, n_heads=c.n_heads, n_kv_heads=c.n_kv_heads,
+        head_dim=c.head_dim, masks_documents=documents, window=c.sliding_window,
+    )  # fmt: skip
+    chosen = AttentionBackend.choices[backend](sdpa_kernel=kernel).build(needs)
+    before, logits = compilations(), []
+    generator = torch.Generator().manual_seed(1)
+    for size in (2, 3, 2):
+        tokens = torch.randint(0, c.vocab_size, (size, T), generator=generator).to(device)
+        positions = torch.arange(T, device=device).repeat(size, 1)
+        positions[:, 90:] = torch.arange(T - 90, device=device)
+        if documents:
+            attention = chosen.for_documents(positions, 2 * size)
+        else:
+            attention, positions = chosen.for_sequences(tokens), torch.arange(T, device=device)
+        with torch.no_grad():
+            logits.append(net(tokens, positions, attention).float())
+    new = [item for item in compilations() if not any(item.record is old.record for old in before)]
+    return logits, [item.function for item in new if item.function]
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["sequences", "documents"])
+@pytest.mark.parametrize("backend", ["flex", "varlen"])
+def test_a_window_compiles_one_graph_per_batch_size(backend: str, documents: bool) -> None:
+    """One graph of the blocks, whose input has another shape, and with flex one of the block mask in
+    documents. Block masks of whole sequences do not depend on the batch size."""
+    logits, functions = forwards(backend, documents)
+    wanted, _ = forwards("sdpa", documents, compiled=False, kernel="math")
+    for ours, theirs in zip(logits, wanted):
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
+    assert functions.count("forward") == 2
+    num_masks = 0 if backend != "flex" else 2 if documents else 1
+    assert functions.count("create_block_mask") == num_masks
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -4,11 +4,12 @@ are fully masked are not computed."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from titanlite.attention.base import Attention, AttentionNeeds, document_numbers
+from titanlite.attention.base import Attention, AttentionBackend, AttentionNeeds, document_numbers
 from titanlite.attention.sdpa import SDPA, SDPAttention
 from titanlite.torch_compat import allow_many_graphs
 
@@ -45,10 +46,20 @@ class Mask(NamedTuple):
 
 
 class FlexAttention(Attention):
-    """Attention with a block mask."""
+    """Attention with a block mask, which `prepared` makes outside of compiled blocks, otherwise the first
+    call of `attend`."""
 
     def __init__(self, mask: Mask):
-        self.mask, self.block_mask = mask, mask.block_mask()
+        self.mask = mask
+
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        return self.mask.block_mask()
+
+    def prepared(self) -> FlexAttention:
+        """This object, with its block mask."""
+        self.block_mask  # noqa: B018 -- cached
+        return self
 
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
@@ -56,7 +67,9 @@ class FlexAttention(Attention):
         return _flex_attention(q, k, v, block_mask=self.block_mask, enable_gqa=gqa).transpose(1, 2)
 
     def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
-        return self if window >= self.mask.num_keys else FlexAttention(self.mask._replace(window=window))
+        if window >= self.mask.num_keys:
+            return self.prepared()
+        return FlexAttention(self.mask._replace(window=window)).prepared()
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
@@ -74,7 +87,7 @@ class Causal(SDPAttention):
 
     def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
         T = tokens_BT.shape[1]
-        return self if window >= T else FlexAttention(Mask(T, T, tokens_BT.device, window=window))
+        return self if window >= T else FlexAttention(Mask(T, T, tokens_BT.device, window=window)).prepared()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +101,34 @@ class Flex(SDPA, name="flex"):
     def works_on(cls, needs: AttentionNeeds) -> bool:
         return needs.device.type == "cuda"
 
+    def build(self, needs: AttentionNeeds) -> AttentionBackend:
+        super().build(needs)
+        return WindowedFlex(sdpa_kernel=self.sdpa_kernel) if needs.slides else self
+
     def for_sequences(self, tokens_BT: torch.Tensor) -> Attention:
         return Causal()
 
     def for_documents(self, positions_BT: torch.Tensor, num_documents: int) -> Attention:
         T = positions_BT.shape[1]
-        return FlexAttention(Mask(T, T, positions_BT.device, document_numbers(positions_BT)))
+        return self.attention(Mask(T, T, positions_BT.device, document_numbers(positions_BT)))
 
     def masked(
         self, query_positions: torch.Tensor, key_positions: torch.Tensor, documents_BT: torch.Tensor | None
     ) -> Attention:
         positions, device = (query_positions, key_positions), query_positions.device
-        return FlexAttention(Mask(len(query_positions), len(key_positions), device, documents_BT, positions))
+        return self.attention(Mask(len(query_positions), len(key_positions), device, documents_BT, positions))
+
+    def attention(self, mask: Mask) -> Attention:
+        """Attention with this mask. The model calls `attend` on it."""
+        return FlexAttention(mask).prepared()
+
+
+class WindowedFlex(Flex):
+    """FlexAttention for a model with a sliding window. The model calls `within`, which makes the only block
+    mask that is used."""
+
+    def attention(self, mask: Mask) -> Attention:
+        return FlexAttention(mask)
 
 
 # Set when the first mask is made: the import takes two seconds, because it imports the compiler.

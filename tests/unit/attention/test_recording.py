@@ -4,15 +4,17 @@ backend computes. The statistics are those of a small example."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.examples.sliding_window import SlidingWindow
 from titanlite.attention import flex
-from titanlite.attention.base import Attention
-from titanlite.attention.flex import Flex
+from titanlite.attention.base import Attention, AttentionNeeds
+from titanlite.attention.flex import Flex, WindowedFlex
 from titanlite.attention.kv_cache import KVCache
 from titanlite.attention.recording import RecordingAttention, attention_statistics
 from titanlite.attention.sdpa import CAUSAL, SDPA, SDPAttention
@@ -40,7 +42,14 @@ def written_out(attention: Attention) -> torch.Tensor:
     return torch.einsum("bhqs,bshe->bqhe", scores.softmax(-1), v)
 
 
-MASKS = {
+def visible(attention: Attention) -> torch.Tensor:
+    """Which keys each query sees, bool [B, T, T]."""
+    visible_keys = attention.visible_keys(tensors()[1], torch.arange(T))
+    assert visible_keys is not None
+    return visible_keys[1]
+
+
+MASKS: dict[str, Attention] = {
     "causal": CAUSAL,
     "documents": SDPA().for_documents(POSITIONS, 5),
     "sliding window": SlidingWindow(window=3).for_sequences(POSITIONS),
@@ -108,6 +117,62 @@ def test_a_window_hides_the_same_keys_from_every_kernel(monkeypatch: pytest.Monk
             seen = attention.visible_keys(k, torch.arange(6))
             assert seen is not None
             assert torch.equal(seen[1].expand(3, -1, -1), wanted[:, queries][:, :, gathered])
+
+
+@pytest.mark.parametrize("window", [0, 3, T, 63, 64])
+def test_flex_makes_one_block_mask_per_micro_batch(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    """Before the blocks run. Sequences are shorter than the longest of the run, 64 tokens."""
+    num_made = 0
+
+    def counted(*arguments: Any, **options: Any) -> BlockMask:
+        nonlocal num_made
+        num_made += 1
+        return create_block_mask(*arguments, **options)
+
+    monkeypatch.setattr(flex, "_flex_attention", print)
+    monkeypatch.setattr(flex, "_create_block_mask", counted)
+    needs = AttentionNeeds(
+        device=torch.device("cuda"), dtype=torch.bfloat16, seq_len=64, n_heads=4, n_kv_heads=2, head_dim=8,
+        masks_documents=True, window=window,
+    )  # fmt: skip
+    backend = Flex().build(needs)
+    assert backend.name == "flex"
+    attention, dense = backend.for_documents(POSITIONS, 5), MASKS["documents"]
+    if window:
+        attention, dense = attention.within(window, POSITIONS), dense.within(window, POSITIONS)
+    assert num_made == 1
+    assert torch.equal(visible(attention), visible(dense))
+    assert num_made == 1
+
+
+def test_flex_also_attends_without_the_window_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model with a window in some layers only, the other layers call `attend` without it."""
+    monkeypatch.setattr(flex, "_flex_attention", print)
+    monkeypatch.setattr(flex, "_create_block_mask", create_block_mask)
+    attention = WindowedFlex().for_documents(POSITIONS, 5)
+    assert not torch.equal(visible(attention.within(3, POSITIONS)), visible(MASKS["documents"]))
+    assert torch.equal(visible(attention), visible(MASKS["documents"]))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the size of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.num_bytes = max(self.num_bytes, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_dense_window_needs_one_byte_per_pair_of_tokens(documents: bool) -> None:
+    tokens = torch.arange(256).repeat(2, 1)
+    attention = SDPA().for_documents(tokens, 2) if documents else SDPA().for_sequences(tokens)
+    with LargestTensor() as largest:
+        attention.within(40, tokens)
+    assert largest.num_bytes == 256 * 256 * (2 if documents else 1)
 
 
 def test_a_window_of_a_recorded_attention_is_recorded() -> None:
