@@ -3,6 +3,7 @@ checkpoints, and the end of the run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -235,12 +236,18 @@ class Run:
             )
 
     def metrics(
-        self, first_sequence: int, loss: torch.Tensor, norm: torch.Tensor, micro_batches: Sequence[Batch]
+        self,
+        first_sequence: int,
+        num_targets: torch.Tensor,
+        loss: torch.Tensor,
+        norm: torch.Tensor,
+        micro_batches: Sequence[Batch],
     ) -> dict[str, Any]:
         """The metrics of a step, without the times that the meter adds. Waits for the device. Collective."""
-        seq_len = self.job.training.seq_len
+        seq_len, targets = self.job.training.seq_len, int(num_targets)
         return {
-            "train/loss": loss.item(),
+            "train/loss": loss.item() if targets else math.nan,
+            "train/targets": targets,
             "train/grad_norm": norm.item(),
             "train/skipped_steps": self.guard.skipped_steps(),
             "train/learning_rate": learning_rate(self.job, self.stages, self.state.step, first_sequence),

@@ -141,9 +141,9 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         loss = model.forward_backward(micro_batches, num_targets, token_statistics)
         rt.clock.enter("optimizer")
         norms = grad_norms(model.net, rt.mesh.pp)
-        loss, *norm_sums = rt.sum_scalars(loss, *guard.summands(norms.total))
+        loss, *sums = rt.sum_scalars(loss, *guard.summands(norms.total))
         next_sequence = loader.state_dict()["sequences"]
-        apply = guard.judge(loss, norms.total, norm_sums, state.step, first_sequence, next_sequence)
+        apply = guard.judge(loss, norms.total, sums, state.step, first_sequence, next_sequence, num_targets)
         checkpoints.wait_until_staged()  # a save may still be copying the weights
         guarded_step(optimizer, apply, run.clipper.clip(norms, apply, state.step))
         optimizer.zero_grad()
@@ -166,7 +166,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
             run.sample()
         stop, save_now, save_failed = vote.result()  # true on all ranks if true on any
         if evaluation or stop or num_steps == 1 or job.metrics.is_due(state.step, last_step):
-            metrics = run.metrics(first_sequence, loss, norms.total, micro_batches)
+            metrics = run.metrics(first_sequence, num_targets, loss, norms.total, micro_batches)
             if token_statistics is not None:
                 metrics |= run.detail_metrics(step_size, norms, apply, loss, token_statistics)
             metrics |= run.probe(micro_batches[0])  # {} unless a probe is due

@@ -18,8 +18,10 @@ class Decision:
     first_sequence: int
     last_sequence: int
     skipped: bool
+    is_empty: bool
+    """Whether the step has no target that counts. It is then not applied, but is no skipped step."""
     streak: int
-    """Non-finite steps in a row up to this step."""
+    """Non-finite steps in a row up to this step, not counting steps without a target."""
     loss: float
     grad_norm: float
     evidence: Evidence | None

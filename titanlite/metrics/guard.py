@@ -1,10 +1,10 @@
 """The guard: decides which steps change nothing, and watches for spikes of the loss.
 
 A step whose loss or gradient norm is not finite changes neither weights nor optimizer state, and neither does
-an outlier (outliers.py). The device decides, from numbers that are equal on all ranks: no host
-synchronisation is needed, and all ranks decide alike. The host reads each decision one step later, to log it,
-to pass the losses of accepted steps to the spike detector (spikes.py), and to end a run that has diverged. In
-the meantime the device refuses all further updates of such a run.
+an outlier (outliers.py), nor a step without a target that counts. The device decides, from numbers that are
+equal on all ranks: no host synchronisation is needed, and all ranks decide alike. The host reads each
+decision one step later, to log it, to pass the losses of accepted steps to the spike detector (spikes.py),
+and to end a run that has diverged. In the meantime the device refuses all further updates of such a run.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class GuardEvent(NamedTuple):
 
 
 class _Unread(NamedTuple):
-    """The device's decision on one step, not yet read by the host. `values`: skipped (0 or 1), streak, loss,
-    gradient norm, and the values of Evidence if outliers are looked for. `is_other_loss`: whether the loss
-    cannot be compared with those of the steps before."""
+    """The device's decision on one step, not yet read by the host. `values`: skipped (0 or 1), without a
+    target (0 or 1), streak, loss, gradient norm, and the values of Evidence if outliers are looked for.
+    `is_other_loss`: whether the loss cannot be compared with those of the steps before."""
 
     step: int
     first_sequence: int
@@ -124,17 +124,26 @@ class _Unread(NamedTuple):
 
     def read(self) -> Decision:
         """The decision. Waits for the device."""
-        skipped, streak, loss, grad_norm, *evidence = self.values.result().tolist()
+        skipped, is_empty, streak, loss, grad_norm, *evidence = self.values.result().tolist()
         return Decision(
             self.step,
             self.first_sequence,
             self.last_sequence,
             bool(skipped),
+            bool(is_empty),
             int(streak),
             loss,
             grad_norm,
             Evidence(*evidence) if evidence else None,
         )
+
+
+class _Streak(NamedTuple):
+    """The first and last step of a streak, and its length, which steps without a target do not add to."""
+
+    first: int
+    last: int
+    num: int
 
 
 class StepGuard:
@@ -159,7 +168,8 @@ class StepGuard:
         self._sequences = StepSequences()
         self._unread = deque[_Unread]()
         self._unreported: list[Decision | Spike] = []  # read, but not returned by read()
-        self._last_streak: tuple[int, int] | None = None  # first and last step of the newest streak known
+        self._last_streak: _Streak | None = None  # the newest streak known
+        self._was_empty = False  # whether a step without a target was read
         self.diverged = False
         self.spike: Spike | None = None
         """The newest spike that read() has returned since the last rewind."""
@@ -179,19 +189,23 @@ class StepGuard:
         step: int,
         first_sequence: int,
         next_sequence: int,
+        num_targets: torch.Tensor,
     ) -> torch.Tensor:
         """Whether to apply this step's update: bool scalar on the device; no host synchronisation.
 
-        `loss`: loss of the whole step. `norm_sums`: the sums of summands(). Both are equal on all ranks, and
-        so is the decision. `grad_norm` is for the log, and so are `first_sequence` and `next_sequence`: the
-        step's sequences are the sequences from `first_sequence` to before `next_sequence`.
+        `loss`: loss of the whole step. `norm_sums`: the sums of summands(). `num_targets`: targets that count
+        in the whole step; a step without any is neither applied nor compared with other steps, and no streak
+        ends at it. All three are equal on all ranks, and so is the decision. `grad_norm` is for the log, and
+        so are `first_sequence` and `next_sequence`: the step's sequences are the sequences from
+        `first_sequence` to before `next_sequence`.
         """
         bad_norms, *means = norm_sums
         finite = loss.isfinite() & (bad_norms == 0)
         allowed = self._streak < self.config.limit  # at the limit, no update is applied any more
-        apply = finite & allowed
+        is_empty = finite & (num_targets == 0)
+        apply = finite & allowed & ~is_empty
         streak = torch.where(finite, 0, self._streak + 1)
-        self._streak = torch.where(allowed, streak, self._streak)
+        self._streak = torch.where(allowed & ~is_empty, streak, self._streak)
         norm = torch.where(bad_norms == 0, means[0] if means else grad_norm.to(loss), torch.nan)
         self._sequences.add(step, first_sequence, next_sequence)
         is_other_loss = self._is_other_loss(step)
@@ -201,8 +215,8 @@ class StepGuard:
                 self._outliers.restart()
             apply, values = self._outliers.judge(loss, norm, apply)
             evidence = [values]
-        self._skipped = self._skipped + (~apply)
-        values = torch.stack([(~apply).float(), self._streak.float(), loss, norm])
+        self._skipped = self._skipped + (~apply & ~is_empty)
+        values = torch.stack([(~apply).float(), is_empty.float(), self._streak.float(), loss, norm])
         copy = HostCopy(torch.cat([values, *evidence]) if evidence else values)
         self._unread.append(_Unread(step, first_sequence, next_sequence - 1, is_other_loss, copy))
         return apply
@@ -239,13 +253,25 @@ class StepGuard:
                 continue
             if unread.is_other_loss:
                 self._spikes.restart()
+            if decision.is_empty:
+                self._note_empty(decision.step)
+                continue
             if decision.skipped or decision.restarted:
                 self._unreported.append(decision)
             if decision.skipped and not decision.is_finite:
-                self._last_streak = (decision.step - decision.streak + 1, decision.step)
+                known = self._last_streak
+                first = known.first if known and decision.streak > 1 else decision.step
+                self._last_streak = _Streak(first, decision.step, decision.streak)
                 self.diverged = decision.streak >= self.config.limit
             if not decision.skipped and (spike := self._spikes.add(decision.step, decision.loss)):
                 self._unreported.append(spike)
+
+    def _note_empty(self, step: int) -> None:
+        if not self._was_empty:
+            logger.info(
+                f"step {step} has no target that counts and changes nothing; later such steps are not logged"
+            )
+        self._was_empty = True
 
     def _report_spike(self, spike: Spike) -> GuardEvent:
         first, last = self.sequences_of(spike.start_step, spike.detected_step)
@@ -279,7 +305,7 @@ class StepGuard:
     def ended_in_streak(self, step: int) -> bool:
         """Whether `step` was skipped because it was not finite. It must be the newest step that read() or
         load_state_dict() knows."""
-        return self._last_streak is not None and self._last_streak[1] == step
+        return self._last_streak is not None and self._last_streak.last == step
 
     def skipped_steps(self) -> int:
         """Number of steps skipped since the beginning of the run. Waits for the device."""
@@ -299,8 +325,8 @@ class StepGuard:
                 f"{reason}; guard.max_rewinds = {limit} allows no further rewind" if is_at_limit else reason
             )
         assert self._last_streak is not None
-        first, last = self._last_streak
-        steps = f"step {last}" if first == last else f"{last - first + 1} steps in a row, {first} to {last},"
+        first, last, num = self._last_streak
+        steps = f"step {last}" if num == 1 else f"{num} steps in a row, {first} to {last},"
         return f"training has diverged: {steps} had a loss or gradient norm that is not finite"
 
     def first_bad_step(self) -> int:
@@ -308,7 +334,7 @@ class StepGuard:
         if spike := self._spike_ends_the_run():
             return spike.start_step
         assert self._last_streak is not None
-        return self._last_streak[0]
+        return self._last_streak.first
 
     def sequences_of_spike(self) -> list[tuple[int, int]]:
         """The first and the last sequence of the spike that reason() names; [] if it names none."""
@@ -341,5 +367,6 @@ class StepGuard:
         self._sequences.load_state_dict(state["sequences"])
         self._unread.clear()
         self._unreported = [Spike(**spike) for spike in state["unreported_spikes"]]
-        self._last_streak = (step - state["streak"] + 1, step) if state["streak"] else None
+        num = state["streak"]
+        self._last_streak = _Streak(step - num + 1, step, num) if num else None
         self.diverged, self.spike, self.num_rewinds = False, None, state["num_rewinds"]

@@ -62,7 +62,7 @@ def verdicts_of(run: RecordedRun) -> list[Verdict]:
     if run.setting("training.clip") == "tensor":
         max_norm = 0.0  # not used after the first 100 steps
     verdicts = [
-        *not_finite(loss),
+        *not_finite(loss, run.series("train/targets")),
         *diverged(newest),
         *rewound(run.rewinds()),
         *low_precision(run.series("numerics/loss_minus_fp32")),
@@ -101,9 +101,10 @@ def interval(estimate: Estimate) -> str:
     return f"{estimate.value:.3g} +- {2 * estimate.error:.2g}"
 
 
-def not_finite(loss: Series) -> list[Verdict]:
-    """Losses that are NaN or infinite."""
-    bad = loss[~np.isfinite(loss.values)]
+def not_finite(loss: Series, num_targets: Series) -> list[Verdict]:
+    """Losses that are NaN or infinite, except of steps without a target that counts."""
+    without_targets = num_targets.steps[num_targets.values == 0]
+    bad = loss[~np.isfinite(loss.values) & ~np.isin(loss.steps, without_targets)]
     if not len(bad):
         return []
     first, last, num = bad.steps[0], bad.steps[-1], len(bad)

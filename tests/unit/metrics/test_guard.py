@@ -32,6 +32,7 @@ from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.train import train
 
 CPU, GOOD = torch.device("cpu"), torch.tensor(0.0)
+NUM_TARGETS = torch.tensor(16)
 EVERY = ["--checkpoint.interval=1", "--checkpoint.async_mode=disabled"]
 
 
@@ -48,8 +49,12 @@ def saved_steps(job: Job) -> list[int]:
 
 
 def judged(guard: StepGuard, *losses: float) -> list[bool]:
+    """Whether each step is applied. A step with a loss of 0 has no target."""
     norm = torch.tensor(1.0)
-    return [bool(guard.judge(torch.tensor(x), norm, [GOOD], step, 0, 8)) for step, x in enumerate(losses, 1)]
+    return [
+        bool(guard.judge(torch.tensor(x), norm, [GOOD], step, 0, 8, NUM_TARGETS * (x != 0)))
+        for step, x in enumerate(losses, 1)
+    ]
 
 
 def test_a_step_is_applied_only_if_loss_and_norms_are_finite() -> None:
@@ -60,9 +65,26 @@ def test_a_step_is_applied_only_if_loss_and_norms_are_finite() -> None:
         (1.0, 1.0, False),
     ]:
         apply = StepGuard(Guard(), CPU).judge(
-            torch.tensor(loss), torch.tensor(1.0), [torch.tensor(bad_norms)], 1, 0, 8
+            torch.tensor(loss), torch.tensor(1.0), [torch.tensor(bad_norms)], 1, 0, 8, NUM_TARGETS
         )
         assert bool(apply) is wanted
+
+
+def test_a_step_without_a_target_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    guard = StepGuard(Guard(max_consecutive=3), CPU)
+    assert judged(guard, 1.0, 0.0, math.nan, 0.0, math.nan, 0.0) == [True] + 5 * [False]
+    with caplog.at_level("INFO", "titanlite"):
+        events = guard.read()
+    assert [event.step for event in events] == [3, 5]
+    assert guard.skipped_steps() == 2
+    assert guard.in_streak()
+    told = [record.message for record in caplog.records if "no target" in record.message]
+    assert told == ["step 2 has no target that counts and changes nothing; later such steps are not logged"]
+    not_finite = guard.judge(torch.tensor(0.0), torch.tensor(math.nan), [1 - GOOD], 7, 0, 8, 0 * NUM_TARGETS)
+    assert not not_finite
+    guard.read()
+    assert guard.diverged
+    assert "3 steps in a row, 3 to 7," in guard.reason()
 
 
 def test_no_update_is_applied_after_the_limit() -> None:
@@ -96,7 +118,7 @@ def test_a_guard_goes_on_from_its_state() -> None:
     other.load_state_dict(guard.state_dict(), step=4)
     assert other.state_dict() == guard.state_dict()
     assert (other.state_dict()["streak"], other.skipped_steps()) == (2, 3)
-    assert not other.judge(torch.tensor(math.nan), torch.tensor(1.0), [GOOD], 5, 32, 40)
+    assert not other.judge(torch.tensor(math.nan), torch.tensor(1.0), [GOOD], 5, 32, 40, NUM_TARGETS)
     other.read()
     assert other.diverged
     assert "3 steps in a row, 3 to 5," in other.reason()

@@ -24,6 +24,7 @@ from titanlite.train import train
 
 CPU = torch.device("cpu")
 CONFIG = Guard(skip_sigma=6.0)
+SOME = torch.tensor(16)  # targets
 
 
 def noise(num: int, seed: int = 0) -> np.ndarray:
@@ -37,7 +38,7 @@ def decide(guard: StepGuard, losses: Iterable[float], norms: Iterable[float] | N
     applied = []
     for i, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses)), 1):
         loss_, norm_ = torch.tensor(loss, dtype=torch.float32), torch.tensor(norm, dtype=torch.float32)
-        applied.append(bool(guard.judge(loss_, norm_, guard.summands(norm_), i, 8 * i, 8 * i + 8)))
+        applied.append(bool(guard.judge(loss_, norm_, guard.summands(norm_), i, 8 * i, 8 * i + 8, SOME)))
     return applied
 
 
@@ -175,7 +176,7 @@ def test_ranks_with_other_norms_decide_alike() -> None:
         shares = [guard.summands(norm) for guard, norm in zip(guards, norms)]
         sums = [sum(values) for values in zip(*shares)]
         applied = [
-            bool(guard.judge(loss, norm, sums, step, 8 * step, 8 * step + 8))
+            bool(guard.judge(loss, norm, sums, step, 8 * step, 8 * step + 8, SOME))
             for guard, norm in zip(guards, norms)
         ]
         assert applied == [step < 101] * 2

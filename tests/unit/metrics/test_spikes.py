@@ -134,11 +134,26 @@ HIGH[399:] += 0.8  # from step 400 on
 
 
 def judge(guard: StepGuard, losses: Iterable[float], first_step: int = 1, num_sequences: int = 8) -> None:
+    """A step with a loss of 0 has no target."""
     norm = torch.tensor(1.0)
     for step, loss in enumerate(losses, first_step):
         first = (step - 1) * num_sequences
         loss_ = torch.tensor(loss, dtype=torch.float32)
-        guard.judge(loss_, norm, guard.summands(norm), step, first, first + num_sequences)
+        num_targets = torch.tensor(num_sequences if loss else 0)
+        guard.judge(loss_, norm, guard.summands(norm), step, first, first + num_sequences, num_targets)
+
+
+def test_steps_without_a_target_are_not_in_the_windows() -> None:
+    guards = [StepGuard(Guard(skip_sigma=20.0), CPU) for _ in range(2)]
+    judge(guards[0], HIGH[:450])
+    judge(guards[1], np.stack([HIGH[:450], np.zeros(450)], 1).ravel())
+    (alone,), (mixed,) = [guard.read() for guard in guards]
+    assert alone.about["start_step"] == 400
+    assert mixed.about["start_step"] == 799
+    assert mixed.about["height"] == alone.about["height"]
+    states = [guard.state_dict() for guard in guards]
+    assert states[0]["outliers"] == states[1]["outliers"]
+    assert states[0]["spikes"]["losses"] == states[1]["spikes"]["losses"]
 
 
 def test_a_spike_is_logged_with_its_sequences(caplog: pytest.LogCaptureFixture) -> None:
@@ -230,7 +245,7 @@ def test_sequences_of_steps_are_known_over_changes_of_the_batch_size() -> None:
     norm = torch.tensor(1.0)
     ranges = {1: (0, 8), 2: (8, 16), 3: (16, 32), 4: (40, 56), 5: (56, 72)}
     for step, (first, end) in ranges.items():
-        guard.judge(torch.tensor(3.0), norm, guard.summands(norm), step, first, end)
+        guard.judge(torch.tensor(3.0), norm, guard.summands(norm), step, first, end, torch.tensor(16))
     assert guard.state_dict()["sequences"] == [[1, 0, 8], [3, 16, 16], [4, 40, 16]]
     resumed.load_state_dict(guard.state_dict(), 5)
     for step, (first, end) in ranges.items():

@@ -283,7 +283,8 @@ def test_slower_says_where_and_what_waiting_for_data_was() -> None:
 def test_not_finite_and_skipped_steps() -> None:
     loss = noisy(falling)
     loss[[17, 18]] = np.nan, np.inf
-    (verdict,) = verdicts.not_finite(series(loss))
+    targets = np.full(NUM, 16.0)
+    (verdict,) = verdicts.not_finite(series(loss), series(targets))
     assert verdict.step == 18
     assert "steps 18 to 19" in verdict.evidence
     (verdict,) = verdicts.skipped(series(np.repeat([0.0, 2.0, 3.0], [17, 3, 380])))
@@ -293,7 +294,9 @@ def test_not_finite_and_skipped_steps() -> None:
     )
     (verdict,) = verdicts.skipped(series(np.repeat([0.0, 1.0], [17, 383])), events)
     assert (verdict.evidence, verdict.step) == ("skipped step 17: loss nan; sequences 256 to 271", 17)
-    assert verdicts.not_finite(series(noisy(falling))) == []
+    targets[[17, 18]] = 0
+    assert verdicts.not_finite(series(loss), series(targets)) == []
+    assert verdicts.not_finite(series(noisy(falling)), series([])) == []
     assert verdicts.skipped(series(np.zeros(NUM))) == []
 
 
