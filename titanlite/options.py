@@ -15,6 +15,7 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 
 DTYPES = ("float32", "bfloat16", "float16")  # dtypes of exported weights; as in interop/export.py
+BASE = "the directory of the base model of adapters ([lora]), if it has moved"
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -85,6 +86,7 @@ def add_generate(options: Options) -> None:
     add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of probability P (1)")
     add("--seed", type=int, default=0, help="seed of the sampling; prompt i has seed + i (0)")
     add("--ema", action="store_true", help="use the checkpoint's average of the weights ([ema])")
+    add("--base", type=Path, help=BASE)
     _add_allow_imports(options)
 
 
@@ -96,6 +98,7 @@ def add_export(options: Options) -> None:
     add("--keep-padding", action="store_true", help="keep rows of embedding and head without a token id")
     add("--ema", action="store_true", help="export the checkpoint's average of the weights ([ema])")
     add("--adapter", action="store_true", help="export adapters ([lora]) for PEFT, not merged into a model")
+    add("--base", type=Path, help=BASE)
     _add_allow_imports(options)
 
 

@@ -18,7 +18,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.checkpoint.run_folder import RunFolder
 from titanlite.checkpoint.run_identity import differences, spell
-from titanlite.checkpoint.state import TrainState, listed
+from titanlite.checkpoint.state import BaseModel, TrainState, listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.resolve import value_at
@@ -29,7 +29,7 @@ from titanlite.data.sources import short_names
 from titanlite.files import FileFault, read_regular, write_atomically
 from titanlite.flops import peak_bf16_flops
 from titanlite.interop.exporter import Exporter
-from titanlite.interop.initial import check_initial, load_initial
+from titanlite.interop.initial import check_initial, load_base, load_initial
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import Job
 from titanlite.log import logger
@@ -104,17 +104,12 @@ def check_interop(job: Job, tokenizer: Tokenizer) -> None:
 
 def load_initial_weights(job: Job, net: Decoder, checkpoints: Checkpointer, state: TrainState) -> None:
     """Read the weights at checkpoint.initial_load_path into `net`: those of a new run, or the base model of
-    adapters, whose fingerprint `state` gets. Raises ConfigError if the resumed run had another base model.
+    adapters, which `state` records. Raises ConfigError if the resumed run had another base model.
     Collective."""
     path, resumed = Path(job.checkpoint.initial_load_path), checkpoints.resumed_train
     if job.lora.enable:
-        state.base = load_initial(path, job.model, net, checkpoints.ranks, is_base=True)
-        if resumed is not None and resumed.get("base") != state.base:
-            raise ConfigError(
-                f"the weights in {path} are not those of the base model that the run's adapters were trained "
-                "on: undo the change, or start a new run in another --job.dump_folder",
-                "checkpoint.initial_load_path",
-            )
+        recorded = BaseModel.of(resumed) if resumed is not None else None
+        state.base = load_base(path, job.model, net, checkpoints.ranks, recorded)
     elif resumed is None and job.checkpoint.initial_load_path:
         load_initial(path, job.model, net, checkpoints.ranks)
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,19 +36,32 @@ AVERAGE = "ema"  # the section of the weights' average
 Tensors = dict[str, dict[str, torch.Tensor]]  # section, "model", "optimizer" or AVERAGE -> name -> tensor
 
 
+class BaseModel(NamedTuple):
+    """The base model that adapters were trained on. `path`: the absolute path of its directory, which is one
+    checkpoint if it was given as a run folder. `sha256`: the fingerprint of its weights."""
+
+    path: str
+    sha256: str
+
+    @staticmethod
+    def of(train: dict[str, Any]) -> BaseModel | None:
+        """The base model in a train.json; None: no adapters are trained."""
+        return BaseModel(**train["base"]) if "base" in train else None
+
+
 @dataclass
 class TrainState:
     """The state of a run besides its tensors. `step`: the newest step; train.py raises it when a step begins,
     and the next two values when the step ends. `num_sequences`: number of sequences of the data order that
     were trained on or skipped, which is the loader's state. `tokens`: number of target tokens trained on, an
     int64 scalar on the device. `skipped`: all sequences, before and after the position, that the run never
-    trains on. `base`: fingerprint of the base model's weights, if adapters are trained; otherwise empty."""
+    trains on. `base`: the base model, if adapters are trained."""
 
     step: int
     num_sequences: int
     tokens: torch.Tensor
     skipped: SkippedSequences = field(default_factory=SkippedSequences)
-    base: str = ""
+    base: BaseModel | None = None
 
     @property
     def next_sequence(self) -> int:
@@ -68,7 +81,7 @@ class TrainState:
             "sequences": self.num_sequences,
             "tokens": int(self.tokens),
             "skipped": self.skipped.as_lists(),
-            **({"base": self.base} if self.base else {}),
+            **({"base": self.base._asdict()} if self.base else {}),
         }
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -87,6 +100,9 @@ def read_train(path: Path) -> dict[str, Any]:
     SkippedSequences.of(train["skipped"])
     if AVERAGED_FROM in train:
         expect(train, **{AVERAGED_FROM: dict})
+    if "base" in train:
+        expect(train, base=dict)
+        expect(train["base"], **dict.fromkeys(BaseModel._fields, str))
     for key, value in train.items():
         if type(value) is int and not 0 <= value < 1 << 63:
             raise ValueError(f"{key} is {value}")

@@ -26,7 +26,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json
 from titanlite.files import make_folder, sync
 from titanlite.interop import huggingface
-from titanlite.interop.formats import base_path, lora_of
+from titanlite.interop.formats import base_of, lora_of
 from titanlite.interop.huggingface import INDEX, SINGLE
 from titanlite.interop.weights import LazyTensor, ModelAndTokenizer, Weights, check, vocabulary_of
 from titanlite.models.base import Decoder, ModelFamily, is_adapter
@@ -83,10 +83,12 @@ def write_directory(
     return _write(target, _small_files(model, outputs, vocab_size), shards, SINGLE, replace, should_stop)
 
 
-def write_adapter(adapters: Weights, target: Path, family: ModelFamily, dtype: torch.dtype | None) -> int:
-    """Write the adapters of a checkpoint as the new directory `target`, in PEFT's format, which names the
-    base model by the path in the checkpoint's job. `dtype`: of the written tensors; None: each keeps its own.
-    Returns and raises as write_directory does."""
+def write_adapter(
+    adapters: Weights, target: Path, family: ModelFamily, dtype: torch.dtype | None, base_path: Path | None
+) -> int:
+    """Write the adapters of a checkpoint as the new directory `target`, in PEFT's format. `dtype`: of the
+    written tensors; None: each keeps its own. `base_path`: the directory of the base model that the format
+    names; None: the recorded one. Returns and raises as write_directory does."""
     net, outputs = family.build_on_meta(), []
     for name, stored in adapters.tensors.items():
         if not is_adapter(name):  # a buffer that is state
@@ -96,11 +98,11 @@ def write_adapter(adapters: Weights, target: Path, family: ModelFamily, dtype: t
         outputs.append(
             _Output(f"base_model.model.{name}", stored, stored.shape, dtype or stored.dtype, factor)
         )
-    small = {"adapter_config.json": as_json(_peft_config(adapters, net))}
+    small = {"adapter_config.json": as_json(_peft_config(adapters, net, base_path))}
     return _write(target, small, [outputs], "adapter_model.safetensors")
 
 
-def _peft_config(adapters: Weights, net: Decoder) -> dict[str, object]:
+def _peft_config(adapters: Weights, net: Decoder, base_path: Path | None) -> dict[str, object]:
     """Return the content of adapter_config.json."""
     rank, alpha, _ = lora_of(adapters)
     ends = (".lora_A.weight", ".lora_B.weight")
@@ -110,7 +112,7 @@ def _peft_config(adapters: Weights, net: Decoder) -> dict[str, object]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base_path(adapters)),
+        "base_model_name_or_path": str(base_path.resolve()) if base_path else base_of(adapters).path,
         "r": rank,
         "lora_alpha": alpha,
         "target_modules": sorted(kinds if layers == of_kinds else layers),

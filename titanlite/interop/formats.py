@@ -11,8 +11,7 @@ import torch
 
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.state import read_train
-from titanlite.config import toml
+from titanlite.checkpoint.state import BaseModel, read_train
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect
 from titanlite.files import if_on_hub
@@ -22,6 +21,8 @@ from titanlite.interop.huggingface import is_hugging_face, open_hugging_face
 from titanlite.interop.torchtitan_meta import is_foreign_dcp, is_meta, open_meta, open_torchtitan
 from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
 from titanlite.models.base import ModelFamily, is_adapter
+
+NOT_THE_BASE = "the weights in {} are not those of the base model that {} were trained on, which were in {}"
 
 
 def open_weights(path: Path, family: ModelFamily, check_base: bool = False) -> Weights:
@@ -50,17 +51,24 @@ def open_weights(path: Path, family: ModelFamily, check_base: bool = False) -> W
 
 
 def open_checkpoint(
-    path: Path, family: ModelFamily, average: bool = False, check_base: bool = True
+    path: Path,
+    family: ModelFamily,
+    average: bool = False,
+    check_base: bool = True,
+    base_path: Path | None = None,
 ) -> Weights:
     """Open the weights of a titanlite checkpoint as open_titanlite does; adapters are merged into their base
     model, in fp64, and rounded to fp32.
 
     `check_base`: read the base model, to raise ConfigError if it is not the one that the adapters were
-    trained on."""
+    trained on. `base_path`: its directory; None: the recorded one. Raises ConfigError if `base_path` is given
+    for weights without adapters."""
     weights = open_titanlite(path, family, average)
     if not has_adapters(weights):
+        if base_path is not None:
+            raise ConfigError(f"{weights.path} has no adapters: leave out --base")
         return weights
-    base = open_base(weights, family, check_base)
+    base = open_base(weights, family, check_base, base_path)
     scale, tensors = lora_of(weights)[2], dict(base.tensors)
     # Buffers that are state change in training, although the base's parameters do not.
     tensors |= {name: stored for name, stored in weights.tensors.items() if not is_adapter(name)}
@@ -80,27 +88,37 @@ def has_adapters(weights: Weights) -> bool:
     return any(map(is_adapter, weights.tensors))
 
 
-def open_base(adapters: Weights, family: ModelFamily, check_base: bool) -> Weights:
-    """Open the base model of a checkpoint's adapters. `check_base`: see open_checkpoint."""
-    path = base_path(adapters)
+def open_base(
+    adapters: Weights, family: ModelFamily, check_base: bool = True, path: Path | None = None
+) -> Weights:
+    """Open the base model of a checkpoint's adapters. `check_base`, `path`: see open_checkpoint."""
+    recorded = base_of(adapters)
     try:
-        base = open_weights(path, family)
+        base = open_weights(locate_base(path or Path(recorded.path), recorded), family)
     except (ConfigError, CheckpointError, OSError) as e:
         raise ConfigError(
-            f"the base model of the adapters in {adapters.path} cannot be opened: {e}"
+            f"the base model of the adapters in {adapters.path} cannot be opened: {e}; if it has moved, "
+            "`titanlite export` and `titanlite generate` take its directory with --base"
         ) from None
-    if check_base and fingerprint(digests(base)) != read_train(adapters.path).get("base"):
-        raise ConfigError(
-            f"the weights in {path} are not those of the base model that the adapters in {adapters.path} "
-            "were trained on"
-        )
+    if check_base and fingerprint(digests(base)) != recorded.sha256:
+        raise ConfigError(NOT_THE_BASE.format(base.path, f"the adapters in {adapters.path}", recorded.path))
     return base
 
 
-def base_path(adapters: Weights) -> Path:
-    """The directory of the base model, as the checkpoint's job names it."""
-    job = toml.read(adapters.path / "job.toml")[0]
-    return Path(str(job.get("checkpoint", {}).get("initial_load_path", "")))
+def base_of(adapters: Weights) -> BaseModel:
+    """The base model that a checkpoint of adapters records. Raises CheckpointError if it records none."""
+    base = BaseModel.of(read_train(adapters.path))
+    if base is None:
+        raise CheckpointError(f"{adapters.path} is damaged: it has adapters, but no base model")
+    return base
+
+
+def locate_base(path: Path, recorded: BaseModel | None) -> Path:
+    """The directory to read a base model from: the recorded one if `path` is a run folder that contains it
+    and may have newer checkpoints by now, otherwise `path`."""
+    if recorded is None or not Path(recorded.path).is_dir():
+        return path
+    return Path(recorded.path) if Path(recorded.path).is_relative_to(path.resolve()) else path
 
 
 def lora_of(adapters: Weights) -> tuple[int, float, float]:

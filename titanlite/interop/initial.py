@@ -12,9 +12,9 @@ from torch import nn
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.resume import Candidate, Verification
-from titanlite.checkpoint.state import listed, model_tensors, non_finite
+from titanlite.checkpoint.state import BaseModel, listed, model_tensors, non_finite
 from titanlite.config.component import ConfigError
-from titanlite.interop.formats import digests, fingerprint, open_weights
+from titanlite.interop.formats import NOT_THE_BASE, digests, fingerprint, locate_base, open_weights
 from titanlite.interop.huggingface import warn_of_generation_settings
 from titanlite.interop.weights import (
     ModelAndTokenizer,
@@ -63,14 +63,36 @@ def check_initial(path: Path, model: ModelAndTokenizer, is_base: bool = False) -
         )
 
 
-def load_initial(path: Path, family: ModelFamily, net: nn.Module, ranks: Ranks, is_base: bool = False) -> str:
-    """Read each rank's shards of the weights into `net`. Adapters of `net` keep their values. Collective; an
-    error of one rank is raised on all ranks.
-
-    With `is_base`, returns the fingerprint of the weights, which the ranks compute together; otherwise an
-    empty text."""
+def load_initial(path: Path, family: ModelFamily, net: nn.Module, ranks: Ranks) -> None:
+    """Read each rank's shards of the weights into `net`. Collective; an error of one rank is raised on all
+    ranks."""
     # One rank decides: a run that is still training may save another step meanwhile.
-    path = ranks.from_rank_zero(lambda: _resolved(path, family))
+    _load(ranks.from_rank_zero(lambda: _resolved(path, family)), family, net, ranks)
+
+
+def load_base(
+    path: Path, family: ModelFamily, net: nn.Module, ranks: Ranks, recorded: BaseModel | None
+) -> BaseModel:
+    """Read the base model of adapters as load_initial does, and return what identifies it; the ranks hash its
+    weights together. Adapters of `net` keep their values. `recorded`: the base model of the run that is
+    resumed. Raises ConfigError if it had other weights. Collective."""
+    path = ranks.from_rank_zero(lambda: _resolved(locate_base(path, recorded), family).resolve())
+    own = _load(path, family, net, ranks, is_base=True)
+    sha256 = fingerprint({name: digest for share in ranks.gather(own) for name, digest in share.items()})
+    if recorded is not None and sha256 != recorded.sha256:
+        raise ConfigError(
+            f"{NOT_THE_BASE.format(path, 'the adapters of this run', recorded.path)}: undo the change, name "
+            "the directory that has them, or start a new run in another --job.dump_folder",
+            KEY,
+        )
+    return BaseModel(str(path), sha256)
+
+
+def _load(
+    path: Path, family: ModelFamily, net: nn.Module, ranks: Ranks, is_base: bool = False
+) -> dict[str, str]:
+    """Read each rank's shards of the weights at `path`, which is resolved, into `net`. Returns the digests of
+    this rank's share of the tensors if these are the base model of adapters, otherwise none. Collective."""
     problem: tuple[bool, str] | None = None
     error: Exception | None = None
     kind, own = "", dict[str, str]()
@@ -94,9 +116,7 @@ def load_initial(path: Path, family: ModelFamily, net: nn.Module, ranks: Ranks, 
     reason = Verification(Candidate(0, path, {}, ""), ranks).result() if kind == "titanlite" else None
     if reason:
         raise ConfigError(f"{path} is damaged: {reason}", KEY)
-    if not is_base:
-        return ""
-    return fingerprint({name: digest for share in ranks.gather(own) for name, digest in share.items()})
+    return own
 
 
 def _resolved(path: Path, family: ModelFamily) -> Path:

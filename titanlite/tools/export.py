@@ -14,7 +14,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_new
 from titanlite.interop.dcp import check_hashes, open_titanlite
 from titanlite.interop.export import DTYPES, ExportFormat, write_adapter, write_directory
-from titanlite.interop.formats import has_adapters, open_checkpoint
+from titanlite.interop.formats import has_adapters, open_base, open_checkpoint
 from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
 from titanlite.job import load_recorded_job
 from titanlite.log import set_up_logging, tell
@@ -29,10 +29,16 @@ def main(argv: Sequence[str]) -> int:
     check_hashes(path)
     job = load_recorded_job(path, options.allow_imports)
     tokenizer = job.tokenizer.build()
-    open_weights = open_titanlite if options.adapter else open_checkpoint
-    weights = open_weights(path, job.model, options.ema)
-    if options.adapter and not has_adapters(weights):
-        raise ConfigError(f"{path} has no adapters: leave out --adapter")
+    if options.adapter:
+        weights = open_titanlite(path, job.model, options.ema)
+        if not has_adapters(weights):
+            raise ConfigError(f"{path} has no adapters: leave out --adapter")
+        if options.keep_padding:
+            raise ConfigError("adapters have no rows of token ids: leave out --keep-padding")
+        if options.base:
+            open_base(weights, job.model, path=options.base)  # raises an error for another base model
+    else:
+        weights = open_checkpoint(path, job.model, options.ema, base_path=options.base)
     now = getattr(job.tokenizer, "path", job.tokenizer.name)
     command = f"titanlite import {path} DIR CONFIG.toml --tokenizer.path=..."
     advice = f"{now} has changed; if the tokenizer has moved, run `{command}` with the run's CONFIG.toml"
@@ -40,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     tell(f"using {path}")
     form = ExportFormat(DTYPES.get(options.dtype), options.max_shard_size, options.keep_padding)
     if options.adapter:
-        size = write_adapter(weights, options.target, job.model, form.dtype)
+        size = write_adapter(weights, options.target, job.model, form.dtype, options.base)
     else:
         size = write_directory(weights, options.target, ModelAndTokenizer(job.model, tokenizer), form)
     source = f"the average of the weights in {path}" if options.ema else path

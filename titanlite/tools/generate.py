@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as e:
         raise ConfigError(f"--{str(e.key).replace('_', '-')}: {e}") from None
     set_up_logging(rank=0, verbose=False)
-    source = open_source(options.path, pick_device(), options.allow_imports, options.ema)
+    source = open_source(options.path, pick_device(), options.allow_imports, options.ema, options.base)
     if options.chat:
         ends = source.tokenizer.chat_format().end_of_turn()
         source = replace(source, stop_ids=source.stop_ids | ends)
@@ -157,18 +157,27 @@ def _print_growing(prompt: str, texts: Iterator[str]) -> str:
     return text
 
 
-def open_source(path: Path, device: torch.device, allow_imports: bool, average: bool = False) -> Source:
+def open_source(
+    path: Path,
+    device: torch.device,
+    allow_imports: bool,
+    average: bool = False,
+    base_path: Path | None = None,
+) -> Source:
     """Load the model at `path` onto `device`, in bf16 on GPUs. `average`: with the average of the weights
-    from a checkpoint. Raises ConfigError or CheckpointError."""
+    from a checkpoint. `base_path`: the directory of the base model of a checkpoint's adapters; None: the
+    recorded one. Raises ConfigError or CheckpointError."""
     if (path / "config.json").exists():
         if average:
             raise ConfigError(f"{path} is a Hugging Face directory, which has no average: leave out --ema")
+        if base_path:
+            raise ConfigError(f"{path} is a Hugging Face directory, which is whole: leave out --base")
         return _open_hugging_face(path, device)
     path = find_checkpoint(path)
     check_hashes(path)
     job = load_recorded_job(path, allow_imports)
     tokenizer = job.tokenizer.build()
-    weights = open_checkpoint(path, job.model, average)
+    weights = open_checkpoint(path, job.model, average, base_path=base_path)
     net = _load(weights, job.model, device)
 
     def encode(prompt: str) -> list[int]:

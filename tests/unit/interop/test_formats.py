@@ -17,6 +17,7 @@ from tests.support.models import family, keys_of, random_net, row, tensors_in
 from titanlite import cli
 from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import saved_tensors
+from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
 from titanlite.interop.dcp import open_titanlite
 from titanlite.interop.formats import digests, fingerprint, open_checkpoint, open_weights
@@ -198,10 +199,86 @@ def test_another_base_model_is_refused(trained: Trained, capsys: pytest.CaptureF
         kept.rename(path)
 
 
+def test_a_moved_base_model_is_named_by_an_option(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, path = str(trained.job.folder), trained.base.folder / "checkpoint/step-1"
+    merged, moved = tensors_in(trained.export("merged")), trained.folder / "moved"
+    trained.export("other", run="base")
+    path.rename(moved)
+    try:
+        again = tensors_in(trained.export("again", f"--base={moved}"))
+        assert all(torch.equal(again[name], value) for name, value in merged.items())
+        adapter = trained.export("adapter-moved", "--adapter", f"--base={moved}")
+        assert read_object(adapter / "adapter_config.json")["base_model_name_or_path"] == str(moved)
+        generate = ["generate", run, "--prompt=a", "--max-new-tokens=1"]
+        assert cli.run([*generate, f"--base={moved}"]) == 0
+        capsys.readouterr()
+        assert cli.run(generate) == 2
+        assert "if it has moved, `titanlite export` and" in capsys.readouterr().err
+        changed = trained.folder / "changed"
+        shutil.copytree(trained.folder / "other", changed)
+        tensors = load_file(changed / "model.safetensors")
+        tensors["model.norm.weight"][0] += 1e-6
+        save_file(tensors, changed / "model.safetensors")
+        for arguments in (generate, ["export", run, str(trained.folder / "no"), "--adapter"]):
+            assert cli.run([*arguments, f"--base={changed}"]) == 2
+            assert f"the weights in {changed} are not those of the base model" in capsys.readouterr().err
+        assert not (trained.folder / "no").exists()
+    finally:
+        moved.rename(path)
+
+
+def test_a_base_run_may_train_on(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base model stays the checkpoint that was the newest when the adapters began, in any folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*keys: str, name: str, steps: int) -> Job:
+        keys = ("--checkpoint.interval=1", f"--training.steps={steps}", *keys)
+        job = make_job(tmp_path, corpus, *keys_of(FAMILY), *keys, name=name)
+        train(job)
+        return job
+
+    def exported(name: str, *options: str) -> dict[str, torch.Tensor]:
+        assert cli.run(["export", str(job.folder), str(tmp_path / name), "--dtype=float32", *options]) == 0
+        return tensors_in(tmp_path / name)
+
+    lora = ["--lora.enable", "--checkpoint.initial_load_path=base"]
+    base = run(name="base", steps=1)
+    job = run(*lora, name="run", steps=1)
+    before = exported("before")
+    run(name="base", steps=2)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for after in (exported("recorded"), exported("given", f"--base={base.folder}")):
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+    exported("adapter", "--adapter")
+    recorded = read_object(tmp_path / "adapter/adapter_config.json")["base_model_name_or_path"]
+    assert recorded == str(base.folder / "checkpoint/step-1")
+    monkeypatch.chdir(tmp_path)
+    run(*lora, name="run", steps=2)
+    shutil.rmtree(recorded)
+    message = f"the weights in {base.folder}/checkpoint/step-2 are not those of the base model that"
+    with pytest.raises(ConfigError, match=f"{message} the adapters of this run .* in {recorded}: undo"):
+        run(*lora, name="run", steps=3)
+    capsys.readouterr()
+    assert cli.run(["export", str(job.folder), "no", f"--base={base.folder}"]) == 2
+    assert f"{message} the adapters in {job.folder}/checkpoint/step-2" in capsys.readouterr().err
+
+
 def test_refusals(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, target = str(trained.base.folder), str(tmp_path / "it")
     assert cli.run(["export", base, target, "--adapter"]) == 2
     assert "has no adapters: leave out --adapter" in capsys.readouterr().err
+    assert cli.run(["export", base, target, f"--base={base}"]) == 2
+    assert "has no adapters: leave out --base" in capsys.readouterr().err
+    assert cli.run(["export", str(trained.job.folder), target, "--adapter", "--keep-padding"]) == 2
+    assert "leave out --keep-padding" in capsys.readouterr().err
+    whole = str(trained.export("merged"))
+    assert cli.run(["generate", whole, "--prompt=a", f"--base={base}"]) == 2
+    assert "which is whole: leave out --base" in capsys.readouterr().err
     assert cli.run(["checkpoint", "average", str(trained.job.folder), "--last=2", "-o", target]) == 2
     assert "adapters cannot be averaged" in capsys.readouterr().err
 
