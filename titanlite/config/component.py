@@ -8,7 +8,8 @@ and its `build()` makes the object. Declaring the class registers it.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ClassVar
@@ -32,6 +33,15 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         return self.args[0]
+
+
+@contextmanager
+def keys_in(section: str) -> Iterator[None]:
+    """Put `SECTION.` in front of the key of a ConfigError of the body, whose key is relative to a section."""
+    try:
+        yield
+    except ConfigError as e:
+        raise ConfigError(str(e), e.key and f"{section}.{e.key}") from None
 
 
 def suggest(word: str, known: Iterable[object], elsewhere: Sequence[str] = ()) -> str:

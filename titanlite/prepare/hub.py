@@ -7,8 +7,10 @@ give."""
 from __future__ import annotations
 
 import glob
+import os
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +18,12 @@ from typing import Any
 from urllib.parse import unquote
 
 from titanlite.config.component import ConfigError
+from titanlite.files import is_inside
 from titanlite.prepare.corpus import has_text
 
 PREFIX = "hf:"  # of an input
 HUB_URL = re.compile(r"hf://datasets/(?P<repo_id>[^@]+)@(?P<revision>[^/]+)/(?P<file>.+)")
+COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,59 +38,84 @@ class HubSplit:
     """Branch, tag or commit of a Hugging Face dataset; empty: the newest commit."""
 
 
-def hub_files(name: str, part: HubSplit) -> list[Path]:
-    """Return the files of a split, sorted by path. `name`: of a dataset on the hub, or a directory laid out
-    like one. Files that are not in huggingface_hub's cache are downloaded into it.
+def hub_files(name: str, split: HubSplit) -> tuple[list[Path], dict[str, str]]:
+    """Return the files of a split, sorted by path, and a record of the split with its commit. `name`: of a
+    dataset on the hub, or a directory laid out like one. Files that are not in huggingface_hub's cache are
+    downloaded into it.
 
     Raises ConfigError if the dataset or the split cannot be found or downloaded, or if titanlite does not
     read the format of its files."""
-    urls = data_files(name, part)
+    urls = data_files(name, split, PREFIX)
     if unread := sorted({Path(url).suffix or Path(url).name for url in urls if not has_text(Path(url))}):
         raise ConfigError(
             f"{PREFIX}{name}: its files are {', '.join(unread)}, which only a stream reads: "
             f"--from-stream.name=huggingface --from-stream.path={name}",
             "input",
         )
-    parts = [HUB_URL.fullmatch(url) for url in urls]
-    on_hub = [match for match in parts if match]
-    files = [Path(url) for url, match in zip(urls, parts) if not match]
-    for repo_id, revision in sorted({(match["repo_id"], match["revision"]) for match in on_hub}):
-        own = [
-            match["file"] for match in on_hub if (match["repo_id"], match["revision"]) == (repo_id, revision)
-        ]
-        folder = _download(repo_id, unquote(revision), own)
-        files += [folder / file for file in own]
-    return sorted(files)
+    files, on_hub = list[Path](), defaultdict[tuple[str, str], list[str]](list)
+    for url in urls:
+        if match := HUB_URL.fullmatch(url):
+            on_hub[match["repo_id"], unquote(match["revision"])].append(match["file"])
+        else:
+            files.append(Path(url))
+    for (repo_id, revision), names in on_hub.items():
+        folder = _download(repo_id, revision, names)
+        files += [folder / file for file in names]
+    record = {"path": name, "config": split.config, "split": split.split, "revision": commit_of(urls)}
+    return sorted(files), {key: value for key, value in record.items() if value}
 
 
-def data_files(name: str, part: HubSplit) -> list[str]:
-    """Return the paths or hf:// URLs of the files of a split. Raises ConfigError."""
-    by_split = open_builder(name, part).config.data_files or {}
-    files = {str(split): list(urls) for split, urls in by_split.items()}
-    if part.split not in files:
+def data_files(name: str, split: HubSplit, prefix: str = "") -> list[str]:
+    """Return the paths or hf:// URLs of the files of a split. `prefix`: of the name in messages. Raises
+    ConfigError."""
+    by_split = open_builder(name, split, prefix).config.data_files or {}
+    files = {str(key): list(urls) for key, urls in by_split.items()}
+    if split.split not in files:
         raise ConfigError(
-            f"{PREFIX}{name} has no split {part.split!r} (splits: {', '.join(sorted(files))})", "split"
+            f"{prefix}{name} has no split {split.split!r} (splits: {', '.join(sorted(files))})", "split"
         )
-    return files[part.split]
+    return files[split.split]
 
 
-def open_builder(name: str, part: HubSplit) -> Any:
-    """Return the `datasets` library's builder of a dataset, which knows its files. Raises ConfigError."""
+def commit_of(urls: Sequence[str]) -> str:
+    """Return the commit of files on the hub; "" for local files."""
+    revisions = {unquote(match["revision"]) for url in urls if (match := HUB_URL.fullmatch(url))}
+    commit = revisions.pop() if len(revisions) == 1 else ""
+    return commit if COMMIT.fullmatch(commit) else ""
+
+
+def open_builder(name: str, split: HubSplit, prefix: str = "") -> Any:
+    """Return the `datasets` library's builder of a dataset, which knows its files. `prefix`: of the name in
+    messages. Raises ConfigError."""
     try:
         import datasets
     except ImportError:
         raise ConfigError(
-            f"{PREFIX}{name} needs the datasets library: pip install 'titanlite[hub]'"
+            f"{prefix}{name} needs the datasets library: pip install 'titanlite[hub]'"
         ) from None
-    with hub_errors(name):
-        return datasets.load_dataset_builder(name, part.config or None, revision=part.revision or None)
+    with hub_errors(f"{prefix}{name}"):
+        builder = datasets.load_dataset_builder(name, split.config or None, revision=split.revision or None)
+    if os.path.isdir(name):
+        _check_inside(builder, Path(name), prefix)
+    return builder
+
+
+def _check_inside(builder: Any, folder: Path, prefix: str) -> None:
+    """Raise ConfigError if a directory, which may be somebody else's, names files that it does not hold."""
+    for urls in (builder.config.data_files or {}).values():
+        for url in urls:
+            if not is_inside(Path(url), folder):
+                raise ConfigError(
+                    f"{prefix}{folder}: its file {url} is outside of the directory: its README.md names the "
+                    "file, or it is a link; to read it, give the file itself as input"
+                )
 
 
 def _download(repo_id: str, revision: str, files: list[str]) -> Path:
     """Download files of a dataset. Returns the folder that holds them."""
     from huggingface_hub import snapshot_download
 
-    with hub_errors(repo_id):
+    with hub_errors(f"{PREFIX}{repo_id}"):
         patterns = [glob.escape(file) for file in files]
         return Path(
             snapshot_download(repo_id, repo_type="dataset", revision=revision, allow_patterns=patterns)
@@ -95,12 +124,13 @@ def _download(repo_id: str, revision: str, files: list[str]) -> Path:
 
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Raise an error of the Hugging Face libraries as a ConfigError of one line. Few of the errors that come
-    from a network, a server, a full disk or a damaged dataset are documented, so all are caught."""
+    """Raise an error of the Hugging Face libraries as a ConfigError of one line, which begins with `name`.
+    Few of the errors that come from a network, a server, a full disk or a damaged dataset are documented, so
+    all are caught."""
     try:
         yield
     except ConfigError:
         raise
     except Exception as e:
         lines = str(e).strip().splitlines()
-        raise ConfigError(f"{PREFIX}{name}: {lines[0] if lines else type(e).__name__}") from e
+        raise ConfigError(f"{name}: {lines[0] if lines else type(e).__name__}") from e

@@ -43,15 +43,16 @@ def prepare(
     *,
     num_processes: int = 0,
     worker: tuple[int, int] = (0, 1),
-    keep: bool = True,
+    origin: dict[str, Any] | None = None,
 ) -> TokenShards | None:
     """Make the dataset `output` from text files in `num_processes` processes (0: one per core).
 
     `worker` (i, n): do only the i-th of n shares of the work. The last worker to finish completes the dataset
-    and returns it; the other workers return None. Raises ConfigError for bad input; finished work is then
-    kept for the next call if `keep`."""
+    and returns it; the other workers return None. `origin`: a record for dataset.json of what the files were
+    made from. Raises ConfigError for bad input; finished work is then kept for the next call."""
     options.chat_format(tokenizer, files)  # before the folder is made
     folder = work_folder(output)
+    is_new = not folder.exists()
     with locked(folder, output, worker) as unfinished:
         if not unfinished:  # another process has completed the dataset
             return TokenShards(output)
@@ -66,15 +67,24 @@ def prepare(
                     if state.compares:
                         _scan(state, pool, processes, worker)
                     _encode(state, pool, processes, worker, output.name)
-            return _complete(state, output)
+            return _complete(state, output, origin)
         except FileNotFoundError:  # another worker may have completed and renamed the folder meanwhile
             if not output.exists():
                 raise
             return TokenShards(output)
         except ConfigError:
-            if not keep:
+            if is_new and worker[1] == 1 and not any(folder.glob("*.json")):  # no work is finished
                 shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+def discard(output: Path) -> None:
+    """Delete the unfinished work for `output`, after other processes have ended theirs."""
+    folder = work_folder(output)
+    if folder.exists():
+        with locked(folder, output, (0, 1)) as unfinished:
+            if unfinished:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def work_folder(output: Path) -> Path:
@@ -250,7 +260,7 @@ def _lock(file: IO[str], holder: str) -> None:
 # ---- the end
 
 
-def _complete(state: JobState, output: Path) -> TokenShards | None:
+def _complete(state: JobState, output: Path, origin: dict[str, Any] | None) -> TokenShards | None:
     """Rename the work folder to the dataset if no shard is missing."""
     folder = state.folder
     with open(folder / "lock", "a") as lock:
@@ -268,7 +278,7 @@ def _complete(state: JobState, output: Path) -> TokenShards | None:
                 raise ConfigError(f"the corpus is empty: no text in its files{reason}")
             text = json.dumps(located(report), indent=1, ensure_ascii=False) + "\n"
             write_atomically(folder / "report.json", text)
-            prepared = origin(state.options, state.tokenizer, state.files)
+            prepared = prepared_record(state.options, state.tokenizer, state.files, origin)
             write_description(folder, state.tokenizer, [shard["entry"] for shard in shards], prepared)
             state.mark("whole", state.key, {})  # after this only files are deleted
             sync(folder)
@@ -284,15 +294,18 @@ def _complete(state: JobState, output: Path) -> TokenShards | None:
         return TokenShards(output)
 
 
-def origin(options: PrepareOptions, tokenizer: Tokenizer, files: Sequence[Path]) -> dict[str, Any]:
-    """Return the record of options, tokenizer and input that dataset.json keeps."""
+def prepared_record(
+    options: PrepareOptions, tokenizer: Tokenizer, files: Sequence[Path], origin: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the record of options, tokenizer and input that dataset.json keeps. `origin`: as in
+    `prepare`."""
     sizes = [(file.name, file.stat().st_size) for file in files]
     corpus = {
         "files": len(files),
         "bytes": sum(size for _, size in sizes),
         "names_and_sizes_sha256": hashlib.sha256(repr(sizes).encode()).hexdigest(),
     }
-    tree = {**toml.as_tree(options), "input": corpus}
+    tree = {**toml.as_tree(options), "input": corpus | (origin or {})}
     if chat := options.chat_format(tokenizer, files):
         tree["chat_template"] = chat.fingerprint
     return tree | ({"tokenizer": toml.as_tree(tokenizer.config)} if tokenizer.config else {})

@@ -13,7 +13,7 @@ from titanlite.config.component import ConfigError, full_name
 from titanlite.data.shards import TokenShards
 from titanlite.data.sources import Source
 from titanlite.prepare.corpus import Limits, content_sha256, find_files, format_of
-from titanlite.prepare.pipeline import prepare
+from titanlite.prepare.pipeline import discard, prepare
 from titanlite.prepare.stages import VERSION, PrepareOptions
 from titanlite.prepare.write_shards import Document, write_shards
 from titanlite.tokenizers.base import Tokenizer
@@ -171,7 +171,10 @@ def _fingerprint(files: Sequence[Path], name: str, field: str) -> str:
 
 
 def _prepare(files: Sequence[Path], path: Path, tokenizer: Tokenizer, options: PrepareOptions) -> TokenShards:
-    # Not kept after an error: correcting the input changes the directory's name, so the work is useless.
-    shards = prepare(files, path, tokenizer, options, keep=False)
+    try:
+        shards = prepare(files, path, tokenizer, options)
+    except ConfigError:
+        discard(path)  # it is useless: correcting the input changes the directory's name
+        raise
     assert shards is not None  # there is one worker
     return shards

@@ -11,20 +11,21 @@ import os
 import shutil
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from titanlite.config import toml
-from titanlite.config.component import Component, ConfigError, check_at_least
-from titanlite.config.json_file import load_object
+from titanlite.config.component import Component, ConfigError, check_at_least, keys_in
+from titanlite.config.json_file import expect, load_object
 from titanlite.files import named, sync, write_atomically
 from titanlite.log import logger
-from titanlite.prepare.hub import HubSplit, data_files, hub_errors, open_builder
+from titanlite.prepare.hub import COMMIT, HubSplit, commit_of, data_files, hub_errors, open_builder
 from titanlite.prepare.pipeline import locked, work_folder
 from titanlite.progress import Progress
 
+SECTION = "from_stream"  # of a preparation's keys
 RECORD = "stream.json"
 FILE_BYTES = 64 << 20  # of JSON per file; an interruption loses at most the work of one file
 
@@ -51,6 +52,11 @@ class DocumentStream(Component, kind="stream", makes=(Iterable,)):
         continues at once after an interruption. Any other iterable is read again from the beginning. Raises
         ConfigError for missing or unreadable input."""
 
+    def pinned(self) -> DocumentStream:
+        """Return a stream that reads today's documents at any later time, such as one that names the newest
+        commit; by default, this stream. A preparation that was interrupted continues with its result."""
+        return self
+
     def fingerprint(self) -> str:
         """Return a text that changes whenever the documents change: by default, the stream's keys."""
         return repr(toml.as_tree(self))
@@ -67,9 +73,17 @@ class HuggingFace(HubSplit, DocumentStream, name="huggingface"):
     def build(self) -> Iterable[Document]:
         builder = open_builder(self.path, self)
         with hub_errors(self.path):
-            return _HubStream(self.path, builder.as_streaming_dataset(self.split))
+            dataset = builder.as_streaming_dataset(self.split)
+            if dataset.features:  # the types of the columns are known
+                dataset = dataset.decode(False)  # images and sounds stay bytes
+            return _HubStream(self.path, dataset)
+
+    def pinned(self) -> HuggingFace:
+        return replace(self, revision=commit_of(data_files(self.path, self)) or self.revision)
 
     def fingerprint(self) -> str:
+        if COMMIT.fullmatch(self.revision) and not os.path.isdir(self.path):
+            return super().fingerprint()  # a commit never changes, and the hub may be unreachable now
         files = data_files(self.path, self)  # with the commit, if on the hub
         sizes = [os.stat(file).st_size if os.path.exists(file) else 0 for file in files]
         return repr((toml.as_tree(self), files, sizes))
@@ -87,43 +101,74 @@ class _HubStream:
             yield from self._dataset
 
 
-def fetch(stream: DocumentStream, output: Path, field: str) -> list[Path]:
-    """Write the documents of a stream to files in the folder of unfinished work for `output`. Returns the
-    files. After an interruption the same call continues after the last complete file.
+@dataclass(frozen=True)
+class Fetched:
+    """The documents of a stream in files. `stream`: the stream that was read, with its commit."""
+
+    files: list[Path]
+    stream: DocumentStream
+
+
+def fetch(stream: DocumentStream, output: Path, field: str, bad_lines: str = "stop") -> Fetched:
+    """Write the documents of a stream to files in the folder of unfinished work for `output`. After an
+    interruption the same call continues after the last complete file, with the commit of the first call.
+    `bad_lines`: as in PrepareOptions.
 
     Raises ConfigError if the folder holds documents of another stream, and for a document without text."""
     folder = work_folder(output)
     is_new = not folder.exists()
-    key = repr((stream.fingerprint(), field, stream.max_documents))
     with locked(folder, output, (0, 1)) as unfinished:
         if not unfinished:
             raise ConfigError(f"{output} exists; choose another, or delete it", "output")
-        record: dict[str, Any] = {"key": key, "files": 0, "documents": 0, "state": None, "complete": False}
+        record: dict[str, Any] = {}
         try:
-            record = load_object(folder / RECORD)
-        except FileNotFoundError:
-            pass
-        except ValueError as e:
-            raise ConfigError(f"{folder / RECORD}: {e}: delete the folder", "output") from None
-        if record.get("key") != key:
-            raise ConfigError(
-                f"{folder} holds documents of another stream, or the stream has changed since: delete the "
-                "folder, or choose another output",
-                "output",
-            )
-        try:
+            stream, record = _begun(stream, folder, field)
             if not record["complete"]:
-                _fetch_rest(stream, folder, record, field)
+                _fetch_rest(stream, folder, record, bad_lines == "stop")
         except ConfigError:
-            if is_new and not record["files"]:
+            if is_new and not record.get("files"):
                 shutil.rmtree(folder)
             raise
-    return [_file(folder, i) for i in range(record["files"])]
+    return Fetched([_file(folder, i) for i in range(record["files"])], stream)
 
 
-def _fetch_rest(stream: DocumentStream, folder: Path, record: dict[str, Any], field: str) -> None:
-    """Write the documents that follow those of `record`, which is brought up to date after every file."""
-    opened, number = stream.build(), record["documents"]
+def _begun(stream: DocumentStream, folder: Path, field: str) -> tuple[DocumentStream, dict[str, Any]]:
+    """Return the stream to read, and the record of what was read of it, which is new if there is none. Raises
+    ConfigError for the record of another stream."""
+    file, keys = folder / RECORD, toml.as_tree(stream)
+    try:
+        record = load_object(file)
+        expect(record, keys=dict, field=str, fingerprint=str, stream=dict)
+        expect(record, files=int, documents=int, complete=bool)
+    except FileNotFoundError:
+        with keys_in(SECTION):
+            stream = stream.pinned()
+            origin = {"fingerprint": stream.fingerprint(), "stream": toml.as_tree(stream)}
+        progress = {"files": 0, "documents": 0, "state": None, "complete": False}
+        return stream, {"keys": keys, "field": field, **origin, **progress}
+    except ValueError as e:
+        raise ConfigError(f"{file}: {e}: delete the folder", "output") from None
+    is_same = record["field"] == field and keys in (record["keys"], record["stream"])
+    if is_same:
+        pinned = {key: value for key, value in record["stream"].items() if keys.get(key) != value}
+        with keys_in(SECTION):
+            stream = replace(stream, **pinned)
+            is_same = record["fingerprint"] == stream.fingerprint()
+    if not is_same:
+        raise ConfigError(
+            f"{folder} holds documents of another stream, or the stream has changed since: delete the "
+            "folder, or choose another output",
+            "output",
+        )
+    return stream, record
+
+
+def _fetch_rest(stream: DocumentStream, folder: Path, record: dict[str, Any], is_strict: bool) -> None:
+    """Write the documents that follow those of `record`, which is brought up to date after every file.
+    `is_strict`: as in `_line`."""
+    number = record["documents"]
+    with keys_in(SECTION):
+        opened = stream.build()
     has_state = hasattr(opened, "state_dict")
     if number and has_state:
         opened.load_state_dict(record["state"])  # type: ignore[attr-defined]
@@ -133,10 +178,15 @@ def _fetch_rest(stream: DocumentStream, folder: Path, record: dict[str, Any], fi
         )
     rest = islice(opened, 0 if has_state else number, None)
     num_left = stream.max_documents - number if stream.max_documents else None
-    numbered = enumerate(islice(rest, num_left), number)
+    lines = (
+        _line(i, document, record["field"], is_strict)
+        for i, document in _numbered(islice(rest, num_left), number)
+    )
     with Progress(desc="reading the stream", unit="doc", unit_scale=True, initial=number) as bar:
         while not record["complete"]:
-            count, is_last = _write(_file(folder, record["files"]), numbered, field, bar)
+            count, is_last = _write(_file(folder, record["files"]), lines, bar)
+            if not count and not record["files"]:
+                raise ConfigError(f"the stream {stream.label} has no documents", SECTION)
             state = opened.state_dict() if has_state else None  # type: ignore[attr-defined]
             record["files"] += count > 0
             record |= {"documents": record["documents"] + count, "state": state, "complete": is_last}
@@ -147,15 +197,13 @@ def _fetch_rest(stream: DocumentStream, folder: Path, record: dict[str, Any], fi
             write_atomically(folder / RECORD, text)
 
 
-def _write(
-    file: Path, documents: Iterator[tuple[int, Document]], field: str, bar: Progress
-) -> tuple[int, bool]:
-    """Write a file of about FILE_BYTES, unless there are no documents. Returns the number of documents, and
-    whether they were the last ones."""
+def _write(file: Path, lines: Iterator[bytes], bar: Progress) -> tuple[int, bool]:
+    """Write a file of about FILE_BYTES, unless there are no lines. Returns the number of lines, and whether
+    they were the last ones."""
     count, unfinished = 0, file.with_name(f".{file.name}")
     with named(file), open(unfinished, "wb") as f:
-        for number, document in documents:
-            f.write(_line(number, document, field))
+        for line in lines:
+            f.write(line)
             count += 1
             bar.update()
             if f.tell() >= FILE_BYTES:
@@ -168,20 +216,36 @@ def _write(
     return count, is_last
 
 
-def _line(number: int, document: Document, field: str) -> bytes:
-    """Return a document as a line of JSON. A null, or text that is not Unicode, is found when the line is
-    read, as in any file. Raises ConfigError."""
+def _numbered(documents: Iterable[Document], number: int) -> Iterator[tuple[int, Document]]:
+    """Yield documents with their numbers, from `number` on. An error of the stream gets the number of
+    documents that were read."""
+    try:
+        for document in documents:
+            yield number, document
+            number += 1
+    except ConfigError as e:
+        raise ConfigError(f"{e} (after {number:,} documents)", e.key and f"{SECTION}.{e.key}") from None
+
+
+def _line(number: int, document: Document, field: str, is_strict: bool) -> bytes:
+    """Return a document as a line of JSON. Raises ConfigError; for a null, or text that is not Unicode, only
+    if `is_strict`. Otherwise these are found and counted when the line is read, as in any file."""
     if isinstance(document, Mapping) and field not in document:
         raise ConfigError(
             f"document {number} of the stream has no {field!r} (it has: {', '.join(document)})", "field"
         )
     text = document[field] if isinstance(document, Mapping) else document
-    if text is not None and not isinstance(text, str):
-        where = f" under {field!r}" if isinstance(document, Mapping) else ""
+    where = f" under {field!r}" if isinstance(document, Mapping) else ""
+    if not isinstance(text, str) and (is_strict or text is not None):
+        kind = "null" if text is None else type(text).__name__
+        raise ConfigError(f"document {number} of the stream holds {kind}{where}, not text", "field")
+    try:
+        line = json.dumps({field: text}, ensure_ascii=False)
+        return line.encode("utf-8", "strict" if is_strict else "surrogatepass") + b"\n"
+    except UnicodeEncodeError:
         raise ConfigError(
-            f"document {number} of the stream holds {type(text).__name__}{where}, not text", "field"
-        )
-    return json.dumps({field: text}, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+            f"document {number} of the stream holds a lone surrogate{where}, which is not text", "field"
+        ) from None
 
 
 def _file(folder: Path, number: int) -> Path:

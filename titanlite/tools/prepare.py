@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import titanlite.tokenizers.bytes
 import titanlite.tokenizers.huggingface
@@ -28,7 +29,7 @@ from titanlite.config.paths import check_writable
 from titanlite.data.shards import TokenShards
 from titanlite.prepare.corpus import find_files
 from titanlite.prepare.hub import PREFIX, HubSplit, hub_files
-from titanlite.prepare.pipeline import origin, prepare, work_folder
+from titanlite.prepare.pipeline import prepare, prepared_record, work_folder
 from titanlite.prepare.report import table
 from titanlite.prepare.stages import PrepareOptions
 from titanlite.prepare.streams import DocumentStream, fetch
@@ -87,11 +88,22 @@ def main(argv: Sequence[str]) -> int:
         local = [item for item in job.input if not item.startswith(PREFIX)]
         files = find_files(local, "input") if local else []
         tokenizer = job.tokenizer.build()
-        files += _fetch(job, output)  # last, because it may take hours
+        fetched, origin = _fetch(job, output)  # last, because it may take hours
+        files += fetched
         # If there are more workers than shards, other workers may have completed the dataset.
-        if os.path.lexists(output) and TokenShards(output).prepared != origin(options, tokenizer, files):
+        if os.path.lexists(output) and TokenShards(output).prepared != prepared_record(
+            options, tokenizer, files, origin
+        ):
             raise _exists(output)
-        shards = prepare(files, output, tokenizer, options, num_processes=job.num_processes, worker=job.share)
+        shards = prepare(
+            files,
+            output,
+            tokenizer,
+            options,
+            num_processes=job.num_processes,
+            worker=job.share,
+            origin=origin,
+        )
     except ConfigError as e:
         raise locator.located(e) from None
     if shards is None:
@@ -106,14 +118,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _fetch(job: Prepare, output: Path) -> list[Path]:
-    """Return the files of the hub, after downloading them, or of the stream, after writing them."""
+def _fetch(job: Prepare, output: Path) -> tuple[list[Path], dict[str, Any]]:
+    """Return the files of the hub, after downloading them, or of the stream, after writing them; and what
+    dataset.json records about the hub or the stream."""
     if job.from_stream:
         if job.documents == "chat":
             raise ConfigError("conversations are read from files; a stream has texts", "documents")
-        return fetch(job.from_stream, output, job.field)
+        fetched = fetch(job.from_stream, output, job.field, job.bad_lines)
+        return fetched.files, {"stream": toml.as_tree(fetched.stream)}
     names = [item.removeprefix(PREFIX) for item in job.input if item.startswith(PREFIX)]
-    return [file for name in names for file in hub_files(name, job)]
+    splits = [hub_files(name, job) for name in names]
+    return [file for files, _ in splits for file in files], {"hub": [r for _, r in splits]} if splits else {}
 
 
 def _exists(output: Path) -> ConfigError:

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.hub import serving
+from tests.support.hub import COMMIT, serving
 from titanlite import cli
 from titanlite.config.component import ConfigError
+from titanlite.data.shards import TokenShards
 from titanlite.prepare import streams
 from titanlite.prepare.hub import HubSplit, hub_files
 from titanlite.prepare.streams import HuggingFace, fetch
@@ -28,7 +29,7 @@ TEXTS = [f"text {i} " + "x" * (i % 7) for i in range(60)]
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _in_an_empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -69,8 +70,9 @@ def test_the_bytes_are_those_of_local_files(make: Any, capsys: pytest.CaptureFix
     make(Path("data"))
     assert prepare("hf:data", "--output=hub") == 0
     assert prepare("data/train-*", "--output=local") == 0
-    names = sorted(file.name for file in Path("local").iterdir())
-    assert filecmp.cmpfiles("hub", "local", names, shallow=False) == (names, [], [])
+    names = [file.name for file in sorted(Path("local").iterdir()) if file.suffix != ".json"]
+    assert filecmp.cmpfiles("hub", "local", names, shallow=False) == (["00000.bin", "00000.idx"], [], [])
+    assert TokenShards("hub").prepared["input"]["hub"] == [{"path": "data", "split": "train"}]
 
 
 def test_split_and_config(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +86,7 @@ def test_split_and_config(capsys: pytest.CaptureFixture[str]) -> None:
     (Path("data") / "README.md").write_text(f"---\nconfigs:\n{''.join(entries)}---\n")
 
     def names(**keys: str) -> list[str]:
-        return [file.name for file in hub_files("data", HubSplit(**keys))]
+        return [file.name for file in hub_files("data", HubSplit(**keys))[0]]
 
     assert names() == ["train-1.jsonl"]
     assert names(config="two") == ["train-0.jsonl", "train-1.jsonl"]
@@ -96,7 +98,7 @@ def test_split_and_config(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_stream_has_the_documents_of_local_files(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "FILE_BYTES", 60)
     stream = HuggingFace(path=str(make(Path("data"))))
-    whole = fetch(stream, Path("whole"), "text")
+    whole = fetch(stream, Path("whole"), "text").files
     assert [json.loads(line)["text"] for f in whole for line in f.read_text().splitlines()] == TEXTS
     write = streams.write_atomically
     for after in (3, 9):  # files: within the first file of the dataset, and in the second
@@ -110,8 +112,125 @@ def test_a_stream_has_the_documents_of_local_files(make: Any, monkeypatch: pytes
             patch.setattr(streams, "write_atomically", stop)
             with pytest.raises(KeyboardInterrupt):
                 fetch(stream, Path("out"), "text")
-    parts = fetch(stream, Path("out"), "text")
+    parts = fetch(stream, Path("out"), "text").files
     assert [f.read_bytes() for f in parts] == [f.read_bytes() for f in whole]
+
+
+def commits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Simulate a dataset `org/name` on the hub, with a folder of the commit's name for each commit. The last
+    commit of the list that is returned is the newest one."""
+    opened, newest = datasets.load_dataset_builder, ["a" * 40]
+
+    def builder(name: str, config: str | None, revision: str | None) -> Any:
+        assert name == "org/name"
+        commit = revision or newest[-1]
+        local = opened(commit)
+        urls = [f"hf://datasets/{name}@{commit}/{Path(url).name}" for url in local.config.data_files["train"]]
+        config = SimpleNamespace(data_files={"train": urls})
+        return SimpleNamespace(config=config, as_streaming_dataset=local.as_streaming_dataset)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    return newest
+
+
+@pytest.mark.parametrize("revision", ["", "a" * 40], ids=["newest", "named"])
+def test_a_new_commit_does_not_change_a_stream_that_has_begun(
+    monkeypatch: pytest.MonkeyPatch, revision: str
+) -> None:
+    """Also if the second call names the first call's commit. A complete stream needs no hub."""
+    monkeypatch.setattr(streams, "FILE_BYTES", 60)
+    whole = fetch(HuggingFace(path=str(jsonl(Path("a" * 40)))), Path("whole"), "text").files
+    newest, write = commits(monkeypatch), streams.write_atomically
+
+    def stop(path: Path, content: str) -> None:
+        write(path, content)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streams, "write_atomically", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fetch(HuggingFace(path="org/name"), Path("out"), "text")
+    newest.append("b" * 40)
+    (jsonl(Path("b" * 40)) / "train-0.jsonl").write_text('{"text": "other", "id": 0}\n')
+    for _ in range(2):
+        fetched = fetch(HuggingFace(path="org/name", revision=revision), Path("out"), "text")
+        assert [f.read_bytes() for f in fetched.files] == [f.read_bytes() for f in whole]
+        assert fetched.stream == HuggingFace(path="org/name", revision="a" * 40)
+        monkeypatch.setattr(datasets, "load_dataset_builder", None)  # the hub is unreachable
+
+
+def test_another_commit_does_not_continue_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    jsonl(Path("a" * 40))
+    commits(monkeypatch)
+    fetch(HuggingFace(path="org/name"), Path("out"), "text")
+    with pytest.raises(ConfigError, match="holds documents of another stream"):
+        fetch(HuggingFace(path="org/name", revision="b" * 40), Path("out"), "text")
+
+
+def test_a_dataset_records_the_commit_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    jsonl(Path("a" * 40))
+    commits(monkeypatch)
+    assert prepare("--from-stream.name=huggingface", "--from-stream.path=org/name", "--output=out") == 0
+    recorded = TokenShards("out").prepared["input"]["stream"]
+    assert (recorded["path"], recorded["split"], recorded["revision"]) == ("org/name", "train", "a" * 40)
+
+
+def test_images_of_a_stream_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The column `image` holds bytes that are no image."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    Path("data").mkdir()
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    images = [{"bytes": b"damaged", "path": None}] * len(TEXTS)
+    table = pa.table({"text": TEXTS, "image": images}, schema=features.arrow_schema)
+    pq.write_table(table, "data/train.parquet")
+    stream = HuggingFace(path="data")
+    (file,) = fetch(stream, Path("out"), "text").files
+    assert [json.loads(line)["text"] for line in file.read_text().splitlines()] == TEXTS
+    monkeypatch.setattr(datasets.IterableDataset, "decode", lambda self, enable: self)
+    with pytest.raises(ConfigError, match="data: "):  # the control
+        fetch(stream, Path("control"), "text")
+
+
+@pytest.mark.parametrize("place", ["absolute", "parent", "url", "link"])
+@pytest.mark.parametrize(
+    "words", [["hf:data"], ["--from-stream.name=huggingface", "--from-stream.path=data"]]
+)
+def test_a_directory_names_only_its_own_files(
+    place: str, words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A README.md of somebody else must not bring a private file into a dataset."""
+    jsonl(Path("data"))
+    Path("secret.jsonl").write_text('{"text": "private"}\n')
+    path = {
+        "absolute": tmp_path / "secret.jsonl",
+        "parent": "../secret.jsonl",
+        "url": f"file://{tmp_path}/secret.jsonl",
+        "link": "train-2.jsonl",
+    }[place]
+    if place == "link":
+        Path("data/train-2.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    entry = f"configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {path}\n"
+    (Path("data") / "README.md").write_text(f"---\n{entry}---\n")
+    assert prepare(*words, "--output=out") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "data: its file" in line
+    assert "is outside of the directory" in line
+    assert not list(Path().glob("*out*"))
+
+
+def test_a_snapshot_of_the_cache_is_a_directory_with_its_own_files() -> None:
+    """Its files are links to the blobs of the repository."""
+    cache = Path("hub/datasets--org--name")
+    (cache / "blobs").mkdir(parents=True)
+    jsonl(Path("data"))
+    snapshot = cache / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    for i, file in enumerate(sorted(Path("data").iterdir())):
+        file.rename(cache / "blobs" / f"{i:040}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{i:040}")
+    files, _ = hub_files(str(snapshot), HubSplit())
+    assert [file.name for file in files] == ["train-0.jsonl", "train-1.jsonl"]
+    assert files[0].read_text().count("\n") == 25
 
 
 def test_an_edited_dataset_does_not_continue_a_stream() -> None:
@@ -128,14 +247,15 @@ def test_downloads_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     asked: list[Any] = []
-    commit = "0123abcd"
+    commit = "0123abcd" * 5
     urls = [f"hf://datasets/org/name@{commit}/data/train-{i}[1].parquet" for i in (1, 0)]
     builder = SimpleNamespace(config=SimpleNamespace(data_files={"train": urls}))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *a, **k: asked.append((a, k)) or builder)
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *a, **k: asked.append((a, k)) or "/cache"
     )
-    files = hub_files("org/name", HubSplit(config="en", revision="main"))
+    files, record = hub_files("org/name", HubSplit(config="en", revision="main"))
+    assert record == {"path": "org/name", "config": "en", "split": "train", "revision": commit}
     assert files == [Path(f"/cache/data/train-{i}[1].parquet") for i in (0, 1)]
     patterns = [f"data/train-{i}[[]1].parquet" for i in (1, 0)]
     assert asked[0] == (("org/name", "en"), {"revision": "main"})
@@ -161,8 +281,10 @@ def test_a_server_like_the_hub(tmp_path: Path) -> None:
         files, streamed = run("hf:org/name", "--output=a"), run(*stream, "org/name", "--output=b")
         unknown = run("hf:org/nope", "--output=c")
     assert (files.returncode, streamed.returncode) == (0, 0), files.stderr + streamed.stderr
-    names = sorted(file.name for file in Path("local").iterdir() if file.name != "report.json")
+    names = ["00000.bin", "00000.idx"]
     assert filecmp.cmpfiles("a", "local", names, shallow=False) == (names, [], [])
+    for folder, key in (("a", "hub"), ("b", "stream")):
+        assert COMMIT in str(TokenShards(tmp_path / folder).prepared["input"][key])
     assert filecmp.cmp("b/00000.bin", "streamed/00000.bin", shallow=False)
     assert unknown.returncode == 2
     assert unknown.stderr.splitlines()[-1].startswith(
@@ -185,14 +307,15 @@ def test_an_unreachable_hub(
     )
     assert prepare(*words, "--output=out") == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["titanlite: hf:org/name: Couldn't reach 'org/name' on the Hub (ReadTimeout)"]
+    name = "hf:org/name" if kind == "files" else "org/name"
+    assert lines == [f"titanlite: {name}: Couldn't reach 'org/name' on the Hub (ReadTimeout)"]
     assert not list(Path().glob("*out*"))
 
 
 def test_a_network_that_fails_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "FILE_BYTES", 60)
     stream = HuggingFace(path=str(jsonl(Path("data"))))
-    whole = fetch(stream, Path("whole"), "text")
+    whole = fetch(stream, Path("whole"), "text").files
     rows = datasets.IterableDataset.__iter__
 
     def failing(self: Any) -> Any:
@@ -203,9 +326,9 @@ def test_a_network_that_fails_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> No
 
     with monkeypatch.context() as patch:
         patch.setattr(datasets.IterableDataset, "__iter__", failing)
-        with pytest.raises(ConfigError, match="hf:data: connection reset"):
+        with pytest.raises(ConfigError, match=r"data: connection reset \(after 30 documents\)"):
             fetch(stream, Path("out"), "text")
-    parts = fetch(stream, Path("out"), "text")
+    parts = fetch(stream, Path("out"), "text").files
     assert [f.read_bytes() for f in parts] == [f.read_bytes() for f in whole]
 
 
@@ -217,7 +340,10 @@ def test_a_network_that_fails_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> No
         (["hf:data", "--field=body"], ".jsonl:1: no field 'body' in this line"),
         (["hf:tars"], "hf:tars: its files are .tar, which only a stream reads"),
         (["data/train-0.jsonl", "--split=test"], "--split: applies to hf:NAME: no input is one"),
-        (["--from-stream.path=data", "--from-stream.split=tset"], "hf:data has no split 'tset'"),
+        (
+            ["--from-stream.path=data", "--from-stream.split=tset"],
+            "command line, --from_stream.split: data has no split 'tset'",
+        ),
         (
             ["--from-stream.path=data", "--field=body"],
             "document 0 of the stream has no 'body' (it has: text, id)",
@@ -238,5 +364,4 @@ def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixtu
     assert prepare(*words, "--output=out") == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert message in last
-    assert not Path("out").exists()
-    assert not words[0].startswith("--") or not list(Path().glob(".partial*"))
+    assert not list(Path().glob("*out*"))

@@ -61,14 +61,14 @@ def test_interruptions_change_no_byte(
 ) -> None:
     if not has_state:
         monkeypatch.delattr(Lines, "state_dict")
-    whole = fetch(stream, output.with_name("whole"), "text")
+    whole = fetch(stream, output.with_name("whole"), "text").files
     assert texts(whole) == [f"line {i}" for i in range(NUM_LINES)]
     assert len(whole) == 10
     for after in (0, 13, 28):
         interrupted(stream, output, monkeypatch, after)
-    files = fetch(stream, output, "text")
+    files = fetch(stream, output, "text").files
     assert [f.read_bytes() for f in files] == [f.read_bytes() for f in whole]
-    assert fetch(stream, output, "text") == files  # nothing is left to read
+    assert fetch(stream, output, "text").files == files  # nothing is left to read
 
 
 def test_control_without_the_state_documents_are_repeated(
@@ -76,7 +76,7 @@ def test_control_without_the_state_documents_are_repeated(
 ) -> None:
     monkeypatch.setattr(Lines, "load_state_dict", lambda self, state: None)
     interrupted(stream, output, monkeypatch, 13)
-    assert texts(fetch(stream, output, "text")) != [f"line {i}" for i in range(NUM_LINES)]
+    assert texts(fetch(stream, output, "text").files) != [f"line {i}" for i in range(NUM_LINES)]
 
 
 @pytest.mark.parametrize("count", [1, 5, 12, NUM_LINES, NUM_LINES + 1])
@@ -84,7 +84,7 @@ def test_max_documents(stream: LineStream, output: Path, monkeypatch: pytest.Mon
     stream = LineStream(path=stream.path, max_documents=count)
     if count > 5:
         interrupted(stream, output, monkeypatch, 6)
-    assert texts(fetch(stream, output, "text")) == [f"line {i}" for i in range(min(count, NUM_LINES))]
+    assert texts(fetch(stream, output, "text").files) == [f"line {i}" for i in range(min(count, NUM_LINES))]
 
 
 def test_another_stream_does_not_continue_this_one(stream: LineStream, output: Path) -> None:
@@ -148,17 +148,63 @@ def test_the_tokens_are_those_of_local_files(stream: LineStream, tmp_path: Path)
     assert tokens[0] == tokens[1] != tokens[2]
 
 
+@pytest.mark.parametrize(
+    ("document", "problem"), [(None, "null under 'text', not text"), ("\ud800", "a lone surrogate under")]
+)
 def test_a_null_is_a_bad_line(
-    stream: LineStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stream: LineStream,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    document: str | None,
+    problem: str,
 ) -> None:
-    monkeypatch.setattr(
-        Lines, "__iter__", lambda self: iter([{"text": "one"}, {"text": None}, {"text": "\ud800"}])
-    )
+    documents = [{"text": "one"}, {"text": document}, {"text": "two"}]
+    monkeypatch.setattr(Lines, "__iter__", lambda self: iter(documents))
     toml = write_toml(tmp_path)
     assert prepare(toml, f"--output={tmp_path}/out") == 2
-    assert "documents-000000.jsonl:2: field 'text' is not a string" in capsys.readouterr().err
+    assert f"field: document 1 of the stream holds {problem}" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*out*"))
     assert prepare(toml, f"--output={tmp_path}/out", "--bad_lines=skip") == 0
-    assert TokenShards(tmp_path / "out").num_documents == 1
+    assert TokenShards(tmp_path / "out").num_documents == 2
+
+
+def test_a_stream_without_documents(
+    stream: LineStream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (tmp_path / "lines.txt").read_text()
+    (tmp_path / "lines.txt").write_text("")
+    toml = write_toml(tmp_path)
+    assert prepare(toml, f"--output={tmp_path}/out") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"p.toml:3: from_stream: the stream lines {tmp_path}/lines.txt has no documents")
+    assert not list(tmp_path.glob("*out*"))
+    (tmp_path / "lines.txt").write_text(text)
+    assert prepare(toml, f"--output={tmp_path}/out") == 0
+    assert TokenShards(tmp_path / "out").num_documents == NUM_LINES
+
+
+@pytest.mark.parametrize("after", ["begins", "has begun"])
+def test_an_error_of_a_stream_names_its_key_and_line(
+    stream: LineStream,
+    output: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    after: str,
+) -> None:
+    def failing(self: object) -> Iterator[str]:
+        yield from ["one", "two"] if after == "has begun" else []
+        raise ConfigError("cannot be read", "path")
+
+    if after == "begins":
+        monkeypatch.setattr(LineStream, "build", lambda self: next(failing(self)))
+    else:
+        monkeypatch.setattr(Lines, "__iter__", failing)
+    assert prepare(write_toml(tmp_path), f"--output={output}") == 2
+    count = " (after 2 documents)" if after == "has begun" else ""
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"p.toml:5: from_stream.path: cannot be read{count}")
 
 
 @pytest.mark.parametrize(
