@@ -27,7 +27,7 @@ class Attention:
         """Causal attention, scaled by 1 / sqrt(E): [B, T, H, E]."""
         raise NotImplementedError
 
-    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
         """The same attention with a sliding window: of the tokens that it would see, a token sees those at a
         distance below `window`, itself included.
 
@@ -67,14 +67,14 @@ class AttentionNeeds:
     window: int = 0
 
     @property
-    def slides(self) -> bool:
-        """Whether some tokens do not see all earlier tokens, because these are outside of the window."""
+    def has_effective_window(self) -> bool:
+        """Whether the window is shorter than the longest sequences, so that it hides tokens."""
         return 0 < self.window < self.seq_len
 
     @property
     def masks(self) -> bool:
         """Whether a causal mask over whole sequences is not enough."""
-        return self.masks_documents or self.context_parallel or self.slides
+        return self.masks_documents or self.context_parallel or self.has_effective_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
     """Names of the operators whose results selective activation checkpointing keeps, such as
     `my_package.attention`. The operators behind scaled_dot_product_attention are always kept."""
     supports_window: ClassVar[bool] = False
-    """Whether the attention objects have the method `within`, for models with a sliding window."""
+    """Whether the attention objects have the method `with_window`, for models with a sliding window."""
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         """The backend for the run: normally `self`; `auto` returns the backend that it chooses. Called once,

@@ -66,7 +66,7 @@ class FlexAttention(Attention):
         gqa = q.shape[1] != k.shape[1]
         return _flex_attention(q, k, v, block_mask=self.block_mask, enable_gqa=gqa).transpose(1, 2)
 
-    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
         if window >= self.mask.num_keys:
             return self.prepared()
         return FlexAttention(self.mask._replace(window=window)).prepared()
@@ -85,7 +85,7 @@ class Causal(SDPAttention):
     """Causal attention over whole sequences by scaled_dot_product_attention; with a window, by
     FlexAttention."""
 
-    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
         T = tokens_BT.shape[1]
         return self if window >= T else FlexAttention(Mask(T, T, tokens_BT.device, window=window)).prepared()
 
@@ -103,7 +103,7 @@ class Flex(SDPA, name="flex"):
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         super().build(needs)
-        return WindowedFlex(sdpa_kernel=self.sdpa_kernel) if needs.slides else self
+        return WindowedFlex(sdpa_kernel=self.sdpa_kernel) if needs.has_effective_window else self
 
     def for_sequences(self, tokens_BT: torch.Tensor) -> Attention:
         return Causal()
@@ -124,8 +124,8 @@ class Flex(SDPA, name="flex"):
 
 
 class WindowedFlex(Flex):
-    """FlexAttention for a model with a sliding window. The model calls `within`, which makes the only block
-    mask that is used."""
+    """FlexAttention for a model with a sliding window, whose forward calls `with_window`: this makes the only
+    block mask of the micro-batch."""
 
     def attention(self, mask: Mask) -> Attention:
         return FlexAttention(mask)

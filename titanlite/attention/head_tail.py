@@ -37,9 +37,9 @@ class HeadTailAttention(Attention):
         last = 2 * sharding.size - 1 - sharding.rank
         return head_tail_attention(q, k, v, sharding.rank, last)[0].transpose(1, 2)
 
-    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
         whole = window >= self.sharding.size * tokens_BT.shape[1]
-        return self if whole else super().within(window, tokens_BT)
+        return self if whole else super().with_window(window, tokens_BT)
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
@@ -64,7 +64,7 @@ class HeadTail(SDPA, name="head_tail"):
 
     @classmethod
     def works_on(cls, needs: AttentionNeeds) -> bool:
-        if not needs.context_parallel or needs.masks_documents or needs.slides:
+        if not needs.context_parallel or needs.masks_documents or needs.has_effective_window:
             return False
         if needs.device.type != "cuda":
             return True

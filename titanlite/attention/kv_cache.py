@@ -34,10 +34,10 @@ class KVCache(Attention):
         keys, values = self.append(k_BTKE, v_BTKE)
         return SDPAttention(self._mask).attend(q_BTHE, keys, values)
 
-    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
         positions = torch.arange(self.filled, device=tokens_BT.device)
         new = positions[self.filled - tokens_BT.shape[1] :]
-        return _Cached(self, SDPAttention(self._mask, (new, positions)).within(window, tokens_BT))
+        return _Cached(self, SDPAttention(self._mask, (new, positions)).with_window(window, tokens_BT))
 
     def append(self, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the new tokens' keys and values to the cache of the next layer. Returns the keys and values

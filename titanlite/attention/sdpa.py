@@ -40,7 +40,7 @@ class SDPAttention(Attention):
         )
         return out_BHTE.transpose(1, 2)
 
-    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
         indices = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         queries, keys = self.positions or (indices, indices)
         if window >= len(keys):
@@ -73,8 +73,8 @@ class GatheredAttention(Attention):
         k_BTKE, v_BTKE = self.sharding.gather(k_BTKE), self.sharding.gather(v_BTKE)
         return self.attention.attend(q_BTHE, k_BTKE, v_BTKE)
 
-    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
-        return GatheredAttention(self.attention.within(window, tokens_BT), self.sharding)
+    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+        return GatheredAttention(self.attention.with_window(window, tokens_BT), self.sharding)
 
     def visible_keys(
         self, k_BTKE: torch.Tensor, queries: torch.Tensor
@@ -103,7 +103,7 @@ class SDPA(AttentionBackend, name="sdpa"):
             working = ", ".join(b.name for b in backends if b.name != "auto" and b.works_on(needs))
             dtype = str(needs.dtype).removeprefix("torch.")
             layout = " under context parallel" if needs.context_parallel else ""
-            window = f" and a sliding window of {needs.window} tokens" if needs.slides else ""
+            window = f" and a sliding window of {needs.window} tokens" if needs.has_effective_window else ""
             raise ConfigError(
                 f"{self.name!r} does not work on {needs.device.type} with {dtype}{window}{layout}; working "
                 f"backends: {working}",

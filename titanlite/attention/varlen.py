@@ -17,7 +17,7 @@ class Causal(SDPAttention):
     """Causal attention over whole sequences by scaled_dot_product_attention; with a window by the varlen
     kernel, for which each sequence is a document."""
 
-    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
         B, T = tokens_BT.shape
         if window >= T:
             return self
@@ -39,7 +39,7 @@ class VarlenAttention(Attention):
         out = _varlen_attention(q, k, v, self.cu_seqlens, self.max_seqlen, self.window)
         return out.unflatten(0, q_BTHE.shape[:2])
 
-    def within(self, window: int, tokens_BT: torch.Tensor) -> Attention:
+    def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
         return (
             self if window >= self.max_seqlen else VarlenAttention(self.cu_seqlens, self.max_seqlen, window)
         )

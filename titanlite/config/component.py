@@ -89,9 +89,9 @@ class Component(ABC):
         """Raise ConfigError for wrong values. For a job, the check of a kind runs even if a choice's own does
         not call it."""
 
-    def stands_for(self) -> Component:
-        """The component that takes the place of this one in a job: itself, unless this one only says where
-        another one is described."""
+    def resolved(self) -> Component:
+        """The component that a job uses and records: normally `self`. A component that only names
+        a file returns the one that the file describes."""
         return self
 
     @property

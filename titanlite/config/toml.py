@@ -113,7 +113,7 @@ def make_section(kind: Any, cls: type[T], fields: dict[str, Any], key: str) -> T
     try:
         section: Any = cls(**fields)
         if isinstance(section, Component):
-            section = section.stands_for()
+            section = section.resolved()
             kind.__post_init__(section)  # a choice's own __post_init__ need not call it
         return section
     except ConfigError as e:  # a __post_init__ names its key relative to its section

@@ -201,7 +201,7 @@ class Model(nn.Module):
         config = self.config
         cos, sin = rope_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
         if config.sliding_window:
-            attention = attention.within(config.sliding_window, positions.expand(len(x), -1))
+            attention = attention.with_window(config.sliding_window, positions.expand(len(x), -1))
         h_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
         for block in self.layers.values():
             h_BTD = block(h_BTD, cos, sin, attention)

@@ -86,19 +86,19 @@ def from_hf(config: dict[str, Any], unchecked: Collection[str] = (), **defaults:
             )
     if config.get("quantization_config") is not None:
         raise ConfigError("config.json: quantization_config: quantized weights are not supported")
-    given = {key: value for key, value in (defaults | config).items() if value is not None}
-    if "num_attention_heads" in given:
-        given.setdefault("num_key_value_heads", given["num_attention_heads"])
-    if "head_dim" not in given and {"num_attention_heads", "hidden_size"} <= given.keys():
-        given["head_dim"], rest = divmod(given["hidden_size"], given["num_attention_heads"])
+    values = {key: value for key, value in (defaults | config).items() if value is not None}
+    if "num_attention_heads" in values:
+        values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    if "head_dim" not in values and {"num_attention_heads", "hidden_size"} <= values.keys():
+        values["head_dim"], rest = divmod(values["hidden_size"], values["num_attention_heads"])
         if rest:
             raise ConfigError(
-                f"config.json: hidden_size = {given['hidden_size']} is not a multiple of num_attention_heads "
-                f"= {given['num_attention_heads']}, and head_dim is missing"
+                f"config.json: hidden_size = {values['hidden_size']} is not a multiple of "
+                f"num_attention_heads = {values['num_attention_heads']}, and head_dim is missing"
             )
-    if missing := [key for key in FIELDS if key not in given]:
+    if missing := [key for key in FIELDS if key not in values]:
         raise ConfigError(f"config.json has no {missing[0]}")
-    return {name: given[hf_key] for hf_key, name in FIELDS.items()} | _rope_from_hf(given)
+    return {name: values[hf_key] for hf_key, name in FIELDS.items()} | _rope_from_hf(values)
 
 
 def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
@@ -115,10 +115,11 @@ def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"config.json: rope_theta is {theta}, in rope_parameters {parameters['rope_theta']}"
         )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
         raise ConfigError(
-            f"config.json: rope_type {json.dumps(kind)} is not supported (known: {', '.join(ROPE_TYPES)})"
+            f"config.json: rope_type {json.dumps(rope_type)} is not supported "
+            f"(known: {', '.join(ROPE_TYPES)})"
         )
     if any(isinstance(value, dict) for value in rope.values()):
         raise ConfigError("config.json: a rope_type for each type of layer is not supported")
@@ -127,17 +128,19 @@ def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     # The length before the scaling is max_position_embeddings if it is not given, as in transformers.
     rope = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
     rope = {key: value for key, value in rope.items() if value is not None}
-    if kind == "yarn":
+    if rope_type == "yarn":
+        if rope.get("attention_factor") == 0:  # which RotaryConfig reads as the default
+            raise ConfigError("config.json: attention_factor = 0 is not above 0")
         rope = YARN_DEFAULTS | {"attention_factor": _yarn_attention_factor(rope)} | rope
         if not rope.get("truncate", True):
             raise ConfigError("config.json: truncate = false; only true is supported for YaRN")
-    if missing := [key for key in ROPE_TYPES[kind] if key not in rope]:
-        raise ConfigError(f"config.json: rope_type {json.dumps(kind)} has no {missing[0]}")
-    fields = {name: rope[key] for key, name in ROPE_TYPES[kind].items()}
+    if missing := [key for key in ROPE_TYPES[rope_type] if key not in rope]:
+        raise ConfigError(f"config.json: rope_type {json.dumps(rope_type)} has no {missing[0]}")
+    fields = {name: rope[key] for key, name in ROPE_TYPES[rope_type].items()}
     scaled = fields.get("rope_factor", 1.0) != 1.0
     if not scaled and fields.get("rope_attention_factor", 0.0) not in (0.0, 1.0):
         raise ConfigError("config.json: attention_factor is not supported with a factor of 1")
-    return {"rope_theta": theta, **({"rope_type": kind, **fields} if scaled else {"rope_factor": 1.0})}
+    return {"rope_theta": theta, **({"rope_type": rope_type, **fields} if scaled else {"rope_factor": 1.0})}
 
 
 def _yarn_attention_factor(rope: dict[str, Any]) -> float:
@@ -163,10 +166,9 @@ def qwen_window(config: dict[str, Any], num_layers: int) -> int:
         if type(first) is not int:
             raise ConfigError(f"config.json: max_window_layers = {json.dumps(first)} is not an integer")
         layer_types = [full] * min(first, num_layers) + [sliding] * (num_layers - first)
-    kinds = set(layer_types)
-    if kinds not in ({full}, {sliding}):
+    if set(layer_types) not in ({full}, {sliding}):
         raise ConfigError("config.json: a sliding window in some layers only (layer_types) is not supported")
-    return config.get("sliding_window", DEFAULT_WINDOW) if kinds == {sliding} else 0
+    return config.get("sliding_window", DEFAULT_WINDOW) if sliding in layer_types else 0
 
 
 def qwen_window_to_hf(config: RotaryConfig) -> dict[str, Any]:
@@ -201,23 +203,24 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
         if issubclass(f, ModelFamily) and f.hf_model_type
     }
     families |= {wanted.hf_model_type: type(wanted)} if wanted is not None else {}
-    kind = config.get("model_type")
-    if kind not in families:
+    model_type = config.get("model_type")
+    if model_type not in families:
         raise ConfigError(
-            f"{file}: model_type {json.dumps(kind)} is not supported (known: {', '.join(sorted(families))})"
+            f"{file}: model_type {json.dumps(model_type)} is not supported "
+            f"(known: {', '.join(sorted(families))})"
         )
-    if wanted is not None and kind != wanted.hf_model_type:
+    if wanted is not None and model_type != wanted.hf_model_type:
         raise ConfigError(
-            f"{file}: model_type is {kind!r}, but the job's model is {wanted.hf_model_type!r} "
-            f"(--model.name={families[kind].name})"
+            f"{file}: model_type is {model_type!r}, but the job's model is {wanted.hf_model_type!r} "
+            f"(--model.name={families[model_type].name})"
         )
     try:
-        return families[kind].from_hf_config(config)
+        return families[model_type].from_hf_config(config)
     except ConfigError as e:
         where = f"{folder}: {e.key}: " if e.key else f"{folder}: "
         raise ConfigError(f"{where}{e}") from None
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
-        raise ConfigError(f"{file} does not describe a {kind} model: {type(e).__name__}: {e}") from None
+        raise ConfigError(f"{file} does not describe a {model_type} model: {type(e).__name__}: {e}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +237,7 @@ class HuggingFace(ModelFamily, name="huggingface"):
         if not self.path:
             raise ConfigError("empty; name a directory with a config.json", "path")
 
-    def stands_for(self) -> ModelFamily:
+    def resolved(self) -> ModelFamily:
         try:
             family = read_family(Path(self.path))
         except ConfigError as e:
@@ -243,4 +246,4 @@ class HuggingFace(ModelFamily, name="huggingface"):
         return replace(family, overrides=family.overrides | self.overrides)
 
     def build(self) -> Decoder:
-        return self.stands_for().build()
+        return self.resolved().build()

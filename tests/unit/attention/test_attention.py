@@ -199,7 +199,7 @@ def test_the_kernel_that_auto_chooses_for_a_window(
 ) -> None:
     short, whole = (replace(needs(device, torch.bfloat16, **options), window=size) for size in (63, 64))
     assert Auto().build(short).name == chosen
-    assert not whole.slides
+    assert not whole.has_effective_window
     if options.get("context_parallel") and device == "cpu":
         assert Auto().build(whole).name == "head_tail"
 
@@ -228,7 +228,7 @@ def test_a_backend_from_outside_has_to_say_that_it_supports_windows() -> None:
     Outside.supports_window = True
     assert Outside().build(run).name == "outside"
     with pytest.raises(ConfigError, match="Attention does not support a sliding window"):
-        Attention().within(16, torch.zeros(1, 64))
+        Attention().with_window(16, torch.zeros(1, 64))
 
 
 def test_auto_does_not_choose_head_tail_for_another_sdpa_kernel() -> None:

@@ -61,9 +61,9 @@ class TwoRanks:
 def test_a_window_that_hides_no_token_changes_nothing() -> None:
     attention = HeadTailAttention(TwoRanks())  # type: ignore[arg-type]
     tokens = torch.zeros(1, SIZE)  # of a sequence of twice as many
-    assert attention.within(2 * SIZE, tokens) is attention
+    assert attention.with_window(2 * SIZE, tokens) is attention
     with pytest.raises(ConfigError, match="HeadTailAttention does not support a sliding window"):
-        attention.within(2 * SIZE - 1, tokens)
+        attention.with_window(2 * SIZE - 1, tokens)
 
 
 def test_bf16_is_as_precise_as_for_the_whole_sequence() -> None:

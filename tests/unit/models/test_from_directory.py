@@ -50,7 +50,7 @@ def load(folder: Path, corpus: Path, path: Path, *lines: str, overrides: Sequenc
 
 
 @pytest.mark.parametrize("family", [Qwen2(flavor="0.5B"), Mistral(flavor="7B-v0.1"), Llama3(flavor="8B")])
-def test_the_directory_stands_for_the_family(tmp_path: Path, corpus: Path, family: ModelFamily) -> None:
+def test_the_directory_decides_the_family(tmp_path: Path, corpus: Path, family: ModelFamily) -> None:
     job = load(tmp_path, corpus, directory(tmp_path / "hf", family))
     assert job.model == family
     job = load(tmp_path, corpus, tmp_path / "hf", overrides=["--model.overrides.n_layers=3"])

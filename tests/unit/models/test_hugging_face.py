@@ -423,6 +423,7 @@ def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_pat
             {"rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.3}},
             "attention_factor is not supported with a factor of 1",
         ),
+        (QWEN2, {"rope_scaling": YARN_2 | {"attention_factor": 0.0}}, "attention_factor = 0 is not above 0"),
         (QWEN2, {"rope_scaling": {"type": "yarn"}}, 'rope_type "yarn" has no factor'),
         (QWEN2, {"rope_scaling": {"type": "yarn", "factor": "4"}}, "rope_factor: expected float, got '4'"),
         (
