@@ -34,7 +34,7 @@ from titanlite.prepare.dedup import first_of_each
 from titanlite.prepare.filters import Filter, LshSignature
 from titanlite.prepare.report import Place, Report, merge
 from titanlite.tokenizers.base import Tokenizer
-from titanlite.tokenizers.chat import ChatFormat
+from titanlite.tokenizers.chat import ChatFormat, ChatTokens
 
 T = TypeVar("T")
 VERSION = 2  # increase it when a change of the code changes the bytes that the same input gives
@@ -259,8 +259,15 @@ class JobState:
     def _token_ids(self, batch: Sequence[Document]) -> Iterable[tuple[np.ndarray, np.ndarray | None]]:
         """Return the token ids of each document, and the loss mask of each conversation."""
         if self.chat:
-            return [self.chat.encode(document.chat) for document in batch if document.chat]
+            return [self._chat_tokens(self.chat, document) for document in batch]
         return ((ids, None) for ids in self.tokenizer.encode_documents([d.text for d in batch]))
+
+    def _chat_tokens(self, chat: ChatFormat, document: Document) -> ChatTokens:
+        assert document.chat is not None
+        try:
+            return chat.encode(document.chat)
+        except ValueError as e:
+            raise ConfigError(f"{where(document.file, document.place)}: {e}") from None
 
     def _remaining(self, index: int, report: Report) -> Iterator[Document]:
         """Yield a split's documents that no filter removes, and count all documents in `report`."""

@@ -5,42 +5,48 @@ ends its turn, stands between `{% generation %}` and `{% endgeneration %}`, as i
 tokens count in the loss. A template without the two marks is an error, because nothing else tells which
 tokens are the assistant's.
 
-The names of special tokens in a template are these tokens; the same names in one text of a message are plain
-text. A template that joins two texts of a message without a separator can still form such a name, and added
-tokens that are not special keep their ids. The text depends on the conversation alone: a template has no
-clock (`strftime_now` of transformers is undefined, for which templates have a fallback)."""
+The name of a control token is this token where the template writes it, and plain text where it comes from a
+message, also if the template joins it from several texts. Control tokens are the special tokens, and those
+other added tokens that the template writes around messages. The text depends on the conversation alone: a
+template has no clock (`strftime_now` of transformers is undefined, for which templates have a fallback)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jinja2
 import numpy as np
+from jinja2 import nodes
 from jinja2.ext import Extension
-from jinja2.nodes import Node, Output, Scope, TemplateData
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Noncharacters of Unicode, which mark places in a template's output and are then removed.
-BEGIN, END, PLAIN = "\ufdd0", "\ufdd1", "\ufdd2"
-MARKS = re.compile(f"([{BEGIN}{END}{PLAIN}])")
-ESCAPED_MARKS = re.compile(r"\\ufdd[0-2]", re.IGNORECASE)  # by tojson, or by printing a table
+# Noncharacters of Unicode, which mark the assistant's text in a template's output and are then removed.
+BEGIN, END = "\ufdd0", "\ufdd1"
+MARKS = re.compile(f"([{BEGIN}{END}])")
+# Characters that stand for punctuation, to see which text comes from a message: hieroglyphs, which are
+# letters without case that Python and JSON print as they are.
+STAND_INS = range(0x13000, 0x13430)
+PUNCTUATION = r"[^\w\s]"
+PROBE = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
+_Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as text. `assistant`: the assistant's ranges of characters. `plain`: the characters at
-    which a message spells the name of a special token."""
+    """A conversation as text. `assistant`: the assistant's ranges of characters. `control`: the characters at
+    which the names of control tokens begin that the template itself writes."""
 
     text: str
-    assistant: tuple[tuple[int, int], ...]
-    plain: tuple[int, ...]
+    assistant: _Spans
+    control: tuple[int, ...]
 
 
 class ChatTokens(NamedTuple):
@@ -62,11 +68,11 @@ class ChatFormat:
         self.template, self.name, self.variables = template, name, dict(variables)
         self._tokenizer_json = tokenizer_json
         try:
-            has_marks = _compile(template)[1]
+            has_generation = self._compiled.has_generation
         except jinja2.TemplateError as e:
             line = getattr(e, "lineno", None)
             raise ValueError(f"{name}{f':{line}' if line else ''}: not a valid template: {e}") from None
-        if not has_marks:
+        if not has_generation:
             raise ValueError(
                 f"{name} does not mark the assistant's text: put `{{% generation %}}` and "
                 "`{% endgeneration %}` around what the assistant writes, with the token that ends its turn"
@@ -83,10 +89,22 @@ class ChatFormat:
         """Return the text of a conversation. `add_generation_prompt`: end with the beginning of an answer.
 
         Raises ValueError, with the template's own message if it has one, for a conversation that the template
-        refuses, and for one without text of the assistant, unless the answer is yet to be written."""
-        messages, tools = self._marked(list(messages)), self._marked(tools)
+        refuses, for one without text of the assistant, unless the answer is yet to be written, and for one
+        that makes a control token in a way that cannot be followed."""
+        conversation = [list(messages), tools]
+        text, spans = self._rendered(conversation, add_generation_prompt)
+        if not add_generation_prompt and all(begin == end for begin, end in spans):
+            raise ValueError("a conversation without text of the assistant has no token to train on")
+        return RenderedChat(text, spans, self._written(text, conversation, add_generation_prompt))
+
+    def _rendered(self, conversation: Any, add_generation_prompt: bool) -> tuple[str, _Spans]:
+        """Return the text of the messages and tools in `conversation`, and the assistant's ranges of
+        characters. Raises ValueError if the template refuses them."""
+        messages, tools = conversation
+        if any(map(MARKS.search, _strings(conversation))):
+            raise ValueError("a message holds U+FDD0 or U+FDD1, noncharacters that mark places here")
         try:
-            rendered = self._compiled.render(
+            rendered = self._compiled.template.render(
                 messages=messages,
                 tools=tools,
                 documents=None,
@@ -95,16 +113,45 @@ class ChatFormat:
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError) as e:
             raise ValueError(f"the chat template refuses this conversation: {e}") from None
-        chat = _without_marks(rendered)
-        if not add_generation_prompt and all(begin == end for begin, end in chat.assistant):
-            raise ValueError("a conversation without text of the assistant has no token to train on")
-        return chat
+        return _without_marks(rendered)
+
+    def _written(self, text: str, conversation: Any, add_generation_prompt: bool) -> tuple[int, ...]:
+        """Return the places in `text`, the rendered conversation, of the names of control tokens that the
+        template itself writes.
+
+        The conversation is rendered again with other characters for the punctuation of these names. Names
+        that are still there do not come from a message, whatever the template does with its texts."""
+        names = self._control_names
+        strings = set("".join(_strings(conversation)))
+        punctuation = strings & self._punctuation
+        if not punctuation:
+            return _places(names, text)
+        unused = (chr(i) for i in STAND_INS if chr(i) not in strings)
+        stand_ins = dict(zip(sorted(punctuation), unused))
+        pattern = re.compile("|".join([*map(re.escape, self._kept), f"[{re.escape(''.join(stand_ins))}]"]))
+
+        def disguise(string: str) -> str:
+            return pattern.sub(lambda match: stand_ins.get(match[0], match[0]), string)
+
+        try:
+            other, _ = self._rendered(_mapped(conversation, disguise), add_generation_prompt)
+        except ValueError:  # the template looks for such characters
+            other = ""
+        if other.translate({ord(c): original for original, c in stand_ins.items()}) == text:
+            return _places(names, other)
+        if names.findall(other) != names.findall(text):
+            raise ValueError(
+                "a message writes the name of a control token where the chat template escapes it or looks "
+                "for it"
+            )
+        return _places(names, text)
 
     def encode(self, chat: RenderedChat) -> ChatTokens:
         """Return the token ids of a rendered conversation.
 
         A token is the assistant's if one of its characters is: the first and last token of a span may have
-        characters before and after it."""
+        characters before and after it. Raises ValueError if the tokenizer has no other tokens for the name of
+        a control token in a message."""
         encoding = self._library.encode(chat.text, add_special_tokens=False)
         ids, offsets = np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
         mask = np.zeros(len(ids), dtype=np.bool_)
@@ -112,70 +159,83 @@ class ChatFormat:
             inside = np.flatnonzero((offsets[:, 1] > begin) & (offsets[:, 0] < end))
             if len(inside):
                 mask[inside[0] : inside[-1] + 1] = True
-        for place in reversed(chat.plain):
-            for i in np.flatnonzero((offsets[:, 0] <= place) & (place < offsets[:, 1]))[::-1]:
-                if int(ids[i]) in self._special:
-                    text = chat.text[offsets[i, 0] : offsets[i, 1]]
-                    plain = self._plain_library.encode(text, add_special_tokens=False).ids
-                    ids = np.concatenate([ids[:i], np.array(plain, np.uint32), ids[i + 1 :]])
-                    mask = np.concatenate([mask[:i], np.full(len(plain), mask[i]), mask[i + 1 :]])
+        for i in np.flatnonzero(np.isin(ids, list(self._control)))[::-1]:
+            begin, end = offsets[i].tolist()
+            if any(begin <= place < end for place in chat.control):
+                continue
+            plain = self._plain_library.encode(chat.text[begin:end], add_special_tokens=False).ids
+            if not self._control.keys().isdisjoint(plain):
+                name = self._control[int(ids[i])]
+                raise ValueError(f"a message holds {name!r}, which the tokenizer cannot encode as plain text")
+            ids = np.concatenate([ids[:i], np.array(plain, np.uint32), ids[i + 1 :]])
+            mask = np.concatenate([mask[:i], np.full(len(plain), mask[i]), mask[i + 1 :]])
         return ChatTokens(ids, mask)
 
     def end_of_turn(self) -> set[int]:
-        """Return the ids of the special tokens with which an answer ends; empty if the template has none."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        """Return the id of the control token with which an answer ends; empty if the template has none."""
         try:
-            ids, loss_mask = self.encode(self.render(messages))
+            ids, loss_mask = self.encode(self.render(PROBE[1:]))
         except ValueError:  # a template for other conversations
             return set()
-        return set(ids[loss_mask].tolist()) & self._special.keys()
-
-    def _marked(self, value: Any) -> Any:
-        """Copy a value of JSON with PLAIN in front of each name of a special token. Raises ValueError for a
-        text that has a mark."""
-        if isinstance(value, str):
-            if MARKS.search(value):
-                raise ValueError(
-                    "a message holds U+FDD0, U+FDD1 or U+FDD2, noncharacters that mark places here"
-                )
-            return self._special_names.sub(lambda match: PLAIN + match[0], value)
-        if isinstance(value, Mapping):
-            return {self._marked(key): self._marked(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._marked(item) for item in value]
-        return value
+        return set([i for i in ids[loss_mask].tolist() if i in self._control][-1:])
 
     @cached_property
-    def _compiled(self) -> jinja2.Template:
-        return _compile(self.template)[0]
+    def _compiled(self) -> _Compiled:
+        return _compile(self.template)
 
     @cached_property
     def _library(self) -> Any:
-        return self._load(special_tokens_in_text=True)
+        return self._load(control_tokens=True)
 
     @cached_property
     def _plain_library(self) -> Any:
-        return self._load(special_tokens_in_text=False)
+        return self._load(control_tokens=False)
 
     @cached_property
-    def _special(self) -> dict[int, str]:
-        added = self._library.get_added_tokens_decoder().items()
-        return {number: token.content for number, token in added if token.special}
+    def _control(self) -> dict[int, str]:
+        """The names of the control tokens by id: special tokens, and other added tokens that the template
+        writes around messages. A message may write a token that the template looks for in messages, such as
+        `</think>`, unless the token is special and stands around messages."""
+        written = ""
+        for messages in (PROBE, PROBE[1:]):
+            with suppress(ValueError):  # a template for other conversations
+                written += self._rendered([messages, None], add_generation_prompt=True)[0]
+        sought, control = "\n".join(self._compiled.sought), dict[int, str]()
+        for number, token in self._library.get_added_tokens_decoder().items():
+            is_written = token.content in written and re.search(PUNCTUATION, token.content)
+            if (token.special and is_written) if token.content in sought else (token.special or is_written):
+                control[number] = token.content
+        return control
 
     @cached_property
-    def _special_names(self) -> re.Pattern[str]:
-        names = sorted(self._special.values(), key=len, reverse=True)
+    def _control_names(self) -> re.Pattern[str]:
+        names = sorted(self._control.values(), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
-    def _load(self, special_tokens_in_text: bool) -> Any:
+    @cached_property
+    def _punctuation(self) -> set[str]:
+        """Characters, of which every name of a control token has one: the punctuation of the names."""
+        return {c for name in self._control.values() for c in re.findall(PUNCTUATION, name) or name}
+
+    @cached_property
+    def _kept(self) -> list[str]:
+        """Texts that the template looks for in messages, if they are no part of a control token's name."""
+        names = self._control.values()
+        kept = [t for t in self._compiled.sought if t and not any(t in name or name in t for name in names)]
+        return sorted(kept, key=len, reverse=True)
+
+    def _load(self, control_tokens: bool) -> Any:
         from tokenizers import Tokenizer as Library
 
         # Without the post-processor, which may take blanks out of the tokens' ranges of characters.
         tree = json.loads(self._tokenizer_json) | {"post_processor": None}
+        if not control_tokens:
+            control = self._control
+            tree["added_tokens"] = [t for t in tree["added_tokens"] if t["special"] or t["id"] not in control]
         library = Library.from_str(json.dumps(tree))
         library.no_truncation()
         library.no_padding()
-        library.encode_special_tokens = not special_tokens_in_text
+        library.encode_special_tokens = not control_tokens
         return library
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,24 +250,67 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it so
 
-    def parse(self, parser: Parser) -> Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         self.environment.extend(has_generation=True)
-        begin, end = (Output([TemplateData(mark)]).set_lineno(line) for mark in (BEGIN, END))
-        return Scope([begin, *body, end]).set_lineno(line)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)]).set_lineno(line) for mark in (BEGIN, END))
+        return nodes.Scope([begin, *body, end]).set_lineno(line)
 
 
-def _compile(template: str) -> tuple[jinja2.Template, bool]:
-    """Return the compiled template, with the same settings as transformers, and whether it has a generation
-    block. Raises jinja2.TemplateError."""
+class _Compiled(NamedTuple):
+    """A compiled template, whether it has a generation block, and the texts that it looks for."""
+
+    template: jinja2.Template
+    has_generation: bool
+    sought: frozenset[str]
+
+
+def _compile(template: str) -> _Compiled:
+    """Compile a template with the same settings as transformers. Raises jinja2.TemplateError."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = _raise_exception
     environment.filters["tojson"] = _to_json
-    compiled = environment.from_string(template)
-    return compiled, hasattr(environment, "has_generation")
+    tree = environment.parse(template)
+    has_generation, sought = hasattr(environment, "has_generation"), frozenset(_sought(tree))
+    return _Compiled(environment.from_string(tree), has_generation, sought)
+
+
+def _sought(tree: nodes.Template) -> Iterator[str]:
+    """Yield the texts in comparisons, tests, and arguments of filters and of methods, such as `split`."""
+    roots = list[nodes.Node](tree.find_all(nodes.Compare))
+    for kind in (nodes.Test, nodes.Filter):
+        roots += [argument for node in tree.find_all(kind) for argument in node.args]
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr):  # a method; no macro or function
+            roots += call.args
+    for root in roots:
+        constants = [root] if isinstance(root, nodes.Const) else root.find_all(nodes.Const)
+        yield from (constant.value for constant in constants if isinstance(constant.value, str))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list)):
+        for item in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            yield from _strings(item)
+
+
+def _mapped(value: Any, function: Callable[[str], str]) -> Any:
+    """Copy a value of JSON with `function` applied to all strings."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {_mapped(key, function): _mapped(item, function) for key, item in value.items()}
+    return [_mapped(item, function) for item in value] if isinstance(value, list) else value
+
+
+def _places(names: re.Pattern[str], text: str) -> tuple[int, ...]:
+    return tuple(match.start() for match in names.finditer(text))
 
 
 def _raise_exception(message: str) -> None:
@@ -227,16 +330,12 @@ def _to_json(
     )
 
 
-def _without_marks(rendered: str) -> RenderedChat:
-    """Remove the marks from a template's output. Raises ValueError if they are not in pairs."""
-    texts, spans, plain = list[str](), list[tuple[int, int]](), list[int]()
-    length, begin = 0, -1
-    if ESCAPED_MARKS.search(rendered):
-        raise ValueError("a message names a special token where the chat template escapes its characters")
+def _without_marks(rendered: str) -> tuple[str, _Spans]:
+    """Return a template's output without the marks, and the ranges of characters between them. Raises
+    ValueError if they are not in pairs."""
+    texts, spans, length, begin = list[str](), list[tuple[int, int]](), 0, -1
     for text in MARKS.split(rendered):
-        if text == PLAIN:
-            plain.append(length)
-        elif text in (BEGIN, END):
+        if text in (BEGIN, END):
             if (text == BEGIN) != (begin < 0):
                 raise ValueError("the chat template puts a generation block into another, or cuts one")
             if text == END:
@@ -245,4 +344,4 @@ def _without_marks(rendered: str) -> RenderedChat:
         else:
             texts.append(text)
             length += len(text)
-    return RenderedChat("".join(texts), tuple(spans), tuple(plain))
+    return "".join(texts), tuple(spans)

@@ -131,13 +131,118 @@ class HuggingFaceText:
         return self.library.decode(ids.tolist(), skip_special_tokens=False)
 
 
-def test_a_template_that_escapes_a_special_token_is_refused(tmp_path: Path) -> None:
-    body = "{{ m.content }}{{ {'a': m.content} }}"
-    template = "{% for m in messages %}{% generation %}" + body + "{% endgeneration %}{% endfor %}"
-    chat = format_of(write_tokenizer(tmp_path / "t", template))
-    chat.render([{"role": "assistant", "content": "plain"}])  # control
-    with pytest.raises(ValueError, match="where the chat template escapes its characters"):
-        chat.render([{"role": "assistant", "content": "a <|im_end|> b"}])
+def control_tokens(chat: ChatFormat, messages: list[dict[str, Any]]) -> int:
+    """How many tokens of a conversation are control tokens; nothing of its text may be lost."""
+    rendered = chat.render(messages)
+    tokens = chat.encode(rendered)
+    assert HuggingFaceText(chat).decode(tokens.ids) == rendered.text
+    return sum(int(i) < len(SPECIAL) for i in tokens.ids)
+
+
+GENERATION = "{% for m in messages %}{% generation %}<s>BODY</s>{% endgeneration %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("{{ m.role ~ m.content }}", {"role": "<|im_", "content": "end|>"}),
+        ("{{ m.content ~ m.more[0] }}", {"role": "a", "content": "<", "more": ["|im_end|>"]}),
+        ("{{ m.content.replace('~', '') }}", {"role": "a", "content": "<|im~_end|>"}),
+        ("{{ m.content }}{{ {'a': m.content} }}", {"role": "a", "content": "b <|im_end|>"}),
+        ("{{ m.calls }}", {"role": "a", "content": "", "calls": [{"<|im_end|>": "a <|im_end|>"}]}),
+        ("{{ m.content | tojson }}", {"role": "a", "content": '"<|im_end|>\n'}),
+        ("<|im_{{ m.content }}", {"role": "a", "content": "end|>"}),
+    ],
+)
+def test_no_template_makes_a_control_token_of_messages(
+    tmp_path: Path, body: str, message: dict[str, Any]
+) -> None:
+    chat = format_of(write_tokenizer(tmp_path / "t", GENERATION.replace("BODY", body)))
+    assert control_tokens(chat, [message]) == 2
+    text = chat.render([message]).text
+    control = chat._library.encode(text, add_special_tokens=False).ids
+    assert sum(i < len(SPECIAL) for i in control) > 2
+
+
+def test_a_template_that_escapes_a_control_token_is_refused(tmp_path: Path) -> None:
+    body = "{{ m.content | tojson(ensure_ascii=true) }}"
+    chat = format_of(write_tokenizer(tmp_path / "t", GENERATION.replace("BODY", body)))
+    assert control_tokens(chat, [{"role": "a", "content": "if a<b|c>d: \U0001f600"}]) == 2
+    with pytest.raises(ValueError, match="the name of a control token where the chat template escapes it"):
+        chat.render([{"role": "a", "content": "a <|im_end|> b"}])
+
+
+def test_a_control_token_that_has_no_other_tokens_is_refused(
+    chatml: ChatFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = chatml.render([{"role": "user", "content": "</s>"}, {"role": "assistant", "content": "b"}])
+    chatml.encode(chat)  # control
+    monkeypatch.setitem(chatml.__dict__, "_plain_library", chatml._library)
+    with pytest.raises(
+        ValueError, match="a message holds '</s>', which the tokenizer cannot encode as plain"
+    ):
+        chatml.encode(chat)
+
+
+def make_plain(folder: Path, *names: str) -> Path:
+    """Declare added tokens of a tokenizer as not special."""
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    for token in tree["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in names
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    return folder
+
+
+def test_added_tokens_that_are_not_special_are_control_tokens_if_the_template_writes_them(
+    tmp_path: Path,
+) -> None:
+    chat = format_of(make_plain(write_tokenizer(tmp_path / "t", CHATML), "<|im_end|>", "<|user|>"))
+    messages = [{"role": "user", "content": "a<|im_end|>"}, {"role": "assistant", "content": "<|im_end|>b"}]
+    assert control_tokens(chat, messages) == 6
+    assert chat.end_of_turn() == {SPECIAL.index("<|im_end|>")}
+    other = [messages[0], {"role": "assistant", "content": "<|user|>"}]
+    assert encoded(chat, other).loss_mask.sum() == 2  # an added token that this template does not write
+
+
+REASONING = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- set content, reasoning = m.content, '' %}
+    {%- if m.role == 'assistant' and '[/INST]' in content %}
+        {%- set reasoning = content.split('[/INST]')[0].split('[INST]')[-1] | trim %}
+        {%- set content = content.split('[/INST]')[-1] | trim %}
+    {%- endif %}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}
+        {%- if reasoning %}{{- '[INST]' + reasoning + '[/INST]' }}{%- endif %}
+        {{- content + '<|im_end|>' }}
+        {%- endgeneration %}
+    {%- elif m.content.startswith('<|user') %}
+        {{- m.content | length }}
+    {%- else %}
+        {{- content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+@pytest.mark.parametrize("plain", [(), ("[INST]", "[/INST]", "<|user|>")])
+def test_templates_see_what_the_messages_say(tmp_path: Path, plain: tuple[str, ...]) -> None:
+    """Ids and masks are those of transformers, where a template looks for special tokens in messages."""
+    folder = make_plain(write_tokenizer(tmp_path / "t", REASONING), *plain)
+    chat = format_of(folder)
+    for question in ["a < b | c", *(["<|user|>"] if plain else [])]:
+        for answer in ("[INST] hm <b> [/INST] yes", "no"):
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] * 2
+            ids, mask = theirs(folder, messages)
+            tokens = encoded(chat, messages)
+            assert tokens.ids.tolist() == ids
+            assert tokens.loss_mask.tolist() == [bool(m) for m in mask]
+    if not plain:
+        with pytest.raises(ValueError, match="escapes it or looks for it"):
+            chat.render([{"role": "user", "content": "<|user|>"}, {"role": "assistant", "content": "no"}])
+    question = {"role": "user", "content": "<|im_end|>"}
+    assert control_tokens(chat, [question, {"role": "assistant", "content": "[INST]a[/INST]"}]) == 6
 
 
 def test_a_role_makes_no_control_token(chatml: ChatFormat) -> None:
