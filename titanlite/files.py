@@ -87,7 +87,7 @@ def if_on_hub(path: str | Path, kind: str = "model") -> str:
 def is_inside(file: Path, folder: Path) -> bool:
     """Return whether a file is in a folder or below it, after links are followed. Files of a folder in
     Hugging Face's cache are links to the blobs of the same repository, which count as inside."""
-    folder, target = folder.resolve(), file.resolve()
+    folder, target = (Path(os.path.realpath(path)) for path in (folder, file))
     blobs = [path.parent / "blobs" for path in folder.parents if path.name == "snapshots"]
     return any(target.is_relative_to(path) for path in (folder, *blobs))
 

@@ -58,7 +58,7 @@ class Tokenizer:
         raise NotImplementedError(f"{full_name(type(self))} lacks decode")
 
     def decode_continuation(self, ids: Sequence[int]) -> str:
-        """Return the text of ids that follow a text. It differs from `decode` for tokenizers that add a blank
+        """Return the text of ids that follow a text. It differs from `decode` for tokenizers that add a space
         in front of a text, which `decode` removes."""
         return self.decode(ids)
 
@@ -72,7 +72,7 @@ class Tokenizer:
     def bytes_per_token(self) -> np.ndarray | None:
         """Return how many bytes of UTF-8 text each id stands for, int64 [vocab_size]; 0 for special tokens.
 
-        If the tokenizer adds a blank to each document, EOS has -1, which takes it back. None, the default, if
+        If the tokenizer adds a space to each document, EOS has -1, which takes it back. None, the default, if
         an id alone does not tell: then validation reports no bits per byte."""
         return None
 

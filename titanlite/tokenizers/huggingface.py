@@ -18,6 +18,7 @@ import numpy as np
 
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, read_object
+from titanlite.files import is_inside
 from titanlite.tokenizers import pieces
 from titanlite.tokenizers.base import Tokenizer, TokenizerConfig, read_bytes
 from titanlite.tokenizers.chat import ChatFormat
@@ -160,14 +161,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode_continuation(self, ids: Sequence[int]) -> str:
         if not self._has_pieces:
             return self.decode(ids)
-        # Only at the start of a text does the library remove a blank.
+        # Only at the start of a text does the library remove a space.
         return self.decode([self.eos, *ids])[len(self.decode([self.eos])) :]
 
     def bytes_per_token(self) -> np.ndarray:
         """In byte-level BPE each character of a token in the file is one byte (GPT-2's printable characters);
         added tokens are written as their text. Bytes are those of the text after the file's normalizer.
 
-        A tokenizer that adds a blank in front of each text has -1 bytes for EOS, so that the bytes of a
+        A tokenizer that adds a space in front of each text has -1 bytes for EOS, so that the bytes of a
         document add up to those of its text."""
         vocab = self._library.get_vocab(with_added_tokens=False)
         num_bytes = {
@@ -177,19 +178,22 @@ class HuggingFaceTokenizer(Tokenizer):
         for number, token in self._library.get_added_tokens_decoder().items():
             num_bytes[number] = 0 if token.special else len(token.content.encode("utf-8"))
         table = self._bytes_per_token(num_bytes)
-        table[self.eos] -= self._adds_blank()
+        table[self.eos] -= self._adds_space()
         return table
 
-    def _adds_blank(self) -> bool:
-        """Whether the first token of a text has a blank that the text does not have."""
+    def _adds_space(self) -> bool:
+        """Whether the first token of a text has a space that the text does not have."""
         first = self._library.encode("a", add_special_tokens=False).tokens[0]
-        return self._has_pieces and first.startswith(pieces.BLANK)
+        return self._has_pieces and first.startswith(pieces.SPACE_MARK)
 
     def _check_text(self, path: Path) -> None:
-        """Raise ConfigError if the tokenizer changes ordinary text, for example to lower case."""
-        text = self.decode(self.encode(pieces.PROBE)).removeprefix(" ")
-        if self._has_pieces and text != pieces.PROBE:
-            raise ConfigError(f"{path}: it changes text: {pieces.PROBE!r} becomes {text!r}", "tokenizer.path")
+        """Raise ConfigError if the tokenizer changes words of a text, for example to lower case."""
+        if not self._has_pieces:
+            return
+        try:
+            pieces.check_probe(self.decode(self.encode(pieces.PROBE)))
+        except ValueError as e:
+            raise ConfigError(f"{path}: {e}", "tokenizer.path") from None
 
     def chat_format(self) -> ChatFormat:
         template, name = self._chat_template()
@@ -238,7 +242,7 @@ class HuggingFaceTokenizer(Tokenizer):
         config = read_object(file) if file else TOKENIZER_CONFIG
         if self._has_pieces:
             # transformers 5 runs the file only for this class: LlamaTokenizer builds a tokenizer of its own
-            # from the vocabulary, which has other ids for texts that begin with a blank.
+            # from the vocabulary, which has other ids for texts that begin with a space.
             config = {key: value for key, value in config.items() if key not in REBUILT}
             config["tokenizer_class"] = TOKENIZER_CONFIG["tokenizer_class"]
         files["tokenizer_config.json"] = as_json({**config, **framing})
@@ -256,15 +260,13 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return a file beside tokenizer.json that an export copies, or None if it is missing. Raises
         ConfigError for a link out of the folder, which might copy a secret, except to the blobs of Hugging
         Face's cache."""
-        file, folder = self._folder / name, self._folder.resolve()
+        file = self._folder / name
         if not os.path.lexists(file):
             return None
-        blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
-        target = Path(os.path.realpath(file))
-        if target.parent not in (folder, blobs):
+        if not is_inside(file, self._folder):
             raise ConfigError(
-                f"{file} is a link to {target}, outside its folder, which an export would copy: replace the "
-                "link by a file, or delete it",
+                f"{file} is a link to {os.path.realpath(file)}, outside its folder, which an export would "
+                "copy: replace the link by a file, or delete it",
                 "tokenizer.path",
             )
         return file
@@ -304,18 +306,17 @@ def _check_byte_level(tree: dict[str, Any]) -> None:
     """Raise ValueError unless every text has ids that decode to it, or (Qwen) to its NFC form."""
     from tokenizers import pre_tokenizers
 
-    split = tree.get("pre_tokenizer") or {}
-    kinds = {step.get("type") for step in split.get("pretokenizers", [split])}
+    splits = pieces.steps(tree.get("pre_tokenizer"), "pretokenizers")
     if (
-        "ByteLevel" not in kinds
+        "ByteLevel" not in {split.get("type") for split in splits}
         or not set(pre_tokenizers.ByteLevel.alphabet()) <= tree["model"]["vocab"].keys()
     ):
         raise ValueError(
             "its BPE works on characters, not on bytes, and would lose unknown characters: it has no byte "
             "fallback"
         )
-    if any(step.get("add_prefix_space") for step in split.get("pretokenizers", [split])):
-        raise ValueError("it adds a blank before every text (add_prefix_space)")
-    change = tree.get("normalizer") or {"type": "NFC"}
-    if any(step.get("type") != "NFC" for step in change.get("normalizers", [change])):
-        raise ValueError(f"it changes text before it encodes it (normalizer {change.get('type')})")
+    if any(split.get("add_prefix_space") for split in splits):
+        raise ValueError("it adds a space before every text (add_prefix_space)")
+    for step in pieces.steps(tree.get("normalizer"), "normalizers"):
+        if step.get("type") != "NFC":
+            raise ValueError(f"it changes text before it encodes it (normalizer {step.get('type')})")

@@ -1,28 +1,35 @@
 """Vocabularies of pieces of text with byte fallback, as SentencePiece has them.
 
-A blank is part of a piece, written as U+2581. A character without a piece becomes the pieces of its bytes,
+A space is part of a piece, written as U+2581. A character without a piece becomes the pieces of its bytes,
 `<0x00>` to `<0xFF>`."""
 
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 from typing import Any
+from unicodedata import normalize
 
-BLANK = "\u2581"
+SPACE_MARK = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-PROBE = "The quick brown fox, 123 (jumps): caf\u00e9 \u4f60\u597d \U0001f600!"  # NFKC leaves it unchanged
+# Text that no Unicode normalisation changes: words between white space of several kinds, then all printable
+# ASCII, and all Latin, Greek and Cyrillic letters.
+PROBE = "The quick  brown\tfox,\n123 (jumps): \u4f60\u597d \U0001f600! " + " ".join(
+    character
+    for character in map(chr, range(0x530))
+    if (character.isalnum() or "!" <= character <= "~") and normalize("NFKC", character) == character
+)
 NORMALIZERS = {"Precompiled", "Prepend", "Replace", "Strip", "NFC", "NFKC"}
 PRE_TOKENIZERS = {"Metaspace", "Split", "Digits"}
 
 
 def num_bytes(piece: str) -> int:
     """Return how many bytes of text a piece stands for."""
-    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace(BLANK, " ").encode())
+    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace(SPACE_MARK, " ").encode())
 
 
 def check(tree: dict[str, Any]) -> None:
-    """Raise ValueError for a tokenizer.json with pieces that loses unknown characters or blanks. Whether it
-    changes letters is tested with PROBE."""
+    """Raise ValueError for a tokenizer.json with pieces that loses unknown characters or spaces."""
     vocab = tree["model"]["vocab"]
     texts = vocab.keys() if isinstance(vocab, dict) else {text for text, _ in vocab}
     if not tree["model"].get("byte_fallback") or not texts >= set(BYTES):
@@ -33,6 +40,14 @@ def check(tree: dict[str, Any]) -> None:
     for step in steps(tree.get("pre_tokenizer"), "pretokenizers"):
         if step.get("type") not in PRE_TOKENIZERS or step.get("behavior") == "Removed":
             raise ValueError(f"it may drop text before it encodes it (pre-tokenizer {step.get('type')})")
+
+
+def check_probe(text: str) -> None:
+    """Raise ValueError if `text`, which a tokenizer has made of PROBE, has other words. White space may have
+    become other white space, as in models that SentencePiece trains with `remove_extra_whitespaces`."""
+    for before, after in zip_longest(PROBE.split(), text.split(), fillvalue=""):
+        if before != after:
+            raise ValueError(f"it changes text: {before!r} becomes {after!r}")
 
 
 def steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:

@@ -36,6 +36,8 @@ class SentencePiece(HuggingFace, name="sentencepiece"):
             model = read_model(data)
         except ValueError as e:
             raise ConfigError(f"{path}: {e}", "tokenizer.path") from None
+        if not (model.eos or self.eos):
+            raise ConfigError(f"{path} has no EOS: give the token at the end of a document", "tokenizer.eos")
         return SentencePieceTokenizer(self, path, data, model)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.tokenizers.pieces import BLANK, BYTES
+from titanlite.tokenizers.pieces import BYTES, SPACE_MARK
 from titanlite.tokenizers.tokenizer_json import bpe_model, tokenizer_tree
 
 TYPES = range(1, 7)  # of pieces
@@ -68,22 +68,22 @@ def read_model(data: bytes) -> SentencePieceModel:
             pieces=pieces,
             type=_int(trainer, 3, UNIGRAM),
             unk_id=types[UNKNOWN][0],
-            bos=_text_at(pieces, _int(trainer, 41, 1)),
-            eos=_text_at(pieces, _int(trainer, 42, 2)),
+            bos=_control(pieces, trainer.get(46, [b"<s>"])[-1].decode()),
+            eos=_control(pieces, trainer.get(47, [b"</s>"])[-1].decode()),
             charsmap=bytes(normalizer.get(2, [b""])[-1]),
             add_dummy_prefix=bool(_int(normalizer, 3, 1)),
             remove_extra_whitespaces=bool(_int(normalizer, 4, 1)),
         )
         if not types[NORMAL] or not all(piece.text for piece in pieces):
             raise ValueError
-        has_other_blanks = _int(trainer, 24, 0) or not _int(normalizer, 5, 1)
+        has_other_spaces = _int(trainer, 24, 0) or not _int(normalizer, 5, 1)
     except (ValueError, LookupError, TypeError, AttributeError, struct.error):
         raise ValueError(NOT_A_MODEL) from None
     if model.type not in (UNIGRAM, BPE):
         raise ValueError(f"a SentencePiece model of type {model.type}, neither Unigram (1) nor BPE (2)")
     if not {pieces[i].text for i in types[BYTE]} >= set(BYTES):
         raise ValueError("it has no pieces for bytes (byte_fallback), and would lose unknown characters")
-    if has_other_blanks:
+    if has_other_spaces:
         raise ValueError("it was trained with treat_whitespace_as_suffix or without escape_whitespaces")
     if types[UNUSED]:
         raise ValueError("it has unused pieces")
@@ -98,11 +98,11 @@ def as_tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
             {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()}
         )
     if model.remove_extra_whitespaces:
-        steps += [_replace({"Regex": rf"\A +|[ {BLANK}]+\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
+        steps += [_replace({"Regex": rf"\A +|[ {SPACE_MARK}]+\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
     if model.add_dummy_prefix:
-        steps.append({"type": "Prepend", "prepend": BLANK})
-    steps.append(_replace({"String": " "}, BLANK))
-    to_text = [_replace({"String": BLANK}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+        steps.append({"type": "Prepend", "prepend": SPACE_MARK})
+    steps.append(_replace({"String": " "}, SPACE_MARK))
+    to_text = [_replace({"String": SPACE_MARK}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     if model.add_dummy_prefix:
         to_text.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     splits = [_split(regex) for regex in _split_patterns(model)]
@@ -200,8 +200,10 @@ def _int(fields: dict[int, list[Any]], number: int, default: int) -> int:
     return value - (1 << 64) if value >> 63 == 1 else value
 
 
-def _text_at(pieces: list[Piece], i: int) -> str:
-    return pieces[i].text if 0 <= i < len(pieces) else ""
+def _control(pieces: list[Piece], name: str) -> str:
+    """Return `name` if it is a control piece, else "". As in SentencePiece, a user-defined symbol `<s>` is
+    text, not BOS."""
+    return name if any(piece.text == name and piece.type == CONTROL for piece in pieces) else ""
 
 
 def _fields(data: bytes) -> dict[int, list[Any]]:

@@ -17,7 +17,7 @@ from titanlite.tokenizers.base import BOS, EOS, Tokenizer, TokenizerConfig, read
 from titanlite.tokenizers.tokenizer_json import LONGEST_RUN, byte_level_files
 
 # Llama 3's pattern: contractions, words with one leading sign, numbers of up to three digits, punctuation,
-# runs of blanks.
+# runs of white space.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -121,11 +121,11 @@ def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
 
 
 def _without_long_runs(text: str) -> list[str]:
-    """Split the text so that no run of blanks or of non-blanks has over LONGEST_RUN characters: tiktoken's
-    regular expression recurses once per character and would overflow its stack."""
+    """Split the text so that no run of white space or of other characters is longer than LONGEST_RUN:
+    tiktoken's regular expression recurses once per character and would overflow its stack."""
     half = LONGEST_RUN // 2  # a longer run fills at least one window of this size
     windows = (text[i : i + half] for i in range(0, len(text) - half + 1, half))
-    if len(text) <= LONGEST_RUN or all(_BLANK.search(w) and _NO_BLANK.search(w) for w in windows):
+    if len(text) <= LONGEST_RUN or all(_SPACE.search(w) and _NO_SPACE.search(w) for w in windows):
         return [text]
     chunks, begin = [], 0
     for run in re.finditer(r"\s+|\S+", text):
@@ -135,5 +135,5 @@ def _without_long_runs(text: str) -> list[str]:
     return [*chunks, text[begin:]]
 
 
-_BLANK = re.compile(r"\s")
-_NO_BLANK = re.compile(r"\S")
+_SPACE = re.compile(r"\s")
+_NO_SPACE = re.compile(r"\S")

@@ -12,8 +12,10 @@ from typing import Any
 
 from titanlite.config.json_file import as_json
 
-LONGEST_RUN = 25_000  # characters; the limit of runs of blanks or non-blanks in Llama 3's reference code
-BLANK, NO_BLANK = r"[\s\x1c-\x1f]", r"[^\s\x1c-\x1f]"  # Python's \s and \S in the library's syntax
+LONGEST_RUN = (
+    25_000  # characters; the limit of runs of white space or other characters in Llama 3's reference code
+)
+SPACE, NO_SPACE = r"[\s\x1c-\x1f]", r"[^\s\x1c-\x1f]"  # Python's \s and \S in the library's syntax
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "model_input_names": ["input_ids", "attention_mask"],
@@ -113,7 +115,7 @@ def bpe_model(
 def _long_runs() -> str:
     """Return a regular expression that matches LONGEST_RUN characters of a longer run. A match starts at the
     start of the run or at the end of the previous match (\\G), so that no text is scanned twice."""
-    return "|".join(rf"(?:(?<!{kind})|\G){kind}{{{LONGEST_RUN}}}(?={kind})" for kind in (NO_BLANK, BLANK))
+    return "|".join(rf"(?:(?<!{kind})|\G){kind}{{{LONGEST_RUN}}}(?={kind})" for kind in (NO_SPACE, SPACE))
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -224,14 +224,14 @@ def lowercased(tree: dict[str, Any]) -> None:
     tree["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
 
 
-def with_a_blank_in_front(tree: dict[str, Any]) -> None:
+def with_a_space_in_front(tree: dict[str, Any]) -> None:
     tree["pre_tokenizer"]["pretokenizers"][1]["add_prefix_space"] = True
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
-        *(sentencepiece, without_a_byte, wordpiece, lowercased, with_a_blank_in_front),
+        *(sentencepiece, without_a_byte, wordpiece, lowercased, with_a_space_in_front),
         lambda tree: tree.pop("model"),
     ],
 )

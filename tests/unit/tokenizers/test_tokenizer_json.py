@@ -86,7 +86,7 @@ def test_ids_are_equal_on_varied_text(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["tiktoken", "another split"])
 def test_ids_are_equal_on_runs_that_are_cut(tmp_path: Path, kind: str) -> None:
-    """Of more than 25,000 blanks or others; on both sides of the limit, in a row, and within other text."""
+    """Of more than 25,000 spaces or others; on both sides of the limit, in a row, and within other text."""
     tokenizer = KINDS[kind].build()
     theirs = opened(tokenizer, tmp_path / "it")
     ours = HuggingFace(path=str(tmp_path / "it")).build()

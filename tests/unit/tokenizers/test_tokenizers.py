@@ -240,7 +240,7 @@ def test_too_few_special_tokens(number: int) -> None:
     assert e.value.key == "num_special_tokens"
 
 
-def test_a_very_long_run_of_blanks(shipped: Tokenizer) -> None:
+def test_a_very_long_run_of_spaces(shipped: Tokenizer) -> None:
     """A regular expression that backtracks over it overflows its stack."""
     text = " " * 1_000_000 + "x"
     assert shipped.decode(shipped.encode(text)) == text
@@ -362,7 +362,7 @@ def test_runs_are_cut_where_llama_3_cuts_them(shipped: Tokenizer, number: int) -
     for run in (" " * number, "x" * number):
         text = f"a b {run} c"
         begin = 4 if run[0] == "x" else 3
-        size = number if run[0] == "x" else number + 2  # with the blanks around
+        size = number if run[0] == "x" else number + 2  # with the spaces around
         cuts = [begin + end for end in range(25_000, size, 25_000)]
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, None])]
         assert shipped.encode(text) == [i for piece in pieces for i in shipped.encode(piece)]
