@@ -257,7 +257,7 @@ class Job:
         identity = {"model": model, "loss": self.loss.objective, "training": training, "data": data}
         stages = [place | settings_of(stage) for place, stage in zip(places, self.stages)]
         if self.lora.enable:
-            identity["lora"] = self.lora.identity
+            identity["lora"] = self.lora.identity(self.model.build_on_meta())
         return identity | ({"stages": stages} if stages else {}) | {"names": names}
 
 

@@ -203,3 +203,8 @@ def test_a_changed_base_model_is_refused(tmp_path: Path, corpus: Path, base: Pat
     assert len(metrics_of(job)) == 3
     with pytest.raises(ConfigError, match=r"lora\.rank was 4, is 5"):
         run_in_hops(tmp_path, corpus, [4], *keys_of(base), "--lora.rank=5", name="run")
+    with pytest.raises(ConfigError, match=r'lora\.targets was \["down_proj", .*\], is \["q_proj"\]'):
+        run_in_hops(tmp_path, corpus, [4], *keys_of(base), '--lora.targets=["q_proj"]', name="run")
+    same_layers = '--lora.targets=["self_attn.*", "*_proj"]'
+    job = run_in_hops(tmp_path, corpus, [4], *keys_of(base), same_layers, name="run")
+    assert len(metrics_of(job)) == 4

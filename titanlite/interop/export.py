@@ -30,6 +30,7 @@ from titanlite.interop.formats import base_of, lora_of
 from titanlite.interop.huggingface import INDEX, SINGLE
 from titanlite.interop.weights import LazyTensor, ModelAndTokenizer, Weights, check, vocabulary_of
 from titanlite.models.base import Decoder, ModelFamily, is_adapter
+from titanlite.models.lora import short_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in huggingface.DTYPES.items()}
@@ -107,15 +108,13 @@ def _peft_config(adapters: Weights, net: Decoder, base_path: Path | None) -> dic
     rank, alpha, _ = lora_of(adapters)
     ends = (".lora_A.weight", ".lora_B.weight")
     layers = {name.removesuffix(end) for name in adapters.tensors for end in ends if name.endswith(end)}
-    kinds = {layer.rpartition(".")[2] for layer in layers}
-    of_kinds = {name for name, _ in net.named_modules() if name.rpartition(".")[2] in kinds}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base_path.resolve()) if base_path else base_of(adapters).path,
         "r": rank,
         "lora_alpha": alpha,
-        "target_modules": sorted(kinds if layers == of_kinds else layers),
+        "target_modules": short_names(layers, [name for name, _ in net.named_modules()]),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

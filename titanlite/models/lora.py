@@ -1,10 +1,11 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): the base model is frozen, and beside chosen linear layers a
-product of two small matrices is trained. Names and initial values are those of PEFT."""
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): trains a low-rank update B A of the weights of chosen linear
+layers, and freezes the model itself. Names and initial values are those of PEFT."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,7 +33,8 @@ class LoRA:
     targets: list[str] = field(default_factory=lambda: ["*"])
     """Linear layers of the blocks that get an adapter, by the ends of their names, such as `q_proj` or
     `mlp.down_proj`, or by shell-style patterns of names, such as `*_proj` or `model.layers.0.*`. A target
-    without a layer is an error. Default: all."""
+    without a layer is an error. A run may resume with other targets that choose the same layers. Default:
+    all, except the routers of experts, which never get one."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "rank")
@@ -63,23 +65,16 @@ class LoRA:
         `pipeline_parallel`, for a block without an adapter, because every stage has to have gradients."""
         if not self.enable:
             return
-        blocks = {module: name for name, module in net.named_modules() if module in net.blocks().values()}
-        layers = {
-            f"{prefix}.{name}": layer
-            for block, prefix in blocks.items()
-            for name, layer in block.named_modules()
-            if type(layer) in (Linear, nn.Linear)
-        }
+        blocks, layers = _blocks(net), _linear_layers(net)
         for i, target in enumerate(self.targets):
             if not any(_matches(name, target) for name in layers):
-                known = {name.rpartition(".")[2] for name in layers}
+                known = set(map(_last, layers))
                 raise ConfigError(
                     f"{target!r} matches no linear layer of the blocks{suggest(target, known)}",
                     f"lora.targets.{i}",
                 )
-        chosen = [name for name in layers if any(_matches(name, target) for target in self.targets)]
         net.requires_grad_(False)
-        for name in chosen:
+        for name in self._chosen(layers):
             parent, _, child = name.rpartition(".")
             with layers[name].weight.device:  # on the meta device, nothing is allocated or drawn
                 adapted = LoRALinear(layers[name], self.rank, self.scale)
@@ -99,21 +94,54 @@ class LoRA:
         trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in net.parameters()) - trained
         adapted = (name for name, layer in net.named_modules() if isinstance(layer, LoRALinear))
-        kinds = Counter(name.rpartition(".")[2] for name in adapted)
+        kinds = Counter(map(_last, adapted))
         layers = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         return [
             f"adapters of rank {self.rank}, alpha {self.alpha:g}: {trained:,} parameters are trained, "
             f"{frozen:,} are frozen; {layers}"
         ]
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The section `lora` of the run identity."""
-        return {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
+    def identity(self, net: Decoder) -> dict[str, Any]:
+        """The section `lora` of the run identity. Its targets are the chosen layers of the model `net`, which
+        has no adapters, however `targets` spells them."""
+        layers = _linear_layers(net)
+        targets = short_names(self._chosen(layers), layers)
+        return {"rank": self.rank, "alpha": self.alpha, "targets": targets}
+
+    def _chosen(self, layers: Collection[str]) -> list[str]:
+        """The names of the layers that get an adapter, among the names of all linear layers."""
+        return [name for name in layers if any(_matches(name, target) for target in self.targets)]
+
+
+def _blocks(net: Decoder) -> dict[nn.Module, str]:
+    """The blocks of `net` with their names."""
+    return {module: name for name, module in net.named_modules() if module in net.blocks().values()}
+
+
+def _linear_layers(net: Decoder) -> dict[str, nn.Linear]:
+    """The linear layers of the blocks by name, without routers."""
+    return {
+        f"{prefix}.{name}": layer
+        for block, prefix in _blocks(net).items()
+        for name, layer in block.named_modules()
+        if type(layer) in (Linear, nn.Linear)
+        if net.parameter_role(f"{prefix}.{name}.weight") != "router"
+    }
 
 
 def _matches(name: str, target: str) -> bool:
     return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
+
+
+def short_names(chosen: Collection[str], names: Collection[str]) -> list[str]:
+    """The last components, such as `q_proj`, of the `chosen` names among all `names`, and the whole name if
+    not all names with its last component are chosen. Sorted."""
+    partly = {_last(name) for name in set(names).difference(chosen)}
+    return sorted({name if _last(name) in partly else _last(name) for name in chosen})
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 class LoRALinear(Linear):

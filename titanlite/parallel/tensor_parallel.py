@@ -192,12 +192,7 @@ class _WithAdapter(ParallelStyle):
 
 def _sharded_product(mesh: DeviceMesh, placements: _AdapterPlacements) -> Callable[..., torch.Tensor]:
     """low_rank_product for DTensors with these placements."""
-    x_gradient, a_gradient, b_gradient = (
-        [placements.x_gradient],
-        [placements.a_gradient],
-        [placements.b_gradient],
-    )
-    output = [placements.output]
+    _, _, x_gradient, a_gradient, b_gradient, output = ([placement] for placement in placements)
 
     def product(x: DTensor, a_RI: DTensor, b_OR: DTensor, scale: float) -> torch.Tensor:
         local = low_rank_product(

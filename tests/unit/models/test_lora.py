@@ -82,6 +82,28 @@ def test_targets(targets: list[str], layers: set[str]) -> None:
     assert layers_of(adapted(targets=targets)) == layers
 
 
+def test_targets_are_the_same_to_a_run_if_they_choose_the_same_layers() -> None:
+    def identity(*targets: str) -> list[str]:
+        return LoRA(targets=list(targets)).identity(family().build_on_meta())["targets"]
+
+    assert identity("q_proj", "v_proj") == identity("v_proj", "q_proj", "q_*") == identity("[qv]_proj")
+    assert identity("q_proj", "v_proj") == ["q_proj", "v_proj"]
+    assert identity("*") == identity("mlp.*", "self_attn.*_proj")
+    assert identity("1.*.q_proj", "mlp.up_proj") == ["model.layers.1.self_attn.q_proj", "up_proj"]
+    different = [identity(*targets) for targets in (["*"], ["q_proj"], ["0.*.q_proj"], ["1.*.q_proj"])]
+    assert all(a != b for i, a in enumerate(different) for b in different[:i])
+
+
+def test_routers_get_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    role = Decoder.parameter_role
+    monkeypatch.setattr(
+        Decoder, "parameter_role", lambda net, name: "router" if "0.mlp.up" in name else role(net, name)
+    )
+    assert layers_of(adapted(targets=["up_proj"])) == {"model.layers.1.mlp.up_proj"}
+    with pytest.raises(ConfigError, match=r"0.mlp.up_proj.* matches no linear layer"):
+        adapted(targets=["0.mlp.up_proj"])
+
+
 @pytest.mark.parametrize(
     ("keys", "message", "key"),
     [
