@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,20 @@ SPEED, RESERVED = "throughput/tokens_per_second_per_device", "memory/peak_reserv
 def refreshed(page: str) -> str:
     """The page with the tables of the present results."""
     return TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", page)
+
+
+def with_tables(
+    page: str, tables: Mapping[str, Callable[[dict[str, Any]], str]], result: dict[str, Any] | None
+) -> str:
+    """The page with these tables of a result; None: of no result. Other tables of the page stay."""
+
+    def refresh(match: re.Match[str]) -> str:
+        if match[2] not in tables:
+            return match[0]
+        text = tables[match[2]](result) if result else "Unmeasured.\n"
+        return f"{match[1]}\n{text}\n{match[3]}"
+
+    return TABLE.sub(refresh, page)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -3,8 +3,9 @@
     python benchmarks/stdlib_conversations.py [--output outputs/conversations]
 
 Questions are put to the docstrings and signatures of the installed library's public functions: what one does,
-which parameters it takes, and in which module it is. No text is written by a model. The result depends on the
-Python version alone."""
+and which parameters it takes. No text is written by a model. The result depends on the Python version, and on
+the modules that its build has. The functions are ordered by the hash of their name, and the first ones are
+held out: those at the very beginning are held out for every version that has them."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def main() -> None:
     if len(shuffled) < num_chats:
         sys.exit(f"the standard library gives {len(shuffled)} conversations, fewer than {num_chats}")
     options.output.mkdir(parents=True, exist_ok=True)
-    by_file = {"train": shuffled[: options.num_train], "held_out": shuffled[options.num_train : num_chats]}
+    num_held_out = options.num_held_out
+    by_file = {"train": shuffled[num_held_out:num_chats], "held_out": shuffled[:num_held_out]}
     for file, names in by_file.items():
         lines = [json.dumps({"messages": chats[name]}, ensure_ascii=False) + "\n" for name in names]
         (options.output / f"{file}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -27,7 +27,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.environment import without_paths  # noqa: E402
-from benchmarks.optimizer_tables import TABLE, paragraph, table  # noqa: E402
+from benchmarks.optimizer_tables import paragraph, table, with_tables  # noqa: E402
 from titanlite.config import toml  # noqa: E402
 from titanlite.config.amount import Amount  # noqa: E402
 
@@ -185,14 +185,7 @@ def legs(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def refreshed(page: str, result: dict[str, Any] | None) -> str:
     """The page with the tables of the result; None: of no result."""
-    return TABLE.sub(
-        lambda match: (
-            f"{match[1]}\n{TABLES[match[2]](result) if result else 'Unmeasured.'}\n{match[3]}"
-            if match[2] in TABLES
-            else match[0]
-        ),
-        page,
-    )
+    return with_tables(page, TABLES, result)
 
 
 def with_header(config: str, result: dict[str, Any]) -> str:

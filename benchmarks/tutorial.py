@@ -150,6 +150,13 @@ def quotations(page: str) -> Iterator[tuple[str, list[str]]]:
 
 def refreshed(page: str, result: dict[str, Any]) -> str:
     """The page with the recorded output in its quotations, the total time and the load."""
+    page = with_output(page, result)
+    page = re.sub(r"(?<=ran this page in )\S+(?= minutes)", f"{result['seconds'] / 60:.0f}", page)
+    return re.sub(r"(?<=load average )[\d.]+\d", f"{result['load_average']:.1f}", page)
+
+
+def with_output(page: str, result: dict[str, Any]) -> str:
+    """The page with the recorded output in its quotations."""
     recorded = {command["command"]: command["output"] for command in result["commands"]}
     output: list[str] = []  # of the last command
 
@@ -163,9 +170,7 @@ def refreshed(page: str, result: dict[str, Any]) -> str:
         lines = output if is_whole else same_shapes(match["text"].splitlines(), output)
         return match[0].replace(match["text"], "".join(f"{line}\n" for line in lines))
 
-    page = BLOCK.sub(refresh, page)
-    page = re.sub(r"(?<=ran this page in )\S+(?= minutes)", f"{result['seconds'] / 60:.0f}", page)
-    return re.sub(r"(?<=load average )[\d.]+\d", f"{result['load_average']:.1f}", page)
+    return BLOCK.sub(refresh, page)
 
 
 def same_shapes(quoted: list[str], recorded: list[str]) -> list[str]:
