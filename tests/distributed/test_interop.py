@@ -3,26 +3,22 @@ own part of whatever format, and an export is the same bytes whichever ranks sav
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.foreign import random_tensors, write_meta, write_torchtitan
-from tests.support.gradients import build
 from tests.support.jobs import make_job
-from tests.support.models import YARN, family, hugging_face, row, tensors_in
+from tests.support.models import family, hugging_face, tensors_in
 from tests.support.runs import CP, PP, TP, train_on_rank
 from tests.support.tiers import full, sampled
 from titanlite import cli
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.config.component import ConfigError
 from titanlite.interop import initial
-from titanlite.interop.huggingface import open_hugging_face
-from titanlite.interop.weights import Weights, load_weights
+from titanlite.interop.weights import Weights
 from titanlite.models.base import ModelFamily
 from titanlite.train import train
 
@@ -73,51 +69,6 @@ def test_in_and_out_of_a_layout_is_bit_equal(tmp_path: Path, corpus: Path, run_o
     theirs, again = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "ours")
     assert again.keys() == theirs.keys()
     assert all(torch.equal(again[name], theirs[name]) for name in theirs)
-
-
-LOGITS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp 2": (2, {"tp": 2}),
-    "cp 2": (2, {"cp": 2}),
-    "dp_shard 2": (2, {}),
-    "tp 2 x cp 2": (4, {"tp": 2, "cp": 2}),
-    "pp 2 x tp 2": (4, {"pp": 2, "tp": 2}),
-}
-WINDOWED = {"sliding_window": 20, "rope_type": "linear", "rope_factor": 4.0}
-SCALED = {**YARN, "rope_original_max_position": 16, "tie_word_embeddings": False}
-NEW = {"qwen2": family("qwen2", **SCALED), "mistral": family("mistral", **WINDOWED)}
-
-
-def logits_on_rank(folder: Path, model: str, layout: dict[str, Any]) -> torch.Tensor:
-    """The logits of the model in a Hugging Face directory on a layout."""
-    component = NEW[model]
-    tied = component.config.tie_word_embeddings and "pp" not in layout
-    options = {"family": model, "shape": component.overrides, "tied": tied, "dtype": torch.float32}
-    sharded = build(dist.get_world_size(), dist.get_rank(), **options, **layout)
-    weights = open_hugging_face(folder)
-    tensors = {"lm_head.weight": weights.tensors["model.embed_tokens.weight"], **weights.tensors}
-    load_weights(replace(weights, tensors=tensors), sharded.net)
-    return sharded.logits(row(62))
-
-
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        ("mistral", "cp 2"),
-        *(full("mistral", layout) for layout in LOGITS if layout != "cp 2"),
-        *(full("qwen2", layout) for layout in LOGITS),
-    ],
-)
-def test_logits_on_a_layout_are_those_of_transformers(
-    tmp_path: Path, run_on, model: str, layout: str
-) -> None:
-    """Over more tokens than the window, and than the length before the scaling."""
-    theirs = hugging_face(NEW[model])
-    theirs.save_pretrained(tmp_path / "theirs")
-    world_size, options = LOGITS[layout]
-    with torch.no_grad():
-        wanted = theirs(row(62)).logits
-    for logits in run_on(world_size, logits_on_rank, tmp_path / "theirs", model, options):
-        assert (logits - wanted).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
