@@ -12,11 +12,14 @@ files' paths, sizes and times of change."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import struct
+import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,7 +30,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, expect, load_object
 from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.worker_pool import num_cores, worker_pool
-from titanlite.files import check_regular, hash_file, new_folder, open_regular
+from titanlite.files import check_regular, hash_file, make_folder, new_folder, open_regular
 from titanlite.progress import Progress
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
@@ -53,6 +56,7 @@ class MegatronFile:
 
     def __init__(self, prefix: str):
         self.bin, self.idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        self._is_new = False  # the files were read for the first time, and not verified since
         try:
             with open_regular(self.idx) as file:
                 header, idx_bytes = file.read(HEADER.size), os.fstat(file.fileno()).st_size
@@ -127,12 +131,16 @@ class MegatronFile:
         return np.asarray(np.memmap(self.idx, dtype, mode="r", offset=offset, shape=(size,)))
 
     def content(self, cache_dir: Path) -> Content:
-        """Return what was recorded about the files' content, or read the files and record it."""
-        folder = self._record(cache_dir)
+        """Return what was recorded about the files' content, or read the files and record it. Raises
+        ConfigError for an index that contradicts itself, and for ids below 0."""
+        folder = self.record(cache_dir)
         if not folder.exists():
-            content = self.read_content()
-            with new_folder(folder) as unfinished:
-                (unfinished / "content.json").write_bytes(as_json(asdict(content)))
+            self._check_index()
+            with _only_one(folder):
+                if not folder.exists():
+                    content, self._is_new = self.read_content(), True
+                    with new_folder(folder) as unfinished:
+                        (unfinished / "content.json").write_bytes(as_json(asdict(content)))
         try:
             tree = load_object(folder / "content.json")
             expect(tree, sha256=str, largest_id=int)
@@ -140,19 +148,30 @@ class MegatronFile:
             raise ConfigError(f"{folder / 'content.json'}: {e}; delete {folder}") from None
         return Content(tree["sha256"], tree["largest_id"])
 
-    def verify(self, cache_dir: Path) -> None:
-        """Compare the files with what was recorded. Raises ConfigError."""
-        if self.read_content() != self.content(cache_dir):
-            raise ConfigError(
-                f"{self.bin} and {self.idx.name}: the content differs from that of their first use, although "
-                f"their times of change are the same. Restore the files, or delete {self._record(cache_dir)} "
-                "to use them as they are"
-            )
+    def verify(self, cache_dir: Path) -> Content:
+        """Compare the files with what was recorded, or record it. Returns the content. Raises ConfigError.
+
+        Processes that call this at the same time, such as the ranks of a machine, read one after another, and
+        accept the result of a process that began after they had called."""
+        asked, recorded = time.time(), self.content(cache_dir)
+        if self._is_new:  # `content` has just read it
+            self._is_new = False
+            return recorded
+        with _only_one(self.record(cache_dir)) as last:
+            if float(last.read_text() or 0) < asked:
+                began = time.time()
+                self._check_index()
+                if self.read_content() != recorded:
+                    raise ConfigError(
+                        f"{self.bin} and {self.idx.name}: the content differs from that of their first use, "
+                        "although their times of change are the same. Restore the files, or delete "
+                        f"{self.record(cache_dir)} to use them as they are"
+                    )
+                last.write_text(repr(began))
+        return recorded
 
     def read_content(self) -> Content:
-        """Read both files completely, on all cores. Raises ConfigError for an index that contradicts itself,
-        and for ids below 0."""
-        self._check_index()
+        """Read both files completely, on all cores. Raises ConfigError for ids below 0."""
         starts = range(0, self.bin.stat().st_size, HASHED_BYTES)
         read = partial(_read_block, self.bin, self.dtype, HASHED_BYTES)
         digest, largest = hashlib.sha256(hash_file(self.idx)[1].encode()), 0
@@ -188,11 +207,23 @@ class MegatronFile:
             if (np.diff(documents[begin : begin + CHECKED_SEQUENCES + 1]) < 0).any():
                 raise ConfigError(f"{self.idx}: its documents are not in order: the index is damaged", "path")
 
-    def _record(self, cache_dir: Path) -> Path:
+    def record(self, cache_dir: Path) -> Path:
+        """Return the folder of what was recorded about the files as they are now."""
         stats = [os.stat(file) for file in (self.bin, self.idx)]
         state = [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats]
         key = hashlib.sha256(repr((str(self.bin.resolve()), state)).encode()).hexdigest()[:16]
         return cache_dir / f"megatron-{key}"
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[Path]:
+    """Wait until no other process of this machine, or of a file system that shares locks, reads the files
+    that `folder` is about. Yields a file that lasts."""
+    make_folder(folder.parent)
+    with open(folder.with_name(f"{folder.name}.lock"), "a") as lock:
+        with suppress(OSError):  # a file system without locks: each process reads the files
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(lock.name)
 
 
 def _read_block(file: Path, dtype: np.dtype, num_bytes: int, start: int) -> tuple[bytes, int]:

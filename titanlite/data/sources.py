@@ -11,6 +11,7 @@ needs with `titanlite prepare` (prepare/streams.py) or prepare/write_shards.py, 
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -118,6 +119,11 @@ class Megatron(Source, name="megatron"):
         super().__post_init__()
         if not self.path:
             raise ConfigError("no prefix: give the path of a .bin file without .bin", "path")
+        files = [os.path.realpath(f"{prefix}.bin") for prefix in self.path]
+        if twice := [prefix for i, prefix in enumerate(self.path) if files[i] in files[:i]]:
+            raise ConfigError(
+                f"{twice[0]} is named twice; to read it more often, make it a source with a weight", "path"
+            )
 
     def check(self, tokenizer: Tokenizer) -> bool:
         MegatronTokens(self.path, tokenizer.vocab_size, Path())

@@ -1,11 +1,12 @@
-"""titanlite data verify DATASET ...             compare datasets with the hashes recorded in them
+"""titanlite data verify DATASET ... [--cache_dir=outputs/cache]   compare datasets with recorded hashes
 titanlite data show DATASET [--sequence=N] [--packing=chunk] [--seq_len=2048] [--tokenizer.path=...]
 titanlite data show CONFIG [--sequence=N] [--section.key=value ...] [--allow-imports]
 titanlite data plan CONFIG [--ranks=N] [--json] [--section.key=value ...] [--allow-imports]
 
 DATASET is a directory made by `titanlite prepare`, or the prefix of Megatron's PREFIX.bin and PREFIX.idx.
-Megatron's files record no hash and no tokenizer: `verify` checks that the index matches its data, and `show`
-needs --tokenizer.name, --tokenizer.path, ...
+Megatron's files have no hash and no tokenizer: `verify` checks that the index matches its data, and compares
+with the hash in the cache directory that a run or an earlier `verify` has recorded; `show` needs
+--tokenizer.name, --tokenizer.path, ...
 
 `show` prints sequences as text, document by document: sequence N of a dataset, or training sequence N of a
 run. Of conversations, the tokens that count in the loss are between >>> and <<<. N is 0 by default;
@@ -40,6 +41,7 @@ from titanlite.commands import shown_config, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
+from titanlite.config.overrides import split_words
 from titanlite.data.dataset import SequenceDataset
 from titanlite.data.megatron import MegatronFile, MegatronTokens
 from titanlite.data.packing import PACKINGS, PackedSequences
@@ -56,12 +58,18 @@ from titanlite.tools import data_plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show:
+class Verify:
+    """The key of `titanlite data verify` on the command line."""
+
+    cache_dir: str = "outputs/cache"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show(Verify):
     """The keys of `titanlite data show DATASET` on the command line."""
 
     seq_len: int = 2048
     packing: Literal["chunk", "best_fit"] = "chunk"
-    cache_dir: str = "outputs/cache"
     tokenizer: TokenizerConfig = field(default_factory=Tiktoken)
 
 
@@ -77,14 +85,18 @@ def main(argv: Sequence[str]) -> int:
     raise ConfigError(f"unknown action {action!r}{suggest(action, ['plan', 'show', 'verify'])}")
 
 
-def _verify(paths: Sequence[str]) -> int:
+def _verify(argv: Sequence[str]) -> int:
+    paths, overrides = split_words(argv)
+    cache_dir = Path(toml.build(Verify, *toml.read(None, overrides)).cache_dir)
     if not paths:
         raise ConfigError("name at least one dataset: a directory that holds dataset.json, or a prefix")
     for path in paths:
         if _is_megatron(path):
             file = MegatronFile(path)
-            largest = f"largest id {file.read_content().largest_id}"
-            print(f"{path}: {_counts(file)}, {largest}, the index matches its data")
+            record = file.record(cache_dir)
+            compared = "the content is that recorded in" if record.exists() else "its hash is recorded in"
+            largest = f"largest id {file.verify(cache_dir).largest_id}"
+            print(f"{path}: {_counts(file)}, {largest}, the index matches its data, {compared} {record}")
         else:
             shards = TokenShards(path)
             shards.verify()

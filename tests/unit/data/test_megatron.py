@@ -11,6 +11,9 @@ import random
 import re
 import shutil
 import struct
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -175,6 +178,9 @@ def test_a_run_on_two_ranks_equals_a_run_on_one(
     two = metrics_in(tmp_path / "two")
     for key in ("data/batch_sha", "progress/total_tokens"):
         assert [row[key] for row in two] == [row[key] for row in metrics_of(one)]
+    losses = [[row["train/loss"] for row in rows] for rows in (two, metrics_of(one))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] != pytest.approx(losses[1][::-1], rel=1e-5)
 
 
 # ---- fingerprint
@@ -238,7 +244,7 @@ def test_a_large_file_is_read_in_blocks(
 def test_verify_finds_what_times_and_sizes_hide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A damaged disk: the bytes change, the file's times do not."""
     prefix = write_megatron(tmp_path / "a", DOCUMENTS)
-    monkeypatch.setattr(megatron.MegatronFile, "_record", lambda file, cache_dir: cache_dir / "record")
+    monkeypatch.setattr(megatron.MegatronFile, "record", lambda file, cache_dir: cache_dir / "record")
     tokens = open_megatron(tmp_path, prefix)
     assert tokens.fingerprint
     tokens.verify()
@@ -250,10 +256,89 @@ def test_verify_finds_what_times_and_sizes_hide(tmp_path: Path, monkeypatch: pyt
         data.build(FakeTokenizer(), seq_len=4, seed=0)
 
 
+@pytest.mark.parametrize("verifies", [False, True])
+def test_processes_that_start_at_once_do_not_all_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verifies: bool
+) -> None:
+    """Three threads, each with a lock file of its own, like the ranks of a machine. One reads a new file, and
+    the others wait. Of those that verify, the first reads; of the two that came meanwhile, one reads for
+    both."""
+    cache, prefix = tmp_path / "cache", write_megatron(tmp_path / "a", DOCUMENTS)
+    expected = megatron.MegatronFile(prefix).content(cache if verifies else tmp_path / "other")
+    read, lock = megatron.MegatronFile.read_content, megatron._only_one
+    arrived, reads, results = threading.Semaphore(0), list[int](), list[megatron.Content]()
+
+    def open_file() -> None:
+        file = megatron.MegatronFile(prefix)
+        results.append(file.verify(cache) if verifies else file.content(cache))
+
+    def counted(file: megatron.MegatronFile) -> megatron.Content:
+        reads.append(1)
+        if len(reads) == 1:  # the other two come now
+            for thread in threads[1:]:
+                thread.start()
+            for _ in threads:
+                assert arrived.acquire(timeout=60)
+        return read(file)
+
+    def noted(folder: Path) -> Any:
+        arrived.release()
+        return lock(folder)
+
+    threads = [threading.Thread(target=open_file) for _ in range(3)]
+    monkeypatch.setattr(megatron.MegatronFile, "read_content", counted)
+    monkeypatch.setattr(megatron, "_only_one", noted)
+    threads[0].start()
+    while not all(thread.ident for thread in threads):
+        threads[0].join(timeout=1)
+    for thread in threads:
+        thread.join(timeout=60)
+    assert results == [expected] * 3
+    assert len(reads) == (2 if verifies else 1)
+
+
+@pytest.mark.full
+def test_three_processes_open_a_new_file(tmp_path: Path) -> None:
+    prefix = write_megatron(tmp_path / "a", made_up(200))
+    code = "import sys; from pathlib import Path; from titanlite.data.megatron import MegatronFile\n"
+    code += "print(MegatronFile(sys.argv[1]).content(Path(sys.argv[2])).sha256)"
+    command = [sys.executable, "-c", code, prefix, str(tmp_path / "cache")]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    expected = megatron.MegatronFile(prefix).content(tmp_path / "other").sha256
+    assert [process.communicate(timeout=120)[0].strip() for process in running] == [expected] * 3
+
+
+def test_a_new_file_is_read_once_also_if_it_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Megatron(path=[write_megatron(tmp_path / "a", DOCUMENTS)])
+    data = Data(sources=[source], verify="full", cache_dir=str(tmp_path / "cache"))
+    read, reads = megatron.MegatronFile.read_content, []
+    monkeypatch.setattr(
+        megatron.MegatronFile,
+        "read_content",
+        lambda file: reads.append(1) or read(file),  # type: ignore[func-returns-value]
+    )
+    for total in (1, 2):
+        data.build(FakeTokenizer(), seq_len=4, seed=0)
+        assert len(reads) == total
+
+
+def test_data_verify_compares_with_the_record_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = write_megatron(tmp_path / "a", DOCUMENTS)
+    monkeypatch.setattr(megatron.MegatronFile, "record", lambda file, cache_dir: cache_dir / "record")
+    assert open_megatron(tmp_path, prefix).fingerprint
+    write_megatron(tmp_path / "a", [*DOCUMENTS[:-1], [[16]]])
+    with pytest.raises(ConfigError, match=r"a\.bin.*differs"):
+        data_tool.main(["verify", prefix, f"--cache_dir={tmp_path / 'cache'}"])
+
+
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "a", DOCUMENTS)
     assert open_megatron(tmp_path, prefix).fingerprint
-    (record,) = (tmp_path / "cache").iterdir()
+    (record,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     (record / "content.json").write_text("{}")
     with pytest.raises(ConfigError, match=re.escape(f"delete {record}")):
         _ = open_megatron(tmp_path, prefix).fingerprint
@@ -364,14 +449,25 @@ def test_no_prefix() -> None:
         Megatron(path=[])
 
 
+def test_a_prefix_that_is_named_twice(tmp_path: Path) -> None:
+    (tmp_path / "link.bin").symlink_to(tmp_path / "a.bin")
+    for again in ("a", "x/../a", "link"):
+        with pytest.raises(ConfigError, match=f"{again} is named twice") as e:
+            Megatron(path=[str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / again)])
+        assert e.value.key == "path"
+
+
 # ---- titanlite data
 
 
 def test_data_show_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["one two", "three"]
     prefix = write_megatron(tmp_path / "a", [[[256, *text.encode(), 257]] for text in texts])
-    assert data_tool.main(["verify", prefix]) == 0
-    assert "2 documents, 16 tokens, largest id 257, the index matches its data" in capsys.readouterr().out
+    cache = f"--cache_dir={tmp_path / 'cache'}"
+    for compared in ("its hash is recorded in", "the content is that recorded in"):
+        assert data_tool.main(["verify", prefix, cache]) == 0
+        counts = "2 documents, 16 tokens, largest id 257, the index matches its data"
+        assert f"{counts}, {compared} {tmp_path}/cache/megatron-" in capsys.readouterr().out
     for packing in ("chunk", "best_fit"):
         options = ["--tokenizer.name=bytes", "--seq_len=15", f"--packing={packing}"]
         data_tool.main(["show", prefix, *options, f"--cache_dir={tmp_path / 'cache'}"])
