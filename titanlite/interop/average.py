@@ -29,7 +29,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.run_identity import differences, spell
 from titanlite.checkpoint.saver import about_save
-from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, listed, read_train
+from titanlite.checkpoint.state import AVERAGED_FROM, TRAIN, BaseModel, listed, read_train
 from titanlite.checkpoint.writer import ShardWriter
 from titanlite.config.component import ConfigError
 from titanlite.files import new_folder, read_regular
@@ -51,15 +51,19 @@ def coefficients(kind: str, num: int) -> list[float]:
 
 
 def check_one_model(checkpoints: Sequence[Weights]) -> None:
-    """Raise ConfigError unless all checkpoints are of one model with one tokenizer."""
+    """Raise ConfigError unless all checkpoints are of one model with one tokenizer or, if they are of
+    adapters, of the same adapters of one base model."""
     newest = checkpoints[-1]
-    model = read_train(newest.path)["identity"]["model"]
+    model, base = _model_of(newest)
     shapes = {name: stored.shape for name, stored in newest.tensors.items()}
     for other in checkpoints[:-1]:
+        other_model, other_base = _model_of(other)
         changes = [
-            f"its model.{key} is {spell(theirs)}, not {spell(ours)}"
-            for key, theirs, ours in differences(read_train(other.path)["identity"]["model"], model)
+            f"its {key} is {spell(theirs)}, not {spell(ours)}"
+            for key, theirs, ours in differences(other_model, model)
         ]
+        if other_base != base:
+            changes.append("its base model is another one")
         if other.tokenizer != newest.tokenizer:
             changes.append("its tokenizer is another one")
         if {name: stored.shape for name, stored in other.tensors.items()} != shapes:
@@ -68,6 +72,15 @@ def check_one_model(checkpoints: Sequence[Weights]) -> None:
             raise ConfigError(
                 f"{other.path} is not of the same model as {newest.path}: {listed(changes, separator='; ')}"
             )
+
+
+def _model_of(checkpoint: Weights) -> tuple[dict[str, Any], str]:
+    """The model and its adapters in the run identity of a checkpoint, and the fingerprint of the base model,
+    which is empty without adapters."""
+    train = read_train(checkpoint.path)
+    base = BaseModel.of(train)
+    model = {key: train["identity"][key] for key in ("model", "lora") if key in train["identity"]}
+    return model, base.sha256 if base else ""
 
 
 def write_average(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.state import listed, model_tensors
+from titanlite.checkpoint.state import listed, model_tensors, saved_tensors
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_shard_and_offsets
 from titanlite.models.base import Decoder, ModelFamily, is_adapter
@@ -151,9 +151,9 @@ def check_tokenizer(weights: Weights, tokenizer: Tokenizer, way_out: str) -> Non
 
 
 def mismatches(weights: Weights, net: Decoder, all_rows: bool = False) -> list[str]:
-    """Return the differences between `weights` and the parameters and saved buffers of the unsharded model
-    `net`, each as a phrase. Unless `all_rows`, embedding and head of `weights` may have fewer rows."""
-    ours = model_tensors(net)
+    """Return the differences between `weights` and the tensors of the unsharded model `net` that a checkpoint
+    holds, each as a phrase. Unless `all_rows`, embedding and head of `weights` may have fewer rows."""
+    ours = saved_tensors(net)
     shapes = {name: tuple(tensor.shape) for name, tensor in ours.items()}
     vocabulary = vocabulary_of(net)
     missing = [name for name in shapes if name not in weights.tensors]

@@ -19,7 +19,6 @@ from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.paths import check_new
 from titanlite.interop.average import COEFFICIENTS, check_one_model, coefficients, write_average
 from titanlite.interop.dcp import check_hashes, open_titanlite
-from titanlite.interop.formats import has_adapters
 from titanlite.interop.weights import Weights, mismatches, skeleton
 from titanlite.job import Job, load_recorded_job
 from titanlite.log import set_up_logging
@@ -42,11 +41,6 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{target}: runs name their own checkpoints step-N; choose another name")
     chosen = _chosen(options.path, options.last, options.steps)
     checkpoints = [open_titanlite(path) for _, path in chosen]
-    if has_adapters(checkpoints[-1]):
-        raise ConfigError(
-            f"{checkpoints[-1].path} has adapters, and adapters cannot be averaged: the average of products "
-            "is not the product of averages"
-        )
     check_one_model(checkpoints)
     jobs = [load_recorded_job(path, options.allow_imports) for _, path in chosen]
     if not options.allow_decayed:
@@ -122,13 +116,13 @@ def _check_learning_rates(jobs: Sequence[Job], trains: Sequence[dict[str, Any]])
 
 
 def _parameters(weights: Weights, job: Job) -> set[str]:
-    """The names of the model's parameters. Raises CheckpointError if its weights are not those of its job."""
-    net = skeleton(weights, job.model)
+    """The names of the parameters in a checkpoint. Raises CheckpointError if it is not one of its job."""
+    net = job.build_on_meta() if job.lora.enable else skeleton(weights, job.model)
     if differences := mismatches(weights, net, all_rows=True):
         raise CheckpointError(
             f"{weights.path} does not fit its own configuration: {listed(differences, separator='; ')}"
         )
-    return {name for name, _ in net.named_parameters()}
+    return {name for name, p in net.named_parameters() if p.requires_grad}
 
 
 def _file_bytes(checkpoint: Weights) -> int:

@@ -45,12 +45,16 @@ class Trained:
 
     def load(self, job: Job) -> Decoder:
         net = job.build_on_meta().to_empty(device="cpu")
-        base = open_titanlite(self.base.folder)
+        base = self.base_tensors()
         load_tensors(job.folder / "checkpoint/step-3", {"model": saved_tensors(net)})
         for name, p in net.named_parameters():
             if not p.requires_grad:
-                p.data.copy_(base.tensors[name].read(tuple(slice(0, n) for n in p.shape)))
+                p.data.copy_(base[name])
         return net
+
+    def base_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = open_titanlite(self.base.folder).tensors
+        return {name: t.read(tuple(slice(0, n) for n in t.shape)) for name, t in tensors.items()}
 
     def export(self, name: str, *options: str, run: str = "run") -> Path:
         target = self.folder / name
@@ -267,6 +271,46 @@ def test_a_base_run_may_train_on(
     assert f"{message} the adapters in {job.folder}/checkpoint/step-2" in capsys.readouterr().err
 
 
+def test_averages_are_of_a_and_b(trained: Trained, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of all parameters: the average of checkpoints, and the average that [ema] keeps."""
+    path = f"--checkpoint.initial_load_path={trained.base.folder / 'checkpoint/step-1'}"
+    keys = [*KEYS, TARGETS, path, "--checkpoint.interval=1", "--ema.enable", "--ema.decay=0.5"]
+    job = make_job(trained.folder, corpus, *keys, "--ema.start_step=1", "--training.steps=2", name="two")
+    train(job)
+    newest = str(trained.folder / "averaged")
+    average = ["checkpoint", "average", str(job.folder), "--allow-decayed", "-o"]
+    assert cli.run([*average, newest, "--last=2"]) == 0
+    names = [name for name, p in trained.net.named_parameters() if p.requires_grad]
+    steps = [open_titanlite(job.folder / f"checkpoint/step-{step}").tensors for step in (1, 2)]
+    whole = {name: tuple(slice(0, n) for n in steps[0][name].shape) for name in names}
+    first, last = ({name: step[name].read(whole[name]) for name in names} for step in steps)
+    wanted = {name: ((first[name].double() + last[name].double()) / 2).float() for name in names}
+    averaged = open_titanlite(Path(newest)).tensors
+    kept = open_titanlite(job.folder, average=True).tensors
+    assert averaged.keys() == kept.keys() == set(names)
+    for name in names:
+        assert torch.equal(averaged[name].read(whole[name]), wanted[name])
+        assert torch.allclose(kept[name].read(whole[name]), wanted[name], rtol=1e-5, atol=1e-8)
+        assert not torch.equal(wanted[name], last[name])
+    layer = "model.layers.1.self_attn.q_proj"
+    base = trained.base_tensors()[f"{layer}.weight"].double()
+    product = wanted[f"{layer}.lora_B.weight"].double() @ wanted[f"{layer}.lora_A.weight"].double()
+    for run, options in (("averaged", []), ("two", ["--ema"])):
+        merged = tensors_in(trained.export(f"{run}-hf", *options, run=run))
+        assert torch.allclose(merged[f"{layer}.weight"].double(), base + 8 / 3 * product, rtol=0, atol=1e-6)
+
+    base_keys = [*keys_of(FAMILY), "--training.seed=5", "--training.steps=1"]
+    other_base = make_job(trained.folder, corpus, *base_keys, name="other-base")
+    train(other_base)
+    keys += ["--lora.alpha=9", f"--checkpoint.initial_load_path={other_base.folder}", "--training.steps=3"]
+    other = make_job(trained.folder, corpus, *keys, name="other-run")
+    train(other)
+    shutil.copytree(other.folder / "checkpoint/step-3", job.folder / "checkpoint/step-3")
+    capsys.readouterr()
+    assert cli.run([*average, str(trained.folder / "never"), "--last=2"]) == 2
+    assert "its lora.alpha is 8.0, not 9.0; its base model is another one" in capsys.readouterr().err
+
+
 def test_refusals(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, target = str(trained.base.folder), str(tmp_path / "it")
     assert cli.run(["export", base, target, "--adapter"]) == 2
@@ -278,8 +322,6 @@ def test_refusals(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixtur
     whole = str(trained.export("merged"))
     assert cli.run(["generate", whole, "--prompt=a", f"--base={base}"]) == 2
     assert "which is whole: leave out --base" in capsys.readouterr().err
-    assert cli.run(["checkpoint", "average", str(trained.job.folder), "--last=2", "-o", target]) == 2
-    assert "adapters cannot be averaged" in capsys.readouterr().err
 
 
 def test_the_fingerprint_is_of_the_values_and_not_of_the_files(trained: Trained) -> None:
