@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from tests.support.jobs import metrics_of, write_toml
-from tests.support.models import SHAPE
+from tests.support.models import SHAPE, random_net
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.job import Job, load_job
@@ -62,8 +63,10 @@ def test_a_run_resumes_without_the_directory(
 ) -> None:
     """From the recorded job.toml, which the same command names when the directory is gone."""
     folder = directory(tmp_path / "hf")
-    job = load(tmp_path, corpus, folder, "overrides = { n_layers = 1 }", overrides=["--training.steps=2"])
-    assert job.model.config == replace(TINY.config, n_layers=1)
+    save_file(random_net(TINY).state_dict(), folder / "model.safetensors")
+    keys = ["--training.steps=2", f"--checkpoint.initial_load_path={folder}"]
+    job = load(tmp_path, corpus, folder, "overrides = { max_position = 128 }", overrides=keys)
+    assert job.model.config == replace(TINY.config, max_position=128)
     train(job)
     recorded = (job.folder / "job.toml").read_text()
     assert 'name = "mistral"' in recorded
