@@ -90,8 +90,8 @@ class Component(ABC):
         not call it."""
 
     def resolved(self) -> Component:
-        """The component that a job uses and records: normally `self`. A component that only names
-        a file returns the one that the file describes."""
+        """The component that a job uses and records: normally `self`. A component that only names a file
+        returns the one that the file describes."""
         return self
 
     @property

@@ -104,10 +104,10 @@ def from_hf(config: dict[str, Any], unchecked: Collection[str] = (), **defaults:
 def _rope_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of a RotaryConfig for the rotary embedding. A parameter that its type does not read is
     ignored, as in transformers."""
-    # transformers 5 writes rope_parameters, but prefers rope_scaling, which older releases wrote.
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(key, {}), dict):
             raise ConfigError(f"config.json: {key} is not an object")
+    # transformers 5 writes rope_parameters, but prefers rope_scaling, which older releases wrote.
     parameters = config.get("rope_parameters", {})
     rope = config.get("rope_scaling") or parameters
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
