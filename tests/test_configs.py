@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite import commands
+from tests.support.tiers import sampled
+from titanlite import cli, commands
 from titanlite.config import reference, schema, toml
 from titanlite.config.component import Component, ConfigError
 from titanlite.job import Job, load_job
@@ -87,6 +88,12 @@ def opening(path: Path) -> str:
     return "\n".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
 
 
+def stated_ranks(path: Path) -> int:
+    """The number of GPUs that a file states in its opening comment; 1 for one or more GPUs, or a CPU."""
+    stated = re.search(r"Hardware: (\d+) GPUs", opening(path))
+    return int(stated[1]) if stated else 1
+
+
 @pytest.fixture(params=CONFIGS, ids=lambda path: path.stem)
 def config(request: pytest.FixtureRequest) -> Path:
     return request.param
@@ -112,6 +119,24 @@ def test_the_dump_of_a_shipped_configuration_reads_back_equal(config, tmp_path):
     dumped = tmp_path / "job.toml"
     dumped.write_text(toml.dump(job), encoding="utf-8")
     assert load_job(dumped, world_size=world_size) == job
+
+
+@pytest.mark.parametrize("path", sampled(CONFIGS, CONFIGS[:2]), ids=lambda path: path.stem)
+def test_a_shipped_configuration_passes_a_dry_run_at_its_stated_size(path, capsys):
+    ranks = stated_ranks(path)
+    assert cli.run(["config", str(path), f"--ranks={ranks}", "--no-files"]) == 0
+    out, err = capsys.readouterr()
+    assert "warning" not in out + err
+    whole, per_rank = re.findall(r" ([\d,]+) parameters(?: per rank)?\n", out)
+    shards = load_job(path, world_size=ranks).parallelism.degrees(ranks).dp_shard
+    numbers = [int(number.replace(",", "")) for number in (whole, per_rank)]
+    assert numbers[0] <= numbers[1] * shards <= 1.01 * numbers[0]
+
+
+def test_the_stated_sizes() -> None:
+    sizes = {path.stem: stated_ranks(path) for path in CONFIGS}
+    assert sizes["debug"] == sizes["llama3_1b"] == 1
+    assert (sizes["llama3_8b"], sizes["qwen3_14b"], sizes["llama3_405b"]) == (8, 16, 512)
 
 
 def test_a_shipped_configuration_opens_with_its_hardware(config):

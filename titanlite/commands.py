@@ -55,6 +55,9 @@ TORCHTITAN = {
     "checkpoint.enable_checkpoint", "experimental", "quantize", "fault_tolerance",
 }  # fmt: skip
 
+NO_FILES = "--no-files"
+CONFIG_NUMBERS = ("ranks", "gpus_per_node")  # options of `titanlite config` that take integers
+
 # Modules and classes of the tables, imported only to explain keys of components from outside the package.
 SCHEMAS = {"job": ("titanlite.job", "Job"), "prepare": ("titanlite.tools.prepare", "Prepare")}
 
@@ -182,8 +185,8 @@ def _tune_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 
 def _config_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    path, overrides = split_arguments(take_flag(argv, ALLOW_IMPORTS)[1])
-    return path, take_numbers(overrides, ["ranks"])[1]
+    path, overrides = split_arguments(take_flag(take_flag(argv, ALLOW_IMPORTS)[1], NO_FILES)[1])
+    return path, take_numbers(overrides, CONFIG_NUMBERS)[1]
 
 
 def shown_config(path: str) -> str | None:
@@ -309,7 +312,7 @@ VERBS = {
         "check a configuration and print it resolved, or print the reference of all keys",
         table="job",
         config_of=_config_config,
-        own=("--ranks", "--reference", ALLOW_IMPORTS),
+        own=("--ranks", NO_FILES, "--gpus-per-node", "--reference", ALLOW_IMPORTS),
     ),
 }
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,19 @@ def gloo_flight_record() -> str | None:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> None:
     """Flatten all dimensions of `mesh` into one dimension `name` of its root mesh, for `root[name]`."""
     mesh._flatten(name)
+
+
+@contextmanager
+def fake_process_group(rank: int, num_ranks: int) -> Iterator[None]:
+    """Make this process `rank` of a default process group of `num_ranks` ranks, none of which exist. Groups
+    and meshes of it can be made; its collectives return at once and leave tensors as they are."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor, shape: torch.Size | None = None) -> DTensor:

@@ -376,6 +376,18 @@ def test_operators_that_activation_checkpointing_keeps() -> None:
     assert seen & torch_compat.matmul_ops()
 
 
+def test_a_fake_process_group_exchanges_nothing() -> None:
+    for rank in (0, 4099):
+        with torch_compat.fake_process_group(rank, 4100):
+            assert (dist.get_rank(), dist.get_world_size()) == (rank, 4100)
+            mesh = init_device_mesh("cpu", (1025, 4), mesh_dim_names=("a", "b"))
+            assert tuple(mesh.get_coordinate() or ()) == divmod(rank, 4)
+            value = torch.ones(3)
+            dist.all_reduce(value, group=mesh["b"].get_group())
+            assert value.tolist() == [1.0] * 3
+        assert not dist.is_initialized()
+
+
 def test_the_compilers_memory_budget() -> None:
     from torch._functorch import config
 

@@ -1,23 +1,28 @@
-"""`titanlite config CONFIG.toml [--ranks N] [--section.key=value ...] [--allow-imports]`: check a job, and
-print it with all defaults resolved, as TOML.
+"""`titanlite config CONFIG.toml [--ranks N] [--no-files] [--gpus-per-node 8] [--section.key=value ...]
+[--allow-imports]`: check a job, and print it with all defaults resolved, as TOML.
 
-With --ranks, the job is checked as at the start of a run on N ranks, including its files: tokenizer, data,
-tasks, initial weights, the run folder. Nothing is written or tokenised, and no training starts. Without
---ranks, all rules are checked for the fewest ranks that the degrees of [parallelism] allow, and no files.
-`titanlite config --reference` prints every key with its type, default and meaning as Markdown:
-docs/config.md. `titanlite config CONFIG.toml --reference --allow-imports` adds the keys of the components
-that the file imports.
+With --ranks, the job is checked as at the start of a run on N ranks: its files, which are the tokenizer,
+data, tasks, initial weights and the run folder, and its layout, by a dry run. The dry run makes the mesh, the
+pipeline stages and the shards of the ranks that differ in this process, without weights, and prints their
+parameters; it warns if tensor parallel spans nodes of --gpus-per-node ranks (default: 8). Nothing is written
+or tokenised, and no training starts. --no-files leaves the files out, for a machine that does not have them.
+
+Without --ranks, all rules are checked for the fewest ranks that the degrees of [parallelism] allow, and
+neither files nor layout. `titanlite config --reference` prints every key with its type, default and meaning
+as Markdown: docs/config.md. `titanlite config CONFIG.toml --reference --allow-imports` adds the keys of the
+components that the file imports.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 
 from titanlite import startup
 from titanlite.checkpoint.run_folder import RunFolder
-from titanlite.commands import take_flag, take_numbers
+from titanlite.commands import CONFIG_NUMBERS, NO_FILES, take_flag, take_numbers
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
@@ -25,32 +30,40 @@ from titanlite.config.overrides import split_arguments
 from titanlite.job import Job, load_job
 from titanlite.models.base import Decoder
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
+from titanlite.parallel.apply import ParallelSettings
 from titanlite.parallel.float8 import split_layers
 from titanlite.parallel.pipeline_parallel import check_auxiliary_losses
+from titanlite.planning import dry_run
 from titanlite.runtime.environment import set_library_defaults
 from titanlite.runtime.process import pick_device
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
+
+GPUS_PER_NODE = 8  # without --gpus-per-node
 
 
 def main(argv: Sequence[str]) -> int:
     """Check the job and print it resolved."""
     allow, argv = take_flag(argv, ALLOW_IMPORTS)
+    no_files, argv = take_flag(argv, NO_FILES)
     path, overrides = split_arguments(argv)
-    own, overrides = take_numbers(overrides, ["ranks"])
+    own, overrides = take_numbers(overrides, CONFIG_NUMBERS)
     job = load_job(path, overrides, None, allow)
     ranks, num_ids = own.get("ranks", job.parallelism.fewest_ranks), None
-    if ranks < 1:
-        raise ConfigError("command line, --ranks: 0 is below 1")
-    about = [f"checked with --ranks={ranks}: rules and files"]
+    for key, value in {"ranks": ranks, **own}.items():
+        if value < 1:
+            raise ConfigError(f"command line, --{key.replace('_', '-')}: 0 is below 1")
+    about = [f"checked: the rules for {ranks} rank(s), no files; --ranks=N checks both for N ranks"]
     try:
         job.check(ranks)
         resolved = job.resolved(ranks)
         if "ranks" in own:
+            about = [f"checked with --ranks={ranks}: rules{'' if no_files else ', files'} and layout"]
+        if "ranks" in own and not no_files:
             resolved, num_ids, unchecked = check_inputs(job, ranks)
             about += [f"not checked: {subject}" for subject in unchecked]
-        else:
-            about = [f"checked: the rules for {ranks} rank(s), no files; --ranks=N checks both for N ranks"]
         net = build_on_meta(job)
+        if "ranks" in own:
+            about += check_layout(job, ranks, own.get("gpus_per_node", GPUS_PER_NODE))
     except ConfigError as e:
         raise toml.read(path, overrides)[1].located(e) from None
     if resolved.amounts():
@@ -70,6 +83,25 @@ def build_on_meta(job: Job) -> Decoder:
     check_auxiliary_losses(net, job.parallelism.pipeline_parallel_degree)
     apply_activation_checkpoint(net, job.activation_checkpoint)
     return net
+
+
+def check_layout(job: Job, ranks: int, gpus_per_node: int) -> list[str]:
+    """Shard the model as a run on `ranks` ranks does. Returns lines on the layout, on the ranks that differ,
+    and warnings, which are also printed. Raises ConfigError."""
+    settings = ParallelSettings(
+        parallelism=job.parallelism,
+        activation_checkpoint=job.activation_checkpoint,
+        compile=job.compile,
+        float8=job.float8,
+        cpu_offload=job.training.enable_cpu_offload,
+    )
+    degrees = job.parallelism.degrees(ranks)
+    simulated = dry_run.dry_run(job.build_on_meta, job.loss, settings, ranks)
+    warnings = dry_run.warnings(simulated, degrees, gpus_per_node)
+    for text in warnings:
+        print(f"titanlite: warning: {text}", file=sys.stderr)
+    lines = [f"layout of {ranks} rank(s): {degrees}", *(rank.describe() for rank in simulated)]
+    return lines + [f"warning: {text}" for text in warnings]
 
 
 def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:

@@ -148,9 +148,33 @@ def test_a_good_job_is_printed_with_what_was_checked(place, corpus, capsys) -> N
     assert cli.run(["config", *job, "--ranks=1", "--training.steps=3"]) == 0
     about = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
     assert about[1].endswith("; the tokenizer has 258 ids")
-    assert "# checked with --ranks=1: rules and files" in about
+    assert "# checked with --ranks=1: rules, files and layout" in about
     text = write_toml(place, corpus)
     before = sorted(place.rglob("*"))
     assert cli.run(["config", str(text), "--ranks=2", f"--job.dump_folder={place / 'new'}"]) == 0
     assert "\n# not checked: data that is tokenised" in capsys.readouterr().out
     assert sorted(place.rglob("*")) == before
+
+
+SPREAD = ["llama3_8b", "--ranks=64", "--parallelism.tensor_parallel_degree=8", "--model.overrides.n_layers=1"]
+
+
+def test_a_layout_is_simulated_without_files(capfd) -> None:
+    job = ["config", *SPREAD, "--no-files", "--training.global_batch_size=64", "--job.dump_folder=/proc/no"]
+    assert cli.run(job) == 0
+    out, err = capfd.readouterr()
+    assert "\n# checked with --ranks=64: rules and layout\n" in out
+    assert "\n# layout of 64 rank(s): dp_shard 8 x tp 8\n# ranks 0 to 63: block 0, " in out
+    assert "warning" not in out + err
+    assert cli.run([*job, "--gpus-per-node", "4"]) == 0
+    out, err = capfd.readouterr()
+    warning = "warning: tensor parallel spans nodes: groups of 8 ranks do not fit into nodes of 4"
+    assert f"\n# {warning}" in out
+    assert f"titanlite: {warning}" in err
+
+
+def test_files_are_looked_at_unless_told_otherwise(said) -> None:
+    assert said("config", *SPREAD)[0] == 2
+    assert said("config", *SPREAD, "--gpus-per-node=0") == (
+        2, "titanlite: command line, --gpus-per-node: 0 is below 1",
+    )  # fmt: skip
