@@ -21,9 +21,11 @@ from titanlite.checkpoint.reader import load_tensors
 from titanlite.checkpoint.state import saved_tensors
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
+from titanlite.mesh import local_shard_and_offsets
 from titanlite.models.lora import LoRA
 from titanlite.parallel import tensor_parallel
 from titanlite.run import Run
+from titanlite.torch_compat import plain_tensor
 from titanlite.train import build, train
 
 # Among the targets are layers with column-wise and row-wise shards.
@@ -111,6 +113,7 @@ def test_control_gradients_of_replicated_matrices_have_to_be_added(run_on) -> No
 UNTIED = "--model.overrides.tie_word_embeddings=false"
 LAYOUTS = {
     "fsdp": COMPILED,
+    "hsdp": ["--parallelism.data_parallel_replicate_degree=2"],
     "tp": ["--parallelism.tensor_parallel_degree=2"],
     "cp": ["--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=full"],
     "pp": ["--parallelism.pipeline_parallel_degree=2"],
@@ -149,32 +152,60 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, corpus: Path, base: Path) -> N
     assert losses[-1] < losses[0] - 0.08
 
 
-def test_base_weights_do_not_change(
-    tmp_path: Path, corpus: Path, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def trained(*args: Any) -> Run:
+    """The run that `train_on_rank` has trained with these arguments."""
     runs: list[Run] = []
-    monkeypatch.setattr("titanlite.train.build", lambda *args: runs.append(build(*args)) or runs[-1])
-    train(make_job(tmp_path, corpus, *keys_of(base), "--optimizer.name=muon", "--training.steps=4"))
-    (run,) = runs
-    trained, stored = dict(run.model.net.named_parameters()), load_file(base / "model.safetensors")
-    assert all(torch.equal(trained[name], stored[name].float()) for name in stored)
-    adapters = trained.keys() - stored.keys()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("titanlite.train.build", lambda *args: runs.append(build(*args)) or runs[-1])
+        train_on_rank(*args)
+    return runs[0]
+
+
+def changed(run: Run, base: Path) -> dict[str, bool]:
+    """Whether this rank's shard of a weight differs from the base model's file in any bit, for each weight of
+    the base model that this rank has."""
+    weights, differs = load_file(base / "model.safetensors"), dict[str, bool]()
+    for name, p in run.model.net.named_parameters():
+        if name in weights:
+            local, offsets = local_shard_and_offsets(plain_tensor(p.detach()))
+            shard = weights[name].float()[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape))]
+            differs[name] = not torch.equal(local.cpu(), shard)
+    return differs
+
+
+def changed_on_rank(folder: Path, corpus: Path, overrides: list[str], base: Path) -> dict[str, bool]:
+    return changed(trained(folder, corpus, overrides, "run", 2), base)
+
+
+def test_base_weights_do_not_change(tmp_path: Path, corpus: Path, base: Path) -> None:
+    keys = [*keys_of(base), "--optimizer.name=muon", "--training.steps=4"]
+    control = trained(tmp_path, corpus, [*keys, "--lora.enable=false"], "control", 1)
+    assert all(changed(control, base).values())
+    run = trained(tmp_path, corpus, keys, "run", 1)
+    differs = changed(run, base)
+    parameters, stored = dict(run.model.net.named_parameters()), load_file(base / "model.safetensors")
+    assert differs == dict.fromkeys(stored, False)
+    adapters = parameters.keys() - stored.keys()
     assert len(adapters) == 28
-    assert all(trained[name].norm() > 0 for name in adapters), "B starts as zeros"
+    assert all(parameters[name].norm() > 0 for name in adapters), "B starts as zeros"
     optimized = {p for group in run.optimizer.param_groups for p in group["params"]}
-    assert optimized == {trained[name] for name in adapters}
-    assert all(trained[name].grad is None for name in stored)
+    assert optimized == {parameters[name] for name in adapters}
+    assert all(parameters[name].grad is None for name in stored)
 
 
 @pytest.mark.parametrize("layout", sampled(LAYOUTS, set()))
 def test_a_run_resumes_on_another_layout(
     run_on, tmp_path: Path, corpus: Path, base: Path, layout: str
 ) -> None:
-    """Three steps on one rank and three on two ranks, compared with six steps on one rank."""
+    """Three steps on one rank and three on two ranks, compared with six steps on one rank. The base model's
+    weights stay the same to the bit."""
     keys = [*keys_of(base), "--training.local_batch_size=2"]
     whole = run_in_hops(tmp_path, corpus, [6], *keys, name="whole")
     job = run_in_hops(tmp_path, corpus, [3], *keys, name="run")
-    run_on(2, train_on_rank, tmp_path, corpus, [*keys, *LAYOUTS[layout], "--training.steps=6"], "run", 2)
+    arguments = [*keys, *LAYOUTS[layout], "--training.steps=6"]
+    ranks = run_on(2, changed_on_rank, tmp_path, corpus, arguments, base)
+    assert ranks[0] | ranks[1] == dict.fromkeys(load_file(base / "model.safetensors"), False)
+    assert not any(differs for rank in ranks for differs in rank.values())
     steps = metrics_of(job)
     assert [step["data/batch_sha"] for step in steps] == [step[3] for step in history(whole)]
     for key in ("train/loss", "train/grad_norm"):

@@ -16,8 +16,7 @@ from titanlite.config.component import ConfigError
 from titanlite.config.json_file import expect
 from titanlite.files import if_on_hub
 from titanlite.interop.dcp import open_titanlite
-from titanlite.interop.huggingface import is_adapter as is_peft
-from titanlite.interop.huggingface import is_hugging_face, open_hugging_face
+from titanlite.interop.huggingface import is_hugging_face, is_peft_adapter, open_hugging_face
 from titanlite.interop.torchtitan_meta import is_foreign_dcp, is_meta, open_meta, open_torchtitan
 from titanlite.interop.weights import Chunk, LazyTensor, Region, Weights
 from titanlite.models.base import ModelFamily, is_adapter
@@ -32,7 +31,7 @@ def open_weights(path: Path, family: ModelFamily, check_base: bool = False) -> W
         raise ConfigError(f"{path} is a file; give its directory: {path.parent}")
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory{if_on_hub(path)}")
-    if is_peft(path):
+    if is_peft_adapter(path):
         raise ConfigError(
             f"{path} is a PEFT adapter, not a whole model; merge it into its base model (peft: "
             "merge_and_unload, then save_pretrained) and give that directory"

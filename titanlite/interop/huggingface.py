@@ -37,7 +37,7 @@ def is_hugging_face(path: Path) -> bool:
     return (path / INDEX).exists() or any(path.glob("*.safetensors"))
 
 
-def is_adapter(path: Path) -> bool:
+def is_peft_adapter(path: Path) -> bool:
     """Return whether the directory has a PEFT adapter and no whole model."""
     whole = (path / SINGLE).exists() or (path / INDEX).exists()
     return (path / "adapter_config.json").exists() and not whole
