@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from titanlite.config.component import ConfigError, check_at_least
+from titanlite.config.component import ConfigError, check_at_least, keys_in
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.held_out import HeldOut, HeldOutSource
 from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
@@ -142,10 +142,8 @@ def _for_each(call: Callable[[Source], T], sources: Sequence[Source], key: str) 
     source, get the prefix `KEY.NUMBER.`"""
     results = []
     for i, source in enumerate(sources):
-        try:
+        with keys_in(f"{key}.{i}"):
             results.append(call(source))
-        except ConfigError as e:
-            raise ConfigError(str(e), e.key and f"{key}.{i}.{e.key}") from None
     return results
 
 
