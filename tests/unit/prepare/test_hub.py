@@ -292,6 +292,36 @@ def test_a_server_like_the_hub(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
+def test_a_new_commit_on_a_server_like_the_hub(tmp_path: Path) -> None:
+    """A stream that is killed after its first file continues with its commit through the real libraries,
+    although the hub has a newer one; without the record it reads the newer one."""
+    commits = {COMMIT: jsonl(Path("data"))}
+    assert prepare("data/train-*", "--output=local") == 0
+    words = ["--from-stream.name=huggingface", "--from-stream.path=org/name", "--tokenizer.name=bytes"]
+    kill = "import os, sys; from titanlite.prepare import streams; streams.FILE_BYTES = 60\n"
+    kill += "write = streams.write_atomically\n"
+    kill += "streams.write_atomically = lambda *a: (write(*a), os.kill(os.getpid(), 9))\n"
+    main = "import sys; from titanlite.tools.prepare import main; sys.exit(main(sys.argv[1:]))"
+    with serving(Path("data"), commits) as endpoint:
+        variables = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "cache")}
+
+        def run(code: str, output: str) -> int:
+            command = [sys.executable, "-c", code, *words, f"--output={output}"]
+            return subprocess.run(command, env=variables, capture_output=True).returncode
+
+        assert run(kill + main, "out") == -9
+        newer = jsonl(Path("newer"))
+        (newer / "train-0.jsonl").write_text('{"text": "another text", "id": 0}\n' * 25)
+        commits["b" * 40] = newer
+        assert (run(main, "out"), run(main, "new")) == (0, 0)
+    for output, commit in (("out", COMMIT), ("new", "b" * 40)):
+        assert TokenShards(output).prepared["input"]["stream"]["revision"] == commit
+    documents = [TokenShards(output) for output in ("out", "local", "new")]
+    texts = [{bytes(d.document(i)[1:-1].tolist()) for i in range(d.num_documents)} for d in documents]
+    assert texts[0] == texts[1] != texts[2]
+
+
 @pytest.mark.parametrize("kind", ["files", "stream"])
 def test_an_unreachable_hub(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
