@@ -107,11 +107,14 @@ def run(page: str, folder: Path, trials: Mapping[str, Sequence[str]], jobs: int)
         "seconds": sum(command["seconds"] for command in commands),
         "env": env,
         "answers_in_library": answers_in_library(folder / HELD_OUT),
-        "commands": [
-            command | {"output": [without_paths(line) for line in command["output"]]} for command in commands
-        ],
+        "commands": [command | {"output": plain(command["output"], folder)} for command in commands],
         "runs": {name: reported(folder, name, options) for name, options in chosen.items()},
     }
+
+
+def plain(lines: Sequence[str], folder: Path) -> list[str]:
+    """Lines without the names of this machine's folders."""
+    return [without_paths(line).replace(f"{folder.resolve()}/", "") for line in lines]
 
 
 def trial(folder: Path, name: str, overrides: Sequence[str]) -> str:
@@ -156,6 +159,11 @@ def refreshed(page: str, result: dict[str, Any] | None) -> str:
     return page if result is None else tutorial.with_output(page, result)
 
 
+def lowest(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The report with the lowest held-out loss."""
+    return min((report for report in reports if VALIDATION in report), key=lambda report: report[VALIDATION])
+
+
 def finetune_losses(result: dict[str, Any]) -> str:
     """Losses of the page's two runs, by step."""
     runs, env = result["runs"], result["env"]
@@ -173,8 +181,10 @@ def finetune_losses(result: dict[str, Any]) -> str:
     head = ["step", "training loss", "held-out loss", "training loss, adapters", "held-out loss, adapters"]
     num_known, num_answers = result["answers_in_library"]
     num_sequences = full[-1]["progress/sequences"] // full[-1]["step"]
+    best = lowest(full)["step"], lowest(list(adapters.values()))["step"]
     words = paragraph(
-        f"A training loss is that of one step, of {num_sequences} sequences. Both runs took place on one",
+        f"A training loss is that of one step, of {num_sequences} sequences. The held-out loss is lowest at",
+        f"step {best[0]}, with adapters at step {best[1]}. Both runs took place on one",
         f"{env['device']} with torch {env['torch']} and Python {env['python']} (`{RESULT.name}`).",
         f"{num_known} of the {num_answers} first answers that are held out stand word for word in Python",
         "files of the standard library, on which the model was pretrained: the loss falls because the model",
@@ -190,15 +200,14 @@ def finetune_trials(result: dict[str, Any]) -> str:
         (run for name, run in result["runs"].items() if name != BEFORE),
         key=lambda run: (run["adapters"], run["reports"][-1]["step"], run["lr"]),
     ):
-        validated = [report for report in run["reports"] if VALIDATION in report]
-        best = min(validated, key=lambda report: report[VALIDATION])
+        best, last = lowest(run["reports"]), run["reports"][-1]
         rows.append(
             [
                 f"adapters of rank {run['adapters']}" if run["adapters"] else "all weights",
                 f"{run['lr']:g}",
-                str(validated[-1]["step"]),
-                f"{validated[-1][LOSS]:.3f}",
-                f"{validated[-1][VALIDATION]:.4f}",
+                str(last["step"]),
+                f"{last[LOSS]:.3f}",
+                f"{last[VALIDATION]:.4f}",
                 f"{best[VALIDATION]:.4f} at step {best['step']}",
             ]
         )

@@ -145,8 +145,9 @@ def lora_memory(result: dict[str, Any]) -> str:
         rows.append([words, f"{case['trained'] / 1e6:,.1f} million", *numbers])
     head = ["trained", "parameters trained", "peak allocated", "peak reserved", "tokens/s"]
     case = cases["adapters"]
+    num_frozen = case["parameters"] - case["trained"]
     words = paragraph(
-        f"`{result['config']}` ({case['parameters'] / 1e9:.2f} billion parameters, random weights) on one",
+        f"`{result['config']}` ({num_frozen / 1e9:.2f} billion parameters, random weights) on one",
         f"{env['device']} with torch {env['torch']}: {case['tokens_per_step']:,} tokens per step, activation",
         f"checkpointing {case['activation_checkpoint']}, not compiled (`{RESULT.name}`).",
         "Frozen weights are in float32, too.",
