@@ -326,6 +326,8 @@ def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDa
         f"{sum(sequences.sizes):,} sequences of {sequences.seq_len} tokens to train on, "
         f"{sequences.num_held_out:,} held out"
     )
+    for line in sequences.cut_conversations(min(job.sequence_lengths().values())):
+        logger.info(line)
     logger.info(
         f"{batch.global_size} sequences per step: {num_micro_batches} "
         f"micro-batch{'es' if num_micro_batches > 1 else ''} of {batch.micro_batch_size} per rank"

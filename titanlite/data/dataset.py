@@ -284,6 +284,20 @@ class SequenceDataset(Dataset):
                 )
         return lines
 
+    def cut_conversations(self, seq_len: int) -> list[str]:
+        """Describe the conversations that do not fit into a sequence of `seq_len` tokens, one line per source
+        that has any. The later part of such a conversation is trained without its question."""
+        lines = []
+        for packed in self._packed:
+            shards = packed.shards
+            if shards.has_loss_mask and (num_longer := shards.num_longer_than(seq_len + 1)):
+                lines.append(
+                    f"{shards.path}: {num_longer:,} of {shards.num_documents:,} conversations are longer "
+                    f"than a sequence of {seq_len:,} tokens and are cut; max_tokens of the source `chat` "
+                    "leaves such conversations out"
+                )
+        return lines
+
     def training(self, numbers: np.ndarray) -> list[TokenSequence]:
         """Return training sequences by global number (int64 [n])."""
         origins = [self.origin(int(number)) for number in numbers]

@@ -143,6 +143,11 @@ class ShardedTokens(ABC):
         end = self.documents_by_shard[shard] if end is None else end
         return self._offsets(shard)[first : end + 1] + np.uint64(self._starts[shard])
 
+    def num_longer_than(self, num_tokens: int) -> int:
+        """Return how many documents have more than `num_tokens` tokens."""
+        shards = range(len(self.documents_by_shard))
+        return sum(int((np.diff(self.token_offsets(shard)) > num_tokens).sum()) for shard in shards)
+
     def document(self, number: int) -> np.ndarray:
         """Return the token ids of a document, by its number over all shards: int64 [tokens]. Raises
         IndexError."""

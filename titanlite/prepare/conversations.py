@@ -1,56 +1,228 @@
-"""Conversations in lines of JSON: `messages` with `role` and `content`, as most datasets have them, or
-ShareGPT's `conversations` with `from` and `value`."""
+"""Conversations in files: `messages` with `role` and `content`, as most datasets have them, or ShareGPT's
+`conversations` with `from` and `value`. Files hold one conversation per line of JSON, one per row of parquet,
+or a single JSON array of conversations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.component import ConfigError
-from titanlite.prepare.corpus import format_of
-from titanlite.tokenizers.chat import ChatFormat, RenderedChat
+from titanlite.prepare import corpus
+from titanlite.prepare.corpus import Document, FileSplit, Limits, OnBad, format_of
+from titanlite.tokenizers.chat import ChatFormat
 
 SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+LISTS = ("messages", "conversations")  # fields that hold the messages
+FIELDS = (*LISTS, "system", "tools")
 
 
-def render_record(record: dict[str, Any], chat: ChatFormat) -> RenderedChat:
-    """Render the conversation in a JSON object, with the object's `tools` if it has any. Raises
-    ValueError."""
-    return chat.render(messages_of(record), record.get("tools"))
+def check_files(files: Sequence[Path]) -> None:
+    """Raise ConfigError for a file that cannot hold conversations."""
+    for file in files:
+        kind, _ = format_of(file)
+        if kind == "text":
+            raise ConfigError(
+                f"{file}: conversations are read from .jsonl, .ndjson, .json and .parquet files only"
+            )
+        if kind == "parquet":
+            _columns(file)
+
+
+def split_conversations(files: Sequence[Path]) -> list[FileSplit]:
+    """Partition the files into splits, in their order. A JSON array is one split."""
+    splits = list[FileSplit]()
+    for file in files:
+        kind, compression = format_of(file)
+        if kind == "parquet":
+            splits += corpus.parquet_splits(file, _columns(file))
+        elif _is_array(file):
+            size = file.stat().st_size
+            splits.append(FileSplit((file,), 0, 1, size * (corpus.RATIO if compression else 1)))
+        else:
+            splits += corpus.split_files([file], "")
+    return splits
+
+
+def read_conversations(
+    split: FileSplit, chat: ChatFormat, on_bad: OnBad, limits: Limits
+) -> Iterator[Document]:
+    """Yield the rendered conversations of a split in order. Bad ones are passed to `on_bad`.
+
+    Raises ConfigError for a file that cannot be read, is truncated or damaged, or lacks the column."""
+    (file,) = split.files
+    if format_of(file)[0] == "parquet":
+        lines = _rows(split)
+    else:
+        lines = _array(file, limits) if _is_array(file) else corpus.lines(split, limits)
+    for place, line in lines:
+        try:
+            record = corpus.record_of(line, limits)
+            rendered = chat.render(messages_of(record), tools_of(record))
+            text = corpus.checked(rendered.text, "conversation")
+        except ValueError as e:
+            on_bad(file, place, str(e))
+        else:
+            yield Document(text, file, place, rendered)
 
 
 def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages in a JSON object, each with a role and a content. Other fields of a message, such
-    as `tool_calls`, are kept; fields that are null are left out, as in transformers. Raises ValueError."""
-    given = [key for key in ("messages", "conversations") if key in record]
+    """Return the messages in a JSON object; `system` beside them is the first one. Other fields of a message,
+    such as `tool_calls`, are kept; fields that are null are left out, as in transformers. Raises
+    ValueError."""
+    given = [key for key in LISTS if record.get(key) is not None]
     if len(given) != 1:
         count = "both" if given else "neither"
-        raise ValueError(f"{count} of the fields `messages` and `conversations` in this line")
+        raise ValueError(f"{count} of the fields `messages` and `conversations` in this conversation")
     (key,) = given
-    messages = record[key]
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(record[key], list) or not record[key]:
         raise ValueError(f"`{key}` is not a list of messages")
-    return [_message(message, f"{key}[{i}]") for i, message in enumerate(messages)]
+    messages = [_message(message, f"{key}[{i}]") for i, message in enumerate(record[key])]
+    if (system := record.get("system")) in (None, ""):
+        return messages
+    if not isinstance(system, str):
+        raise ValueError("`system` is not a text")
+    if messages[0]["role"] == "system":
+        raise ValueError("both `system` and a first message of the system")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def tools_of(record: dict[str, Any]) -> list[Any] | None:
+    """Return the `tools` in a JSON object: a list, or its JSON as a text. Raises ValueError."""
+    tools = record.get("tools")
+    if isinstance(tools, str):
+        tools = json.loads(tools) if tools else None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError("`tools` is not a list")
+    return tools
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"{name} is not an object with a role and a content")
-    message = {key: value for key, value in message.items() if value is not None}
-    if "from" in message and "role" not in message:
-        role = message.pop("from")
+    if message.get("from") is not None and message.get("role") is None:
+        others = dict(message)
+        role, content = others.pop("from"), others.pop("value", None)
         if not isinstance(role, str) or role not in SHAREGPT_ROLES:
             raise ValueError(f"{name}: `from` is {role!r}, expected one of {', '.join(SHAREGPT_ROLES)}")
-        message = {"role": SHAREGPT_ROLES[role], "content": message.pop("value", None), **message}
-    for field in ("role", "content"):
-        if not isinstance(message.get(field), str):
-            raise ValueError(f"{name} has no text as `{field}`")
+        message = {**others, "role": SHAREGPT_ROLES[role], "content": content}
+    message = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"{name} has no text as `role`")
+    calls_without_content = message.get("tool_calls") and message.get("content") is None
+    if not calls_without_content and not isinstance(message.get("content"), str):
+        raise ValueError(f"{name} has no text as `content`")
     return message
 
 
-def check_formats(files: Sequence[Path]) -> None:
-    """Raise ConfigError for a file that cannot hold conversations."""
-    for file in files:
-        if format_of(file)[0] != "lines":
-            raise ConfigError(f"{file}: conversations are read from .jsonl, .ndjson and .json files only")
+# ---- files
+
+
+def _columns(file: Path) -> list[str]:
+    """Return the columns of a parquet file that conversations are made of. Raises ConfigError."""
+    names = corpus.open_parquet(file).schema_arrow.names
+    columns = [name for name in FIELDS if name in names]
+    if len(columns) < sum(map(names.count, FIELDS)):
+        raise ConfigError(f"{file}: several columns have the same name (columns: {', '.join(names)})")
+    if not set(columns) & set(LISTS):
+        raise ConfigError(f"{file}: no column `messages` or `conversations` (columns: {', '.join(names)})")
+    return columns
+
+
+def _rows(split: FileSplit) -> Iterator[tuple[int, bytes]]:
+    """Yield the rows of a split of parquet as lines of JSON, each with its number."""
+    (file,) = split.files
+    for first, batch in corpus.parquet_batches(split, _columns(file)):
+        try:
+            records = batch.to_pylist()
+        except ValueError as e:  # not UTF-8
+            raise ConfigError(f"{corpus.where(file, first)} or later: damaged parquet: {e}") from None
+        for row, record in enumerate(records, first):
+            yield row, json.dumps(record, default=str).encode()
+
+
+def _blocks(file: Path, limits: Limits) -> Iterator[bytes]:
+    return corpus.decompressed(file, limits) if format_of(file)[1] else corpus.blocks(file)
+
+
+def _is_array(file: Path) -> bool:
+    """Return whether a file is a JSON array, by its first character. No line of JSON lines begins so."""
+    for block in _blocks(file, corpus.DEFAULT_LIMITS):
+        if start := block.removeprefix(codecs.BOM_UTF8).lstrip():
+            return start.startswith(b"[")
+    return False
+
+
+def _array(file: Path, limits: Limits) -> Iterator[tuple[int, bytes]]:
+    """Yield the items of a JSON array, each with its place: the byte at which it begins, or the line in a
+    compressed file. Raises ConfigError for an array that is damaged or cut off."""
+    text = _ArrayText(file, limits)
+    text.skip("[")
+    while text.next() != "]":
+        yield text.place, text.item()
+        if text.next() != "]":
+            text.skip(",")
+    text.skip("]")
+    if text.next():
+        raise text.fault("text follows the array")
+
+
+class _ArrayText:
+    """The text of a JSON array, read in blocks. `place`: of the next character."""
+
+    def __init__(self, file: Path, limits: Limits):
+        self._file, self._limits, self._is_compressed = file, limits, format_of(file)[1] != ""
+        self._text, self._at = "", 0
+        self._blocks = codecs.iterdecode(_blocks(file, limits), "utf-8-sig")
+        self.place = 1 if self._is_compressed else 0
+
+    def fault(self, reason: str) -> ConfigError:
+        """Return the error at this place."""
+        return ConfigError(f"{corpus.where(self._file, self.place)}: {reason}")
+
+    def next(self) -> str:
+        """Skip white space. Returns the next character; "" at the end of the file."""
+        while True:
+            rest = self._text[self._at : self._at + 1]
+            if rest and not rest.isspace():
+                return rest
+            if rest:
+                self._advance(self._at + 1)
+            elif not self._read():
+                return ""
+
+    def skip(self, wanted: str) -> None:
+        """Skip a character and the white space before it. Raises ConfigError for another one."""
+        if (found := self.next()) != wanted:
+            raise self.fault(f"the JSON array is damaged: expected {wanted!r}, found {found or 'the end'!r}")
+        self._advance(self._at + 1)
+
+    def item(self) -> bytes:
+        """Return the next item. Raises ConfigError."""
+        while True:
+            try:
+                end = json.JSONDecoder().raw_decode(self._text, self._at)[1]
+            except (json.JSONDecodeError, RecursionError) as e:
+                if len(self._text) - self._at > self._limits.document_bytes or not self._read():
+                    raise self.fault(f"the JSON array is damaged, or an item is too long: {e}") from None
+            else:
+                item = self._text[self._at : end].encode()
+                self._advance(end)
+                return item
+
+    def _advance(self, at: int) -> None:
+        passed = self._text[self._at : at]
+        self.place += passed.count("\n") if self._is_compressed else len(passed.encode())
+        self._at = at
+
+    def _read(self) -> bool:
+        """Read a block. Returns False at the end of the file."""
+        try:
+            block = next(self._blocks, "")
+        except UnicodeDecodeError as e:
+            raise self.fault(f"not UTF-8 from here on: {e.reason}") from None
+        self._text, self._at = self._text[self._at :] + block, 0
+        return block != ""

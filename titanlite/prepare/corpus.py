@@ -183,7 +183,8 @@ def split_files(files: Sequence[Path], field: str) -> list[FileSplit]:
         kind, compression = format_of(file)
         size = _size(file) * (RATIO if compression else 1)
         if kind == "parquet":
-            splits += _parquet_splits(file, field)
+            check_text_column(file, field)
+            splits += parquet_splits(file, [field])
         elif kind == "text":
             before = splits[-1] if splits and format_of(splits[-1].files[0])[0] == "text" else None
             if before and before.size + size <= SPLIT_BYTES:
@@ -200,11 +201,12 @@ def split_files(files: Sequence[Path], field: str) -> list[FileSplit]:
     return splits
 
 
-def _parquet_splits(file: Path, field: str) -> list[FileSplit]:
-    parquet = _open_parquet(file, field)
+def parquet_splits(file: Path, columns: Sequence[str]) -> list[FileSplit]:
+    """Partition the row groups of a file by the size of some columns."""
+    parquet = open_parquet(file)
     splits, begin, size = list[FileSplit](), 0, 0
     for group in range(parquet.metadata.num_row_groups):
-        size += _column(parquet, group, field).total_uncompressed_size
+        size += _uncompressed(parquet, group, columns)
         if size >= SPLIT_BYTES or group == parquet.metadata.num_row_groups - 1:
             splits.append(FileSplit((file,), begin, group + 1, size))
             begin, size = group + 1, 0
@@ -227,37 +229,32 @@ def read_split(
     field: str,
     on_bad: OnBad = stop,
     limits: Limits = DEFAULT_LIMITS,
-    render: Callable[[dict[str, Any]], RenderedChat] | None = None,
 ) -> Iterator[Document]:
     """Yield a split's documents in order. Empty documents are left out; bad documents are passed to `on_bad`.
-    `render`: for lines that are conversations, renders the JSON object of a line; raises ValueError.
 
     Raises ConfigError for a file that cannot be read, is truncated or damaged, or lacks the column.
     """
     file = split.files[0]
-    kind, compression = format_of(file)
+    kind, _ = format_of(file)
     if kind == "text":
         yield from _whole_files(split.files, on_bad, limits)
     elif kind == "parquet":
         yield from _rows(split, field, on_bad, limits)
     else:
-        for place, line in _blocks_of_lines(split, limits) if compression else _range_of_lines(split, limits):
+        for place, line in lines(split, limits):
             try:
-                limits.check_document(len(line) - line.endswith(b"\n"))
-                record = _record(line)
-                chat = render(record) if render else None
-                text = _checked(chat.text, "conversation") if chat else _text_of(record, field)
+                text = _text_of(record_of(line, limits), field)
             except ValueError as e:
                 on_bad(file, place, str(e))
             else:
                 if text:
-                    yield Document(text, file, place, chat)
+                    yield Document(text, file, place)
 
 
 def _whole_files(files: Iterable[Path], on_bad: OnBad, limits: Limits) -> Iterator[Document]:
     for file in files:
         data = bytearray()
-        for block in _decompressed(file, limits) if format_of(file)[1] else _blocks(file):
+        for block in decompressed(file, limits) if format_of(file)[1] else blocks(file):
             data += block
             if len(data) > limits.document_bytes:
                 break
@@ -273,59 +270,84 @@ def _whole_files(files: Iterable[Path], on_bad: OnBad, limits: Limits) -> Iterat
 
 def _rows(split: FileSplit, field: str, on_bad: OnBad, limits: Limits) -> Iterator[Document]:
     (file,) = split.files
-    parquet = _open_parquet(file, field)
-    import pyarrow  # after _open_parquet, which raises an error with advice if it is missing
+    check_text_column(file, field)
+    import pyarrow  # after check_text_column, which raises an error with advice if it is missing
+
+    for first, batch in parquet_batches(split, [field]):
+        for row, data in enumerate(batch.column(0).cast(pyarrow.large_binary()).to_pylist(), first):
+            try:
+                limits.check_document(len(data or b""))
+                text = _decode(data) if data is not None else None
+            except ValueError as e:
+                on_bad(file, row, str(e))
+            else:
+                if text is None:
+                    on_bad(file, row, f"field {field!r} is null")
+                elif text:
+                    yield Document(text, file, row)
+
+
+def parquet_batches(split: FileSplit, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Yield columns of a split's rows in batches, each with the number of its first row. Raises
+    ConfigError."""
+    (file,) = split.files
+    parquet = open_parquet(file)
+    import pyarrow
 
     row = 1 + sum(parquet.metadata.row_group(g).num_rows for g in range(split.begin))
     groups = list(range(split.begin, split.end))
-    size = max(_column(parquet, group, field).total_uncompressed_size for group in groups)
+    size = max(_uncompressed(parquet, group, columns) for group in groups)
     batch_size = min(max(PARQUET_BYTES // max(size, 1), 1), 256)
     try:
-        for batch in parquet.iter_batches(batch_size=batch_size, row_groups=groups, columns=[field]):
-            for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
-                try:
-                    limits.check_document(len(data or b""))
-                    text = _decode(data) if data is not None else None
-                except ValueError as e:
-                    on_bad(file, row, str(e))
-                else:
-                    if text is None:
-                        on_bad(file, row, f"field {field!r} is null")
-                    elif text:
-                        yield Document(text, file, row)
-                row += 1
+        for batch in parquet.iter_batches(batch_size=batch_size, row_groups=groups, columns=list(columns)):
+            yield row, batch
+            row += batch.num_rows
     except (OSError, ValueError, pyarrow.ArrowException) as e:
-        if isinstance(e, ConfigError):
-            raise
         raise ConfigError(f"{where(file, row)} or later: damaged parquet: {e}") from None
 
 
-def _open_parquet(file: Path, field: str) -> Any:
+def open_parquet(file: Path) -> Any:
+    """Open a parquet file. Raises ConfigError."""
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
         raise ConfigError(f"{file}: reading parquet needs pyarrow: pip install 'titanlite[data]'") from None
     try:
-        opened = parquet.ParquetFile(file, page_checksum_verification=True)
+        return parquet.ParquetFile(file, page_checksum_verification=True)
     except (OSError, ValueError, pyarrow.ArrowException) as e:
         raise ConfigError(f"{file}: not a complete parquet file: {e}") from None
-    schema = opened.schema_arrow
+
+
+def check_text_column(file: Path, field: str) -> None:
+    """Raise ConfigError unless a parquet file has one column of this name, which holds strings."""
+    schema = open_parquet(file).schema_arrow
+    from pyarrow import types
+
     if field not in schema.names:
         raise ConfigError(f"{file}: no column {field!r} (columns: {', '.join(schema.names)})")
     if (count := schema.names.count(field)) > 1:
         raise ConfigError(f"{file}: {count} columns are called {field!r}; rename all but one")
     kind = schema.field(field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    if not (types.is_string(kind) or types.is_large_string(kind)):
         raise ConfigError(f"{file}: column {field!r} holds {kind}, not strings")
-    return opened
 
 
-def _column(parquet: Any, group: int, field: str) -> Any:
-    """Return the metadata of a column in a row group."""
-    schema = parquet.metadata.schema
-    index = next(i for i in range(len(schema)) if schema.column(i).path == field)
-    return parquet.metadata.row_group(group).column(index)
+def _uncompressed(parquet: Any, group: int, columns: Sequence[str]) -> int:
+    """Return the size of columns in a row group in bytes, uncompressed."""
+    metadata = parquet.metadata.row_group(group)
+    stored = [metadata.column(i) for i in range(metadata.num_columns)]
+    return sum(
+        c.total_uncompressed_size
+        for c in stored
+        if not {c.path_in_schema, c.path_in_schema.split(".")[0]}.isdisjoint(columns)
+    )
+
+
+def lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
+    """Yield a split's lines, each with its place."""
+    is_compressed = format_of(split.files[0])[1] != ""
+    return _blocks_of_lines(split, limits) if is_compressed else _range_of_lines(split, limits)
 
 
 def _range_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, bytes]]:
@@ -360,7 +382,7 @@ def _blocks_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, by
     def is_wanted(line: bytes | bytearray) -> bool:
         return number // BLOCK_LINES % split.end == split.begin and bool(line) and not line.isspace()
 
-    for chunk in _decompressed(split.files[0], limits):
+    for chunk in decompressed(split.files[0], limits):
         *lines, tail = chunk.split(b"\n")
         for line in lines:
             rest += b"" if is_too_long else line[: max_bytes - len(rest)]
@@ -376,7 +398,7 @@ def _blocks_of_lines(split: FileSplit, limits: Limits) -> Iterator[tuple[int, by
         yield number + 1, bytes(rest)
 
 
-def _decompressed(file: Path, limits: Limits) -> Iterator[bytes]:
+def decompressed(file: Path, limits: Limits) -> Iterator[bytes]:
     """Yield the content of a .gz or .zst file of any number of members. The libraries' file objects do not
     report every truncated file, so this function checks that the last member is complete."""
     open_member = _decompressor(file)
@@ -411,9 +433,10 @@ def _decompressor(file: Path) -> Callable[[], Any]:
     return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj  # as written by `zstd --long`
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def record_of(line: bytes, limits: Limits) -> dict[str, Any]:
     """Return the object in a line of JSON; a line that holds another value has no fields. Raises
     ValueError."""
+    limits.check_document(len(line) - line.endswith(b"\n"))
     try:
         record = json.loads(_decode(line))
     except (json.JSONDecodeError, RecursionError) as e:
@@ -428,10 +451,10 @@ def _text_of(record: dict[str, Any], field: str) -> str:
     text = record[field]
     if not isinstance(text, str):
         raise ValueError(f"field {field!r} is not a string")
-    return _checked(text, f"field {field!r}")
+    return checked(text, f"field {field!r}")
 
 
-def _checked(text: str, name: str) -> str:
+def checked(text: str, name: str) -> str:
     """Return a text. Raises ValueError for one half of a surrogate pair, which JSON can contain."""
     try:
         text.encode()
@@ -447,7 +470,8 @@ def _decode(data: bytes | bytearray) -> str:
         raise ValueError(f"not UTF-8 at byte {e.start}: convert the file first") from None
 
 
-def _blocks(file: Path) -> Iterator[bytes]:
+def blocks(file: Path) -> Iterator[bytes]:
+    """Yield the content of a file."""
     with _reading(file), open(file, "rb") as f:
         while data := f.read(1 << 20):
             yield data

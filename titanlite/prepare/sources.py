@@ -9,9 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.config.component import ConfigError, full_name
+from titanlite.config.component import ConfigError, check_at_least, full_name
+from titanlite.config.json_file import read_object
 from titanlite.data.shards import TokenShards
 from titanlite.data.sources import Source
+from titanlite.log import logger
 from titanlite.prepare.corpus import Limits, content_sha256, find_files, format_of
 from titanlite.prepare.pipeline import discard, prepare
 from titanlite.prepare.stages import VERSION, PrepareOptions
@@ -99,21 +101,27 @@ class Text(Limits, CachedSource, name="text"):
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(Limits, CachedSource, name="chat"):
-    """Conversations in .jsonl, .ndjson and .json files, one per line, tokenised on first use. A line has
-    `messages` with `role` and `content`, or ShareGPT's `conversations` with `from` and `value`. The
-    tokenizer's chat template renders them, and only the assistant's tokens count in the loss."""
+    """Conversations in .jsonl, .ndjson and .json files, one per line or as one JSON array, and in .parquet
+    files, one per row, tokenised on first use. A conversation has `messages` with `role` and `content`, or
+    ShareGPT's `conversations` with `from` and `value`. The tokenizer's chat template renders them, and only
+    the assistant's tokens count in the loss."""
 
     path: list[str]
-    """Files, directories and globs of .jsonl, .ndjson and .json files, also compressed."""
+    """Files, directories and globs of .jsonl, .ndjson, .json (also compressed) and .parquet files."""
+    max_tokens: int = 0
+    """Leave out conversations of more than this many tokens, and log how many; 0: none. A conversation of
+    more than training.seq_len + 1 tokens is cut, and its later part is trained without the question."""
 
     def __post_init__(self) -> None:
         CachedSource.__post_init__(self)
         Limits.__post_init__(self)
+        check_at_least(self, 0, "max_tokens")
 
     @property
     def _options(self) -> PrepareOptions:
         return PrepareOptions(
             documents="chat",
+            max_tokens=self.max_tokens,
             max_document_mib=self.max_document_mib,
             max_compression_ratio=self.max_compression_ratio,
         )
@@ -123,10 +131,19 @@ class Chat(Limits, CachedSource, name="chat"):
         return False
 
     def fingerprint(self) -> str:
-        return _fingerprint(find_files(self.path, "path"), self.name, "")
+        limit = f"max_tokens={self.max_tokens}" if self.max_tokens else ""
+        return _fingerprint(find_files(self.path, "path"), self.name, limit)
 
     def write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
-        return _prepare(find_files(self.path, "path"), path, tokenizer, self._options)
+        shards = _prepare(find_files(self.path, "path"), path, tokenizer, self._options)
+        if self.max_tokens:
+            report = read_object(path / "report.json")
+            left_out = report["filters"][-1]["documents"]
+            logger.info(
+                f"{left_out:,} of {report['read']['documents']:,} conversations have more than max_tokens = "
+                f"{self.max_tokens:,} tokens and are left out"
+            )
+        return shards
 
     def _tokenization(self, tokenizer: Tokenizer) -> str:
         return f"{tokenizer.fingerprint} {tokenizer.chat_format().fingerprint}"

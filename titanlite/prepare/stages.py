@@ -16,19 +16,18 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from titanlite.config import toml
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, check_at_least
 from titanlite.config.json_file import load_object
 from titanlite.data.order import key_of, permute
 from titanlite.data.shards import token_dtype, write_shard
 from titanlite.files import named, sync
-from titanlite.prepare.conversations import check_formats, render_record
+from titanlite.prepare.conversations import check_files, read_conversations, split_conversations
 from titanlite.prepare.corpus import Document, FileSplit, Limits, read_split, split_files, stop, where
 from titanlite.prepare.dedup import first_of_each
 from titanlite.prepare.filters import Filter, LshSignature
@@ -47,9 +46,9 @@ class PrepareOptions(Limits):
     """The options that determine a dataset, besides its files and tokenizer."""
 
     documents: Literal["text", "chat"] = "text"
-    """`text`: every document is a text. `chat`: every line of JSON is a conversation, with `messages` (or
-    ShareGPT's `conversations`). It is rendered by the tokenizer's chat template, and only the assistant's
-    tokens count in the loss."""
+    """`text`: every document is a text. `chat`: every line of JSON, item of a JSON array or row of .parquet
+    is a conversation, with `messages` (or ShareGPT's `conversations`). It is rendered by the tokenizer's chat
+    template, and only the assistant's tokens count in the loss."""
     field: str = "text"
     """The field of a JSON line, or the column of a .parquet file or of a stream, that holds the text."""
     seed: int = 0
@@ -57,10 +56,17 @@ class PrepareOptions(Limits):
     bad_lines: Literal["stop", "skip"] = "stop"
     """Action for lines that are not JSON, lack the field, are not UTF-8 or exceed max_document_mib: `stop` at
     the first one, or `skip` and count them."""
+    max_tokens: int = 0
+    """Leave out conversations of more than this many tokens, and count them in the report; 0: none. In
+    training, a conversation of more than training.seq_len + 1 tokens is cut, and its later part has no
+    question."""
     filters: list[Filter] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_at_least(self, 0, "max_tokens")
+        if self.max_tokens and self.documents != "chat":
+            raise ConfigError('only conversations have this limit: documents = "chat"', "max_tokens")
         if self.documents == "chat" and self.field != "text":
             raise ConfigError("leave it out: conversations are in `messages` or `conversations`", "field")
 
@@ -69,7 +75,7 @@ class PrepareOptions(Limits):
         file cannot have any."""
         if self.documents == "text":
             return None
-        check_formats(files)
+        check_files(files)
         return tokenizer.chat_format()
 
 
@@ -82,12 +88,13 @@ class JobState:
     def __init__(self, files: Sequence[Path], folder: Path, tokenizer: Tokenizer, options: PrepareOptions):
         self.files, self.folder, self.tokenizer, self.options = files, folder, tokenizer, options
         self.chat = options.chat_format(tokenizer, files)
-        self.splits = split_files(files, options.field)
+        self.splits = split_conversations(files) if self.chat else split_files(files, options.field)
         self.shards = _grouped(self.splits, options.seed)
         filters = toml.as_tree(options.filters)
         self.identities = identities = [_identity(split) for split in self.splits]
         settings = [options.field, options.bad_lines, options.max_document_mib, filters]
         settings += [self.chat.fingerprint] if self.chat else []
+        settings += [options.max_tokens] if options.max_tokens else []
         self.scan_keys = [_key(VERSION, identity, *settings) for identity in identities]
         self.filters = [f.build() for f in options.filters]
         self.compares = any(isinstance(f, LshSignature) for f in self.filters)
@@ -194,7 +201,8 @@ class JobState:
         """Write the token ids of a split's remaining documents, in order."""
         name = f"split-{index:06}"
         self._unmark(name)
-        report = Report([f.name for f in self.options.filters])
+        max_tokens, filters = self.options.max_tokens, [f.name for f in self.options.filters]
+        report = Report([*filters, "max_tokens"] if max_tokens else filters)
         dtype, vocab_size = token_dtype(self.tokenizer.vocab_size), self.tokenizer.vocab_size
         documents, lengths, masks = self._remaining(index, report), list[int](), list[np.ndarray]()
         with self._written(f"{name}.bin") as path, open(path, "wb") as f:
@@ -203,6 +211,9 @@ class JobState:
                     if len(ids) and ids.max() >= vocab_size:
                         place = where(document.file, document.place)
                         raise ConfigError(f"{place}: token id {ids.max()} >= vocab_size {vocab_size}")
+                    if max_tokens and len(ids) > max_tokens:
+                        report.removed(-1, document, f"{len(ids):,} tokens")
+                        continue
                     f.write(ids.astype(dtype).tobytes())
                     lengths.append(len(ids))
                     masks += [] if mask is None else [mask]
@@ -253,8 +264,9 @@ class JobState:
 
     def _read(self, split: FileSplit, report: Report) -> Iterator[Document]:
         on_bad = stop if self.options.bad_lines == "stop" else report.bad
-        render = partial(render_record, chat=self.chat) if self.chat else None
-        return read_split(split, self.options.field, on_bad, self.options, render)
+        if self.chat:
+            return read_conversations(split, self.chat, on_bad, self.options)
+        return read_split(split, self.options.field, on_bad, self.options)
 
     def _token_ids(self, batch: Sequence[Document]) -> Iterable[tuple[np.ndarray, np.ndarray | None]]:
         """Return the token ids of each document, and the loss mask of each conversation."""

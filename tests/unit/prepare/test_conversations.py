@@ -3,10 +3,15 @@ packing; a damaged line is named with its file; and nothing is left behind."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import shutil
+from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +29,10 @@ from titanlite.data.batch import IGNORE, make_batch
 from titanlite.data.packing import PACKINGS
 from titanlite.data.shards import TokenShards
 from titanlite.job import Job
+from titanlite.prepare import corpus
+from titanlite.prepare.conversations import read_conversations, split_conversations
 from titanlite.prepare.sources import Chat
+from titanlite.prepare.stages import PrepareOptions
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.huggingface import HuggingFace
@@ -147,6 +155,159 @@ def test_sharegpt_is_the_same_conversation(folder: Path, tokenizer: Tokenizer, t
     assert tokens[0].tolist() == tokens[1].tolist()
 
 
+TOOLS = [{"type": "function", "function": {"name": "len", "parameters": {}}}]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "len", "arguments": {"text": "<s>"}}]}
+CALLS = """\
+{%- if tools %}{{- 'Tools: ' + tools | tojson + '<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}
+        {%- if m.content is defined %}{{- m.content }}{% else %}{{- m.tool_calls | tojson }}{% endif %}
+        {{- '<|im_end|>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tool_calls_without_a_content(tmp_path: Path, tools: object) -> None:
+    folder = write_tokenizer(tmp_path / "t", CALLS)
+    messages = [{"role": "user", "content": "a"}, CALL, {"role": "tool", "content": "1"}, *PLAIN["messages"]]
+    library = HuggingFace(path=str(folder)).build()
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages, "tools": tools}) + "\n")
+    shards = Chat(path=[str(tmp_path / "a.jsonl")]).build(library, tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ids, mask = shards.document(0), shards.loss_mask(0, shards.num_tokens)
+    assert library.decode(ids.tolist()) == theirs.apply_chat_template(messages, tools=TOOLS, tokenize=False)
+    trained = json.dumps(CALL["tool_calls"]) + "<|im_end|>b<|im_end|>"
+    assert library.decode(ids[mask].tolist()) == trained
+
+
+def tokens_of(file: Path, records: list[dict[str, Any]], tokenizer: Tokenizer) -> list[list[int]]:
+    """The documents of a file of conversations, in any order. Writes the file if it does not exist."""
+    if not file.exists():
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    shards = Chat(path=[str(file)]).build(tokenizer, file.parent)
+    return sorted(shards.document(i).tolist() for i in range(shards.num_documents))
+
+
+def test_the_system_beside_the_messages_is_the_first_message(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    first = {"role": "system", "content": "Be brief."}
+    records = [SHAREGPT | {"system": "Be brief."}, {"messages": [first, *PLAIN["messages"]]}]
+    tokens = [tokens_of(tmp_path / f"{i}.jsonl", [r], tokenizer) for i, r in enumerate(records)]
+    assert tokens[0] == tokens[1]
+    assert tokens_of(tmp_path / "2.jsonl", [SHAREGPT | {"system": ""}], tokenizer) != tokens[0]
+
+
+RECORDS = [
+    *({"messages": chat, "system": None} for chat in conversations()),
+    {"messages": PLAIN["messages"], "system": "\u00e9 ]}, {"},
+]
+
+
+@pytest.mark.parametrize("name", ["a.json", "b.json", "c.json.gz", "d.jsonl", "e.parquet"])
+def test_arrays_and_parquet_have_the_conversations_of_lines(
+    tmp_path: Path, tokenizer: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = tokens_of(tmp_path / "lines.jsonl", RECORDS, tokenizer)
+    file, array = tmp_path / name, json.dumps(RECORDS, indent=1, ensure_ascii=False).encode()
+    if name == "e.parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow_table(RECORDS), file, row_group_size=4)
+        monkeypatch.setattr(corpus, "SPLIT_BYTES", 1)
+    else:
+        short = json.dumps(RECORDS).encode()
+        bodies = {"a.json": array, "b.json": b"\xef\xbb\xbf \n" + short, "c.json.gz": gzip.compress(array)}
+        file.write_bytes(bodies.get(name, short))
+    for size in (64, 1 << 20):
+        monkeypatch.setattr(corpus, "blocks", partial(read_blocks, size=size))
+        splits = split_conversations([file])
+        assert len(splits) == (-(-len(RECORDS) // 4) if name == "e.parquet" else 1)
+        chat = tokenizer.chat_format()
+        read = [d for s in splits for d in read_conversations(s, chat, corpus.stop, corpus.DEFAULT_LIMITS)]
+        assert sorted(chat.encode(d.chat).ids.tolist() for d in read) == lines
+    begins = [i for i, line in enumerate(array.decode().split("\n"), 1) if line == " {"]
+    expected = {"a.json": begins, "c.json.gz": begins, "e.parquet": [*range(1, len(RECORDS) + 1)]}
+    if name in expected:
+        places = [corpus.where(file, d.place) for d in read]
+        assert [int(re.split("[: ]", place)[-1]) for place in places] == expected[name]
+    monkeypatch.undo()  # one split needs no other process
+    assert tokens_of(file, [], tokenizer) == lines
+
+
+def pyarrow_table(records: list[dict[str, Any]]) -> Any:
+    import pyarrow
+
+    return pyarrow.Table.from_pylist(records)
+
+
+def read_blocks(file: Path, size: int) -> Iterator[bytes]:
+    with open(file, "rb") as f:
+        while data := f.read(size):
+            yield data
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'[{"messages": []}', ":1: the JSON array is damaged: expected ',', found 'the end'"),
+        (b'[\n{"messages": []} {}]', ":2: the JSON array is damaged: expected ',', found '{'"),
+        (b'[\n{"messages": [}]', ":2: the JSON array is damaged, or an item is too long: "),
+        (b"[{}]\n[{}]", ":2: text follows the array"),
+        (b'[\n"\xff"]', "not UTF-8"),
+    ],
+)
+def test_damaged_arrays(tmp_path: Path, tokenizer: Tokenizer, body: bytes, reason: str) -> None:
+    (tmp_path / "a.json").write_bytes(body)
+    (split,) = split_conversations([tmp_path / "a.json"])
+    with pytest.raises(ConfigError, match=re.escape(reason)) as e:
+        for _ in read_conversations(split, tokenizer.chat_format(), lambda *bad: None, corpus.DEFAULT_LIMITS):
+            pass
+    assert str(tmp_path / "a.json") in str(e.value)
+
+
+def test_parquet_without_conversations(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow_table([{"text": "a"}]), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"no column `messages` or `conversations` \(columns: text\)"):
+        Chat(path=[str(tmp_path / "a.parquet")]).check(tokenizer)
+
+
+def test_long_conversations_are_left_out_and_counted(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = sorted(len(ids) for ids, _ in masked(folder))
+    limit = lengths[len(lengths) // 2]
+    path = [str(folder / "conversations.jsonl")]
+    with caplog.at_level("INFO", "titanlite"):
+        shards = Chat(path=path, max_tokens=limit).build(tokenizer, tmp_path)
+    kept = [len(shards.document(i)) for i in range(shards.num_documents)]
+    assert sorted(kept) == [length for length in lengths if length <= limit] != lengths
+    said = f"{len(lengths) - len(kept)} of {len(lengths)} conversations have more than max_tokens = {limit}"
+    assert said in caplog.text
+    assert Chat(path=path).build(tokenizer, tmp_path).num_documents == len(lengths)  # another dataset
+    assert shards.num_longer_than(limit) == 0
+    assert shards.num_longer_than(limit - 1) == kept.count(limit)
+    with pytest.raises(ConfigError, match="the filters removed all text"):
+        Chat(path=path, max_tokens=1).build(tokenizer, tmp_path)
+    with pytest.raises(ConfigError, match="only conversations have this limit") as e:
+        PrepareOptions(max_tokens=1)
+    assert e.value.key == "max_tokens"
+
+
+def test_conversations_that_are_cut_are_logged(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    num = sum(len(ids) > 65 for ids, _ in masked(folder))
+    train(job_of(tmp_path, folder, "--training.seq_len=64", "--training.steps=1"))
+    said = f"{num} of 18 conversations are longer than a sequence of 64 tokens and are cut"
+    assert capsys.readouterr().err.count(said) == 1
+
+
 USER, ANSWER = PLAIN["messages"]
 BAD_LINES = {
     "not JSON": ('{"messages": [', "not valid JSON"),
@@ -160,6 +321,12 @@ BAD_LINES = {
     "from": ('{"conversations": [{"from": "tool", "value": "a"}]}', "`from` is 'tool', expected one of"),
     "no answer": (json.dumps({"messages": [USER]}), "without text of the assistant"),
     "role": (json.dumps({"messages": [{**USER, "role": "critic"}, ANSWER]}), "unknown role critic"),
+    "null": (json.dumps({"messages": [USER, {**ANSWER, "content": None}]}), "[1] has no text as `content`"),
+    "two systems": (
+        json.dumps({"messages": [{**USER, "role": "system"}, USER, ANSWER], "system": "a"}),
+        "both `system` and a first message",
+    ),
+    "tools": (json.dumps({**PLAIN, "tools": {}}), "`tools` is not a list"),
     "surrogate": (json.dumps({"messages": [{**USER, "content": "\ud800"}, ANSWER]}), "lone surrogate"),
 }  # fmt: skip
 STRICT = """\
