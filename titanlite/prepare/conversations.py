@@ -196,8 +196,10 @@ class _ArrayText:
 
     def skip(self, wanted: str) -> None:
         """Skip a character and the white space before it. Raises ConfigError for another one."""
-        if (found := self.next()) != wanted:
-            raise self.fault(f"the JSON array is damaged: expected {wanted!r}, found {found or 'the end'!r}")
+        if (character := self.next()) != wanted:
+            raise self.fault(
+                f"the JSON array is damaged: expected {wanted!r}, found {character or 'the end'!r}"
+            )
         self._advance(self._at + 1)
 
     def item(self) -> bytes:
