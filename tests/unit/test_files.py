@@ -13,7 +13,7 @@ from tests.support.kinds import WRONG_KINDS
 from titanlite import files
 from titanlite.config import json_file
 from titanlite.config.component import ConfigError
-from titanlite.files import FileFault, named, new_folder, open_own, read_regular, write_atomically
+from titanlite.files import FileFault, is_inside, named, new_folder, open_own, read_regular, write_atomically
 
 
 @pytest.mark.parametrize("kind", WRONG_KINDS)
@@ -173,3 +173,24 @@ def test_a_runs_own_files_are_not_reached_through_links(tmp_path: Path) -> None:
         with pytest.raises(FileFault, match=f"it is {kind}, not a file"):
             open_own(tmp_path / name)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_files_inside_a_folder(tmp_path: Path) -> None:
+    """Links count as what they lead to; those of Hugging Face's cache may lead to the repository's blobs."""
+    snapshot = tmp_path / "repository" / "snapshots" / "c0ffee"
+    for path in (snapshot / "data", tmp_path / "repository" / "blobs", tmp_path / "other"):
+        path.mkdir(parents=True)
+    (snapshot / "blob").symlink_to("../../blobs/1")
+    (snapshot / "data" / "blob").symlink_to("../../../blobs/1")
+    (snapshot / "secret").symlink_to(tmp_path / "other" / "1")
+    (snapshot / "loop").symlink_to("loop")
+    (tmp_path / "link").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "link"):
+        for name in ("a", "data/a", "data/../a", "blob", "data/blob", "loop"):
+            assert is_inside(folder / name, folder), name
+        for name in ("secret", "../a", "../../a"):
+            assert not is_inside(folder / name, folder), name
+    assert is_inside(snapshot / "data" / "blob", snapshot / "data")
+    (tmp_path / "other" / "blob").symlink_to(tmp_path / "repository" / "blobs" / "1")
+    assert not is_inside(tmp_path / "other" / "blob", tmp_path / "other")
+    assert not is_inside(Path("https://example.com/a"), tmp_path)

@@ -136,7 +136,7 @@ class MegatronFile:
         folder = self.record(cache_dir)
         if not folder.exists():
             self._check_index()
-            with _only_one(folder):
+            with _one_at_a_time(folder):
                 if not folder.exists():
                     content, self._is_new = self.read_content(), True
                     with new_folder(folder) as unfinished:
@@ -157,7 +157,7 @@ class MegatronFile:
         if self._is_new:  # `content` has just read it
             self._is_new = False
             return recorded
-        with _only_one(self.record(cache_dir)) as last:
+        with _one_at_a_time(self.record(cache_dir)) as last:
             if float(last.read_text() or 0) < asked:
                 began = time.time()
                 self._check_index()
@@ -216,9 +216,9 @@ class MegatronFile:
 
 
 @contextmanager
-def _only_one(folder: Path) -> Iterator[Path]:
-    """Wait until no other process of this machine, or of a file system that shares locks, reads the files
-    that `folder` is about. Yields a file that lasts."""
+def _one_at_a_time(folder: Path) -> Iterator[Path]:
+    """Wait until no other process holds the lock `folder`.lock. Yields the lock's file, which is kept; a
+    process may leave a note in it. Machines that share the file system share the lock if it has locks."""
     make_folder(folder.parent)
     with open(folder.with_name(f"{folder.name}.lock"), "a") as lock:
         with suppress(OSError):  # a file system without locks: each process reads the files

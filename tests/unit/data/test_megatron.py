@@ -265,7 +265,7 @@ def test_processes_that_start_at_once_do_not_all_read(
     both."""
     cache, prefix = tmp_path / "cache", write_megatron(tmp_path / "a", DOCUMENTS)
     expected = megatron.MegatronFile(prefix).content(cache if verifies else tmp_path / "other")
-    read, lock = megatron.MegatronFile.read_content, megatron._only_one
+    read, lock = megatron.MegatronFile.read_content, megatron._one_at_a_time
     arrived, reads, results = threading.Semaphore(0), list[int](), list[megatron.Content]()
 
     def open_file() -> None:
@@ -287,7 +287,7 @@ def test_processes_that_start_at_once_do_not_all_read(
 
     threads = [threading.Thread(target=open_file) for _ in range(3)]
     monkeypatch.setattr(megatron.MegatronFile, "read_content", counted)
-    monkeypatch.setattr(megatron, "_only_one", noted)
+    monkeypatch.setattr(megatron, "_one_at_a_time", noted)
     threads[0].start()
     while not all(thread.ident for thread in threads):
         threads[0].join(timeout=1)
