@@ -88,20 +88,24 @@ def build_on_meta(job: Job) -> Decoder:
 def check_layout(job: Job, ranks: int, gpus_per_node: int) -> list[str]:
     """Shard the model as a run on `ranks` ranks does. Returns lines on the layout, on the ranks that differ,
     and warnings, which are also printed. Raises ConfigError."""
-    settings = ParallelSettings(
+    degrees = job.parallelism.degrees(ranks)
+    simulated = dry_run.dry_run(job.build_on_meta, job.loss, parallel_settings(job), ranks)
+    warnings = dry_run.warnings(simulated, degrees, gpus_per_node)
+    for text in warnings:
+        print(f"titanlite: warning: {text}", file=sys.stderr)
+    lines = [f"layout of {ranks} rank(s): {degrees}", *(rank.describe() for rank in simulated)]
+    return lines + [f"warning: {text}" for text in warnings]
+
+
+def parallel_settings(job: Job) -> ParallelSettings:
+    """The settings that decide how the model is sharded."""
+    return ParallelSettings(
         parallelism=job.parallelism,
         activation_checkpoint=job.activation_checkpoint,
         compile=job.compile,
         float8=job.float8,
         cpu_offload=job.training.enable_cpu_offload,
     )
-    degrees = job.parallelism.degrees(ranks)
-    simulated = dry_run.dry_run(job.build_on_meta, job.loss, settings, ranks)
-    warnings = dry_run.warnings(simulated, degrees, gpus_per_node)
-    for text in warnings:
-        print(f"titanlite: warning: {text}", file=sys.stderr)
-    lines = [f"layout of {ranks} rank(s): {degrees}", *(rank.describe() for rank in simulated)]
-    return lines + [f"warning: {text}" for text in warnings]
 
 
 def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
