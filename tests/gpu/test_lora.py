@@ -47,7 +47,7 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(
     losses = column(metrics_of(lora), "train/loss")
     untrained = column(metrics_of(control), "train/loss")  # on the same sequences, of the base model alone
     assert losses[0] == pytest.approx(untrained[0], abs=1e-5)
-    assert losses[-1] < untrained[-1] - 0.05
+    assert losses[-1] < untrained[-1] - 0.5
 
 
 @pytest.mark.parametrize(
