@@ -16,7 +16,7 @@ import torch
 
 from titanlite.config.amount import Interval
 from titanlite.config.component import ConfigError, check_at_least
-from titanlite.data.dataset import SequenceDataset
+from titanlite.data.held_out import ValidationSequences
 from titanlite.losses import IGNORE
 from titanlite.metrics.meter import perplexity
 from titanlite.parallel.sharded_model import ShardedModel
@@ -75,7 +75,7 @@ class Validation:
 
 def validate(
     model: ShardedModel,
-    sequences: SequenceDataset,
+    sequences: ValidationSequences,
     num_sequences: int,
     rt: Runtime,
     bytes_per_token: np.ndarray | None = None,

@@ -20,6 +20,7 @@ import titanlite.optim.muon
 import titanlite.optim.piecewise
 import titanlite.optim.power
 import titanlite.prepare.sources
+import titanlite.prepare.stream_source
 import titanlite.tokenizers.bytes
 import titanlite.tokenizers.huggingface
 import titanlite.tokenizers.sentencepiece  # noqa: F401
@@ -36,6 +37,7 @@ from titanlite.config.resolve import amounts, resolve
 from titanlite.data.dataset import Data
 from titanlite.data.sources import short_names
 from titanlite.data.step_sizes import StepSizes
+from titanlite.data.stream_sequences import check_streamed_run
 from titanlite.evaluate import Validation
 from titanlite.generate import Generation
 from titanlite.losses import ChunkedCrossEntropy, Loss
@@ -156,6 +158,9 @@ class Job:
         if training.enable_cpu_offload:
             self.optimizer.check_cpu_offload()
         self.guard.check(self.checkpoint.enable)
+        if self.data.stream is not None:
+            weighted = [i for i, stage in enumerate(self.stages) if stage.weights is not None]
+            check_streamed_run(weighted, self.amounts(), self.guard.on_spike == "rewind")
         self.validation.check(bool(self.data.holdout_sequences or self.data.validation_sources))
         self.model.check_length(training.seq_len)
         self.resolved(world_size)
@@ -249,7 +254,7 @@ class Job:
         """The run identity, which a run that resumes this one must share: architecture fields, loss and data,
         under the names of their keys. `data`: SequenceDataset.identity. `sources`: SequenceDataset.names,
         which messages about differences use."""
-        training = {key: data[key] for key in ("seed", "seq_len")}
+        training = {key: data[key] for key in ("seed", "seq_len") if key in data}
         places = data.get("stages", [])
         data = {key: value for key, value in data.items() if key not in (*training, "stages")}
         model = {"name": self.model.name, **toml.as_tree(self.model.config)}

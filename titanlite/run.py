@@ -18,10 +18,11 @@ from titanlite.checkpoint.checkpointer import LOWER_LR, Checkpointer
 from titanlite.checkpoint.state import TrainState
 from titanlite.config.component import ConfigError
 from titanlite.data.batch import Batch
-from titanlite.data.dataset import SequenceDataset
+from titanlite.data.dataset import RunSequences
 from titanlite.data.loader import SequenceLoader
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.step_sizes import StepSize
+from titanlite.data.stream_loader import StreamLoader
 from titanlite.errors import Diverged, LoaderError
 from titanlite.evaluate import score_tasks, validate
 from titanlite.generate import generate
@@ -57,10 +58,10 @@ class Run:
     job: Job
     rt: Runtime
     tokenizer: Tokenizer
-    sequences: SequenceDataset
+    sequences: RunSequences
     stages: Stages
     tasks: Sequence[OpenTask]
-    loader: SequenceLoader
+    loader: SequenceLoader | StreamLoader
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     clipper: Clipper
@@ -183,6 +184,7 @@ class Run:
         and ConfigError if a source is too small for the skipped sequences. Collective."""
         config, guard, state, spike = self.job.guard, self.guard, self.state, self.guard.spike
         assert spike is not None
+        assert isinstance(self.loader, SequenceLoader), "a run on a stream does not rewind"
         first, last = guard.sequences_of(spike.start_step - config.skip_before, spike.detected_step)
         step, num_rewinds = state.step, guard.num_rewinds + 1
         with self.meter.untimed("time/rewind_s"):
@@ -231,6 +233,8 @@ class Run:
     def save(self) -> None:
         """Save a checkpoint of the step that was just taken."""
         with self.meter.untimed("checkpoint/stall_s"):
+            if isinstance(self.loader, StreamLoader):
+                self.state.stream = self.loader.gathered_state(self.rt.gather)
             self.checkpoints.save(
                 self.model.net, self.optimizer, self.state, self.extra_state(), self.average
             )

@@ -22,10 +22,13 @@ from titanlite.checkpoint.state import BaseModel, TrainState, listed
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.resolve import value_at
-from titanlite.data.dataset import SequenceDataset
+from titanlite.data.dataset import RunSequences
 from titanlite.data.loader import MicroBatches, SequenceLoader
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import short_names
+from titanlite.data.stream_batches import StreamedBatches, StreamLayout
+from titanlite.data.stream_loader import StreamLoader
+from titanlite.data.stream_sequences import StreamSequences
 from titanlite.files import FileFault, read_regular, write_atomically
 from titanlite.flops import peak_bf16_flops
 from titanlite.interop.exporter import Exporter
@@ -142,14 +145,16 @@ def last_sequence(job: Job, stages: Stages, step: int, position: int, skipped: S
 
 
 def check_data(
-    job: Job, stages: Stages, sequences: SequenceDataset, resumed_train: dict[str, Any] | None
+    job: Job, stages: Stages, sequences: RunSequences, resumed_train: dict[str, Any] | None
 ) -> list[str]:
     """One line per source on how much of it the whole run reads, one per stage, and one on the sequences that
     the run skips, if there are any. `resumed_train`: the checkpoint's train.json.
 
     Raises ConfigError if the global batch size differs from the resumed run's only because the number of
-    ranks does, if the run has trained on sequences that it should skip, or if it reads a source for more than
-    its max_epochs."""
+    ranks does, if the run has trained on sequences that it should skip, if it reads a source for more than
+    its max_epochs, or if it cannot continue a stream on its layout."""
+    if isinstance(sequences, StreamSequences):
+        sequences.check_resumed(resumed_train)
     check_global_batch(job, stages.batch_size, resumed_train)
     skipped = skipped_sequences(job, resumed_train)
     step, position = (resumed_train["step"], resumed_train["sequences"]) if resumed_train else (0, 0)
@@ -257,13 +262,15 @@ def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
 
 
 def open_stages(
-    job: Job, ranks: int, sequences: SequenceDataset, about: Sequence[str] = ()
+    job: Job, ranks: int, sequences: RunSequences, about: Sequence[str] = ()
 ) -> tuple[Job, Stages, list[str]]:
     """The job with all its amounts of training as numbers of steps and sequences on `ranks` ranks, its
     stages, whose weights the sources get, and `about` with the lines of `about_steps` added. Raises
     ConfigError for numbers of steps that do not fit together."""
-    resolved = job.resolved(ranks, sum(sequences.sizes))
+    resolved = job.resolved(ranks, sequences.epoch_sequences)
     batch = BatchLayout.of(job.training, job.parallelism.degrees(ranks).data_parallel)
+    if isinstance(sequences, StreamSequences):
+        sequences.layout = StreamLayout(batch.num_ranks, job.data.num_workers, batch.micro_batch_size)
     stages = resolved.open_stages(batch.global_size)
     weights = [stage.weights_of(short_names(job.data.sources)) for stage in stages.stages]
     sequences.set_stages(job.data.sources, list(zip(stages.firsts, weights)))
@@ -287,7 +294,7 @@ def about_steps(given: Job, job: Job) -> list[str]:
 def open_checkpoints(
     job: Job,
     stages: Stages,
-    sequences: SequenceDataset,
+    sequences: RunSequences,
     identity: dict[str, Any],
     about: Sequence[str],
     exports: Exporter | None,
@@ -314,7 +321,7 @@ def job_toml_text(job: Job, lines: Sequence[str]) -> str:
     return "".join(f"# {line}\n" for line in lines) + "\n" + toml.dump(job)
 
 
-def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDataset, kernel: str) -> None:
+def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: RunSequences, kernel: str) -> None:
     """Log the model, the layout, the data and the batch. `about`: the lines of `summary`."""
     batch, num_micro_batches = rt.batch, rt.batch.num_micro_batches(rt.batch.global_size)
     offload = ", weights on the CPU" if job.training.enable_cpu_offload else ""
@@ -322,10 +329,7 @@ def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: SequenceDa
     for line in about:
         logger.info(line)
     logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}{offload}, {dtype}")
-    logger.info(
-        f"{sum(sequences.sizes):,} sequences of {sequences.seq_len} tokens to train on, "
-        f"{sequences.num_held_out:,} held out"
-    )
+    logger.info(f"{sequences.describe_size()}, {sequences.num_held_out:,} held out")
     for line in sequences.cut_conversations(min(job.sequence_lengths().values())):
         logger.info(line)
     logger.info(
@@ -353,9 +357,14 @@ def run_id(folder: Path, is_new: bool) -> str:
 
 
 def open_loader(
-    job: Job, rt: Runtime, sequences: SequenceDataset, stages: Stages, state: TrainState
-) -> SequenceLoader:
+    job: Job, rt: Runtime, sequences: RunSequences, stages: Stages, state: TrainState
+) -> SequenceLoader | StreamLoader:
     """The loader of this rank's micro-batches, which continues at the position of `state`."""
+    pin_memory = rt.device.type == "cuda"
+    if isinstance(sequences, StreamSequences):
+        assert sequences.layout is not None
+        batches = StreamedBatches(sequences.tokens, sequences.layout, rt.mesh.dp_rank)
+        return StreamLoader(batches, stages.step_sizes, pin_memory, state.stream)
     micro_batches = MicroBatches(
         first_sequence=state.num_sequences,
         step_sizes=stages.step_sizes,
@@ -364,7 +373,6 @@ def open_loader(
         num_ranks=rt.mesh.dp_size,
         skipped=state.skipped,
     )
-    pin_memory = rt.device.type == "cuda"
     return SequenceLoader(sequences, micro_batches, job.data.num_workers, pin_memory)
 
 
@@ -392,7 +400,7 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: Mapping[int, int], resume
     return Meter(rt.device, sinks, cost, rt.synchronize, rt.clock, is_measured, rt.began)
 
 
-def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences: SequenceDataset) -> None:
+def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences: RunSequences) -> None:
     """Write job.toml, env.json, sources.json and run_identity.json into the run folder, on rank 0."""
     if rt.rank > 0:
         return
@@ -408,7 +416,7 @@ def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences:
 
 
 def log_steps(
-    job: Job, stages: Stages, sequences: SequenceDataset, resumed_train: dict[str, Any] | None
+    job: Job, stages: Stages, sequences: RunSequences, resumed_train: dict[str, Any] | None
 ) -> None:
     """Log the lines of `check_data`, which is called again because the checkpoints may have fallen back to an
     older one with another batch size, and the steps that the run will take. `resumed_train`: the train.json

@@ -1,5 +1,14 @@
-"""A stream from outside the package: a torch IterableDataset that keeps its state. To use it, put this file
-into the current directory or install it, and write
+"""A stream from outside the package: a torch IterableDataset that keeps its state. To train on it, put this
+file into the current directory or install it, and write
+
+    [job]
+    imports = ["line_stream"]
+
+    [[data.sources]]
+    name = "stream"
+    stream = { name = "lines", path = "lines.txt" }
+
+into the TOML file. In that of `titanlite prepare`, write
 
     imports = ["line_stream"]
     output = "data/lines"
@@ -8,8 +17,8 @@ into the current directory or install it, and write
     name = "lines"
     path = "lines.txt"
 
-into the TOML file of `titanlite prepare`. The stream would work without `state_dict` and `load_state_dict`,
-too, but a preparation that was interrupted would read it again from the beginning.
+The stream would work without `state_dict` and `load_state_dict`, too, but a resumed run or preparation would
+read it again from the beginning.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def check_identity(
     weights_fit = not any(key == TOKENIZER or key.startswith("model.") for key in changes)
     weights = f", with --checkpoint.initial_load_path={folder}" if num_sequences and weights_fit else ""
     stages = ""
-    if all(f"{key}.".startswith(SOURCES) for key in fixed):
+    if all(f"{key}.".startswith(SOURCES) for key in fixed) and not ours.get("data", {}).get("streamed"):
         first = f'the first with the sources\' weights until now and until = "{num_sequences} sequences"'
         stages = f", or change the sources from here on with [[stages]], {first}"
     if allowed & fixed:

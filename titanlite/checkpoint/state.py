@@ -31,6 +31,7 @@ TRAIN_KEYS: dict[str, type] = {
     "step": int, "sequences": int, "tokens": int, "global_batch_size": int, "guard": dict, "healthy": bool,
     "finite": bool, "identity": dict, "skipped": list,
 }  # fmt: skip
+STREAM = "stream"  # entry of train.json that only runs on a stream have
 AVERAGED_FROM = "averaged_from"  # entry of train.json that only averages of checkpoints have
 AVERAGE = "ema"  # the section of the weights' average
 Tensors = dict[str, dict[str, torch.Tensor]]  # section, "model", "optimizer" or AVERAGE -> name -> tensor
@@ -55,13 +56,15 @@ class TrainState:
     and the next two values when the step ends. `num_sequences`: number of sequences of the data order that
     were trained on or skipped, which is the loader's state. `tokens`: number of target tokens trained on, an
     int64 scalar on the device. `skipped`: all sequences, before and after the position, that the run never
-    trains on. `base`: the base model, if adapters are trained."""
+    trains on. `base`: the base model, if adapters are trained. `stream`: the state of the loaders of all
+    ranks, if the run trains on a stream; otherwise {}. A save sets it."""
 
     step: int
     num_sequences: int
     tokens: torch.Tensor
     skipped: SkippedSequences = field(default_factory=SkippedSequences)
     base: BaseModel | None = None
+    stream: dict[str, Any] = field(default_factory=dict)
 
     @property
     def next_sequence(self) -> int:
@@ -82,6 +85,7 @@ class TrainState:
             "tokens": int(self.tokens),
             "skipped": self.skipped.as_lists(),
             **({"base": self.base._asdict()} if self.base else {}),
+            **({STREAM: self.stream} if self.stream else {}),
         }
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -89,6 +93,7 @@ class TrainState:
         self.step, self.num_sequences = values["step"], values["sequences"]
         self.tokens.fill_(values["tokens"])
         self.skipped |= SkippedSequences.of(values["skipped"])
+        self.stream = values.get(STREAM, {})
 
 
 def read_train(path: Path) -> dict[str, Any]:
@@ -103,6 +108,11 @@ def read_train(path: Path) -> dict[str, Any]:
     if "base" in train:
         expect(train, base=dict)
         expect(train["base"], **dict.fromkeys(BaseModel._fields, str))
+    if STREAM in train:
+        expect(train, **{STREAM: dict})
+        expect(train[STREAM], num_ranks=int, num_workers=int, micro_batch_size=int, states=list)
+        if len(train[STREAM]["states"]) != train[STREAM]["num_ranks"]:
+            raise ValueError(f"{STREAM} has not one state for each of its ranks")
     for key, value in train.items():
         if type(value) is int and not 0 <= value < 1 << 63:
             raise ValueError(f"{key} is {value}")

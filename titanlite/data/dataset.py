@@ -14,13 +14,14 @@ import torch
 from torch.utils.data import Dataset
 
 from titanlite.config.component import ConfigError, check_at_least, keys_in
-from titanlite.data.batch import Batch, make_batch
-from titanlite.data.held_out import HeldOut, HeldOutSource
+from titanlite.data.batch import Batch
+from titanlite.data.held_out import HeldOut, HeldOutSource, ValidationSequences, read
 from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
 from titanlite.data.packing import PACKINGS, PackedSequences, TokenSequence
 from titanlite.data.reads import SourceReads
 from titanlite.data.skips import SkippedSequences, checked_range
-from titanlite.data.sources import Source, short_names
+from titanlite.data.sources import Source, StreamedSource, short_names
+from titanlite.data.stream_sequences import StreamSequences, check_stream
 from titanlite.tokenizers.base import Tokenizer
 
 T = TypeVar("T")
@@ -48,7 +49,8 @@ class Data:
     mask_documents: bool = False
     """Restrict attention to the tokens of the same document, and restart positions at 0 in each document."""
     num_workers: int = 2
-    """Loader processes per rank; 0 loads in the training process. The data order does not depend on it."""
+    """Loader processes per rank; 0 loads in the training process. The data order does not depend on it,
+    except that of a stream."""
     cache_dir: str = "outputs/cache"
     """Folder for the tokens of sources that tokenise on first use, and for packing indices."""
     verify: Literal["sizes", "full"] = "sizes"
@@ -72,33 +74,49 @@ class Data:
                 checked_range(numbers)
             except ValueError as e:
                 raise ConfigError(str(e), f"skip_sequences.{i}") from None
+        if self.stream is not None:
+            check_stream(
+                num_sources=len(self.sources),
+                holdout_sequences=self.holdout_sequences,
+                skip_sequences=self.skip_sequences,
+                packing=self.packing,
+            )
+
+    @property
+    def stream(self) -> StreamedSource | None:
+        """The stream that the run trains on; None if its sequences have numbers."""
+        return next((source for source in self.sources if isinstance(source, StreamedSource)), None)
 
     @property
     def skipped(self) -> SkippedSequences:
         """The sequences of `skip_sequences`."""
         return SkippedSequences.of(self.skip_sequences)
 
-    def build(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> SequenceDataset:
+    def build(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> RunSequences:
         """Open the sources; those of raw text are tokenised on first use. Raises ConfigError for unusable
         input."""
-        packed = self._open(self.sources, tokenizer, seq_len, "data.sources")
+        packed = self._open([] if self.stream else self.sources, tokenizer, seq_len, "data.sources")
         held_out = self._open(self.validation_sources, tokenizer, seq_len, "data.validation_sources")
         for_validation = {sequences.fingerprint for sequences in held_out}
         if both := [sequences for sequences in packed if sequences.fingerprint in for_validation]:
             path = both[0].shards.path
             raise ConfigError(f"{path} is also a training source", "data.validation_sources")
         identity = self.label_identity(tokenizer, seq_len=seq_len, seed=seed)
-        training = _not_in_tomls_order(packed, self.sources)
         validation = _not_in_tomls_order(held_out, self.validation_sources)
+        if self.stream is not None:
+            with keys_in("data.sources.0"):
+                return StreamSequences(self.stream, tokenizer, _for_validation(validation), identity)
+        training = _not_in_tomls_order(packed, self.sources)
         sequences = SequenceDataset(training, validation, self.holdout_sequences, seed, identity)
         sequences.set_stages(self.sources, [(0, None)])
         return sequences
 
     def label_identity(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> dict[str, Any]:
-        """Return SequenceDataset.identity as known before the sources are opened: `sources` lists the
-        sources' labels instead of fingerprints of their contents."""
+        """Return the identity of the sequences as known before the sources are opened: `sources` lists the
+        sources' labels instead of fingerprints of their contents. The order of a stream does not depend on
+        the seed."""
         return {
-            "seed": seed,
+            **({"seed": seed} if self.stream is None else {"streamed": True}),
             "seq_len": seq_len,
             "packing": self.packing,
             "mask_documents": self.mask_documents,
@@ -107,10 +125,11 @@ class Data:
             "sources": sorted(source.label for source in self.sources),
         }
 
-    def check(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> SequenceDataset | None:
+    def check(self, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> RunSequences | None:
         """Raise the ConfigErrors of `build` that are detectable without tokenising, packing or hashing.
         Returns the result of `build`, or None if `build` would have to tokenise, pack or hash."""
-        is_ready = _for_each(lambda source: source.check(tokenizer), self.sources, "data.sources")
+        sources = [] if self.stream else self.sources  # `build` does not read all of a stream
+        is_ready = _for_each(lambda source: source.check(tokenizer), sources, "data.sources")
         is_ready += _for_each(
             lambda source: source.check(tokenizer), self.validation_sources, "data.validation_sources"
         )
@@ -155,7 +174,7 @@ class MicroBatch(NamedTuple):
     num_splits: int = 1
 
 
-class SequenceDataset(Dataset):
+class SequenceDataset(ValidationSequences, Dataset):
     """All sequences of a run by global number: `training`, whose numbers are unlimited, and `held_out`.
 
     The held-out sequences depend only on the sources' contents, so runs with other seeds validate on the same
@@ -182,10 +201,10 @@ class SequenceDataset(Dataset):
                 )
         self._held, self._held_ends = held, np.cumsum([0, *held])
         if validation:
-            sizes, weights = [len(p) for p, _ in validation], [s.weight for _, s in validation]
-            self.for_validation = _held_out("validation", validation, sizes, weights)
+            for_validation = _for_validation(validation)
         else:  # the numbers held out are by weight
-            self.for_validation = _held_out("holdout", sources, held, [1.0] * len(held))
+            for_validation = _held_out("holdout", sources, held, [1.0] * len(held))
+        super().__init__(for_validation, self._packed[0].seq_len, identity["mask_documents"])
         self.sizes = [len(packed) - num_held for packed, num_held in zip(self._packed, held)]
         self._seed, self._holdout = seed, holdout
         self._label_identity = identity
@@ -233,19 +252,18 @@ class SequenceDataset(Dataset):
         return {packed.fingerprint: source.label for packed, source in zip(self._packed, self._sources)}
 
     @property
-    def seq_len(self) -> int:
-        """Targets per sequence."""
-        return self._packed[0].seq_len
-
-    @property
-    def num_held_out(self) -> int:
-        """Number of sequences to validate on."""
-        return len(self.for_validation)
-
-    @property
     def source_names(self) -> list[str]:
         """Short names of the sources, for metrics."""
         return short_names(self._sources)
+
+    @property
+    def epoch_sequences(self) -> int:
+        """Number of training sequences of all sources together."""
+        return sum(self.sizes)
+
+    def describe_size(self) -> str:
+        """Return how much there is to train on, for the log."""
+        return f"{self.epoch_sequences:,} sequences of {self.seq_len} tokens to train on"
 
     def shares(self) -> list[dict[str, Any]]:
         """The sources as plain data: label, share of the training sequences, and number of sequences in an
@@ -301,19 +319,7 @@ class SequenceDataset(Dataset):
     def training(self, numbers: np.ndarray) -> list[TokenSequence]:
         """Return training sequences by global number (int64 [n])."""
         origins = [self.origin(int(number)) for number in numbers]
-        return [self._read(*origin, "", number) for number, origin in zip(numbers, origins)]
-
-    def held_out(self, numbers: np.ndarray) -> list[TokenSequence]:
-        """Return held-out sequences by number in [0, num_held_out) (int64 [n])."""
-        located = self.for_validation.locate(numbers)
-        return [self._read(*place, "held-out ", number) for number, place in zip(numbers, located)]
-
-    def _read(self, packed: PackedSequences, local_number: int, kind: str, number: int) -> TokenSequence:
-        """Read a sequence by its number in its source. `kind` and its global number are for messages."""
-        try:
-            return packed[local_number]
-        except ConfigError as e:
-            raise ConfigError(f"{kind}sequence {number}: {e}") from None
+        return [read(*origin, "", number) for number, origin in zip(numbers, origins)]
 
     def origin(self, number: int) -> tuple[PackedSequences, int]:
         """Return the source of a training sequence, and the sequence's number in that source."""
@@ -349,18 +355,6 @@ class SequenceDataset(Dataset):
             shuffled[mask] = permute(local_numbers[mask], len(packed), key_of("holdout", packed.fingerprint))
         return shuffled
 
-    def batch(
-        self, numbers: Sequence[int], sequences: Sequence[TokenSequence], num_sequences: int | None = None
-    ) -> Batch:
-        """Make a batch of sequences and their global numbers, padded to `num_sequences`."""
-        return make_batch(
-            numbers,
-            sequences,
-            seq_len=self.seq_len,
-            num_sequences=num_sequences,
-            with_positions=self.identity["mask_documents"],
-        )
-
     def __getitems__(self, micro_batch: MicroBatch) -> Batch | ConfigError:
         numbers, num_splits = micro_batch
         try:
@@ -368,6 +362,27 @@ class SequenceDataset(Dataset):
             return replace(batch, source_ids=self.source_ids(numbers)).split(num_splits)
         except ConfigError as e:  # torch would add the worker's traceback, so SequenceLoader raises it
             return e
+
+
+RunSequences = SequenceDataset | StreamSequences
+
+
+def numbered(sequences: RunSequences) -> SequenceDataset:
+    """Return the sequences of a run, for programs that look them up by number. Raises ConfigError for a
+    stream."""
+    if isinstance(sequences, SequenceDataset):
+        return sequences
+    raise ConfigError(
+        "the sequences of a stream cannot be looked up or counted before they are read; make shards of the "
+        "stream to show and plan them: titanlite prepare, [from_stream]",
+        "data.sources.0.name",
+    )
+
+
+def _for_validation(sources: Sequence[tuple[PackedSequences, Source]]) -> HeldOut:
+    """All sequences of validation_sources."""
+    sizes, weights = [len(packed) for packed, _ in sources], [source.weight for _, source in sources]
+    return _held_out("validation", sources, sizes, weights)
 
 
 def _held_out(

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from titanlite.config.component import ConfigError
+from titanlite.data.batch import Batch, make_batch
 from titanlite.data.order import permute, quotas
-from titanlite.data.packing import PackedSequences
+from titanlite.data.packing import PackedSequences, TokenSequence
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,43 @@ class HeldOut:
         sizes = [source.size for source in self.sources]
         counts = split(num_sequences, self.weights or sizes, sizes)
         return [range(start, start + count) for start, count in zip(self._ends.tolist(), counts)]
+
+
+class ValidationSequences:
+    """The sequences that a run validates on, as batches: the base of the sequences of a run."""
+
+    def __init__(self, for_validation: HeldOut, seq_len: int, mask_documents: bool):
+        self.for_validation, self.seq_len, self._mask_documents = for_validation, seq_len, mask_documents
+
+    @property
+    def num_held_out(self) -> int:
+        """Number of sequences to validate on."""
+        return len(self.for_validation)
+
+    def held_out(self, numbers: np.ndarray) -> list[TokenSequence]:
+        """Return held-out sequences by number in [0, num_held_out) (int64 [n])."""
+        located = self.for_validation.locate(numbers)
+        return [read(*place, "held-out ", number) for number, place in zip(numbers, located)]
+
+    def batch(
+        self, numbers: Sequence[int], sequences: Sequence[TokenSequence], num_sequences: int | None = None
+    ) -> Batch:
+        """Make a batch of sequences and their global numbers, padded to `num_sequences`."""
+        return make_batch(
+            numbers,
+            sequences,
+            seq_len=self.seq_len,
+            num_sequences=num_sequences,
+            with_positions=self._mask_documents,
+        )
+
+
+def read(packed: PackedSequences, local_number: int, kind: str, number: int) -> TokenSequence:
+    """Read a sequence by its number in its source. `kind` and its global number are for messages."""
+    try:
+        return packed[local_number]
+    except ConfigError as e:
+        raise ConfigError(f"{kind}sequence {number}: {e}") from None
 
 
 def split(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[int]:

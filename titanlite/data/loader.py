@@ -124,7 +124,7 @@ class SequenceLoader:
         loader = self._stateful_data_loader()
         if not self._num_workers:
             return iter(loader)
-        _check_shared_memory(self._num_workers)
+        check_shared_memory(self._num_workers)
         device = torch.cuda.current_device() if self._pin_memory else None
 
         def start() -> Iterator[Batch]:
@@ -142,15 +142,15 @@ class SequenceLoader:
                 self._sequences,
                 batch_sampler=self._order,
                 num_workers=self._num_workers,
-                collate_fn=_as_is,  # __getitems__ returns a whole Batch: nothing is left to collate
+                collate_fn=as_is,  # __getitems__ returns a whole Batch: nothing is left to collate
                 pin_memory=self._pin_memory,
                 prefetch_factor=4 if self._num_workers else None,
-                worker_init_fn=_set_up_worker,
+                worker_init_fn=set_up_worker,
                 snapshot_every_n_steps=None,  # workers send no state with their batches
             )
 
 
-def _set_up_worker(worker: int) -> None:
+def set_up_worker(worker: int) -> None:
     """In a worker process: ignore the signals that stop the trainer, which needs the workers until the step
     is finished, and enable garbage collection, which the trainer disables."""
     gc.enable()
@@ -158,7 +158,7 @@ def _set_up_worker(worker: int) -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
-def _check_shared_memory(num_workers: int) -> None:
+def check_shared_memory(num_workers: int) -> None:
     """Raise ConfigError unless /dev/shm has room for the workers' queues. torch's own error names no file."""
     try:
         queues: list[Any] = [multiprocessing.Queue() for _ in range(num_workers + 2)]
@@ -174,5 +174,5 @@ def _check_shared_memory(num_workers: int) -> None:
         ) from None
 
 
-def _as_is(batch: Any) -> Any:
+def as_is(batch: Any) -> Any:
     return batch

@@ -1,7 +1,7 @@
-"""Streams of documents, which `[from_stream]` of a preparation selects.
+"""Streams of documents, which `[from_stream]` of a preparation and the source `stream` select.
 
-A stream is read from its beginning to its end, in one process. `fetch` writes its documents to files, and
-records the stream's state after each file, so that an interrupted preparation continues there. The
+A preparation reads a stream from its beginning to its end, in one process. `fetch` writes its documents to
+files, and records the stream's state after each file, so that an interrupted preparation continues there. The
 preparation then reads these files like any others, on all cores."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,12 @@ Document = str | Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentStream(Component, kind="stream", makes=(Iterable,)):
-    """Base of streams: `[from_stream] name = "..."` selects a subclass by its name. A subclass implements
-    `build`."""
+    """Base of streams: `[from_stream] name = "..."` of a preparation, and `stream = { name = "..." }` of a
+    source, select a subclass by its name. A subclass implements `build`."""
 
     max_documents: int = 0
-    """Number of documents after which the stream is left; 0: read it to its end."""
+    """Number of documents after which the stream is left, or begins again as a source of training; 0: read it
+    to its end."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "max_documents")
@@ -49,8 +51,11 @@ class DocumentStream(Component, kind="stream", makes=(Iterable,)):
         Every call must give the same documents in the same order.
 
         If the iterable has the methods `state_dict()`, which returns JSON, and `load_state_dict(state)`, it
-        continues at once after an interruption. Any other iterable is read again from the beginning. Raises
-        ConfigError for missing or unreadable input."""
+        continues at once after an interruption. Any other iterable is read again from the beginning.
+
+        If it has `num_shards` and `shard(num_shards, index)`, as a Hugging Face dataset has, ranks and loader
+        workers that train on the stream read only their own shards. Raises ConfigError for missing or
+        unreadable input."""
 
     def pinned(self) -> DocumentStream:
         """Return a stream that reads today's documents at any later time, such as one that names the newest
@@ -65,13 +70,19 @@ class DocumentStream(Component, kind="stream", makes=(Iterable,)):
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(HubSplit, DocumentStream, name="huggingface"):
     """A dataset of the Hugging Face hub in streaming mode, in any format that the `datasets` library streams,
-    such as Parquet, JSON, CSV, Arrow and the .tar files of WebDataset. Only the texts are kept on disk."""
+    such as Parquet, JSON, CSV, Arrow and the .tar files of WebDataset. A preparation keeps only the texts on
+    disk, a run nothing."""
 
     path: str
     """Name on the hub, or a directory with a dataset's files."""
 
+    @cached_property
+    def _builder(self) -> Any:
+        """The dataset's builder. It asks the hub for the files once, also for the loader workers."""
+        return open_builder(self.path, self)
+
     def build(self) -> Iterable[Document]:
-        builder = open_builder(self.path, self)
+        builder = self._builder
         with hub_errors(self.path):
             dataset = builder.as_streaming_dataset(self.split)
             if dataset.features:  # the types of the columns are known
@@ -97,8 +108,18 @@ class _HubStream:
         self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def __iter__(self) -> Iterator[Document]:
+        # In a loader worker, `iter(dataset)` would deal out the files once more, by the worker's number.
         with hub_errors(self._path):
-            yield from self._dataset
+            for batch in self._dataset.iter(batch_size=1):
+                yield {column: values[0] for column, values in batch.items()}
+
+    @property
+    def num_shards(self) -> int:
+        return self._dataset.num_shards
+
+    def shard(self, num_shards: int, index: int) -> _HubStream:
+        with hub_errors(self._path):
+            return _HubStream(self._path, self._dataset.shard(num_shards=num_shards, index=index))
 
 
 @dataclass(frozen=True)
@@ -230,22 +251,26 @@ def _numbered(documents: Iterable[Document], number: int) -> Iterator[tuple[int,
 def _line(number: int, document: Document, field: str, is_strict: bool) -> bytes:
     """Return a document as a line of JSON. Raises ConfigError; for a null, or text that is not Unicode, only
     if `is_strict`. Otherwise these are found and counted when the line is read, as in any file."""
+    text = text_of(document, field, f"document {number} of the stream", is_strict)
+    return json.dumps({field: text}, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def text_of(document: Document, field: str, place: str, is_strict: bool = True) -> Any:
+    """Return the text of a document. `place`: names the document in messages. Raises ConfigError for anything
+    else; for a null, or text that is not Unicode, only if `is_strict`."""
     if isinstance(document, Mapping) and field not in document:
-        raise ConfigError(
-            f"document {number} of the stream has no {field!r} (it has: {', '.join(document)})", "field"
-        )
+        raise ConfigError(f"{place} has no {field!r} (it has: {', '.join(document)})", "field")
     text = document[field] if isinstance(document, Mapping) else document
     where = f" under {field!r}" if isinstance(document, Mapping) else ""
     if not isinstance(text, str) and (is_strict or text is not None):
         kind = "null" if text is None else type(text).__name__
-        raise ConfigError(f"document {number} of the stream holds {kind}{where}, not text", "field")
-    try:
-        line = json.dumps({field: text}, ensure_ascii=False)
-        return line.encode("utf-8", "strict" if is_strict else "surrogatepass") + b"\n"
-    except UnicodeEncodeError:
-        raise ConfigError(
-            f"document {number} of the stream holds a lone surrogate{where}, which is not text", "field"
-        ) from None
+        raise ConfigError(f"{place} holds {kind}{where}, not text", "field")
+    if is_strict and isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{place} holds a lone surrogate{where}, which is not text", "field") from None
+    return text
 
 
 def _file(folder: Path, number: int) -> Path:

@@ -42,7 +42,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_words
-from titanlite.data.dataset import SequenceDataset
+from titanlite.data.dataset import SequenceDataset, numbered
 from titanlite.data.megatron import MegatronFile, MegatronTokens
 from titanlite.data.packing import PACKINGS, PackedSequences
 from titanlite.data.sharded_tokens import ShardedTokens
@@ -146,7 +146,7 @@ def _show_run(job: Job, numbers: Sequence[int]) -> None:
     """Print training sequences of a run."""
     check_stages(job.stages, job.training, short_names(job.data.sources))
     tokenizer = job.tokenizer.build()
-    sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+    sequences = numbered(job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed))
     stages = None
     if job.stages or job.training.batch_ramp:
         job, stages, _ = startup.open_stages(job, job.parallelism.fewest_ranks, sequences)

@@ -18,7 +18,7 @@ from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_arguments
-from titanlite.data.dataset import SequenceDataset
+from titanlite.data.dataset import SequenceDataset, numbered
 from titanlite.data.reads import SourceReads
 from titanlite.data.skips import SkippedSequences
 from titanlite.data.sources import short_names
@@ -159,7 +159,7 @@ def _open(job: Job) -> SequenceDataset:
     if sequences is None:
         tell(f"opening the data as a run does: text is tokenised and packed once, into {job.data.cache_dir}")
         sequences = job.data.build(tokenizer, seq_len=training.seq_len, seed=training.seed)
-    return sequences
+    return numbered(sequences)
 
 
 class _Planner:

@@ -346,16 +346,16 @@ def test_a_network_that_fails_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(streams, "FILE_BYTES", 60)
     stream = HuggingFace(path=str(jsonl(Path("data"))))
     whole = fetch(stream, Path("whole"), "text").files
-    rows = datasets.IterableDataset.__iter__
+    rows = datasets.IterableDataset.iter
 
-    def failing(self: Any) -> Any:
-        for i, row in enumerate(rows(self)):
+    def failing(self: Any, batch_size: int) -> Any:
+        for i, row in enumerate(rows(self, batch_size)):
             if i == 30:
                 raise OSError("connection reset")
             yield row
 
     with monkeypatch.context() as patch:
-        patch.setattr(datasets.IterableDataset, "__iter__", failing)
+        patch.setattr(datasets.IterableDataset, "iter", failing)
         with pytest.raises(ConfigError, match=r"data: connection reset \(after 30 documents\)"):
             fetch(stream, Path("out"), "text")
     parts = fetch(stream, Path("out"), "text").files

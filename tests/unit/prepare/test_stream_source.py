@@ -1,0 +1,285 @@
+"""Pins the source `stream`: Hugging Face datasets and WebDataset shards give the tokens of local files, also
+after an interruption and in workers; bad input and unsupported settings are one line and leave nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.line_stream import LineStream
+from tests.support.hub import serving
+from tests.support.jobs import metrics_in, tiny_arguments
+from tests.support.streams import state_of, steps, stream_loader, values
+from tests.support.tiers import full
+from titanlite import cli
+from titanlite.config.component import ConfigError
+from titanlite.data.sources import StreamedSource
+from titanlite.prepare.stream_source import Stream
+from titanlite.prepare.streams import HuggingFace
+
+TEXTS = [f"document {i} " + "x" * (i * 7 % 23) for i in range(120)]
+FILES = [TEXTS[:70], TEXTS[70:]]
+
+
+@pytest.fixture(autouse=True)
+def torchs_handler_goes() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@dataclass(frozen=True)
+class Listed(StreamedSource):
+    """The texts of a list."""
+
+    texts: list[str]
+    max_documents: int = 0
+
+    def documents(self) -> list[str]:
+        return self.texts
+
+    def text(self, document: str, place: str) -> str:
+        return document
+
+    def fingerprint(self) -> str:
+        return ""
+
+
+def jsonl(folder: Path) -> Path:
+    folder.mkdir()
+    for i, part in enumerate(FILES):
+        lines = (json.dumps({"text": text, "id": i}) + "\n" for text in part)
+        (folder / f"train-{i}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def parquet(folder: Path) -> Path:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder.mkdir()
+    for i, part in enumerate(FILES):
+        pq.write_table(pa.table({"text": part}), folder / f"train-{i}.parquet", row_group_size=20)
+    return folder
+
+
+def webdataset(folder: Path) -> Path:
+    folder.mkdir()
+    for shard, part in enumerate(FILES):
+        with tarfile.open(folder / f"{shard:05}.tar", "w") as tar:
+            for i, text in enumerate(part):
+                member = tarfile.TarInfo(f"{i:06}.text")
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text.encode()))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "workers"),
+    [
+        (jsonl, 1, 0),
+        (jsonl, 2, 0),
+        full(jsonl, 1, 2),
+        full(jsonl, 2, 2),
+        full(parquet, 1, 0),
+        full(parquet, 2, 2),
+        full(webdataset, 1, 2),
+        (webdataset, 2, 0),
+    ],
+)
+def test_a_hugging_face_stream(
+    tmp_path: Path, make: Callable[[Path], Path], ranks: int, workers: int
+) -> None:
+    """Two shares read a file each; one share, or four, read both in their order."""
+    pytest.importorskip("datasets")
+    source = Stream(stream=HuggingFace(path=str(make(tmp_path / "data"))))
+    rank, two_shares = ranks - 1, ranks * max(workers, 1) == 2
+    if two_shares and workers:
+        expected = steps(stream_loader(Listed(texts=FILES[0]), 1, 0), 60)
+        batches = steps(stream_loader(source, ranks, workers, rank), 20)
+        tokens = [values([batch])[0][0] for batch in batches[::2]]  # of the first worker
+        assert tokens == [values([batch])[0][0] for batch in expected[: len(tokens)]]
+    else:
+        texts = FILES[rank] if two_shares else TEXTS
+        layout = (1, 0, 0) if two_shares else (ranks, workers, rank)
+        expected = steps(stream_loader(Listed(texts=texts), *layout), 60)
+        batches = steps(stream_loader(source, ranks, workers, rank), 20)
+        assert [v[:2] for v in values(batches)] == [v[:2] for v in values(expected)][: len(batches)]
+    first = stream_loader(source, ranks, workers, rank)
+    parts = steps(first, 3)
+    second = stream_loader(source, ranks, workers, rank, state_of(first))
+    parts += steps(second, 9)
+    parts += steps(stream_loader(source, ranks, workers, rank, state_of(second)), 8)
+    assert values(parts) == values(batches)
+
+
+def test_what_changes_the_fingerprint(tmp_path: Path) -> None:
+    lines = [
+        Stream(stream=LineStream(path="a")),
+        Stream(stream=LineStream(path="b")),
+        Stream(stream=LineStream(path="a", max_documents=3)),
+        Stream(stream=LineStream(path="a"), field="body"),
+    ]
+    assert len({source.fingerprint() for source in lines}) == 4
+    assert lines[0].fingerprint() == Stream(stream=LineStream(path="a")).fingerprint()
+    assert [source.label for source in lines[:2]] == ["stream a", "stream b"]
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"body": "b"}, r"the 1st has no 'text' \(it has: body\)"),
+        ({"text": None}, "the 1st holds null under 'text', not text"),
+        ({"text": 7}, "the 1st holds int under 'text', not text"),
+        ("\ud800", "the 1st holds a lone surrogate, which is not text"),
+    ],
+)
+def test_a_document_without_text(document: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as e:
+        Stream(stream=LineStream(path="a")).text(document, "the 1st")
+    assert e.value.key == "field"
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What `titanlite` says when it refuses a job on a stream, in one line; nothing is written."""
+
+    def run(*overrides: str, verb: tuple[str, ...] = ("train",), lines: str = "a line\n") -> str:
+        (tmp_path / "lines.txt").write_text(lines)
+        path, *arguments = tiny_arguments(tmp_path, corpus)
+        stream = f"{{ name = 'lines', path = '{tmp_path}/lines.txt' }}"
+        keys = [
+            "--job.imports=['tests.examples.line_stream']",
+            "--data.holdout_sequences=0",
+            f"--data.sources=[{{ name = 'stream', stream = {stream} }}]",
+        ]
+        allow = [] if verb == ("train",) else ["--allow-imports"]
+        capsys.readouterr()
+        assert cli.run([*verb, path, *arguments, *keys, *overrides, *allow]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert not (tmp_path / "run").exists()
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--data.holdout_sequences=4", "--data.holdout_sequences: no sequences of a stream can be held out"),
+        ("--data.skip_sequences=[[1, 2]]", "--data.skip_sequences: sequences of a stream cannot be skipped"),
+        ("--data.packing=best_fit", '--data.packing: a stream is packed by "chunk"'),
+        ("--guard.on_spike=rewind", '--guard.on_spike: "rewind" skips sequences, which a stream cannot'),
+        ("--training.steps='2 epochs'", '--training.steps: "2 epochs": the length of an epoch'),
+        (
+            "--stages=[{ until = '0.5 epochs' }, { until = 'end' }]",
+            '--stages.0.until: "0.5 epochs": the length of an epoch',
+        ),
+        (
+            "--stages=[{ until = '8 sequences' }, { until = 'end', weights = [2] }]",
+            "--stages.1.weights: a stream is the only source",
+        ),
+    ],
+)
+def test_what_a_stream_cannot_do(refusal: Callable[..., str], override: str, message: str) -> None:
+    line = refusal(override)
+    assert message in line
+    assert "titanlite prepare, [from_stream]" in line
+
+
+def test_the_epochs_of_a_stream_are_not_counted() -> None:
+    with pytest.raises(ConfigError, match=r"the epochs of a stream are not counted; limit training\.steps"):
+        Stream(stream=LineStream(path="a"), max_epochs=2)
+
+
+def test_other_sources_beside_a_stream(refusal: Callable[..., str], corpus: Path) -> None:
+    stream = "{ name = 'stream', stream = { name = 'lines', path = 'lines.txt' } }"
+    other = f"{{ name = 'text', path = ['{corpus}/b.txt'] }}"
+    mixed = refusal(f"--data.sources=[{other}, {stream}]")
+    assert "--data.sources: a stream cannot be mixed with other sources" in mixed
+    validation = refusal(f"--data.validation_sources=[{stream}]")
+    assert "a stream can only be trained on, as the only one of data.sources" in validation
+
+
+@pytest.mark.parametrize("action", ["show", "plan"])
+def test_data_show_and_plan(refusal: Callable[..., str], action: str) -> None:
+    line = refusal(verb=("data", action))
+    assert "the sequences of a stream cannot be looked up or counted before they are read" in line
+
+
+def test_an_empty_stream(refusal: Callable[..., str]) -> None:
+    assert "lines.txt: the stream has no documents" in refusal(lines="")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("path = 'DATA'", "field: document 0 of the stream has no 'body' (it has: text, id)"),
+        ("path = 'DATA', split = 'tset'", "stream.split: DATA has no split 'tset' (splits: train)"),
+        ("path = 'NONE'", "none: "),
+    ],
+)
+def test_an_unusable_dataset(refusal: Callable[..., str], tmp_path: Path, options: str, message: str) -> None:
+    pytest.importorskip("datasets")
+    data = str(jsonl(tmp_path / "data"))
+    options = options.replace("DATA", data).replace("NONE", str(tmp_path / "none"))
+    stream = f"{{ name = 'huggingface', {options} }}"
+    line = refusal(f"--data.sources=[{{ name = 'stream', field = 'body', stream = {stream} }}]")
+    assert message.replace("DATA", data) in line
+
+
+def test_an_unreachable_hub(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def unreachable(*args: object, **options: object) -> None:
+        raise ConnectionError("Couldn't reach 'org/name' on the Hub (ReadTimeout)\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
+    line = refusal(
+        "--data.sources=[{ name = 'stream', stream = { name = 'huggingface', path = 'org/name' } }]"
+    )
+    assert line == "titanlite: org/name: Couldn't reach 'org/name' on the Hub (ReadTimeout)"
+
+
+@pytest.mark.full
+def test_a_server_like_the_hub(tmp_path: Path, corpus: Path) -> None:
+    """Runs on a dataset that is streamed from a server, with workers, equal one on local files."""
+    pytest.importorskip("datasets")
+    data = jsonl(tmp_path / "data")
+
+    def train(path: str, name: str, steps: int, endpoint: str) -> None:
+        sources = f"[{{ name = 'stream', stream = {{ name = 'huggingface', path = '{path}' }} }}]"
+        words = [
+            *tiny_arguments(tmp_path, corpus, name),
+            "--data.holdout_sequences=0",
+            "--data.num_workers=2",
+        ]
+        command = [sys.executable, "-m", "titanlite.cli", "train", *words, f"--data.sources={sources}"]
+        variables = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "cache")}
+        result = subprocess.run(
+            [*command, f"--training.steps={steps}"],
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+
+    with serving(data) as endpoint:
+        train("org/name", "hub", 3, endpoint)
+        train("org/name", "hub", 6, endpoint)
+        train(str(data), "local", 6, endpoint)
+    hub, local = (
+        [(row["data/batch_sha"], row["train/loss"]) for row in metrics_in(tmp_path / name)]
+        for name in ("hub", "local")
+    )
+    assert hub == local

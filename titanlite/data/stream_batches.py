@@ -1,0 +1,198 @@
+"""Micro-batches of a stream, made while its documents are read in their order.
+
+The documents are dealt out to shares, one per data-parallel rank and loader worker, and each share is
+tokenised and packed by itself. So the sequences depend on the numbers of ranks and workers, and the state,
+which has the place of every share in the stream, fits only the layout that it was saved on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from titanlite.config.component import ConfigError
+from titanlite.data.batch import Batch, make_batch
+from titanlite.data.packing import TokenSequence
+from titanlite.data.sources import StreamedSource
+from titanlite.tokenizers.base import Tokenizer
+
+TOKENIZED_AT_ONCE = 64  # documents
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StreamLayout:
+    """What the sequences depend on besides the stream: the numbers of data-parallel ranks and of loader
+    workers per rank, and the sequences of a micro-batch."""
+
+    num_ranks: int
+    num_workers: int
+    micro_batch_size: int
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """A stream and the way in which it becomes sequences."""
+
+    source: StreamedSource
+    tokenizer: Tokenizer
+    seq_len: int
+    mask_documents: bool = False
+
+
+class StreamedBatches(IterableDataset[Batch | ConfigError]):
+    """The micro-batches of one share, without end: after its last document the stream begins again.
+
+    The state is small: the place in the stream of the oldest documents that are not used up, how many of
+    their tokens are, and the number of micro-batches. A resume reads these documents again."""
+
+    def __init__(self, stream: TokenStream, layout: StreamLayout, rank: int):
+        self.stream, self.layout, self.rank = stream, layout, rank
+        self._state: State = {}
+        self._has_begun = False
+        self._blocks: deque[tuple[State, int]] = deque()  # of the tokens: the state before, and their number
+
+    def __iter__(self) -> Iterator[Batch | ConfigError]:
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        share = self.rank * num_workers + worker, self.layout.num_ranks * num_workers
+        self._documents = _Share(self.stream.source, *share)
+        self._tokens, self._starts = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._offset = self._count = 0
+        self._blocks.clear()
+        if self._state:
+            self._documents.load_state_dict(self._state["documents"])
+            self._count = self._state["count"]
+            self._read()
+            self._use(self._state["offset"])
+        self._has_begun = True
+        while True:
+            try:
+                batch = self._batch(self._count * num_workers + worker)
+            except ConfigError as e:  # torch would add the worker's traceback, so StreamLoader raises it
+                yield e
+                return
+            self._count += 1
+            yield batch
+
+    def _batch(self, number: int) -> Batch:
+        """Return micro-batch `number` of this rank."""
+        size, seq_len = self.layout.micro_batch_size, self.stream.seq_len
+        while len(self._tokens) < size * seq_len + 1:
+            self._read()
+        sequences = [self._sequence(i * seq_len) for i in range(size)]
+        self._use(size * seq_len)
+        first = (number * self.layout.num_ranks + self.rank) * size
+        numbers = range(first, first + size)
+        batch = make_batch(numbers, sequences, seq_len=seq_len, with_positions=self.stream.mask_documents)
+        return replace(batch, source_ids=torch.zeros(size, dtype=torch.int64))  # the stream is source 0
+
+    def _sequence(self, start: int) -> TokenSequence:
+        end = start + self.stream.seq_len + 1
+        starts = self._starts[(self._starts >= start) & (self._starts < end)] - start
+        return TokenSequence(self._tokens[start:end], starts if self.stream.mask_documents else None)
+
+    def _read(self) -> None:
+        """Append the tokens of the next documents."""
+        before = self._documents.state_dict()
+        encoded = self.stream.tokenizer.encode_documents(self._documents.take(TOKENIZED_AT_ONCE))
+        ids = [tokens for tokens in encoded if len(tokens)]
+        ends = np.cumsum([len(self._tokens), *map(len, ids)])
+        self._blocks.append((before, int(ends[-1] - ends[0])))
+        self._starts = np.concatenate([self._starts, ends[:-1]])
+        self._tokens = np.concatenate([self._tokens, *ids])
+
+    def _use(self, count: int) -> None:
+        """Drop the first `count` tokens."""
+        self._tokens, self._starts = self._tokens[count:], self._starts[self._starts >= count] - count
+        self._offset += count
+        while self._blocks and self._offset >= self._blocks[0][1]:
+            self._offset -= self._blocks.popleft()[1]
+
+    def state_dict(self) -> State:
+        """Return the state after the last micro-batch."""
+        if not self._has_begun:
+            return self._state
+        documents = self._blocks[0][0] if self._blocks else self._documents.state_dict()
+        return {"count": self._count, "documents": documents, "offset": self._offset}
+
+    def load_state_dict(self, state: State) -> None:
+        """Begin the next iteration after the micro-batch of `state`."""
+        self._state, self._has_begun = state, False
+
+
+def describe_document(number: int) -> str:
+    """Name a document for messages by its number."""
+    return f"document {number:,} of the stream"
+
+
+class _Share:
+    """The documents of share number `share` of a stream, again and again: those of a part of its shards if
+    the stream has enough of them, else every `num_shares`-th document. Empty documents are left out."""
+
+    def __init__(self, source: StreamedSource, share: int, num_shares: int):
+        self._source, self._share, self._num_shares = source, share, num_shares
+        self._begin()
+
+    def _begin(self) -> None:
+        documents: Any = self._source.documents()
+        self._stride, self._first = self._num_shares, self._share
+        # The first `max_documents` documents are those of the first shards.
+        has_shards = not self._source.max_documents and hasattr(documents, "num_shards")
+        if has_shards and documents.num_shards >= self._num_shares:
+            documents = documents.shard(self._num_shares, self._share)
+            self._stride, self._first = 1, 0
+        self._documents, self._has_state = documents, hasattr(documents, "state_dict")
+        self._iterator: Iterator[Any] | None = None
+        self._place: State | None = None  # the stream's own state, before its next document
+        self._number = 0  # of documents read in this epoch, also those of other shares
+
+    def take(self, count: int) -> list[str]:
+        """Return at most `count` texts; fewer at the end of the stream, where it begins again. Raises
+        ConfigError for a document without text, and if an epoch of this share has no text."""
+        if self._iterator is None:
+            self._iterator = iter(self._documents)
+        texts, at_start = list[str](), self._number == 0
+        for document in self._limited(self._iterator):
+            if self._number % self._stride == self._first:
+                where = (
+                    f" (share {self._share} of {self._num_shares})" if self._stride < self._num_shares else ""
+                )
+                text = self._source.text(document, describe_document(self._number) + where)
+                texts += [text] if text else []
+            self._number += 1
+            if len(texts) == count:
+                return texts
+        if at_start and not texts:
+            raise ConfigError(
+                f"the stream has too few documents: one of its {self._num_shares} shares, one per "
+                "data-parallel rank and loader worker, has no text. Lower data.num_workers, or use fewer "
+                "ranks"
+            )
+        self._begin()
+        return texts
+
+    def _limited(self, documents: Iterator[Any]) -> Iterator[Any]:
+        limit = self._source.max_documents
+        return islice(documents, limit - self._number) if limit else documents
+
+    def state_dict(self) -> State:
+        if self._has_state and self._iterator is not None:
+            self._place = deepcopy(self._documents.state_dict())  # it may be the stream's own, which changes
+        return {"number": self._number, "stream": self._place}
+
+    def load_state_dict(self, state: State) -> None:
+        self._begin()
+        self._number = state["number"]
+        if self._has_state and self._number:
+            self._place = state["stream"]
+            self._documents.load_state_dict(self._place)
+        elif self._number:
+            self._iterator = islice(self._documents, self._number, None)

@@ -1,0 +1,52 @@
+"""The source `stream`: trains on the documents of a stream while they are read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from titanlite.config.component import keys_in
+from titanlite.data.sources import StreamedSource
+from titanlite.prepare.streams import Document, DocumentStream, text_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream(StreamedSource, name="stream"):
+    """Documents that are tokenised while the run trains on them: `stream = { name = "huggingface", path =
+    "allenai/c4", config = "en" }` is a Hugging Face dataset in streaming mode. A stream is the only source of
+    training, is read in its order, without shuffling, and begins again at its end. A run resumes exactly, but
+    only on as many data-parallel ranks and loader workers."""
+
+    stream: DocumentStream
+    """The stream of documents."""
+    field: str = "text"
+    """The field or column of the stream's documents that holds the text. In a WebDataset, the suffix of the
+    members with the text, such as `txt`."""
+
+    @property
+    def path(self) -> str:
+        """What the stream reads, for messages."""
+        return str(getattr(self.stream, "path", "") or self.stream.name)
+
+    @property
+    def max_documents(self) -> int:
+        return self.stream.max_documents
+
+    @cached_property
+    def _pinned(self) -> DocumentStream:
+        """The stream with its commit, so that all workers and epochs read the same documents."""
+        return self.stream.pinned()
+
+    def documents(self) -> Iterable[Document]:
+        with keys_in("stream"):
+            return self._pinned.build()
+
+    def text(self, document: Document, place: str) -> str:
+        return text_of(document, self.field, place)
+
+    def fingerprint(self) -> str:
+        with keys_in("stream"):
+            key = repr((self._pinned.fingerprint(), self.field, self.max_documents))
+        return hashlib.sha256(f"stream {key}".encode()).hexdigest()[:16]
