@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.commit import CheckpointError
@@ -54,6 +57,28 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def distinct(self, value: T) -> list[T]:
+        """The different values of all ranks, each once, in the order of the lowest ranks that have them, on
+        every rank. `value`: strings, numbers, None, and lists and dicts of these, as JSON has them.
+
+        Only the lowest rank that has a value sends it. The ranks of a pipeline stage have the same names: a
+        gather of the names of a 30B model from 16,384 ranks would take 1.6 GB on every rank."""
+        if not self.distributed:
+            return [value]
+        sha256 = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+        digest = torch.frombuffer(bytearray(sha256), dtype=torch.int64)
+        digests = list(torch.empty(self.size, len(digest), dtype=torch.int64).unbind())
+        dist.all_gather(digests, digest, group=self.group)
+        senders = dict[tuple[int, ...], int]()
+        for rank, other in enumerate(torch.stack(digests).tolist()):
+            senders.setdefault(tuple(other), rank)
+        values = []
+        for rank in senders.values():
+            box: list[Any] = [value if rank == self.rank else None]
+            dist.broadcast_object_list(box, group=self.group, group_src=rank)
+            values.append(box[0])
+        return values
+
     def union(self, names: Collection[str]) -> list[str]:
         """The names that any rank has, sorted, on every rank."""
-        return sorted(set().union(*self.gather(list(names))))
+        return sorted(set().union(*self.distinct(sorted(names))))

@@ -193,7 +193,7 @@ def check_storage(folder: Path, ranks: Ranks) -> None:
     except OSError as e:
         problem = f"rank {ranks.rank} cannot write into {folder}: {e}"
     problems = [text for text in ranks.gather(problem) if text]
-    seen = ranks.from_rank_zero(lambda: [file.name for file in probe.iterdir()])
+    seen = ranks.from_rank_zero(lambda: {file.name for file in probe.iterdir()})
     for rank in range(ranks.size):
         if str(rank) not in seen:
             problems.append(f"rank 0 does not see files that rank {rank} writes into {folder}")

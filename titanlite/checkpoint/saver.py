@@ -177,7 +177,7 @@ class Saver:
         self._host.wait()
         if error := refuse():
             raise error
-        if problems := [text for text in self.ranks.gather(problem) if text]:
+        if problems := [text for text in self.ranks.distinct(problem) if text]:
             raise CheckpointError(f"step {step} could not be saved: {problems[0]}")
         size = total_bytes(snapshot.tensors, self.ranks)
         partial = self.ranks.from_rank_zero(lambda: self._begin(step, size))

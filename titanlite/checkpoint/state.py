@@ -205,6 +205,6 @@ def listed(names: Sequence[str], num_shown: int = 3, separator: str = ", ") -> s
 def total_bytes(tensors: Tensors, ranks: Ranks) -> int:
     """Bytes of the tensors of all ranks. A tensor that several ranks hold counts once. Collective."""
     sizes = {name: t.numel() * t.itemsize for name, t in flattened(tensors).items()}
-    for other in ranks.gather(sizes):
+    for other in ranks.distinct(sizes):
         sizes |= other
     return sum(sizes.values())
