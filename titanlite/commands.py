@@ -19,6 +19,7 @@ from pathlib import Path
 
 from titanlite import __version__
 from titanlite.config import reference, schema, toml
+from titanlite.config.axes import take_axes
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS, import_components
 from titanlite.config.overrides import Bare, split_arguments, split_overrides, split_words
@@ -151,13 +152,18 @@ def _number(key: str, text: str, least: int) -> int:
 
 
 def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of `titanlite tune` and the overrides. Raises ConfigError."""
+    """Return the options of `titanlite tune` and the overrides, among them the ranges of a search. Raises
+    ConfigError."""
     options, overrides = parser("tune").read_known(argv)
-    if not options.coordinate_check:
-        raise ConfigError("name what to do: --coordinate-check; see `titanlite tune --help`")
-    for key in ("base_width", "steps", "seeds"):
-        if getattr(options, key) < 1:
-            raise ConfigError(f"command line, --{key.replace('_', '-')}: {getattr(options, key)} is below 1")
+    if not options.coordinate_check and not take_axes(overrides)[0]:
+        raise ConfigError(
+            "name what to do: a range to search, such as --optimizer.lr=1e-4:3e-3:5, or --coordinate-check; "
+            "see `titanlite tune --help`"
+        )
+    options.seeds = options.seeds if options.seeds is not None else 3 if options.coordinate_check else 2
+    for key in ("base_width", "steps", "seeds", "gpus_per_trial", "rungs"):
+        if (value := getattr(options, key)) is not None and value < 1:
+            raise ConfigError(f"command line, --{key.replace('_', '-')}: {value} is below 1")
     if options.target_width < 0:
         raise ConfigError(f"command line, --target-width: {options.target_width} is below 0")
     if options.standard and options.target_width:
@@ -181,7 +187,8 @@ def _import_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 def _tune_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     options, overrides = tune_arguments(argv)
-    return options.config, overrides
+    axes, rest = ([], overrides) if options.coordinate_check else take_axes(overrides)
+    return options.config, [*rest, *(f"--{axis.key}={axis.values[0]}" for axis in axes)]
 
 
 def _config_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
@@ -265,7 +272,7 @@ VERBS = {
     "report": Verb("titanlite.tools.report", "write an HTML report on runs", options=add_report),
     "tune": Verb(
         "titanlite.tools.tune",
-        "check that settings carry over to wider models",
+        "find good settings by runs, and check that they carry over to wider models",
         options=add_tune,
         table="job",
         config_of=_tune_config,

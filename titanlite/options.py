@@ -147,8 +147,11 @@ def add_compare(options: Options) -> None:
 
 def add_tune(options: Options) -> None:
     add = options.add
-    options.usage = "titanlite tune CONFIG --coordinate-check [options] [--section.key=value ...]"
+    options.usage = """titanlite tune CONFIG --section.key=LOW:HIGH:NUM [...] [options]
+       titanlite tune CONFIG --coordinate-check [options] [--section.key=value ...]"""
     add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
+    add("--gpus-per-trial", type=int, default=1, help="GPUs, or processes on a CPU, of each run (1)")
+    add("--rungs", type=int, help="at most so many rungs; 1 trains every run whole (halve down to 3 runs)")
     add("--coordinate-check", action="store_true", help="compare what blocks learn at several widths")
     widths = [128, 256, 512, 1024]
     add("--widths", type=parse_widths, default=widths, help="widths to compare (128,256,512,1024)")
@@ -156,8 +159,12 @@ def add_tune(options: Options) -> None:
     add("--target-width", type=int, default=0, help="width to print the settings for (see above)")
     add("--standard", action="store_true", help="use the settings in CONFIG at every width, without rules")
     add("--steps", type=int, default=5, help="training steps at each width (5)")
-    add("--seeds", type=int, default=3, help="number of seeds, from training.seed on, to average over (3)")
-    add("--output", type=Path, help="also write all numbers to this JSON file")
+    add(
+        "--seeds",
+        type=int,
+        help="search: 2, or 1 to leave out the second seed (2); check: number to average over (3)",
+    )
+    add("--output", type=Path, help="folder of a search (DUMP_FOLDER_search); JSON file of the check")
 
 
 def parse_widths(text: str) -> list[int]:

@@ -1,17 +1,25 @@
-"""Check that the settings of a configuration carry over to wider models.
+"""Find good settings by training with several, or check that settings carry over to wider models.
 
-CONFIG's model is built at each width, with the ratios of all its sizes to dim, at most 4 blocks and 1024
-token ids. It is trained for a few steps on random tokens with CONFIG's loss and optimizer, in this process;
-the learning rate rises to a quarter of optimizer.lr, as it does in a warmup. The table has the RMS (root mean
-square) of the change of each block's output, and its slope over the width on logarithmic axes: 0 if wider
-models learn as the base width does.
+With --section.key=LOW:HIGH:NUM (NUM values at equal ratios) or --section.key=a,b, for one or more keys, every
+combination is trained as a run of its own, and the one with the lowest validation loss wins. Training is by
+successive halving: all runs train for a part of training.steps, each with its whole learning rate schedule,
+the better half for twice as long, and so on; the last three train for training.steps. Each run has
+--gpus-per-trial GPUs, and as many run at a time as there are GPUs. The best setting is trained again with
+another seed, which tells what differences mean. --output names the folder; the same command continues after
+any stop.
+
+--coordinate-check builds CONFIG's model at each width, with the ratios of all its sizes to dim, at most 4
+blocks and 1024 token ids. It is trained for a few steps on random tokens with CONFIG's loss and optimizer, in
+this process; the learning rate rises to a quarter of optimizer.lr, as it does in a warmup. The table has the
+RMS (root mean square) of the change of each block's output, and its slope over the width on logarithmic axes:
+0 if wider models learn as the base width does.
 
 The settings in CONFIG are taken for those of --base-width, and the width rules (muP) carry them to the other
 widths; --standard checks the model without them. The last lines of the output set what the rules need for
 --target-width, by default CONFIG's dim or, if that is not above the base width, the largest width.
 
-Exit code: 0 if all slopes are within 0.1 of zero, 1 if not. The change of the logits may fall with the width,
-because the initial head contributes less to it."""
+Exit code of the check: 0 if all slopes are within 0.1 of zero, 1 if not. The change of the logits may fall
+with the width, because the initial head contributes less to it."""
 
 from __future__ import annotations
 
@@ -48,14 +56,17 @@ from titanlite.planning.coordinate_check import (
 )
 from titanlite.progress import Progress
 from titanlite.runtime.process import device_name, pick_device
+from titanlite.tools import search
 
 MAX_BLOCKS, MAX_IDS = 4, 1024
 BATCH = 4, 64  # sequences, tokens
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the check. Returns 0 if it passes, else 1."""
+    """Run the search or the check. Returns the exit code."""
     options, overrides = commands.tune_arguments(argv)
+    if not options.coordinate_check:
+        return search.main(options, overrides)
     if options.output:
         check_output_file(options.output)
     set_up_logging(rank=0, verbose=False)

@@ -1,0 +1,131 @@
+"""The search finds a known best rate, and does not drop a run that is behind until its rate decays."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from titanlite.config.axes import Axis, take_axes
+from titanlite.config.component import ConfigError
+from titanlite.planning.search import Rung, Trial, grid, halve, optimum, rungs, survivors, ties
+
+STEPS = 1000
+
+
+def toy_loss(lr: float, num_steps: int, schedule_steps: int) -> float:
+    """The expected loss of SGD with noisy gradients on a quadratic with several curvatures, after the first
+    `num_steps` steps of a schedule that decays to zero over the last half of `schedule_steps`. Exact: means
+    and variances of the errors follow from their last values."""
+    curvature = np.array([0.01, 1.0])
+    mean, variance = np.full(2, 3.0), np.zeros(2)
+    for step in range(num_steps):
+        rate = lr * min(1.0, (schedule_steps - step) / (schedule_steps / 2))
+        mean = (1 - rate * curvature) * mean
+        variance = (1 - rate * curvature) ** 2 * variance + rate**2 * 0.1
+    return float(np.sum(curvature * (mean**2 + variance)) / 2)
+
+
+def found(trials: list[Trial], plan: list[Rung], cut: bool = False) -> Trial:
+    """The best trial by successive halving. `cut`: rungs stop in the middle of the whole schedule instead of
+    having schedules of their own."""
+
+    def train(i: int, going_on: list[Trial]) -> dict[Trial, float]:
+        steps = STEPS // plan[i].divisor
+        return {t: toy_loss(float(t[0]), steps, STEPS if cut else steps) for t in going_on}
+
+    return survivors(halve(trials, plan, train)[-1], 1)[0]
+
+
+def test_a_known_best_rate_is_found_within_a_grid_step() -> None:
+    (axis,), _ = take_axes(["--optimizer.lr=1e-2:1.9:9"])
+    rates = np.geomspace(1e-2, 1.9, 500)
+    best = rates[np.argmin([toy_loss(rate, STEPS, STEPS) for rate in rates])]
+    chosen = float(found(grid([axis]), rungs(9))[0])
+    step = 190 ** (1 / 8)
+    assert best / step < chosen < best * step
+    values = [float(value) for value in axis.values]
+    losses = [toy_loss(value, STEPS, STEPS) for value in values]
+    at = values.index(chosen)
+    fit = optimum(values[at - 1 : at + 2], losses[at - 1 : at + 2], 0.01)
+    assert fit is not None
+    assert fit.value == pytest.approx(best, rel=0.3)
+    assert fit.loss < losses[at] + 1e-9
+    assert fit.low is not None
+    assert fit.high is not None
+    assert fit.low < fit.value < fit.high
+
+
+def test_a_run_that_leads_only_before_its_decay_does_not_win() -> None:
+    """Control: with cut schedules the higher rate is dropped, although it ends lower."""
+    trials: list[Trial] = [("0.1",), ("0.8",)]
+    plan = [Rung(2, 4), Rung(1, 1)]
+    whole = {t: toy_loss(float(t[0]), STEPS, STEPS) for t in trials}
+    early = {t: toy_loss(float(t[0]), STEPS // 4, STEPS) for t in trials}
+    assert survivors(whole, 1) != survivors(early, 1)  # the flip
+    assert [found(trials, plan)] == survivors(whole, 1)
+    assert [found(trials, plan, cut=True)] == survivors(early, 1)
+
+
+def test_rungs_halve_the_runs_and_double_the_steps() -> None:
+    assert rungs(16) == [Rung(16, 8), Rung(8, 4), Rung(4, 2), Rung(3, 1)]
+    assert rungs(5) == [Rung(5, 2), Rung(3, 1)]
+    assert rungs(3) == [Rung(3, 1)]
+    assert rungs(16, most=1) == [Rung(16, 1)]
+    assert rungs(16, most=2) == [Rung(16, 2), Rung(8, 1)]
+
+
+def test_runs_that_diverge_do_not_go_on() -> None:
+    trained = list[tuple[int, int]]()
+
+    def train(i: int, going_on: list[Trial]) -> dict[Trial, float]:
+        trained.append((i, len(going_on)))
+        return {t: math.inf if float(t[0]) > 2 else float(t[0]) for t in going_on}
+
+    halve([(str(i),) for i in range(8)], rungs(8), train)
+    assert trained == [(0, 8), (1, 3), (2, 3)]
+    trained.clear()
+    assert len(halve([("3",), ("4",), ("5",), ("6",)], rungs(4), train)) == 1
+
+
+def test_ties_are_within_the_noise() -> None:
+    losses: dict[Trial, float] = {("a",): 2.0, ("b",): 2.009, ("c",): 2.02, ("d",): math.inf}
+    assert ties(losses, 0.01) == [("b",)]
+    assert ties(losses, 0.0) == []
+
+
+def test_no_minimum_outside_the_values() -> None:
+    assert optimum([1, 2], [1, 2], None) is None
+    assert optimum([1, 2, 4], [3, 2, 1], None) is None  # a line
+    assert optimum([1, 2, 4], [1, 2, 1], None) is None  # a maximum
+    fit = optimum([1, 2, 4], [2, 1, 2], None)
+    assert fit is not None
+    assert fit.value == pytest.approx(2)
+    assert fit.low is None
+
+
+def test_ranges_and_lists_of_the_command_line() -> None:
+    axes, rest = take_axes(
+        ["--optimizer.lr=1e-4:1e-2:3", "--a.b=16:64:3", "--optimizer.name=adamw,muon", "--x.y=[1,2]", "--on"]
+    )
+    assert axes == [
+        Axis("optimizer.lr", ("0.0001", "0.001", "0.01"), is_range=True),
+        Axis("a.b", ("16", "32", "64"), is_range=True),
+        Axis("optimizer.name", ("adamw", "muon")),
+    ]
+    assert rest == ["--x.y=[1,2]", "--on=true"]
+    assert len(grid(axes)) == 18
+
+
+@pytest.mark.parametrize(
+    "override", ["a=1:1:3", "a=0:1:3", "a=2:1:3", "a=1:2:1", "a=1:3:9", "a=x,,y", "a=x,x"]
+)
+def test_bad_ranges(override: str) -> None:
+    with pytest.raises(ConfigError, match="command line, --a: "):
+        take_axes([f"--{override}"])
+
+
+def test_two_ranges_of_a_key() -> None:
+    with pytest.raises(ConfigError, match="more than one range"):
+        take_axes(["--a=1:2:2", "--a=x,y"])

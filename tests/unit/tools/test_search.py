@@ -1,0 +1,118 @@
+"""`titanlite tune --key=LOW:HIGH:NUM`: a search of real runs, stopped and continued; its refusals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import tiny_arguments
+from titanlite import cli
+from titanlite.checkpoint.lock import FolderLock
+
+RANGE = "--optimizer.lr=1e-3:1e-1:3"
+WHOLE = ["--lr_scheduler.total_steps=0", "--validation.enable=true"]
+
+
+def command(folder: Path, corpus: Path, *words: str) -> list[str]:
+    return ["tune", *tiny_arguments(folder, corpus), *WHOLE, *words]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--optimizer.lr=1e-3"], "name what to do: a range to search, such as --optimizer.lr=1e-4:3e-3:5"),
+        (["--optimizer.lr=2:1:3"], "--optimizer.lr: 2:1:3 is not LOW:HIGH:NUM with 0 < LOW < HIGH"),
+        (["--optimizer.lrr=0.1:2:3"], "unknown key 'lrr'; did you mean 'lr'?"),
+        ([RANGE, "--rungs=0"], "--rungs: 0 is below 1"),
+        ([RANGE, "--validation.enable=false"], "a search compares validation losses: set it to true"),
+        (["--training.steps=4:8:2"], "--training.steps: a search sets this key itself"),
+        (
+            ["--optimizer.lr=1e-3:1e-1:5", "--lr_scheduler.total_steps=9"],
+            "must end with the run: leave it out",
+        ),
+        (["--optimizer.name=adamw,muoon"], "unknown optimizer 'muoon'; did you mean 'muon'?"),
+        (["--optimizer.lr=1e-3:1e-1:5", '--stages=[{until="end"}]'], "shorter runs would have other parts"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert cli.run(command(tmp_path, corpus, *words)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("titanlite: ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run_search").exists()
+
+
+def test_another_search_in_the_folder_is_refused(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run_search"
+    folder.mkdir()
+    (folder / "search.json").write_text('{"results": {}, "axes": {"optimizer.lr": ["1"]}}')
+    assert cli.run(command(tmp_path, corpus, RANGE)) == 2
+    assert "holds another search, with other config, overrides, axes" in capsys.readouterr().err
+    (folder / "search.json").write_text("{")
+    assert cli.run(command(tmp_path, corpus, RANGE)) == 2
+    assert "search.json: damaged" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_stopped_search_continues_to_the_same_end(tmp_path: Path, corpus: Path) -> None:
+    words = ["--optimizer.lr=1e-3:1e-1:4", "--optimizer.weight_decay=0.1", "--seeds=2"]
+    program = [sys.executable, "-m", "titanlite.cli"]
+    whole = command(tmp_path, corpus, *words, f"--output={tmp_path / 'whole'}")
+    done = subprocess.run([*program, *whole], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    parts = command(tmp_path, corpus, *words, f"--output={tmp_path / 'parts'}")
+    process = subprocess.Popen([*program, *parts], stderr=subprocess.PIPE, text=True)
+    record = tmp_path / "parts" / "search.json"
+    while not record.exists() or len(json.loads(record.read_text())["results"]) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1.0)  # into the third run
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75
+    assert process.stderr is not None
+    assert process.stderr.read().endswith(f"the same command continues the search in {tmp_path / 'parts'}\n")
+    again = subprocess.run([*program, *parts], capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "lr=0.001.log" not in again.stderr  # this run had ended
+
+    def losses(name: str) -> dict[str, float]:
+        results = json.loads((tmp_path / name / "search.json").read_text())["results"]
+        return {run: result["loss"] for run, result in results.items()}
+
+    assert losses("parts") == losses("whole")  # to the bit
+    assert len(losses("whole")) == 4 + 3 + 1
+    assert again.stdout.replace("/parts/", "/whole/") == done.stdout
+    assert done.stdout.startswith("optimizer.lr  loss after 4  loss after 8\n")
+    best = min((loss, run) for run, loss in losses("whole").items() if "rung2" in run and "seed" not in run)
+    assert f"best: --optimizer.lr={best[1].partition('=')[2]} with {best[0]:.4f}\n" in done.stdout
+    assert (tmp_path / "whole" / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.full
+def test_a_run_that_fails_is_named_and_trained_again(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command(tmp_path, corpus, RANGE, "--seeds=1")
+    run = tmp_path / "run_search" / "rung1" / "lr=0.01"
+    run.mkdir(parents=True)
+    with closing(FolderLock(run)):
+        assert cli.run(words) == 1
+    said = f"rung1/lr=0.01 ended with exit code 2, see {run}.log; the same command trains what is left\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert cli.run(words) == 0
+    output = capsys.readouterr()
+    assert "best: --optimizer.lr=" in output.out
+    assert output.err.count("run 1 of 1: optimizer.lr=0.01") == 1
