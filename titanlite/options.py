@@ -150,8 +150,8 @@ def add_tune(options: Options) -> None:
     options.usage = """titanlite tune CONFIG --section.key=LOW:HIGH:NUM [...] [options]
        titanlite tune CONFIG --coordinate-check [options] [--section.key=value ...]"""
     add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
-    add("--gpus-per-trial", type=int, default=1, help="GPUs, or processes on a CPU, of each run (1)")
-    add("--rungs", type=int, help="at most so many rungs; 1 trains every run whole (halve down to 3 runs)")
+    add("--gpus-per-trial", type=int, default=1, help="GPUs of each run of a search (1)")
+    add("--rungs", type=int, help="at most so many rungs; 1: no halving (down to 3 runs)")
     add("--coordinate-check", action="store_true", help="compare what blocks learn at several widths")
     widths = [128, 256, 512, 1024]
     add("--widths", type=parse_widths, default=widths, help="widths to compare (128,256,512,1024)")
@@ -162,9 +162,9 @@ def add_tune(options: Options) -> None:
     add(
         "--seeds",
         type=int,
-        help="search: 2, or 1 to leave out the second seed (2); check: number to average over (3)",
+        help="2, or 1 to search without a second seed (2); of the check (3)",
     )
-    add("--output", type=Path, help="folder of a search (DUMP_FOLDER_search); JSON file of the check")
+    add("--output", type=Path, help="folder of the search, or JSON file of the check")
 
 
 def parse_widths(text: str) -> list[int]:

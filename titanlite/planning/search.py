@@ -1,8 +1,8 @@
-"""The search for good settings: which runs it has, which of them go on, and where the best value lies.
+"""The search for good settings: which runs it has, which of them continue, and where the best value lies.
 
 Successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943) over whole schedules. The runs of a rung
 train half as many steps as those of the next one, each with a learning rate schedule of its own that ends
-with the run, and the better half goes on. Losses taken in the middle of a longer schedule would rank the runs
+with the run, and the better half continues. Losses in the middle of a longer schedule would rank the runs
 wrongly: a run with a high rate is often behind until its rate decays (Wen et al. 2025, arXiv 2509.02046)."""
 
 from __future__ import annotations

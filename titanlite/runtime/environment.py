@@ -112,6 +112,17 @@ def stay_on_this_node() -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
 
 
+def visible_gpus(count: int) -> list[str]:
+    """The ids of this process's `count` GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    ids = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return ids if len(ids) == count else [str(i) for i in range(count)]
+
+
+def with_gpus(ids: str) -> dict[str, str]:
+    """The environment for a child process that sees only these GPUs; without ids this process's own."""
+    return os.environ | ({"CUDA_VISIBLE_DEVICES": ids} if ids else {})
+
+
 def prepare_to_launch() -> None:
     """Called by the launcher: tell the ranks its process id, and give each restart a store of its own.
 

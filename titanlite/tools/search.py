@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -45,6 +44,7 @@ from titanlite.report.page import report
 from titanlite.report.recorded_run import read_run
 from titanlite.report.terminal import table
 from titanlite.report.timeline import duration
+from titanlite.runtime.environment import visible_gpus, with_gpus
 from titanlite.runtime.signals import Stopped, stop_requests
 
 LOSS = "eval/loss"
@@ -222,10 +222,7 @@ class _Trainer:
 
     def __init__(self, search: Search, requests: Any):
         self._search, self._requests = search, requests
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        count = torch.cuda.device_count()
-        ids = visible if len(visible) == count else [str(i) for i in range(count)]
-        size = search.num_gpus
+        ids, size = visible_gpus(torch.cuda.device_count()), search.num_gpus
         if ids and size > len(ids):
             raise ConfigError(f"command line, --gpus-per-trial: {size}, but there are {len(ids)} GPUs")
         slots = [",".join(ids[i : i + size]) for i in range(0, len(ids) - size + 1, size)]
@@ -263,9 +260,8 @@ class _Trainer:
         self._record()
         command = [sys.executable, "-m", "titanlite.cli", "launch", f"--nproc-per-node={search.num_gpus}"]
         command += [search.config, *search.overrides(run)]
-        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": slot} if slot else {})
         with log.open("ab") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=with_gpus(slot))
         self._running[name] = Running(process, slot, time.monotonic())
         text = f"{search.label(run.trial)}{'' if run.seed is None else f' training.seed={run.seed}'}"
         tell(f"rung {run.rung + 1} of {len(search.plan)}, run {number}: {text}; log: {log}")

@@ -1,25 +1,15 @@
 """Find good settings by training with several, or check that settings carry over to wider models.
 
-With --section.key=LOW:HIGH:NUM (NUM values at equal ratios) or --section.key=a,b, for one or more keys, every
-combination is trained as a run of its own, and the one with the lowest validation loss wins. Training is by
-successive halving: all runs train for a part of training.steps, each with its whole learning rate schedule,
-the better half for twice as long, and so on; the last three train for training.steps. Each run has
---gpus-per-trial GPUs, and as many run at a time as there are GPUs. The best setting is trained again with
-another seed, which tells what differences mean. --output names the folder; the same command continues after
-any stop.
+A search trains every combination of --section.key=LOW:HIGH:NUM (NUM values at equal ratios) and
+--section.key=a,b; the lowest validation loss wins. By successive halving: all train for a part of
+training.steps with a whole schedule, the better half for twice as long, the last three for training.steps.
+The same command continues a stopped search (docs/tuning.md).
 
---coordinate-check builds CONFIG's model at each width, with the ratios of all its sizes to dim, at most 4
-blocks and 1024 token ids. It is trained for a few steps on random tokens with CONFIG's loss and optimizer, in
-this process; the learning rate rises to a quarter of optimizer.lr, as it does in a warmup. The table has the
-RMS (root mean square) of the change of each block's output, and its slope over the width on logarithmic axes:
-0 if wider models learn as the base width does.
-
-The settings in CONFIG are taken for those of --base-width, and the width rules (muP) carry them to the other
-widths; --standard checks the model without them. The last lines of the output set what the rules need for
---target-width, by default CONFIG's dim or, if that is not above the base width, the largest width.
-
-Exit code of the check: 0 if all slopes are within 0.1 of zero, 1 if not. The change of the logits may fall
-with the width, because the initial head contributes less to it."""
+--coordinate-check trains CONFIG's model at several widths for a few steps on random tokens, with the width
+rules (muP) or, with --standard, without. The table has the RMS of the change of each block's output, and its
+slope over the width: 0 if wider models learn as the base width does. The last lines set what the rules need
+for --target-width, by default CONFIG's dim or, if the base width is not below it, the largest width. Exit
+code: 0 if all slopes are within 0.1 of zero, 1 if not (docs/optimizers.md)."""
 
 from __future__ import annotations
 

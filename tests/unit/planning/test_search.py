@@ -76,7 +76,7 @@ def test_rungs_halve_the_runs_and_double_the_steps() -> None:
     assert rungs(16, most=2) == [Rung(16, 2), Rung(8, 1)]
 
 
-def test_runs_that_diverge_do_not_go_on() -> None:
+def test_runs_that_diverge_do_not_continue() -> None:
     trained = list[tuple[int, int]]()
 
     def train(i: int, going_on: list[Trial]) -> dict[Trial, float]:
