@@ -217,16 +217,21 @@ def _read_results(search: Search) -> None:
     search.results.update(results)
 
 
+def groups_of_gpus(size: int) -> list[str]:
+    """The ids of the GPUs that each run under way has to itself; one empty text on a CPU. Raises ConfigError
+    if there are fewer than `size` GPUs."""
+    ids = visible_gpus(torch.cuda.device_count())
+    if ids and size > len(ids):
+        raise ConfigError(f"command line, --gpus-per-trial: {size}, but there are {len(ids)} GPUs")
+    return [",".join(ids[i : i + size]) for i in range(0, len(ids) - size + 1, size)] or [""]
+
+
 class _Trainer:
     """Trains runs, as many at a time as there are groups of GPUs; on a CPU one."""
 
     def __init__(self, search: Search, requests: Any):
         self._search, self._requests = search, requests
-        ids, size = visible_gpus(torch.cuda.device_count()), search.num_gpus
-        if ids and size > len(ids):
-            raise ConfigError(f"command line, --gpus-per-trial: {size}, but there are {len(ids)} GPUs")
-        slots = [",".join(ids[i : i + size]) for i in range(0, len(ids) - size + 1, size)]
-        self._free: list[str] = slots or [""]
+        self._free = groups_of_gpus(search.num_gpus)
         self._running = dict[str, Running]()
         self._told_at = time.monotonic()
 

@@ -11,10 +11,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.jobs import tiny_arguments
+from tests.support.jobs import ROOT, tiny_arguments
 from titanlite import cli
 from titanlite.checkpoint.lock import FolderLock
+from titanlite.config.component import ConfigError
+from titanlite.runtime.environment import with_gpus
+from titanlite.tools.search import groups_of_gpus
 
 RANGE = "--optimizer.lr=1e-3:1e-1:3"
 WHOLE = ["--lr_scheduler.total_steps=0", "--validation.enable=true"]
@@ -64,6 +68,32 @@ def test_another_search_in_the_folder_is_refused(
     (folder / "search.json").write_text("{")
     assert cli.run(command(tmp_path, corpus, RANGE)) == 2
     assert "search.json: damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_gpus", "slots"),
+    [("", 1, ["0", "1", "2", "3"]), ("2,3,6,7", 2, ["2,3", "6,7"]), ("2,3,6,7", 3, ["2,3,6"])],
+)
+def test_each_run_has_gpus_to_itself(
+    monkeypatch: pytest.MonkeyPatch, visible: str, num_gpus: int, slots: list[str]
+) -> None:
+    """As many runs at a time as there are groups of GPUs, by a command that prints what it sees."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert groups_of_gpus(num_gpus) == slots
+    for slot in slots:
+        code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+        seen = subprocess.run(
+            [sys.executable, "-c", code], env=with_gpus(slot), text=True, capture_output=True, check=True
+        )
+        assert seen.stdout.strip() == slot
+    with pytest.raises(ConfigError, match="--gpus-per-trial: 5, but there are 4 GPUs"):
+        groups_of_gpus(5)
+
+
+def test_the_output_in_the_docs_is_the_recorded_one() -> None:
+    recorded = (ROOT / "benchmarks/results/search_debug_2_cores.txt").read_text().partition("\n")[2]
+    assert f"```text\n{recorded}```\n" in (ROOT / "docs/tuning.md").read_text()
 
 
 @pytest.mark.full
