@@ -12,7 +12,7 @@ import pytest
 import tiktoken
 
 from benchmarks import optimizer_tables, trained_run
-from tests.support import module_list, stages_page, suite_times
+from tests.support import module_list, planning_page, stages_page, suite_times
 from tests.support.quoted_code import PAGES, QUOTE, ROOT, refreshed
 from titanlite.config.schema import FIELD_TYPES
 from titanlite.job import load_job
@@ -165,6 +165,14 @@ def test_the_page_on_stages_quotes_the_program() -> None:
     assert len(stages_page.BLOCK.findall(page)) == 3
     other = page.replace('"code.txt" = 2 }', '"code.txt" = 1 }')
     assert stages_page.refreshed(other) != other  # control
+
+
+def test_the_planning_page_quotes_what_titanlite_prints() -> None:
+    page = planning_page.PAGE.read_text(encoding="utf-8")
+    assert planning_page.refreshed(page) == page, "run: python -m tests.support.planning_page"
+    assert len(planning_page.BLOCK.findall(page)) == len(planning_page.COMMANDS)
+    other = page.replace("does not fit: ", "fits: ")
+    assert planning_page.refreshed(other) != other  # control
 
 
 def test_the_trained_run_is_described_with_its_numbers() -> None:

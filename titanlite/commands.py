@@ -32,6 +32,7 @@ from titanlite.options import (
     add_import,
     add_launch,
     add_migrate,
+    add_plan,
     add_report,
     add_tune,
 )
@@ -173,6 +174,22 @@ def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, overrides
 
 
+def plan_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of `titanlite plan`, whose config is a TOML file, and the overrides. Raises
+    ConfigError."""
+    options, overrides = parser("plan").read_known(argv)
+    for key, least in (("gpus_per_node", 1), ("top", 0)):
+        if getattr(options, key) < least:
+            raise ConfigError(
+                f"command line, --{key.replace('_', '-')}: {getattr(options, key)} is below {least}"
+            )
+    path = shown_config(options.config)
+    if path is None:
+        raise ConfigError(f"name a TOML file or a run folder to plan: {options.config} is neither")
+    options.config = path
+    return options, overrides
+
+
 # ---- the configuration of a command line: TOML file and overrides
 
 
@@ -189,6 +206,11 @@ def _tune_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     options, overrides = tune_arguments(argv)
     axes, rest = ([], overrides) if options.coordinate_check else take_axes(overrides)
     return options.config, [*rest, *(f"--{axis.key}={axis.values[0]}" for axis in axes)]
+
+
+def _plan_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    options, overrides = plan_arguments(argv)
+    return options.config, overrides
 
 
 def _config_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
@@ -276,6 +298,13 @@ VERBS = {
         options=add_tune,
         table="job",
         config_of=_tune_config,
+    ),
+    "plan": Verb(
+        "titanlite.tools.plan",
+        "say what a run will need and cost, before it is started",
+        options=add_plan,
+        table="job",
+        config_of=_plan_config,
     ),
     "prepare": Verb(
         "titanlite.tools.prepare",

@@ -167,6 +167,19 @@ def add_tune(options: Options) -> None:
     add("--output", type=Path, help="folder of the search, or JSON file of the check")
 
 
+def add_plan(options: Options) -> None:
+    add = options.add
+    options.usage = "titanlite plan CONFIG [options] [--section.key=value ...]"
+    add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
+    add("--gpus", default="", help="number and kind of the GPUs, such as 64xH100 (the fewest possible, H100)")
+    add("--gpus-per-node", type=int, default=8, help="GPUs of one machine (8)")
+    add("--price", type=parse_price, metavar="PRICE", help="of a GPU hour; adds what the run costs")
+    add("--tokens", default="", help="tokens to train on, such as 160B, instead of training.steps")
+    add("--top", type=int, default=0, help="also list this many layouts of the same GPUs that fit (0)")
+    add("--json", action="store_true", help="print the plan as JSON")
+    _add_allow_imports(options)
+
+
 def parse_widths(text: str) -> list[int]:
     """Return `128,256` as two or more different numbers in order. Raises ArgumentTypeError."""
     words = text.split(",")

@@ -183,6 +183,7 @@ def test_no_verb_is_a_mistake_that_shows_the_help(run):
         "export",
         "import",
         "checkpoint",
+        "plan",
         "prepare",
         "data",
         "tokenizer",

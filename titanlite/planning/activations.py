@@ -1,0 +1,163 @@
+"""The tensors that the backward of a transformer block needs, by mode of activation checkpointing, with and
+without torch.compile.
+
+A block of RotaryDecoder, for one token; d model dim, q query features, kv key or value features, h hidden
+features of the MLP:
+
+    x         d    input of the block             gate, up    h   outputs of the MLP's first layers
+    n1, n2    d    outputs of the two norms       product     h   input of the MLP's last layer
+    q, k, v        as attention takes them        x2          d   sum of x and the attention's output
+    raw            q + kv, before head norms      out         q   output of attention
+    lse            log-sum-exps in fp32, one per query head
+
+Compiled, all of them are kept in the compute dtype. Which ones the compiler keeps was found from runs of
+llama3_1b on one H200 (activation_checkpointing_h200.json, llama3_1b_float8_h200_b16_torchtitan.json in
+benchmarks/results); benchmarks/plan_errors.py compares with all recorded runs. Without the compiler the list
+follows from torch's autograd formulas, and a test counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from titanlite.models.base import Decoder
+from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
+
+NORMS, ATTENTION, MLP = "norms", "attention", "mlp"
+MODULE_OF = {
+    "n1": NORMS, "n2": NORMS, "norm1": NORMS, "norm2": NORMS,
+    "raw": ATTENTION, "q": ATTENTION, "k": ATTENTION, "v": ATTENTION, "out": ATTENTION, "lse": ATTENTION,
+    "gate": MLP, "silu": MLP, "up": MLP, "product": MLP,
+}  # fmt: skip
+# Kept by the mode "op": the results of attention and of products number 1, 3 and 5: q, v and gate.
+OP = {"x", "q", "v", "out", "lse", "gate"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """The sizes of a block, and how it is computed. `size`: bytes of the compute dtype. `is_float8`: its
+    linear layers compute in 8 bits. `tp`, `cp`: degrees."""
+
+    d: int
+    q: int
+    kv: int
+    h: int
+    heads: int
+    normalizes_heads: bool
+    size: int
+    compiled: bool
+    is_float8: bool
+    tp: int = 1
+    cp: int = 1
+
+    @classmethod
+    def of(cls, net: Decoder, **how: int | bool) -> BlockShape:
+        config = net.config
+        names = [name for name, _ in next(iter(net.blocks().values())).named_parameters()]
+        return cls(
+            d=config.dim,
+            q=config.n_heads * config.head_dim,
+            kv=config.n_kv_heads * config.head_dim,
+            h=config.hidden_dim,
+            heads=config.n_heads,
+            normalizes_heads=any("attn" in name and "norm" in name for name in names),
+            **how,  # type: ignore[arg-type]
+        )
+
+    def tensors(self) -> dict[str, float]:
+        """Bytes per token of each tensor that is kept without activation checkpointing. The tokens are those
+        that context parallel leaves a rank."""
+        tp, size = self.tp, self.size
+        raw = (self.q + self.kv) if self.normalizes_heads else 0
+        # Context parallel keeps the gathered keys and values of whole sequences.
+        kv = self.kv * self.cp
+        kept = {
+            "x": self.d * size / tp,  # sequence parallel: between the layers each rank has some of the tokens
+            "n1": self.d * size,
+            "raw": raw * size / tp,
+            "q": self.q * size / tp,
+            "k": kv * size / tp,
+            "v": kv * size / tp,
+            "out": self.q * size / tp,
+            "lse": 4 * self.heads / tp,
+            "x2": self.d * size / tp,
+            "n2": self.d * size,
+            "gate": self.h * size / tp,
+            "up": self.h * size / tp,
+            "product": self.h * size / tp,
+        }
+        if not self.compiled:
+            del kept["x2"]  # sums keep nothing
+            kept["x"] = 0.0
+            # rms_norm keeps its fp32 input; silu and the product keep their inputs
+            kept |= {"norm1": 4 * self.d / tp, "norm2": 4 * self.d / tp, "silu": self.h * size / tp}
+            kept["raw"] = raw * 4 / tp
+        elif self.is_float8:
+            # Casts to 8 bits are repeated in the backward, and with them what is cheap to compute.
+            kept |= {"product": 0.0, "n1": 0.0, "n2": 0.0}
+            if (
+                tp > 1
+            ):  # llama3_8b_6layers_h200x2_tensor_float8.txt: what collectives and casts return is kept
+                kept |= {"n1": self.d, "n2": self.d, "product": self.h * size / tp, "out8": self.q / tp}
+        return kept
+
+    def gradients(self, repeats: bool) -> float:
+        """Bytes per token of the gradients that are there at once in the backward of a block.
+
+        If the backward `repeats` the forward of the MLP: of product, gate, up and the residual stream (modes
+        full, mlp and 2 of activation_checkpointing_h200.json need 1.65 GiB, which counts as 1.63). Otherwise
+        compiled code writes most of them over tensors that it needs no more (optimizer_curves_h200.json)."""
+        num = 3 if repeats or not self.compiled else 1
+        return (num * self.h + self.d) * self.size / self.tp
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes per token of a block: `kept` from its forward to its backward, `repeated` in its backward only.
+    `casts`: share of the block's bf16 copies of weights that a single process keeps for the backward."""
+
+    kept: float
+    repeated: float
+    casts: float = 1.0
+
+
+def kept_by_block(shape: BlockShape, config: ActivationCheckpoint, num_blocks: int) -> list[Kept]:
+    """What each block keeps."""
+    tensors = shape.tensors()
+    total = sum(tensors.values())
+    every = Kept(total, 0.0)
+    if config.mode == "none":
+        return [every] * num_blocks
+    input_bytes = shape.d * shape.size / shape.tp
+    gathered = tensors["k"] + tensors["v"] if shape.cp > 1 else 0.0  # results of collectives are not repeated
+    full = Kept(input_bytes + gathered, total - tensors["x"] - gathered, 0.0)
+    if config.mode == "full":
+        return [full] * num_blocks
+    if config.mode == "memory_budget":  # interpolated between the two: the compiler chooses
+        kept = max(config.memory_budget * total, full.kept)
+        return [Kept(kept, total - kept, config.memory_budget)] * num_blocks
+    option = config.selective_ac_option
+    if option.isdecimal():
+        return [full if (i + 1) % int(option) == 0 else every for i in range(num_blocks)]
+    return [_selective(shape, tensors, option, gathered)] * num_blocks
+
+
+def _selective(shape: BlockShape, tensors: Mapping[str, float], option: str, gathered: float) -> Kept:
+    total = sum(tensors.values())
+    if option == "op":
+        kept = sum(size for name, size in tensors.items() if name in OP) + shape.d * shape.size / shape.tp
+        kept -= tensors["x"]
+        return Kept(kept + (gathered - tensors["v"] if gathered else 0.0), max(total - kept, 0.0), 0.0)
+    modules = set(option.split("+"))
+    dropped = {name for name in tensors if MODULE_OF.get(name) in modules}
+    if shape.compiled and ATTENTION in modules:
+        dropped.add("n1")  # measured: 51.26 GiB, and 53.26 if it were kept
+    if not shape.compiled and NORMS in modules:
+        dropped -= {"n1", "n2"}  # inputs of the next layers
+    size = sum(tensors[name] for name in dropped)
+    # Without the compiler, a repeated module keeps its input if nothing else does.
+    inputs = 2 * shape.d * shape.size / shape.tp if not shape.compiled and NORMS in modules else 0.0
+    matrices = {ATTENTION: 2 * shape.d * (shape.q + shape.kv), MLP: 3 * shape.d * shape.h}
+    casts = 1 - sum(matrices.get(m, 0) for m in modules) / sum(matrices.values())
+    return Kept(total - size + inputs, size, casts)

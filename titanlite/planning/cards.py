@@ -1,0 +1,68 @@
+"""GPUs to plan for: their memory and speeds, from the vendors' data sheets."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from titanlite.config.component import ConfigError, suggest
+from titanlite.flops import peak_bf16_flops
+
+GIB = 1 << 30
+
+
+class Card(NamedTuple):
+    """A GPU. `memory_gib`: what torch reports as the total, which is less than the data sheet says.
+    `memory_rate`: bytes/s of its memory. `link_rate`: bytes/s to other GPUs of the node, in one direction."""
+
+    name: str
+    memory_gib: float
+    memory_rate: float
+    link_rate: float
+
+    @property
+    def flops(self) -> float:
+        """Dense bf16 FLOP/s."""
+        flops = peak_bf16_flops(self.name)
+        assert flops is not None, self.name
+        return flops
+
+
+class Cluster(NamedTuple):
+    """GPUs of one kind. `network_rate`: bytes/s of each GPU to other nodes, in one direction."""
+
+    card: Card
+    gpus: int
+    gpus_per_node: int = 8
+    network_rate: float = 50e9  # 400 Gb/s per GPU, as in NVIDIA's DGX H100
+
+
+PCIE = 25e9  # PCIe 4.0 x16, about what copies reach
+CARDS = [
+    Card("B200", 178.3, 8.0e12, 900e9),
+    Card("H200", 139.8, 4.8e12, 450e9),
+    Card("H100", 79.1, 3.35e12, 450e9),
+    Card("H100 NVL", 93.0, 3.9e12, 300e9),
+    Card("H100 PCIe", 79.1, 2.0e12, PCIE),
+    Card("A100", 79.1, 2.0e12, 300e9),
+    Card("L40S", 44.4, 0.864e12, PCIE),
+    Card("RTX 4090", 23.6, 1.0e12, PCIE),
+    Card("A10", 22.0, 0.6e12, PCIE),
+    Card("L4", 22.0, 0.3e12, PCIE),
+]
+
+
+def parse_gpus(text: str) -> tuple[int, Card]:
+    """The number and the kind of GPUs of a text such as "64xH100". Raises ConfigError."""
+    known = {_plain(card.name): card for card in CARDS}
+    match = re.fullmatch(r"(\d{1,6})\s*[xX]\s*(.+)", text.strip())
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(f"command line, --gpus: {text!r} is not a number and a GPU such as 64xH100")
+    if _plain(match[2]) not in known:
+        names = [card.name for card in CARDS]
+        raise ConfigError(f"command line, --gpus: unknown GPU {match[2]!r}{suggest(match[2], names)}")
+    return int(match[1]), known[_plain(match[2])]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,144 @@
+"""The layouts of a number of GPUs that a job could use, and how each would do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from titanlite.mesh import Degrees, Parallelism
+from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
+from titanlite.planning.cards import GIB, Cluster
+from titanlite.planning.memory import OUTSIDE, RESERVED, PlannedRun, RankMemory, rank_memory
+from titanlite.planning.step_time import StepTime, step_time
+
+FITS, CLOSE, DOES_NOT_FIT = "fits", "close", "does not fit"
+MAX_DEGREE = 8  # of tensor and context parallel; pipeline parallel up to twice as many stages
+MAX_MICRO_BATCH = 16  # sequences
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout and what it needs. `memory`: of the pipeline rank that needs most."""
+
+    run: PlannedRun
+    memory: RankMemory
+    time: StepTime
+    verdict: str
+
+    @property
+    def peak_gib(self) -> float:
+        return self.memory.peak.total / GIB
+
+    def overrides(self, given: PlannedRun) -> list[str]:
+        """The command-line overrides that change the `given` run into this layout."""
+        degrees, training, mode = self.run.degrees, self.run.training, self.run.activation_checkpoint.mode
+        keys = {
+            "parallelism.pipeline_parallel_degree": (given.degrees.pp, degrees.pp),
+            "parallelism.data_parallel_replicate_degree": (given.degrees.dp_replicate, degrees.dp_replicate),
+            "parallelism.data_parallel_shard_degree": (given.degrees.dp_shard, degrees.dp_shard),
+            "parallelism.context_parallel_degree": (given.degrees.cp, degrees.cp),
+            "parallelism.tensor_parallel_degree": (given.degrees.tp, degrees.tp),
+            "parallelism.fsdp_reduce": (given.parallelism.fsdp_reduce, self.run.parallelism.fsdp_reduce),
+            "training.global_batch_size": (given.training.global_batch_size, training.global_batch_size),
+            "training.local_batch_size": (given.training.local_batch_size, training.local_batch_size),
+            "activation_checkpoint.mode": (given.activation_checkpoint.mode, mode),
+        }
+        return [f"--{key}={new}" for key, (old, new) in keys.items() if old != new]
+
+
+def verdict(memory: Sequence[RankMemory], card_gib: float) -> str:
+    """Whether the ranks' memory fits a GPU: with the most that torch has been seen to reserve, or only
+    without (close)."""
+    peak = max(rank.peak.total for rank in memory)
+    if peak * RESERVED + OUTSIDE <= card_gib * GIB:
+        return FITS
+    return CLOSE if peak + OUTSIDE <= card_gib * GIB else DOES_NOT_FIT
+
+
+def assess(run: PlannedRun, cluster: Cluster) -> Layout:
+    """A run on a cluster: memory, time, and whether it fits."""
+    memory = rank_memory(run)
+    largest = max(memory, key=lambda rank: rank.peak.total)
+    return Layout(run, largest, step_time(run, memory, cluster), verdict(memory, cluster.card.memory_gib))
+
+
+def search(
+    given: PlannedRun, cluster: Cluster, refusal: Callable[[PlannedRun], str | None]
+) -> tuple[list[Layout], list[tuple[str, str]]]:
+    """The layouts that fit, from the fastest to the slowest, each with the largest micro-batch that fits and
+    the mode of activation checkpointing that is fastest; and why each of the others is none.
+
+    `refusal`: why a job cannot use a run's layout, or None. Layouts keep the global batch."""
+    best, others = list[Layout](), list[tuple[str, str]]()
+    for degrees in _degrees(given, cluster):
+        fitting, reason = list[Layout](), ""
+        for mode in ("none", "selective", "full"):
+            found, reason = _largest(given, degrees, mode, cluster, refusal)
+            fitting += [found] if found is not None else []
+        if fitting:
+            best.append(min(fitting, key=lambda layout: layout.time.seconds))
+        else:
+            others.append((str(degrees), reason))
+    best.sort(key=lambda layout: layout.time.seconds)
+    return best, others
+
+
+def _largest(
+    given: PlannedRun,
+    degrees: Degrees,
+    mode: str,
+    cluster: Cluster,
+    refusal: Callable[[PlannedRun], str | None],
+) -> tuple[Layout | None, str]:
+    """The layout with the largest micro-batch that fits; if none does, why."""
+    found, reason = None, ""
+    for size in itertools.takewhile(lambda n: n <= MAX_MICRO_BATCH, (2**i for i in itertools.count())):
+        run = _changed(given, degrees, mode, size)
+        if why := refusal(run):
+            reason = reason or why
+            continue
+        layout = assess(run, cluster)
+        if layout.verdict != FITS:
+            reason = (
+                reason or f"{layout.peak_gib:.0f} GiB even with mode = {mode!r} and micro-batches of {size}"
+            )
+            break
+        if found is None or layout.time.seconds <= found.time.seconds:
+            found = layout
+    return found, reason
+
+
+def _changed(given: PlannedRun, degrees: Degrees, mode: str, size: int) -> PlannedRun:
+    parallelism: Parallelism = replace(
+        given.parallelism,
+        pipeline_parallel_degree=degrees.pp,
+        data_parallel_replicate_degree=degrees.dp_replicate,
+        data_parallel_shard_degree=degrees.dp_shard,
+        context_parallel_degree=degrees.cp,
+        tensor_parallel_degree=degrees.tp,
+        fsdp_reduce="step" if degrees.pp > 1 else given.parallelism.fsdp_reduce,
+    )
+    checkpoint: ActivationCheckpoint = replace(given.activation_checkpoint, mode=mode)  # type: ignore[arg-type]
+    training = replace(given.training, local_batch_size=size, global_batch_size=given.global_batch)
+    return replace(
+        given,
+        degrees=degrees,
+        parallelism=parallelism,
+        activation_checkpoint=checkpoint,
+        training=training,
+    )
+
+
+def _degrees(given: PlannedRun, cluster: Cluster) -> Iterator[Degrees]:
+    """Degrees whose product is the number of GPUs: tensor parallel within a node, FSDP over all other ranks
+    or, with copies of the model (HSDP), within a node."""
+    powers = [2**i for i in range(MAX_DEGREE.bit_length())]
+    for tp, cp, pp in itertools.product(powers, powers, [*powers, 2 * MAX_DEGREE]):
+        ranks, left = divmod(cluster.gpus, tp * cp * pp)
+        if left or ranks == 0 or tp > cluster.gpus_per_node:
+            continue
+        yield Degrees(pp, 1, ranks, cp, tp)
+        within = cluster.gpus_per_node // (tp * cp)
+        if 1 < within < ranks and ranks % within == 0:
+            yield Degrees(pp, ranks // within, within, cp, tp)

@@ -1,0 +1,338 @@
+"""Say what a run will need and cost, from arithmetic: without a GPU, in seconds.
+
+For the layout of CONFIG: parameters, tokens and FLOPs; the memory of a rank by kind at the peak of a step,
+and whether it fits the GPU; the time of a step and what it is spent on; hours, GPU hours and money; the size
+of a checkpoint and how often to save; the distance from compute-optimal. With --top, also the fastest layouts
+of the same GPUs that fit, as overrides, and why others cannot be used. docs/planning.md has the formulas and
+their errors against measured runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from titanlite import startup
+from titanlite.commands import plan_arguments
+from titanlite.config import toml
+from titanlite.config.component import ConfigError
+from titanlite.job import Job, load_job
+from titanlite.log import for_terminal
+from titanlite.models.base import Decoder
+from titanlite.planning.cards import CARDS, GIB, Cluster, parse_gpus
+from titanlite.planning.layouts import Layout, assess, search
+from titanlite.planning.memory import KINDS, OUTSIDE, RESERVED, PlannedRun
+from titanlite.planning.optimum import RULE, optimum
+from titanlite.planning.sharding import knows_state, parameters_of
+from titanlite.report.charts import short
+from titanlite.report.terminal import table
+from titanlite.report.timeline import duration
+from titanlite.runtime.training import BatchLayout, choose_param_dtype
+
+# Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4).
+GPU_HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
+DEFAULT_CARD = next(card for card in CARDS if card.name == "H100")
+STALL_S_PER_GIB = 0.42 / 16.7  # an asynchronous save of 16.7 GiB by one GPU: checkpoint_h200_save_async.json
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan of a job."""
+    options, overrides = plan_arguments(argv)
+    if options.tokens:
+        overrides = [*overrides, f"--training.steps={options.tokens} tokens"]
+    try:
+        job = load_job(options.config, overrides, None, options.allow_imports)
+        plan = _plan(job, options)
+    except ConfigError as e:
+        raise toml.read(options.config, overrides)[1].located(e) from None
+    print(json.dumps(plan, indent=1) if options.json else for_terminal(_text(plan)))
+    return 0
+
+
+def planned_run(job: Job, cluster: Cluster) -> PlannedRun:
+    """The sections of a job that decide the memory and the time of a step. Raises ConfigError."""
+    degrees = job.parallelism.degrees(cluster.gpus)
+    batch = BatchLayout.of(job.training, degrees.data_parallel)
+    net = job.build_on_meta()
+    return PlannedRun(
+        net=net,
+        parameters=parameters_of(net, job.optimizer),
+        training=job.training,
+        global_batch=max(job.batch_sizes(batch.global_size).values()),
+        degrees=degrees,
+        optimizer=job.optimizer,
+        loss=job.loss,
+        parallelism=job.parallelism,
+        activation_checkpoint=job.activation_checkpoint,
+        compile=job.compile,
+        float8=job.float8,
+        ema=job.ema,
+        param_dtype=choose_param_dtype(job.training, torch.device("cuda")),
+        device_bytes=int(cluster.card.memory_gib * GIB),
+    )
+
+
+def _plan(job: Job, options: Namespace) -> dict[str, Any]:
+    gpus, card = parse_gpus(options.gpus) if options.gpus else (job.parallelism.fewest_ranks, DEFAULT_CARD)
+    cluster = Cluster(card, gpus, min(options.gpus_per_node, gpus))
+    job.check(gpus)
+    run = planned_run(job, cluster)
+    epoch, why_not = _epoch(job)
+    resolved = job.resolved(gpus, epoch)
+    if resolved.amounts():
+        raise ConfigError(f"{why_not}, so that epochs cannot be counted: give --tokens=...", "training.steps")
+    layout = assess(run, cluster)
+    length = _length(resolved, run, epoch, why_not)
+    time = _time(layout, length, cluster, options.price)
+    plan: dict[str, Any] = {
+        "config": options.config,
+        "gpus": gpus,
+        "gpu": card.name,
+        "gpus_per_node": cluster.gpus_per_node,
+        "layout": str(run.degrees),
+        "model": _model(job, run.net),
+        "run": length,
+        "memory": _memory(layout, cluster),
+        "fits": layout.verdict,
+        "time": time,
+        "checkpoint": _checkpoint(layout, time["step_s"], cluster),
+        "optimum": vars(optimum(sum(p.numel() for p in run.net.parameters()), length["tokens"])),
+        "notes": _notes(job, run, cluster),
+    }
+    if options.top:
+        best, others = search(run, cluster, _refusal(job))
+        plan["layouts"] = [_row(found, run, length["tokens"]) for found in best[: options.top]]
+        plan["refused_layouts"] = [{"layout": name, "reason": reason} for name, reason in others]
+    return plan
+
+
+def _refusal(job: Job) -> Callable[[PlannedRun], str | None]:
+    """Why a job cannot use the layout of a run: what `train` would say."""
+
+    checked = set[int]()  # tensor-parallel degrees that the optimizer accepts
+
+    def refusal(run: PlannedRun) -> str | None:
+        changed = replace(
+            job,
+            training=run.training,
+            parallelism=run.parallelism,
+            activation_checkpoint=run.activation_checkpoint,
+        )
+        try:
+            changed.check(math.prod(run.degrees))
+            if run.degrees.tp not in checked:
+                run.optimizer.check(run.net, run.degrees.tp)
+                checked.add(run.degrees.tp)
+        except ConfigError as e:
+            return f"{e.key}: {e}"
+        return None
+
+    return refusal
+
+
+def _epoch(job: Job) -> tuple[int | None, str]:
+    """The training sequences of an epoch, if the data is on this machine; else None, and why not."""
+    if job.data.stream is not None:
+        return None, "the run trains on a stream"
+    try:
+        tokenizer = startup.open_tokenizer(job)
+        sequences = job.data.check(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+    except (ConfigError, OSError) as e:
+        return None, f"the data is not known here ({e})"
+    if sequences is None:
+        return None, "the data has not been tokenised yet"
+    return sequences.epoch_sequences, ""
+
+
+def _model(job: Job, net: Decoder) -> dict[str, Any]:
+    sizes = [(p.numel(), p.requires_grad) for p in net.parameters()]
+    return {
+        "name": f"{job.model.name} {job.model.flavor}",
+        "parameters": sum(n for n, _ in sizes),
+        "trained_parameters": sum(n for n, trained in sizes if trained),
+        "matmul_parameters": net.num_matmul_parameters(),
+    }
+
+
+def _length(job: Job, run: PlannedRun, epoch: int | None, why_not: str) -> dict[str, Any]:
+    """Steps, tokens, FLOPs and epochs of the whole run. `job`: resolved."""
+    batch = BatchLayout.of(run.training, run.degrees.data_parallel)
+    stages, training = job.open_stages(batch.global_size), job.training
+    end = stages.step_sizes.position_after(training.steps)
+    flops = 0
+    for i, first in enumerate(stages.firsts):
+        last = max(first, int(min(stages.end_of(i), end)))
+        seq_len = training.seq_len // stages.stages[i].num_splits(training.seq_len)
+        flops += (last - first) * training.seq_len * run.net.flops_per_token(seq_len)
+    return {
+        "steps": training.steps,
+        "sequences": end,
+        "tokens": end * training.seq_len,
+        "sequences_per_step": run.global_batch,
+        "seq_len": training.seq_len,
+        "flops": flops,
+        "epochs": None if epoch is None else end / epoch,
+        "epochs_unknown": why_not,
+    }
+
+
+def _memory(layout: Layout, cluster: Cluster) -> dict[str, Any]:
+    peak = layout.memory.peak
+    return {
+        "peak_allocated_gib": peak.total / GIB,
+        "at_most_gib": (peak.total * RESERVED + OUTSIDE) / GIB,
+        "card_gib": cluster.card.memory_gib,
+        "peak_at": peak.name,
+        "pipeline_rank": layout.memory.pp_rank,
+        **{f"{kind}_gib": size / GIB for kind, size in peak.sizes.items()},
+    }
+
+
+def _time(layout: Layout, length: dict[str, Any], cluster: Cluster, price: float | None) -> dict[str, Any]:
+    time = layout.time
+    hours = length["tokens"] / time.tokens_per_second / 3600
+    model_flops = length["flops"] / length["tokens"] * time.tokens_per_second / cluster.gpus
+    return {
+        "step_s": time.seconds,
+        "parts_s": time.parts,
+        "bound_by": time.bound_by,
+        "tokens_per_second_per_gpu": time.tokens_per_second / cluster.gpus,
+        "mfu": model_flops / cluster.card.flops,
+        "hours": hours,
+        "gpu_hours": hours * cluster.gpus,
+        "price": None if price is None else hours * cluster.gpus * price,
+    }
+
+
+def _checkpoint(layout: Layout, step_s: float, cluster: Cluster) -> dict[str, Any]:
+    """Weights, averages and optimizer state. The interval is Young's (1974): sqrt(2 stall / failure rate)."""
+    run = layout.run
+    sizes = [(math.prod(p.shape), p.state_bytes) for p in run.parameters if p.is_trained]
+    size = sum(num * (4 * (1 + run.ema.enable) + state) for num, state in sizes)
+    mean_s = GPU_HOURS_PER_FAILURE * 3600 / cluster.gpus
+    interval_s = math.sqrt(2 * STALL_S_PER_GIB * size / GIB / cluster.gpus * mean_s)
+    return {
+        "gib": size / GIB,
+        "hours_between_failures": mean_s / 3600,
+        "best_interval_steps": max(round(interval_s / step_s), 1),
+    }
+
+
+def _notes(job: Job, run: PlannedRun, cluster: Cluster) -> list[str]:
+    notes = []
+    if run.degrees.tp * run.degrees.cp > cluster.gpus_per_node:
+        notes.append("tensor and context parallel span nodes, which is slow: keep them within a node")
+    if cluster.gpus > cluster.gpus_per_node:
+        notes.append(
+            "step time across nodes is computed for 400 Gb/s per GPU; no run across nodes was measured"
+        )
+    if cluster.card.name != "H200":
+        notes.append("step time takes the shares of the peaks that H200 reaches; only H200 was measured")
+    if not run.compile.enable:
+        notes.append("without compile.enable a step takes longer: the step time is that of compiled blocks")
+    if run.activation_checkpoint.mode == "memory_budget":
+        notes.append("activations under memory_budget are interpolated: the compiler chooses them")
+    if not knows_state(run.optimizer):
+        notes.append(f"the state of {run.optimizer.name!r} is taken to be two fp32 moments per parameter")
+    if job.data.mask_documents:
+        notes.append("attention is counted over whole sequences; documents that are masked need less time")
+    return notes
+
+
+def _row(layout: Layout, given: PlannedRun, tokens: int) -> dict[str, Any]:
+    return {
+        "layout": str(layout.run.degrees),
+        "local_batch_size": layout.run.training.local_batch_size,
+        "activation_checkpoint": layout.run.activation_checkpoint.mode,
+        "peak_allocated_gib": layout.peak_gib,
+        "step_s": layout.time.seconds,
+        "hours": tokens / layout.time.tokens_per_second / 3600,
+        "bound_by": layout.time.bound_by,
+        "overrides": layout.overrides(given),
+    }
+
+
+# ---- the plan as text
+
+
+def _text(plan: dict[str, Any]) -> str:
+    parts = [_head(plan), _memory_text(plan), _time_text(plan), _advice(plan)]
+    if plan.get("layouts") is not None:
+        parts.append(_layouts_text(plan))
+    if plan["notes"]:
+        parts.append("\n".join(f"note: {note}" for note in plan["notes"]))
+    return "\n\n".join(parts)
+
+
+def _head(plan: dict[str, Any]) -> str:
+    model, run = plan["model"], plan["run"]
+    epochs = f"{run['epochs']:.3g}" if run["epochs"] is not None else f"unknown: {run['epochs_unknown']}"
+    rows = [
+        ["model", f"{model['name']}: {model['parameters']:,} parameters"],
+        ["layout", f"{plan['layout']} of {plan['gpus']} x {plan['gpu']}, {plan['gpus_per_node']} per node"],
+        ["steps", f"{run['steps']:,} of {run['sequences_per_step']:,} x {run['seq_len']:,} tokens"],
+        ["tokens", f"{run['tokens']:,}, {run['tokens'] / model['parameters']:.1f} per parameter"],
+        ["FLOPs", f"{run['flops']:.3g}"],
+    ]
+    lines = [f"{name:8} {text}" for name, text in rows]
+    return "\n".join([plan["config"], *lines, f"epochs   {epochs}"])
+
+
+def _memory_text(plan: dict[str, Any]) -> str:
+    memory = plan["memory"]
+    rows = [["GiB per rank", f"at the peak: {memory['peak_at']}"]]
+    rows += [[kind, f"{memory[f'{kind}_gib']:.2f}"] for kind in KINDS]
+    rows.append(["together", f"{memory['peak_allocated_gib']:.2f}"])
+    card = f"{plan['gpu']} has {memory['card_gib']:.1f} GiB"
+    reserve = f"with what torch reserves beside it up to {memory['at_most_gib']:.1f}"
+    return f"{table(rows, num_texts=1)}\n{plan['fits']}: {reserve}; {card}"
+
+
+def _time_text(plan: dict[str, Any]) -> str:
+    time = plan["time"]
+    rows = [["step time", "s", "share"]]
+    rows += [[part, f"{s:.3f}", f"{s / time['step_s']:.0%}"] for part, s in time["parts_s"].items()]
+    rows.append(["together", f"{time['step_s']:.3f}", ""])
+    cost = "" if time["price"] is None else f", {time['price']:,.0f} at the price per GPU hour"
+    rate = f"{time['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU, MFU {time['mfu']:.1%}"
+    hours = f"{time['hours']:,.1f} hours, {time['gpu_hours']:,.0f} GPU hours{cost}"
+    return f"{table(rows, num_texts=1)}\n{rate}; bound by {time['bound_by']}\n{hours}"
+
+
+def _advice(plan: dict[str, Any]) -> str:
+    saved, best = plan["checkpoint"], plan["optimum"]
+    failures = duration(saved["hours_between_failures"] * 3600)
+    lines = [
+        f"checkpoint: {saved['gib']:.1f} GiB; at Llama 3 405B's rate of failures, one in {failures}, a save "
+        f"every {saved['best_interval_steps']:,} steps costs least, if storage keeps up",
+        f"compute-optimal for 6 N D = {6 * best['parameters'] * best['tokens']:.3g} FLOPs: "
+        f"{short(best['parameters'])} parameters on {short(best['tokens'])} tokens, a loss "
+        f"{best['excess']:.4f} nats lower (Besiroglu et al. 2024)",
+        f"this run has {best['tokens_per_parameter']:.1f} tokens per parameter; the rule of thumb is {RULE}",
+    ]
+    if best["half"] is not None:
+        lines.append(
+            f"half the parameters reach the same loss on {short(best['half'])} tokens, for "
+            f"{best['half_flops']:.2f} times the FLOPs"
+        )
+    else:
+        lines.append("half the parameters do not reach the same loss on any number of tokens")
+    return "\n".join(lines)
+
+
+def _layouts_text(plan: dict[str, Any]) -> str:
+    rows = [["layout", "checkpointing", "bound by", "micro-batch", "GiB", "step s", "hours"]]
+    for row in plan["layouts"]:
+        numbers = (f"{row['peak_allocated_gib']:.1f}", f"{row['step_s']:.3f}", f"{row['hours']:,.1f}")
+        texts = [row["layout"], row["activation_checkpoint"], row["bound_by"], str(row["local_batch_size"])]
+        rows.append([*texts, *numbers])
+    lines = ["layouts that fit, the fastest first", table(rows, num_texts=3)] if plan["layouts"] else []
+    lines += [f"{row['layout']}: {' '.join(row['overrides']) or 'as given'}" for row in plan["layouts"]]
+    refused = plan["refused_layouts"]
+    lines += [f"not {row['layout']}: {row['reason']}" for row in refused]
+    return "\n".join(lines)
