@@ -118,9 +118,9 @@ def _checkpointing(name: str) -> list[str]:
 
 def _medians(reports: list[dict[str, float]]) -> dict[str, float]:
     """The largest peak and the median step time of reports."""
-    found = {key: max((r[key] for r in reports if key in r), default=0.0) for key in (PEAK, RESERVED)}
+    largest = {key: max((r[key] for r in reports if key in r), default=0.0) for key in (PEAK, RESERVED)}
     steps = [r[STEP] for r in reports if STEP in r]
-    return {key: value for key, value in found.items() if value} | (
+    return {key: value for key, value in largest.items() if value} | (
         {STEP: statistics.median(steps)} if steps else {}
     )
 

@@ -74,8 +74,8 @@ def search(
     for degrees in _degrees(given, cluster):
         fitting, reason = list[Layout](), ""
         for mode in ("none", "selective", "full"):
-            found, reason = _largest(given, degrees, mode, cluster, refusal)
-            fitting += [found] if found is not None else []
+            fastest, reason = _largest(given, degrees, mode, cluster, refusal)
+            fitting += [fastest] if fastest is not None else []
         if fitting:
             best.append(min(fitting, key=lambda layout: layout.time.seconds))
         else:
@@ -92,7 +92,7 @@ def _largest(
     refusal: Callable[[PlannedRun], str | None],
 ) -> tuple[Layout | None, str]:
     """The layout with the largest micro-batch that fits; if none does, why."""
-    found, reason = None, ""
+    fastest, reason = None, ""
     for size in itertools.takewhile(lambda n: n <= MAX_MICRO_BATCH, (2**i for i in itertools.count())):
         run = _changed(given, degrees, mode, size)
         if why := refusal(run):
@@ -104,9 +104,9 @@ def _largest(
                 reason or f"{layout.peak_gib:.0f} GiB even with mode = {mode!r} and micro-batches of {size}"
             )
             break
-        if found is None or layout.time.seconds <= found.time.seconds:
-            found = layout
-    return found, reason
+        if fastest is None or layout.time.seconds <= fastest.time.seconds:
+            fastest = layout
+    return fastest, reason
 
 
 def _changed(given: PlannedRun, degrees: Degrees, mode: str, size: int) -> PlannedRun:

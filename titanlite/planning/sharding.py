@@ -107,10 +107,10 @@ def parameters_of(net: Decoder, optimizer: Optimizer) -> list[Parameter]:
     units = dict[nn.Module, int | str]({block: i for i, block in enumerate(net.blocks().values())})
     for group in net.embedding_and_head():
         units |= dict.fromkeys(group, EMBEDDING if isinstance(group[0], nn.Embedding) else HEAD)
-    found = list[Parameter]()
+    parameters = list[Parameter]()
     prefixes = {f"{name}.": units[module] for name, module in net.named_modules() if module in units}
     for name, parameter in net.named_parameters():
-        found.append(
+        parameters.append(
             Parameter(
                 name=name,
                 shape=tuple(parameter.shape),
@@ -120,7 +120,7 @@ def parameters_of(net: Decoder, optimizer: Optimizer) -> list[Parameter]:
                 state_bytes=state_bytes(optimizer, parameter, rules[name]) if name in rules else 0.0,
             )
         )
-    return found
+    return parameters
 
 
 def _sharded_dim(net: Decoder, name: str, ndim: int) -> int | None:

@@ -106,7 +106,7 @@ def _plan(job: Job, options: Namespace) -> dict[str, Any]:
     }
     if options.top:
         best, others = search(run, cluster, _refusal(job))
-        plan["layouts"] = [_row(found, run, length["tokens"]) for found in best[: options.top]]
+        plan["layouts"] = [_row(layout, run, length["tokens"]) for layout in best[: options.top]]
         plan["refused_layouts"] = [{"layout": name, "reason": reason} for name, reason in others]
     return plan
 

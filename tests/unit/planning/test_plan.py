@@ -43,15 +43,15 @@ MODEL = Qwen3(flavor="debug", overrides={"tie_word_embeddings": False, "dim": 65
 
 def real_sizes(world_size: int, layouts: list[dict[str, int]]) -> list[tuple[int, dict[str, int]]]:
     """On one rank, for each layout: the coordinate along pp, and elements by parameter."""
-    found = []
+    sizes_by_layout = []
     for keys in layouts:
         parallelism = Parallelism(**keys)  # type: ignore[arg-type]
         mesh = build_mesh(parallelism, "cpu", torch.distributed.get_rank(), world_size)
         settings = ParallelSettings(parallelism=parallelism)
         sharded = parallelize(MODEL.build_on_meta(), ChunkedCrossEntropy(), mesh, settings)
         sizes = {name: local_shard(p).numel() for name, p in sharded.net.named_parameters()}
-        found.append((mesh.coordinate.pp, sizes))
-    return found
+        sizes_by_layout.append((mesh.coordinate.pp, sizes))
+    return sizes_by_layout
 
 
 @pytest.mark.parametrize(("world_size", "layouts"), [(2, LAYOUTS), full(4, MORE_LAYOUTS)])
@@ -67,7 +67,7 @@ def test_planned_shards_are_those_of_the_real_transforms(
         for pp_rank in range(degrees.pp):
             planned = rank_parameters(parameters, parallelism, degrees, pp_rank)
             sizes = {t.name: t.sharded for unit in planned.units for t in unit.tensors}
-            real = [found[i][1] for found in by_rank if found[i][0] == pp_rank]
+            real = [one[i][1] for one in by_rank if one[i][0] == pp_rank]
             assert all(one.keys() == sizes.keys() for one in real)
             largest = {name: max(one[name] for one in real) for name in sizes}
             assert largest == sizes, keys
@@ -227,14 +227,14 @@ def test_the_search_prefers_the_fastest_layout_and_names_reasons() -> None:
 
 
 def test_the_optimum_has_the_least_loss_for_its_flops() -> None:
-    found = optimum(8e9, 160e9)
-    assert found.parameters * found.tokens == pytest.approx(8e9 * 160e9)
-    best = reducible(found.parameters, found.tokens)
+    best_run = optimum(8e9, 160e9)
+    assert best_run.parameters * best_run.tokens == pytest.approx(8e9 * 160e9)
+    best = reducible(best_run.parameters, best_run.tokens)
     for factor in (0.9, 1.1):
-        assert reducible(found.parameters * factor, found.tokens / factor) > best
-    assert reducible(8e9, 160e9) - best == pytest.approx(found.excess)
-    assert found.half is not None
-    assert reducible(4e9, found.half) == pytest.approx(reducible(8e9, 160e9))
+        assert reducible(best_run.parameters * factor, best_run.tokens / factor) > best
+    assert reducible(8e9, 160e9) - best == pytest.approx(best_run.excess)
+    assert best_run.half is not None
+    assert reducible(4e9, best_run.half) == pytest.approx(reducible(8e9, 160e9))
     assert optimum(1e9, 1e15).half is None  # its share of the loss is already higher
 
 
