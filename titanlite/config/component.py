@@ -35,13 +35,18 @@ class ConfigError(ValueError):
         return self.args[0]
 
 
+class Unreadable(ConfigError):
+    """An input that cannot be read now, and perhaps later, such as a dataset on the hub."""
+
+
 @contextmanager
 def keys_in(section: str) -> Iterator[None]:
     """Put `SECTION.` in front of the key of a ConfigError of the body, whose key is relative to a section."""
     try:
         yield
     except ConfigError as e:
-        raise ConfigError(str(e), e.key and f"{section}.{e.key}") from None
+        kind = Unreadable if isinstance(e, Unreadable) else ConfigError
+        raise kind(str(e), e.key and f"{section}.{e.key}") from None
 
 
 def suggest(word: str, known: Iterable[object], elsewhere: Sequence[str] = ()) -> str:

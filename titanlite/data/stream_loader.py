@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titanlite.config.component import ConfigError, keys_in
+from titanlite.config.component import ConfigError, Unreadable, keys_in
 from titanlite.data.background import Background
 from titanlite.data.batch import Batch
 from titanlite.data.loader import as_is, check_shared_memory, set_up_worker
 from titanlite.data.step_sizes import StepSize, StepSizes
 from titanlite.data.stream_batches import State, StreamedBatches
+from titanlite.errors import LoaderError
 
 
 class StreamLoader:
@@ -66,6 +67,8 @@ class StreamLoader:
         if self._batches is None:
             self._batches = self._start()
         batch, self._state = next(self._batches)
+        if isinstance(batch, Unreadable):  # another attempt may succeed
+            raise LoaderError(str(batch))
         if isinstance(batch, ConfigError):
             with keys_in("data.sources.0"):
                 raise batch

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, Unreadable
 from titanlite.files import is_inside
 from titanlite.prepare.corpus import has_text
 
@@ -124,7 +124,7 @@ def _download(repo_id: str, revision: str, files: list[str]) -> Path:
 
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Raise an error of the Hugging Face libraries as a ConfigError of one line, which begins with `name`.
+    """Raise an error of the Hugging Face libraries as Unreadable, in one line that begins with `name`.
     Few of the errors that come from a network, a server, a full disk or a damaged dataset are documented, so
     all are caught."""
     try:
@@ -133,4 +133,4 @@ def hub_errors(name: str) -> Iterator[None]:
         raise
     except Exception as e:
         lines = str(e).strip().splitlines()
-        raise ConfigError(f"{name}: {lines[0] if lines else type(e).__name__}") from e
+        raise Unreadable(f"{name}: {lines[0] if lines else type(e).__name__}") from e

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.streams import MICRO_BATCH, SEQ_LEN, STEP, state_of, steps, stream_loader, values
 from tests.support.tiers import full
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, Unreadable
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.packing import ChunkedSequences
 from titanlite.data.sources import StreamedSource
@@ -215,6 +215,25 @@ def test_steps_of_other_sizes_and_lengths() -> None:
 def test_too_few_documents(ranks: int, workers: int) -> None:
     with pytest.raises(ConfigError, match=r"too few documents: one of its 2 shares, .* has no text"):
         steps(loader(ranks, workers, ranks - 1, stream=lambda: ["one"]), 2)
+
+
+def test_a_stream_that_fails_later_may_be_tried_again() -> None:
+    """Exit code 1, so that the launcher restarts the run; the state is that of the last complete step."""
+
+    def texts() -> Iterator[str]:
+        yield from TEXTS[:70]  # 64 are tokenised at once
+        raise Unreadable("data: connection reset")
+
+    loader_ = loader(1, 0, stream=texts)
+    first = values(loader_.next_step(CPU)[1])
+    state = state_of(loader_)
+    with pytest.raises(LoaderError, match=r"^data: connection reset$") as caught:
+        steps(loader_, 50)
+    loader_.close()
+    assert caught.value.exit_code == 1
+    again = loader(1, 0, stream=lambda: TEXTS, state=state)
+    whole = loader(1, 0, stream=lambda: TEXTS)
+    assert values(steps(whole, 3)) == first + values(steps(again, 2))
 
 
 def test_a_document_without_text_is_named() -> None:
