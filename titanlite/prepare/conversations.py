@@ -55,7 +55,7 @@ def read_conversations(
     Raises ConfigError for a file that cannot be read, is truncated or damaged, or lacks the column."""
     (file,) = split.files
     if format_of(file)[0] == "parquet":
-        lines = _rows(split)
+        lines = _rows(split, on_bad)
     else:
         lines = _array(file, limits) if _is_array(file) else corpus.lines(split, limits)
     for place, line in lines:
@@ -71,7 +71,7 @@ def read_conversations(
 
 def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the messages in a JSON object; `system` beside them is the first one. Other fields of a message,
-    such as `tool_calls`, are kept; fields that are null are left out, as in transformers. Raises
+    such as `tool_calls`, are kept; those that are null are left out, as in transformers. Raises
     ValueError."""
     given = [key for key in LISTS if record.get(key) is not None]
     if len(given) != 1:
@@ -132,8 +132,9 @@ def _columns(file: Path) -> list[str]:
     return columns
 
 
-def _rows(split: FileSplit) -> Iterator[tuple[int, bytes]]:
-    """Yield the rows of a split of parquet as lines of JSON, each with its number."""
+def _rows(split: FileSplit, on_bad: OnBad) -> Iterator[tuple[int, bytes]]:
+    """Yield the rows of a split of parquet as lines of JSON, each with its number. Rows that are not JSON are
+    passed to `on_bad`."""
     (file,) = split.files
     for first, batch in corpus.parquet_batches(split, _columns(file)):
         try:
@@ -141,7 +142,33 @@ def _rows(split: FileSplit) -> Iterator[tuple[int, bytes]]:
         except ValueError as e:  # not UTF-8
             raise ConfigError(f"{corpus.where(file, first)} or later: damaged parquet: {e}") from None
         for row, record in enumerate(records, first):
-            yield row, json.dumps(record, default=str).encode()
+            try:
+                line = json.dumps(_as_json(record, "")).encode()
+            except ValueError as e:
+                on_bad(file, row, str(e))
+            else:
+                yield row, line
+
+
+def _as_json(value: Any, name: str) -> Any:
+    """Return a value of parquet as one of JSON. Binary columns hold text, as older writers make them. Fields
+    that are null are left out at any depth: all rows have the fields of all others. `name`: of the value, for
+    messages. Raises ValueError."""
+    if isinstance(value, dict):
+        items = ((key, item, f"{name}.{key}" if name else key) for key, item in value.items())
+        return {key: _as_json(item, path) for key, item, path in items if item is not None}
+    if isinstance(value, list):
+        return [_as_json(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"{name} is binary and not UTF-8") from None
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise ValueError(
+        f"{name} is a {type(value).__name__}, which JSON does not have: write it as text, or remove it"
+    )
 
 
 def _blocks(file: Path, limits: Limits) -> Iterator[bytes]:

@@ -34,6 +34,7 @@ MARKS = re.compile(f"([{BEGIN}{END}])")
 # Characters that stand for punctuation, to see which text comes from a message: hieroglyphs, which are
 # letters without case that Python and JSON print as they are.
 STAND_INS = range(0x13000, 0x13430)
+VERSION = 2  # increase it when a change of the code changes the text or the tokens of a conversation
 PUNCTUATION = r"[^\w\s]"
 PROBE = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
 _Spans: TypeAlias = tuple[tuple[int, int], ...]
@@ -80,8 +81,9 @@ class ChatFormat:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the template and its variables."""
-        return hashlib.sha256(repr((self.template, sorted(self.variables.items()))).encode()).hexdigest()[:16]
+        """A hash of the template, its variables and the version of this code."""
+        inputs = (VERSION, self.template, sorted(self.variables.items()))
+        return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False

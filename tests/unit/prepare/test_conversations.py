@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from datetime import datetime
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +36,7 @@ from titanlite.prepare.sources import Chat
 from titanlite.prepare.stages import PrepareOptions
 from titanlite.tokenizers.base import Tokenizer
 from titanlite.tokenizers.bytes import Bytes
+from titanlite.tokenizers.chat import ChatFormat
 from titanlite.tokenizers.huggingface import HuggingFace
 from titanlite.train import train
 
@@ -275,6 +277,72 @@ def test_parquet_without_conversations(tmp_path: Path, tokenizer: Tokenizer) -> 
     parquet.write_table(pyarrow_table([{"text": "a"}]), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"no column `messages` or `conversations` \(columns: text\)"):
         Chat(path=[str(tmp_path / "a.parquet")]).check(tokenizer)
+
+
+def read_parquet(file: Path, table: Any, chat: ChatFormat) -> tuple[list[str], list[str]]:
+    """Write a table, and read its conversations: the texts, and the places and reasons of bad rows."""
+    pytest.importorskip("pyarrow.parquet").write_table(table, file)
+    bad = list[str]()
+
+    def on_bad(file: Path, place: int, reason: str) -> None:
+        bad.append(f"{corpus.where(file, place)}: {reason}")
+
+    splits = split_conversations([file])
+    texts = [d.text for s in splits for d in read_conversations(s, chat, on_bad, corpus.DEFAULT_LIMITS)]
+    return texts, bad
+
+
+def test_binary_columns_of_parquet_are_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    chats = [["h\u00e9", "b"], [b"\xff", "b"], ["c", "d"]]
+    rows = [
+        [{"role": b"user", "content": question}, {"role": b"assistant", "content": answer}]
+        for question, answer in chats
+    ]
+    message = pyarrow.struct([("role", pyarrow.binary()), ("content", pyarrow.binary())])
+    table = pyarrow.table({"messages": pyarrow.array(rows, pyarrow.list_(message))})
+    file, chat = tmp_path / "a.parquet", tokenizer.chat_format()
+    texts, bad = read_parquet(file, table, chat)
+    expected = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in chats[::2]]
+    assert texts == [chat.render(messages).text for messages in expected]
+    assert bad == [f"{file}: row 2: messages[0].content is binary and not UTF-8"]
+
+
+def test_parquet_with_values_that_json_does_not_have(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    dated = [{"messages": [message | {"at": datetime(2026, 1, 2)} for message in PLAIN["messages"]]}]
+    undated = [{"messages": [message | {"at": None} for message in PLAIN["messages"]]}]
+    chat = tokenizer.chat_format()
+    texts, bad = read_parquet(tmp_path / "a.parquet", pyarrow_table(dated + undated), chat)
+    assert texts == [chat.render(PLAIN["messages"]).text]
+    (reason,) = bad
+    assert reason.endswith(
+        "row 1: messages[0].at is a datetime, which JSON does not have: write it as text, or remove it"
+    )
+
+
+def test_parquet_gives_no_row_the_fields_of_another(tmp_path: Path) -> None:
+    """Parquet stores every field of any row in all rows, null where a row does not have it."""
+    folder = write_tokenizer(tmp_path / "t", CALLS)
+    chat = HuggingFace(path=str(folder)).build().chat_format()
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]},
+            ],
+            "tools": [{"name": name, "parameters": {argument: {"type": "any"} for argument in arguments}}],
+        }
+        for name, arguments in (("weather", {"city": "P", "in": {"days": 1}}), ("exp", {"x": 1.5}))
+    ]
+    table = pyarrow_table(records)
+    texts, bad = read_parquet(tmp_path / "a.parquet", table, chat)
+    calls = table.to_pylist()[1]["messages"][1]["tool_calls"]
+    assert calls[0]["function"]["arguments"] == {"city": None, "in": None, "x": 1.5}  # control
+    assert "null" not in "".join(texts)
+    for text, record in zip(texts, records, strict=True):
+        call = json.loads(text.split("assistant\n")[1].removesuffix("<|im_end|>"))
+        assert call == record["messages"][1]["tool_calls"]
+    assert not bad
 
 
 def test_long_conversations_are_left_out_and_counted(
