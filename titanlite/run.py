@@ -164,7 +164,7 @@ class Run:
         for step, event, about in self.guard.read(leave):
             self.meter.sinks.event(step, event, about)
         is_over = leave == 0 and self.state.step >= self.job.training.steps
-        ends_badly = self.guard.ended_in_streak(self.state.step) or self.guard.must_rewind
+        ends_badly = self.guard.ended_in_streak() or self.guard.must_rewind
         if self.guard.diverged or (is_over and ends_badly):
             return f"{self.guard.reason()}; {self.recovery_advice()}"
         return None
@@ -197,7 +197,7 @@ class Run:
                 )
             train = self.checkpoints.resumed_train
             assert train is not None
-            guard.load_state_dict(train["guard"], state.step)
+            guard.load_state_dict(train["guard"])
             guard.num_rewinds = num_rewinds
             self.model.weights_changed()
             state.skipped |= SkippedSequences.of([(first, last)])

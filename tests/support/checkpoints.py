@@ -20,6 +20,7 @@ from titanlite.metrics.spikes import SpikeDetector
 
 GUARD = {
     "streak": 0,
+    "streak_steps": [],
     "skipped_steps": 0,
     "outliers": {"streak": 0, "losses": [], "log_norms": []},
     "spikes": SpikeDetector().state_dict(),

@@ -12,7 +12,7 @@ MAX_LOSSES, MAX_STEPS = 272, 16  # that the spike detector keeps
 
 def check_guard(guard: Any) -> None:
     """Raise ValueError for a value that no run has written."""
-    expect(guard, streak=int, skipped_steps=int, outliers=dict, spikes=dict)
+    expect(guard, streak=int, streak_steps=list, skipped_steps=int, outliers=dict, spikes=dict)
     expect(guard, unreported_spikes=list, sequences=list, num_rewinds=int)
     outliers, spikes = guard["outliers"], guard["spikes"]
     expect(outliers, streak=int, losses=list, log_norms=list)
@@ -24,6 +24,7 @@ def check_guard(guard: Any) -> None:
             raise ValueError("an entry of unreported_spikes has an unknown key")
     for values in (guard, outliers, spikes, *guard["unreported_spikes"]):
         _check_numbers(values.values())
+    _check_list("streak_steps", guard["streak_steps"], int, 2 if guard["streak"] else 0)
     _check_list("outliers.losses", outliers["losses"], float)
     _check_list("outliers.log_norms", outliers["log_norms"], float, len(outliers["losses"]))
     _check_list("spikes.losses", spikes["losses"], float)

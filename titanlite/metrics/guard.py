@@ -139,7 +139,8 @@ class _Unread(NamedTuple):
 
 
 class _Streak(NamedTuple):
-    """The first and last step of a streak, and its length, which steps without a target do not add to."""
+    """The first and last non-finite step of a streak, and the number of such steps. Steps without a target
+    may lie between them and after them."""
 
     first: int
     last: int
@@ -168,7 +169,7 @@ class StepGuard:
         self._sequences = StepSequences()
         self._unread = deque[_Unread]()
         self._unreported: list[Decision | Spike] = []  # read, but not returned by read()
-        self._last_streak: _Streak | None = None  # the newest streak known
+        self._read_streak: _Streak | None = None  # of the steps that were read; None: it has ended
         self._was_empty = False  # whether a step without a target was read
         self.diverged = False
         self.spike: Spike | None = None
@@ -253,15 +254,17 @@ class StepGuard:
                 continue
             if unread.is_other_loss:
                 self._spikes.restart()
+            if decision.streak == 0:
+                self._read_streak = None
             if decision.is_empty:
                 self._note_empty(decision.step)
                 continue
             if decision.skipped or decision.restarted:
                 self._unreported.append(decision)
             if decision.skipped and not decision.is_finite:
-                known = self._last_streak
+                known = self._read_streak
                 first = known.first if known and decision.streak > 1 else decision.step
-                self._last_streak = _Streak(first, decision.step, decision.streak)
+                self._read_streak = _Streak(first, decision.step, decision.streak)
                 self.diverged = decision.streak >= self.config.limit
             if not decision.skipped and (spike := self._spikes.add(decision.step, decision.loss)):
                 self._unreported.append(spike)
@@ -302,10 +305,9 @@ class StepGuard:
         self._take(0)
         return not self.in_streak() and not self._spikes.is_high
 
-    def ended_in_streak(self, step: int) -> bool:
-        """Whether `step` was skipped because it was not finite. It must be the newest step that read() or
-        load_state_dict() knows."""
-        return self._last_streak is not None and self._last_streak.last == step
+    def ended_in_streak(self) -> bool:
+        """Whether the newest step with a target that read() or load_state_dict() knows was not finite."""
+        return self._read_streak is not None
 
     def skipped_steps(self) -> int:
         """Number of steps skipped since the beginning of the run. Waits for the device."""
@@ -324,8 +326,8 @@ class StepGuard:
             return (
                 f"{reason}; guard.max_rewinds = {limit} allows no further rewind" if is_at_limit else reason
             )
-        assert self._last_streak is not None
-        first, last, num = self._last_streak
+        assert self._read_streak is not None
+        first, last, num = self._read_streak
         steps = f"step {last}" if num == 1 else f"{num} steps in a row, {first} to {last},"
         return f"training has diverged: {steps} had a loss or gradient norm that is not finite"
 
@@ -333,8 +335,8 @@ class StepGuard:
         """The first step of what reason() names."""
         if spike := self._spike_ends_the_run():
             return spike.start_step
-        assert self._last_streak is not None
-        return self._last_streak.first
+        assert self._read_streak is not None
+        return self._read_streak.first
 
     def sequences_of_spike(self) -> list[tuple[int, int]]:
         """The first and the last sequence of the spike that reason() names; [] if it names none."""
@@ -345,8 +347,10 @@ class StepGuard:
         """Plain values for train.json, with the decision on the newest step. Waits for the device."""
         self._take(0)
         spikes = [asdict(finding) for finding in self._unreported if isinstance(finding, Spike)]
+        streak = self._read_streak
         return {
-            "streak": int(self._streak.item()),
+            "streak": streak.num if streak else 0,
+            "streak_steps": [streak.first, streak.last] if streak else [],
             "skipped_steps": self.skipped_steps(),
             "outliers": self._outliers.state_dict() if self._outliers else NO_OUTLIERS,
             "spikes": self._spikes.state_dict(),
@@ -355,11 +359,12 @@ class StepGuard:
             "num_rewinds": self.num_rewinds,
         }
 
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Continue from `state`, saved after `step`. A streak at the limit has ended the run that saved it,
-        and is counted anew."""
-        streak = state["streak"] if state["streak"] < self.config.limit else 0
-        self._streak.fill_(streak)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`. A streak at the limit has ended the run that saved it, and is counted
+        anew."""
+        num = state["streak"]
+        self._streak.fill_(num if num < self.config.limit else 0)
+        self._read_streak = _Streak._make([*state["streak_steps"], num]) if num else None
         self._skipped.fill_(state["skipped_steps"])
         if self._outliers is not None:
             self._outliers.load_state_dict(state["outliers"])
@@ -367,6 +372,4 @@ class StepGuard:
         self._sequences.load_state_dict(state["sequences"])
         self._unread.clear()
         self._unreported = [Spike(**spike) for spike in state["unreported_spikes"]]
-        num = state["streak"]
-        self._last_streak = _Streak(step - num + 1, step, num) if num else None
         self.diverged, self.spike, self.num_rewinds = False, None, state["num_rewinds"]

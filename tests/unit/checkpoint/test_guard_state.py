@@ -39,6 +39,7 @@ def test_what_a_guard_writes_is_accepted() -> None:
 
 WRONG: list[tuple[str, Any, str]] = [
     ("streak", -1, "out of range"),
+    ("streak", 1, "streak_steps has 0 numbers, not 2"),
     ("skipped_steps", 1 << 63, "out of range"),
     ("skipped_steps", True, "not an integer"),
     ("outliers", [], "not an object"),

@@ -115,7 +115,7 @@ def test_without_skipping_the_first_such_step_ends_the_run() -> None:
 def test_a_guard_goes_on_from_its_state() -> None:
     guard, other = StepGuard(Guard(max_consecutive=3), CPU), StepGuard(Guard(max_consecutive=3), CPU)
     judged(guard, math.nan, 1.0, math.nan, math.nan)
-    other.load_state_dict(guard.state_dict(), step=4)
+    other.load_state_dict(guard.state_dict())
     assert other.state_dict() == guard.state_dict()
     assert (other.state_dict()["streak"], other.skipped_steps()) == (2, 3)
     assert not other.judge(torch.tensor(math.nan), torch.tensor(1.0), [GOOD], 5, 32, 40, NUM_TARGETS)
@@ -124,9 +124,32 @@ def test_a_guard_goes_on_from_its_state() -> None:
     assert "3 steps in a row, 3 to 5," in other.reason()
 
 
+@pytest.mark.parametrize("losses", [(1.0, math.nan), (math.nan, 0.0, math.nan), (math.nan, 2.0)])
+def test_a_resume_after_a_step_without_a_target_changes_no_answer(losses: tuple[float, ...]) -> None:
+    """Such a step neither ends a streak nor is one of its steps."""
+
+    def answers(guard: StepGuard) -> tuple[object, ...]:
+        ended = guard.ended_in_streak()
+        return guard.in_streak(), ended, ended and guard.reason(), ended and guard.first_bad_step()
+
+    guard, resumed = StepGuard(Guard(), CPU), StepGuard(Guard(), CPU)
+    judged(guard, *losses, 0.0)
+    guard.read()
+    resumed.load_state_dict(guard.state_dict())
+    assert answers(resumed) == answers(guard)
+    is_bad = math.isnan(losses[-1])
+    assert guard.in_streak() == guard.ended_in_streak() == is_bad
+    step = len(losses) + 2
+    for each in (guard, resumed):
+        each.judge(torch.tensor(math.nan), torch.tensor(1.0), [GOOD], step, 0, 8, NUM_TARGETS)
+        each.read()
+        assert each.first_bad_step() == (1 + losses.index(math.nan) if is_bad else step)
+    assert answers(resumed) == answers(guard)
+
+
 def test_a_run_that_is_started_again_after_its_end_has_a_new_count() -> None:
     guard = StepGuard(Guard(max_consecutive=2), CPU)
-    guard.load_state_dict(GUARD | {"streak": 2, "skipped_steps": 2}, step=9)
+    guard.load_state_dict(GUARD | {"streak": 2, "streak_steps": [8, 9], "skipped_steps": 2})
     assert judged(guard, 1.0) == [True]
 
 

@@ -216,7 +216,7 @@ def stopped_at(step: int, change: Any = None) -> list[bool]:
     state = json.loads(json.dumps(first.state_dict()))
     if change:
         change(state)
-    second.load_state_dict(state, step)
+    second.load_state_dict(state)
     applied += decide(second, BURSTS[step:])
     assert second.skipped_steps() == applied.count(False)
     return applied
@@ -238,10 +238,10 @@ def test_control_a_run_that_lost_its_window_does_not() -> None:
 def test_a_shorter_window_keeps_the_newest_steps() -> None:
     long, short = StepGuard(CONFIG, CPU), StepGuard(Guard(skip_sigma=6, window=20, min_window=2), CPU)
     decide(long, noise(300))
-    short.load_state_dict(long.state_dict(), 300)
+    short.load_state_dict(long.state_dict())
     state = short.state_dict()["outliers"]
     assert state["losses"] == noise(300).astype(np.float32)[-20:].tolist()
-    long.load_state_dict(short.state_dict(), 300)
+    long.load_state_dict(short.state_dict())
     assert long.state_dict()["outliers"] == state
 
 

@@ -189,11 +189,11 @@ def test_a_run_rewinds_as_often_as_it_may() -> None:
     guard.read()
     assert guard.must_rewind
     assert not guard.diverged
-    guard.load_state_dict(healthy, 0)
+    guard.load_state_dict(healthy)
     guard.num_rewinds = 1
     assert not guard.must_rewind
     saved = guard.state_dict()
-    guard.load_state_dict(saved, 0)  # the number of rewinds survives a resume
+    guard.load_state_dict(saved)  # the number of rewinds survives a resume
     judge(guard, HIGH[:450])
     guard.read()
     assert not guard.must_rewind
@@ -224,7 +224,7 @@ def test_a_state_has_the_newest_step_and_its_spike_is_still_reported() -> None:
     assert guard.read(leave=1) == []
     state = json.loads(json.dumps(guard.state_dict()))
     assert len(state["spikes"]["losses"]) == 272
-    resumed.load_state_dict(state, detected)
+    resumed.load_state_dict(state)
     for each in (guard, resumed):
         judge(each, losses[detected:450], detected + 1)
         (event,) = each.read(leave=1)
@@ -247,7 +247,7 @@ def test_sequences_of_steps_are_known_over_changes_of_the_batch_size() -> None:
     for step, (first, end) in ranges.items():
         guard.judge(torch.tensor(3.0), norm, guard.summands(norm), step, first, end, torch.tensor(16))
     assert guard.state_dict()["sequences"] == [[1, 0, 8], [3, 16, 16], [4, 40, 16]]
-    resumed.load_state_dict(guard.state_dict(), 5)
+    resumed.load_state_dict(guard.state_dict())
     for step, (first, end) in ranges.items():
         assert resumed.sequences_of(step, step) == (first, end - 1)
     assert resumed.sequences_of(-3, 4) == (0, 55)
@@ -311,7 +311,7 @@ def test_steps_are_compared_only_since_the_last_change_of_the_loss() -> None:
     for each in (guard, control):
         judge(each, losses[:799])
     resumed = StepGuard(Guard(), CPU, 1, [change])
-    resumed.load_state_dict(json.loads(json.dumps(guard.state_dict())), 799)
+    resumed.load_state_dict(json.loads(json.dumps(guard.state_dict())))
     for each in (guard, control, resumed):
         judge(each, losses[799:1400], 800)
     starts = [[event.about["start_step"] for event in each.read()] for each in (guard, control, resumed)]
