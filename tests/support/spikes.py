@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from titanlite import train as trainer
-from titanlite.data import dataset
+from titanlite.data import held_out
 from titanlite.data.batch import Batch
 from titanlite.data.packing import TokenSequence
 from titanlite.parallel.sharded_model import ShardedModel
@@ -24,7 +24,7 @@ from titanlite.run import Run
 def garbage_sequences(first: int, last: int, vocab_size: int = 256) -> Iterator[None]:
     """In the body, the training sequences with the numbers `first` to `last` are random tokens, which depend
     on the number alone. For runs without loader workers."""
-    make_batch = dataset.make_batch
+    make_batch = held_out.make_batch
 
     def with_garbage(numbers: Sequence[int], sequences: Sequence[TokenSequence], **settings: Any) -> Batch:
         replaced = [
@@ -35,7 +35,7 @@ def garbage_sequences(first: int, last: int, vocab_size: int = 256) -> Iterator[
         ]
         return make_batch(numbers, replaced, **settings)
 
-    with patch.object(dataset, "make_batch", with_garbage):
+    with patch.object(held_out, "make_batch", with_garbage):
         yield
 
 
