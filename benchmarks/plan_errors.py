@@ -2,9 +2,11 @@
 
     python benchmarks/plan_errors.py [--output benchmarks/results/plan_errors.json]
 
-All runs are on one to four H200, compiled. Nothing runs on a GPU here. The counts in titanlite/planning were
-found from some of these runs, as its comments say: the table shows how well they describe the runs, and is no
-forecast. `before`: runs by versions that held other buffers. They are listed, and not in the summary."""
+All runs are on one to four H200. Nothing runs on a GPU here. The counts in titanlite/planning were found from
+some of these runs, as its comments say: the table shows how well they describe the runs, and is no forecast.
+
+`before`: runs by versions that held other buffers. They are listed, and not in the summary. `guess`: whether
+the plan calls the step time a guess. Its errors have a line of their own in the summary."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if str(ROOT) not in sys.path:
 from titanlite.job import load_job  # noqa: E402
 from titanlite.planning.cards import CARDS, GIB, Cluster  # noqa: E402
 from titanlite.planning.memory import rank_memory  # noqa: E402
-from titanlite.planning.step_time import step_time  # noqa: E402
+from titanlite.planning.step_time import guesses, step_time  # noqa: E402
 from titanlite.report.terminal import table  # noqa: E402
 from titanlite.tools.plan import planned_run  # noqa: E402
 
@@ -32,8 +34,24 @@ PEAK, RESERVED, STEP = "memory/peak_allocated_gib", "memory/peak_reserved_gib", 
 # Earlier versions freed small models after the forward, or sharded embedding and head with the root module.
 BEFORE = ("llama3_1b_h200x4_b16_torchtitan", "llama3_1b_h200x4_b8", "llama3_1b_h200x4_b8_flex",
           "llama3_1b_h200x4_b8_varlen")  # fmt: skip
-# The benchmark of memory.py has too few steps for a step time.
-UNTIMED = ("memory_h200", "float8_curve_h200", "qwen3_30m_h200")
+# By their times, several runs shared the GPU: a step of memory_h200 took four times as long as the same step
+# of guard_h200, and those of float8_curve_h200 became up to four times as fast near the end.
+UNTIMED = ("memory_h200", "float8_curve_h200")
+# finetune.toml of docs/finetuning.md, as overrides of debug.toml.
+FINETUNE = {
+    "model.name": "qwen3",
+    "model.overrides.dim": 512,
+    "model.overrides.n_layers": 8,
+    "model.overrides.n_heads": 8,
+    "model.overrides.n_kv_heads": 4,
+    "model.overrides.head_dim": 64,
+    "model.overrides.hidden_dim": 1280,
+    "model.overrides.vocab_size": 16384,
+    "training.seq_len": 512,
+    "training.local_batch_size": 4,
+    "training.global_batch_size": 4,
+}
+LORA = ["--lora.enable", "--checkpoint.initial_load_path=base"]
 LAYOUTS = {
     "shard": ["--parallelism.fsdp_reduce=micro_batch"],
     "tensor2": ["--parallelism.fsdp_reduce=micro_batch", "--parallelism.tensor_parallel_degree=2"],
@@ -62,7 +80,7 @@ def recorded() -> Iterator[Recorded]:
         for case, overrides, measured in _cases(path.stem, result):
             if PEAK in measured:
                 gpus = int(result.get("ngpu", 1 if "h200x2" not in path.stem else 2))
-                yield Recorded(path.stem, case, result["config"], overrides, gpus, measured)
+                yield Recorded(path.stem, case, result.get("config", "debug.toml"), overrides, gpus, measured)
     path = RESULTS / "llama3_8b_6layers_h200x2_tensor_float8.txt"
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
     for case, line in (("bf16", lines[0]), ("float8", lines[-1])):  # the last line: as titanlite does now
@@ -86,7 +104,7 @@ def _cases(name: str, result: dict[str, Any]) -> Iterator[tuple[str, list[str], 
     elif name.startswith("layouts_"):
         for case in result["layouts"]:
             yield case["layout"], [*given, *LAYOUTS[case["layout"]]], case["medians"]
-    elif name.startswith("optimizer_steps"):
+    elif name.startswith(("optimizer_steps", "optimizer_fixed_weights")):
         shape = {"compile.enable": "true", "training.seq_len": 2048, "training.local_batch_size": 16}
         shape["training.global_batch_size"] = result["tokens_per_step"] // 2048
         keys = [f"--{key}={value}" for key, value in shape.items()]
@@ -98,7 +116,20 @@ def _cases(name: str, result: dict[str, Any]) -> Iterator[tuple[str, list[str], 
             run = result["runs"][case]
             yield case.partition("_lr")[0], run["keys"], _medians(run["reports"])
     elif name == "qwen3_30m_h200":
-        yield "", given, _medians(result["reports"])
+        short = result["summary"]["stages"][0]  # of short sequences and smaller batches
+        yield "", given, _medians([r for r in result["reports"] if r["step"] > short["steps"]])
+    elif name == "watching_h200":
+        for case, keys in result["keys"].items():
+            reports = [report for run in result["runs"][case] for report in run["counted"]]
+            yield case, [*given, *keys], _medians(reports)
+    elif name == "lora_memory_h200":
+        for case, run in result["cases"].items():
+            yield case, [*given, *(LORA if run["rank"] else [])], run["medians"]
+    elif name == "finetune_h200":
+        for case in ("outputs/finetuned", "outputs/finetuned_adapters"):  # others may have shared the GPU
+            run = result["runs"][case]
+            overrides = [f"--{key}={value}" for key, value in FINETUNE.items()]
+            yield case, [*overrides, *(LORA if run["adapters"] else [])], _medians(run["reports"])
     elif name == "float8_curve_h200":
         for case, curve in result["curves"].items():
             recipe = case.partition(" ")[2] if case.startswith("float8") else ""
@@ -147,6 +178,7 @@ def compare(run: Recorded) -> dict[str, Any]:
     if STEP in run.measured and run.file not in UNTIMED:
         seconds = step_time(planned, memory, cluster).seconds
         row |= {"planned_s": round(seconds, 4), "measured_s": round(run.measured[STEP], 4)}
+        row["guess"] = bool(guesses(planned))
         row["time_error"] = round(seconds / run.measured[STEP] - 1, 4)
     return row
 
@@ -161,6 +193,7 @@ def text(rows: list[dict[str, Any]]) -> str:
         times = ["", "", ""]
         if "time_error" in row:
             times = [f"{row['planned_s']:.3f}", f"{row['measured_s']:.3f}", f"{row['time_error']:+.1%}"]
+            times[0] += " (guess)" * row["guess"]
         lines.append([*cells, *times])
     return table(lines, num_texts=2)
 
@@ -169,13 +202,17 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """The largest and the median absolute errors of the runs by present versions."""
     counted = [row for row in rows if not row["before"]]
     memory = [abs(row["error"]) for row in counted]
-    times = [abs(row["time_error"]) for row in counted if "time_error" in row]
+    timed = [row for row in counted if "time_error" in row]
+    times = [abs(row["time_error"]) for row in timed if not row["guess"]]
+    guessed = [abs(row["time_error"]) for row in timed if row["guess"]]
     return {
         "runs": len(counted),
         "largest_memory_error": max(memory),
         "median_memory_error": statistics.median(memory),
         "largest_time_error": max(times),
         "median_time_error": statistics.median(times),
+        "guessed_times": len(guessed),
+        "largest_error_of_guessed_times": max(guessed),
         "largest_reserved_over_allocated": max(row.get("reserved_over_allocated", 0) for row in counted),
     }
 

@@ -392,7 +392,8 @@ class _Step:
 
         Chunked, or with tensor parallel: the logits of one chunk, which become their gradient, and the head's
         gradient in fp32. Otherwise the logits of all tokens, which compiled code overwrites with their
-        gradient (memory_h200.json). Uncompiled, log-softmax and its gradient are in fp32."""
+        gradient (memory_h200.json). Uncompiled, log-softmax is in fp32, and torch first casts its input
+        (lora_memory_h200.json); of all logits at once also its gradient."""
         run, size = self.run, self.run.param_dtype.itemsize
         vocabulary, d = run.net.vocab_size / run.degrees.tp, run.net.config.dim
         weight = vocabulary * d
@@ -402,6 +403,8 @@ class _Step:
             return run.tokens * vocabulary * per_logit + cast + size * weight
         loss = run.loss
         chunks = loss.num_chunks(run.tokens) if isinstance(loss, ChunkedCrossEntropy) else 1
-        per_logit = size if run.compile.enable or run.degrees.tp > 1 else size + 4
+        per_logit = size
+        if not run.compile.enable and run.degrees.tp == 1:
+            per_logit += 4 if size == 4 else 8
         chunk = -(-run.tokens // chunks)
         return chunk * (vocabulary * per_logit + d * size) + 4 * weight + cast

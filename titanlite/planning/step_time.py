@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from titanlite.optim.muon import Muon
 from titanlite.optim.orthogonalize import num_flops
 from titanlite.parallel.pipeline_parallel import STAGES_PER_RANK, ZERO_BUBBLE
@@ -35,6 +37,9 @@ FLOAT8_TIME = 0.7  # of the time of the blocks' matrix products in bf16
 ACTIVATION_PASSES = 5  # times that the bytes of a kept tensor pass through memory
 OPTIMIZER_SHARE = 0.6  # of the memory's rate: optimizer_steps_h200.json
 LINK_SHARE = 0.7  # of the data sheet's rate, for collectives: judged, not measured
+# Parameters from which on the shares hold: the smallest such run is qwen3_0_6b_h200.json. Models with 30 to
+# 38 million need longer.
+LEAST_MEASURED = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,25 @@ def step_time(run: PlannedRun, memory: list[RankMemory], cluster: Cluster) -> St
         stages = STAGES_PER_RANK[run.parallelism.pipeline_parallel_schedule]
         parts["pipeline bubble"] = sum(compute.values()) * (degrees.pp - 1) / (num * stages)
     return StepTime(parts, run.global_batch * run.training.seq_len)
+
+
+def guesses(run: PlannedRun) -> list[str]:
+    """Why the step time of a run is a guess: the shares of the peaks were fitted to other kinds of runs. The
+    factors are those of plan_errors.json. Empty: it is none."""
+    size, degrees = sum(p.numel() for p in run.net.parameters()), run.degrees
+    schedule = run.parallelism.pipeline_parallel_schedule
+    has_frozen = any(not p.is_trained for p in run.parameters)
+    reasons = {
+        f"models below {LEAST_MEASURED / 1e6:.0f}M parameters took 1.1 to 1.5 times as long, and with 2,048 "
+        "tokens per step over 20 times": size < LEAST_MEASURED,
+        "without compile.enable, steps took at least 1.2 times as long": not run.compile.enable,
+        "with [lora], steps took 1.6 times as long (uncompiled)": has_frozen,
+        "no run in fp32 was measured": run.param_dtype == torch.float32,
+        "no run with data_parallel_replicate_degree above 1 was measured": degrees.dp_replicate > 1,
+        f"no run with the pipeline schedule {schedule} was measured": degrees.pp > 1 and schedule != "1F1B",
+        "no run with training.enable_cpu_offload was measured": run.training.enable_cpu_offload,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def _compute(run: PlannedRun, cluster: Cluster) -> dict[str, float]:

@@ -29,6 +29,7 @@ from titanlite.planning.layouts import Layout, assess, search
 from titanlite.planning.memory import KINDS, OUTSIDE, RESERVED, PlannedRun
 from titanlite.planning.optimum import RULE, optimum
 from titanlite.planning.sharding import knows_state, parameters_of
+from titanlite.planning.step_time import guesses
 from titanlite.report.charts import short
 from titanlite.report.terminal import table
 from titanlite.report.timeline import duration
@@ -37,6 +38,7 @@ from titanlite.runtime.training import BatchLayout, choose_param_dtype
 # Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4).
 GPU_HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
 DEFAULT_CARD = next(card for card in CARDS if card.name == "H100")
+NEAR_OPTIMUM = 0.01  # nats, below which the distance says nothing: the law's constants are fitted to losses
 STALL_S_PER_GIB = 0.42 / 16.7  # an asynchronous save of 16.7 GiB by one GPU: checkpoint_h200_save_async.json
 
 
@@ -89,19 +91,20 @@ def _plan(job: Job, options: Namespace) -> dict[str, Any]:
     layout = assess(run, cluster)
     length = _length(resolved, run, epoch, why_not)
     time = _time(layout, length, cluster, options.price)
+    model = _model(job, run.net)
     plan: dict[str, Any] = {
         "config": options.config,
         "gpus": gpus,
         "gpu": card.name,
         "gpus_per_node": cluster.gpus_per_node,
         "layout": str(run.degrees),
-        "model": _model(job, run.net),
+        "model": model,
         "run": length,
         "memory": _memory(layout, cluster),
         "fits": layout.verdict,
         "time": time,
         "checkpoint": _checkpoint(layout, time["step_s"], cluster),
-        "optimum": vars(optimum(sum(p.numel() for p in run.net.parameters()), length["tokens"])),
+        "optimum": None if job.lora.enable else vars(optimum(model["parameters"], length["tokens"])),
         "notes": _notes(job, run, cluster),
     }
     if options.top:
@@ -199,6 +202,7 @@ def _time(layout: Layout, length: dict[str, Any], cluster: Cluster, price: float
     model_flops = length["flops"] / length["tokens"] * time.tokens_per_second / cluster.gpus
     return {
         "step_s": time.seconds,
+        "guess": guesses(layout.run),
         "parts_s": time.parts,
         "bound_by": time.bound_by,
         "tokens_per_second_per_gpu": time.tokens_per_second / cluster.gpus,
@@ -233,8 +237,6 @@ def _notes(job: Job, run: PlannedRun, cluster: Cluster) -> list[str]:
         )
     if cluster.card.name != "H200":
         notes.append("step time takes the shares of the peaks that H200 reaches; only H200 was measured")
-    if not run.compile.enable:
-        notes.append("without compile.enable a step takes longer: the step time is that of compiled blocks")
     if run.activation_checkpoint.mode == "memory_budget":
         notes.append("activations under memory_budget are interpolated: the compiler chooses them")
     if not knows_state(run.optimizer):
@@ -251,6 +253,7 @@ def _row(layout: Layout, given: PlannedRun, tokens: int) -> dict[str, Any]:
         "activation_checkpoint": layout.run.activation_checkpoint.mode,
         "peak_allocated_gib": layout.peak_gib,
         "step_s": layout.time.seconds,
+        "guess": guesses(layout.run),
         "hours": tokens / layout.time.tokens_per_second / 3600,
         "bound_by": layout.time.bound_by,
         "overrides": layout.overrides(given),
@@ -301,7 +304,10 @@ def _time_text(plan: dict[str, Any]) -> str:
     cost = "" if time["price"] is None else f", {time['price']:,.0f} at the price per GPU hour"
     rate = f"{time['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU, MFU {time['mfu']:.1%}"
     hours = f"{time['hours']:,.1f} hours, {time['gpu_hours']:,.0f} GPU hours{cost}"
-    return f"{table(rows, num_texts=1)}\n{rate}; bound by {time['bound_by']}\n{hours}"
+    text = f"{table(rows, num_texts=1)}\n{rate}; bound by {time['bound_by']}\n{hours}"
+    if time["guess"]:
+        text += f"\na guess, as are tokens/s, MFU, hours and cost: {'; '.join(time['guess'])}"
+    return text
 
 
 def _advice(plan: dict[str, Any]) -> str:
@@ -309,10 +315,14 @@ def _advice(plan: dict[str, Any]) -> str:
     failures = duration(saved["hours_between_failures"] * 3600)
     lines = [
         f"checkpoint: {saved['gib']:.1f} GiB; at Llama 3 405B's rate of failures, one in {failures}, a save "
-        f"every {saved['best_interval_steps']:,} steps costs least, if storage keeps up",
-        f"compute-optimal for 6 N D = {6 * best['parameters'] * best['tokens']:.3g} FLOPs: "
-        f"{short(best['parameters'])} parameters on {short(best['tokens'])} tokens, a loss "
-        f"{best['excess']:.4f} nats lower (Besiroglu et al. 2024)",
+        f"every {saved['best_interval_steps']:,} steps costs least, if storage keeps up"
+    ]
+    if best is None:  # adapters: the law is of models trained from scratch
+        return lines[0]
+    excess = f"{best['excess']:.2f}" if best["excess"] >= NEAR_OPTIMUM else f"less than {NEAR_OPTIMUM}"
+    lines += [
+        f"compute-optimal for as many parameters x tokens: {short(best['parameters'])} parameters on "
+        f"{short(best['tokens'])} tokens, a loss {excess} nats lower (Besiroglu et al. 2024)",
         f"this run has {best['tokens_per_parameter']:.1f} tokens per parameter; the rule of thumb is {RULE}",
     ]
     if best["half"] is not None:
@@ -332,7 +342,10 @@ def _layouts_text(plan: dict[str, Any]) -> str:
         texts = [row["layout"], row["activation_checkpoint"], row["bound_by"], str(row["local_batch_size"])]
         rows.append([*texts, *numbers])
     lines = ["layouts that fit, the fastest first", table(rows, num_texts=3)] if plan["layouts"] else []
-    lines += [f"{row['layout']}: {' '.join(row['overrides']) or 'as given'}" for row in plan["layouts"]]
+    for row in plan["layouts"]:
+        more = [reason for reason in row["guess"] if reason not in plan["time"]["guess"]]
+        guess = f" (the time is a guess: {'; '.join(more)})" * bool(more)
+        lines.append(f"{row['layout']}: {' '.join(row['overrides']) or 'as given'}{guess}")
     refused = plan["refused_layouts"]
     lines += [f"not {row['layout']}: {row['reason']}" for row in refused]
     return "\n".join(lines)

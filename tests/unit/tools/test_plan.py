@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -56,6 +57,41 @@ def test_the_text_says_whether_it_fits(capsys: Capture) -> None:
     assert "H100 has 79.1 GiB" in text
     assert cli.run([*words, "--gpus=64xB200", "--model.overrides.n_layers=8"]) == 0
     assert "\nfits: " in capsys.readouterr().out
+
+
+def test_a_step_time_that_was_not_measured_is_called_a_guess(capsys: Capture) -> None:
+    small = ["plan", "qwen3_30m", "--gpus=1xH200"]
+    assert cli.run(small) == 0
+    guess = "a guess, as are tokens/s, MFU, hours and cost: models below 500M parameters took"
+    assert guess in capsys.readouterr().out
+    assert planned(capsys, *small)["time"]["guess"]
+    measured = ["plan", "qwen3_0_6b", "--gpus=1xH200"]
+    assert cli.run(measured) == 0
+    assert "guess" not in capsys.readouterr().out  # control
+    assert planned(capsys, *measured)["time"]["guess"] == []
+
+
+def test_the_law_of_training_from_scratch_is_left_out_with_adapters(capsys: Capture) -> None:
+    words = ["plan", "qwen3_0_6b", "--gpus=1xH200"]
+    assert cli.run([*words, "--lora.enable", "--checkpoint.initial_load_path=base"]) == 0
+    text = capsys.readouterr().out
+    assert "checkpoint: " in text
+    assert "optimal" not in text
+    assert "half the parameters" not in text
+    assert "with [lora], steps took" in text
+    assert cli.run(words) == 0
+    assert "\nhalf the parameters" in capsys.readouterr().out  # control
+
+
+def test_a_distance_that_is_too_small_to_tell_is_not_given(capsys: Capture) -> None:
+    words = ["plan", "llama3_1b", "--gpus=1xH100"]  # 20 tokens per parameter
+    texts = []
+    for tokens in ([], ["--tokens=2T"]):
+        assert cli.run([*words, *tokens]) == 0
+        texts.append(capsys.readouterr().out)
+    assert "a loss less than 0.01 nats lower" in texts[0]
+    assert re.search(r"a loss 0\.\d\d nats lower", texts[1])
+    assert texts[0].count(" FLOPs") == 1  # of the smaller model, in units of the run's
 
 
 def test_layouts_are_listed_as_overrides_that_a_job_accepts(capsys: Capture) -> None:
