@@ -371,7 +371,7 @@ def compile_update(function: Callable[..., None], dynamic: bool | None = None) -
     By default inductor divides approximately and joins products with sums (FMA), in a way that depends on the
     block size of the kernel. It chooses the block size by timing kernels, so that a restart or a shard of
     another size could change the last bits of a weight. These options round each operation as eager code
-    does; the kernel waits for memory anyway."""
+    does. What this costs is unmeasured; a kernel of this kind mostly waits for memory."""
     return torch.compile(function, fullgraph=True, dynamic=dynamic, options=UPDATE_OPTIONS)
 
 

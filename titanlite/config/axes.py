@@ -26,15 +26,15 @@ class Axis:
 
 def take_axes(overrides: Sequence[str]) -> tuple[list[Axis], list[str]]:
     """Return the axes among overrides, and the other overrides. `--key=LOW:HIGH:NUM` stands for NUM values
-    from LOW to HIGH at equal ratios, rounded to three digits; `--key=a,b` for those values. Raises
-    ConfigError."""
+    from LOW to HIGH at equal ratios, rounded to three digits; `--key=a,b` for those values. A value with
+    white space, quotes or brackets is one value. Raises ConfigError."""
     axes, rest = list[Axis](), list[str]()
     for key, text in split_overrides(overrides):
         numbers = re.fullmatch(f"({NUMBER}):({NUMBER}):({WHOLE})", text)
         if numbers:
             axes.append(Axis(key, _range(key, numbers[1], numbers[4], numbers[7]), is_range=True))
-        elif "," in text and text[0] not in "[{\"'":
-            axes.append(Axis(key, tuple(value.strip() for value in text.split(","))))
+        elif "," in text and not re.search(r"\s", text) and text[0] not in "[{\"'":
+            axes.append(Axis(key, tuple(text.split(","))))
         else:
             rest.append(f"--{key}={text}")
     keys = [axis.key for axis in axes]

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from titanlite.checkpoint.run_identity import differences
+from titanlite.config import toml
 from titanlite.config.amount import DIVISIBLE, Amount
 from titanlite.config.axes import Axis, take_axes
 from titanlite.config.component import ConfigError
@@ -77,8 +79,9 @@ class Running(NamedTuple):
 
 @dataclass(frozen=True)
 class Search:
-    """A search: the job, what is tried, and where. `rest`: the overrides that all runs have. `other_seed`:
-    the seed of the run that tells the noise; None for no such run. `results`: what has ended, by run."""
+    """A search: the job, what is tried, and where. `rest`: the overrides that all runs have. `job`: the keys
+    of the first run. `other_seed`: the seed of the run that tells the noise; None for no such run. `results`:
+    what has ended, by run."""
 
     config: str
     rest: list[str]
@@ -86,6 +89,7 @@ class Search:
     plan: list[Rung]
     folder: Path
     num_gpus: int
+    job: dict[str, Any]
     other_seed: int | None
     steps: int | Amount
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -115,8 +119,7 @@ class Search:
     def record(self) -> dict[str, Any]:
         """What a command must have in common with the one that it continues."""
         return {
-            "config": self.config,
-            "overrides": self.rest,
+            "job": self.job,
             "axes": {axis.key: list(axis.values) for axis in self.axes},
             "rungs": [list(rung) for rung in self.plan],
             "other_seed": self.other_seed,
@@ -158,6 +161,7 @@ def _open(options: Namespace, axes: list[Axis], rest: list[str]) -> Search:
         plan=plan,
         folder=options.output or Path(f"{job.job.dump_folder}_search"),
         num_gpus=options.gpus_per_trial,
+        job=_keys(job),
         other_seed=job.training.seed + 1 if options.seeds > 1 else None,
         steps=job.training.steps,
     )
@@ -170,6 +174,13 @@ def _open(options: Namespace, axes: list[Axis], rest: list[str]) -> Search:
         raise ConfigError("command line: two of these values have the same letters and digits")
     _read_results(search)
     return search
+
+
+def _keys(job: Job) -> dict[str, Any]:
+    """All keys of a job but its run folder, as JSON values."""
+    tree = json.loads(json.dumps(toml.as_tree(job), default=str))
+    del tree["job"]["dump_folder"]
+    return dict(tree)
 
 
 def _check(job: Job, axes: Sequence[Axis], num_rungs: int) -> None:
@@ -208,11 +219,10 @@ def _read_results(search: Search) -> None:
         results = recorded.pop("results")
     except (ValueError, KeyError) as e:
         raise ConfigError(f"{path}: damaged ({e}); name another folder with --output") from None
-    if recorded != search.record:
-        keys = [key for key, value in search.record.items() if recorded.get(key) != value]
+    if changed := [key for key, _, _ in differences(recorded, search.record)]:
         raise ConfigError(
-            f"{search.folder} holds another search, with other {', '.join(keys)}; name another folder with "
-            "--output"
+            f"{search.folder} holds another search, with another {', '.join(changed)}; name another folder "
+            "with --output"
         )
     search.results.update(results)
 
@@ -245,15 +255,20 @@ class _Trainer:
         search, failed = self._search, list[str]()
         waiting = [run for run in runs if search.name(run) not in search.results]
         total = len(waiting)
-        while waiting or self._running:
-            while waiting and self._free and not self._requests.stop:
-                self._start(waiting.pop(0), f"{total - len(waiting)} of {total}")
-            failed += [text for text in map(self._ended, list(self._running)) if text]
-            if self._requests.stop:
-                self._stop()
-            if time.monotonic() - self._told_at >= STATUS_S:
-                self._tell_status()
-            time.sleep(LOOK_S)
+        try:
+            while waiting or self._running:
+                while waiting and self._free and not self._requests.stop:
+                    self._start(waiting.pop(0), f"{total - len(waiting)} of {total}")
+                failed += [text for text in map(self._ended, list(self._running)) if text]
+                if self._requests.stop:
+                    break
+                if time.monotonic() - self._told_at >= STATUS_S:
+                    self._tell_status()
+                time.sleep(LOOK_S)
+        finally:  # after an error, too, no run is left without its parent
+            self._stop()
+        if self._requests.stop:
+            raise Stopped(f"stopped; the same command continues the search in {search.folder}")
         if failed:
             raise RunFailed(f"{'; '.join(failed)}; the same command trains what is left")
 
@@ -297,13 +312,12 @@ class _Trainer:
                 tell(f"{name}: step {record['step']}, loss {record.get('train/loss', math.nan):.4f}")
 
     def _stop(self) -> None:
-        """Stop all runs, which save. Raises Stopped."""
+        """Stop the runs under way, which save, and wait for them."""
         for running in self._running.values():
             running.process.send_signal(signal.SIGTERM)
         for name, running in list(self._running.items()):
             running.process.wait()
             self._ended(name)
-        raise Stopped(f"stopped; the same command continues the search in {self._search.folder}")
 
     def _record(self) -> None:
         content = self._search.record | {"results": self._search.results}

@@ -107,14 +107,21 @@ def test_no_minimum_outside_the_values() -> None:
 
 def test_ranges_and_lists_of_the_command_line() -> None:
     axes, rest = take_axes(
-        ["--optimizer.lr=1e-4:1e-2:3", "--a.b=16:64:3", "--optimizer.name=adamw,muon", "--x.y=[1,2]", "--on"]
+        [
+            "--optimizer.lr=1e-4:1e-2:3",
+            "--a.b=16:64:3",
+            "--optimizer.name=adamw,muon",
+            "--x.y=[1,2]",
+            "--on",
+            "--t=a, b",
+        ]
     )
     assert axes == [
         Axis("optimizer.lr", ("0.0001", "0.001", "0.01"), is_range=True),
         Axis("a.b", ("16", "32", "64"), is_range=True),
         Axis("optimizer.name", ("adamw", "muon")),
     ]
-    assert rest == ["--x.y=[1,2]", "--on=true"]
+    assert rest == ["--x.y=[1,2]", "--on=true", "--t=a, b"]
     assert len(grid(axes)) == 18
 
 
