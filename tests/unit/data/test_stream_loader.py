@@ -104,7 +104,7 @@ def loader(ranks: int, workers: int, rank: int = 0, state: Any = None, **options
     [
         (1, 0, Texts),
         (2, 0, Texts),
-        (4, 2, Texts),  # one micro-batch per step: some stops are between the two workers' turns
+        full(4, 2, Texts),  # one micro-batch per step: some stops are between the two workers' turns
         full(1, 2, Texts),
         (2, 0, without_state),
         full(2, 2, without_state),

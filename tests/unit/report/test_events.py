@@ -10,7 +10,7 @@ from titanlite.metrics.outliers import Evidence
 from titanlite.metrics.spikes import Spike
 from titanlite.report.events import WORDS, events_of
 
-OUTLIER = Decision(7, 96, 111, True, 0, 12.0, 3.5, Evidence(1.0, 0.0, 9.0, 0.0, -3.37, 4.34))
+OUTLIER = Decision(7, 96, 111, True, False, 0, 12.0, 3.5, Evidence(1.0, 0.0, 9.0, 0.0, -3.37, 4.34))
 SPIKE = Spike(251, 274, 2.45, 25.6)
 SPECIAL = {"reason", "first_sequence", "last_sequence", "detected_step"}  # in the sentence without a name
 
