@@ -124,12 +124,45 @@ def write_tokenizer(folder: Path, template: str | None, **configured: Any) -> Pa
         special_tokens=SPECIAL,
     )
     library.train_from_iterator(TURNS[:6], trainer)
+    return _save(library, folder, template, **configured)
+
+
+def _save(library: Any, folder: Path, template: str | None, **configured: Any) -> Path:
     folder.mkdir(parents=True)
     library.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config | configured))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def write_pieces_tokenizer(folder: Path, template: str, prefix: str) -> Path:
+    """A directory with a tokenizer of characters and bytes, such as Llama 2's, and a template. `prefix`: the
+    texts that get a blank in front: "always", also those behind a special token, or the "first" one."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    special = ["<unk>", "<s>", "</s>"]
+    texts = [*special, *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *map(chr, range(33, 127))]
+    vocab = {text: i for i, text in enumerate(texts)}
+    library = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    if prefix == "always":
+        blanks = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        library.normalizer = normalizers.Sequence(blanks)
+    else:
+        library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    library.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    return _save(library, folder, template)
+
+
+def without_plain_name(folder: Path) -> Path:
+    """Change a tokenizer so that a text of only a token's name cannot be other tokens than this one."""
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    tree["model"]["ignore_merges"] = True  # a word that is a token is not split
+    tree["pre_tokenizer"]["use_regex"] = False  # a text is one word
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
     return folder
 
 

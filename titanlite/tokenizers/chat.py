@@ -15,10 +15,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import jinja2
@@ -153,24 +154,26 @@ class ChatFormat:
 
         A token is the assistant's if one of its characters is: the first and last token of a span may have
         characters before and after it. Raises ValueError if the tokenizer has no other tokens for the name of
-        a control token in a message."""
-        encoding = self._library.encode(chat.text, add_special_tokens=False)
-        ids, offsets = np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        mask = np.zeros(len(ids), dtype=np.bool_)
-        for begin, end in chat.assistant:
+        a control token in a message, or does not find one of the template's."""
+        bounds = [0, *chat.control, len(chat.text)]
+        text = BEGIN.join(chat.text[begin:end] for begin, end in pairwise(bounds))
+        encoding = self._marked_library.encode(text, add_special_tokens=False)
+        ids = np.array([self._added.get(i, i) for i in encoding.ids], np.uint32)
+        is_control, is_added = np.isin(ids, list(self._control)), np.isin(encoding.ids, list(self._added))
+        if len(intruders := ids[is_control & ~is_added]):
+            name = self._control[int(intruders[0])]
+            raise ValueError(f"a message holds {name!r}, which the tokenizer cannot encode as plain text")
+        if (is_control & is_added).sum() < len(chat.control):
+            raise ValueError(
+                "the tokenizer does not find every control token that the chat template writes: look for "
+                "`single_word` and `normalized` in tokenizer.json"
+            )
+        offsets, mask = np.array(encoding.offsets, np.int64).reshape(-1, 2), np.zeros(len(ids), np.bool_)
+        for span in chat.assistant:
+            begin, end = np.add(span, np.searchsorted(chat.control, span))  # with the marks before them
             inside = np.flatnonzero((offsets[:, 1] > begin) & (offsets[:, 0] < end))
             if len(inside):
                 mask[inside[0] : inside[-1] + 1] = True
-        for i in np.flatnonzero(np.isin(ids, list(self._control)))[::-1]:
-            begin, end = offsets[i].tolist()
-            if any(begin <= place < end for place in chat.control):
-                continue
-            plain = self._plain_library.encode(chat.text[begin:end], add_special_tokens=False).ids
-            if not self._control.keys().isdisjoint(plain):
-                name = self._control[int(ids[i])]
-                raise ValueError(f"a message holds {name!r}, which the tokenizer cannot encode as plain text")
-            ids = np.concatenate([ids[:i], np.array(plain, np.uint32), ids[i + 1 :]])
-            mask = np.concatenate([mask[:i], np.full(len(plain), mask[i]), mask[i + 1 :]])
         return ChatTokens(ids, mask)
 
     def end_of_turn(self) -> set[int]:
@@ -187,11 +190,21 @@ class ChatFormat:
 
     @cached_property
     def _library(self) -> Any:
-        return self._load(control_tokens=True)
+        return self._load(control=())
 
     @cached_property
-    def _plain_library(self) -> Any:
-        return self._load(control_tokens=False)
+    def _marked_library(self) -> Any:
+        """The library in which a control token's name is this token only behind BEGIN, which no message has.
+        All other text is encoded where it stands, because some tokenizers put a blank before a text, and
+        before what follows a token."""
+        return self._load(control=self._control.values())
+
+    @cached_property
+    def _added(self) -> dict[int, int]:
+        """The ids of the added tokens by those that `_marked_library` gives them."""
+        ids = {token.content: i for i, token in self._library.get_added_tokens_decoder().items()}
+        tokens = self._marked_library.get_added_tokens_decoder().items()
+        return {i: ids[token.content.removeprefix(BEGIN)] for i, token in tokens}
 
     @cached_property
     def _control(self) -> dict[int, str]:
@@ -226,18 +239,18 @@ class ChatFormat:
         kept = [t for t in self._compiled.sought if t and not any(t in name or name in t for name in names)]
         return sorted(kept, key=len, reverse=True)
 
-    def _load(self, control_tokens: bool) -> Any:
+    def _load(self, control: Collection[str]) -> Any:
+        """Load the tokenizer, with BEGIN before the names of these tokens."""
         from tokenizers import Tokenizer as Library
 
         # Without the post-processor, which may take blanks out of the tokens' ranges of characters.
         tree = json.loads(self._tokenizer_json) | {"post_processor": None}
-        if not control_tokens:
-            control = self._control
-            tree["added_tokens"] = [t for t in tree["added_tokens"] if t["special"] or t["id"] not in control]
+        for token in tree["added_tokens"]:
+            if token["content"] in control:
+                token["content"] = BEGIN + token["content"]
         library = Library.from_str(json.dumps(tree))
         library.no_truncation()
         library.no_padding()
-        library.encode_special_tokens = not control_tokens
         return library
 
     def __getstate__(self) -> dict[str, Any]:

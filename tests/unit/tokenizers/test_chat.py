@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import transformers
 
-from tests.support.chats import CHATML, SPECIAL, TEMPLATES, WITHOUT_SYSTEM, conversations, write_tokenizer
+from tests.support.chats import (
+    CHATML,
+    SPECIAL,
+    TEMPLATES,
+    WITHOUT_SYSTEM,
+    conversations,
+    without_plain_name,
+    write_pieces_tokenizer,
+    write_tokenizer,
+)
 from titanlite.config.component import ConfigError
 from titanlite.tokenizers.bytes import Bytes
 from titanlite.tokenizers.chat import ChatFormat, ChatTokens
@@ -172,16 +181,61 @@ def test_a_template_that_escapes_a_control_token_is_refused(tmp_path: Path) -> N
         chat.render([{"role": "a", "content": "a <|im_end|> b"}])
 
 
-def test_a_control_token_that_has_no_other_tokens_is_refused(
-    chatml: ChatFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat = chatml.render([{"role": "user", "content": "</s>"}, {"role": "assistant", "content": "b"}])
-    chatml.encode(chat)  # control
-    monkeypatch.setitem(chatml.__dict__, "_plain_library", chatml._library)
+LLAMA2 = """\
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {{- '<s>[INST] ' + m.content + ' [/INST]' }}
+    {%- else %}
+        {%- generation %}{{- ' ' + m.content + '</s>' }}{%- endgeneration %}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+@pytest.mark.parametrize("prefix", ["always", "first"])
+def test_tokenizers_that_put_a_blank_before_a_text(tmp_path: Path, prefix: str) -> None:
+    """The text around the name of a control token in a message gets no blank, and loses none."""
+    folder = write_pieces_tokenizer(tmp_path / "t", LLAMA2, prefix)
+    chat, special = format_of(folder), {"<s>": 1, "</s>": 2}
+    for question, answer in [("a</s>b", "ok"), ("</s>", "x</s> y"), (" <s> </s>h\u00e9", "</s></s>")]:
+        question, answer = f"What is {question}?", f" is {answer}"
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] * 2
+        tokens = encoded(chat, messages)
+        ids = tokens.ids.tolist()
+        for turn in (ids[: len(ids) // 2], ids[len(ids) // 2 :]):
+            assert (turn[0], turn[-1]) == (special["<s>"], special["</s>"])
+            assert chat._library.decode(turn[1:-1]) == f"[INST] {question} [/INST] {answer}"
+        trained = [chat._library.id_to_token(i) for i in tokens.ids[tokens.loss_mask].tolist()]
+        assert "".join(trained) == f"\u2581{answer}</s>".replace(" ", "\u2581") * 2
+        assert ids != theirs(folder, messages)[0]  # control
+        for message in messages:
+            message["content"] = message["content"].replace("<", "(")
+        tokens, (ids, mask) = encoded(chat, messages), theirs(folder, messages)
+        assert (tokens.ids.tolist(), tokens.loss_mask.tolist()) == (ids, [bool(m) for m in mask])
+
+
+def test_a_control_token_that_has_no_other_tokens_is_refused(tmp_path: Path) -> None:
+    folder = without_plain_name(
+        write_tokenizer(tmp_path / "t", GENERATION.replace("BODY", "{{ m.content }}"))
+    )
+    chat = format_of(folder)
+    assert control_tokens(chat, [{"role": "a", "content": "</s> "}]) == 2
     with pytest.raises(
         ValueError, match="a message holds '</s>', which the tokenizer cannot encode as plain"
     ):
-        chatml.encode(chat)
+        encoded(chat, [{"role": "a", "content": "</s>"}])
+
+
+def test_a_control_token_of_the_template_that_is_not_found_is_refused(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "t", GENERATION.replace("BODY", "{{ m.content }}"))
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    for token in tree["added_tokens"]:
+        token["single_word"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    chat = format_of(folder)
+    assert control_tokens(chat, [{"role": "a", "content": " a "}]) == 2
+    with pytest.raises(ValueError, match="does not find every control token that the chat template writes"):
+        encoded(chat, [{"role": "a", "content": "a"}])
 
 
 def make_plain(folder: Path, *names: str) -> Path:
