@@ -115,10 +115,11 @@ def warnings(ranks: list[PipelineRank], degrees: Degrees, num_node_ranks: int) -
             f"parallelism.tensor_parallel_degree to a divisor of {num_node_ranks}"
         )
     excess = max(rank.first.num_parameters / rank.first.even_share for rank in ranks)
-    if excess > MAX_EXCESS:
+    num_shards = degrees.dp_shard * degrees.cp
+    if excess > MAX_EXCESS and num_shards > 1:
         texts.append(
-            f"the largest shard has {excess:.2f} times an even share of the parameters: some have fewer than "
-            f"{degrees.dp_shard * degrees.cp} rows for the {degrees.dp_shard * degrees.cp} ranks that share "
-            "them. Shard over fewer ranks: set parallelism.data_parallel_replicate_degree"
+            f"the largest shard has {excess:.2f} times an even share of the parameters: the rows of matrices "
+            f"do not divide evenly by the {num_shards} ranks that share them. Shard over fewer ranks, or a "
+            "number of ranks that divides the rows: set parallelism.data_parallel_replicate_degree"
         )
     return texts

@@ -47,6 +47,11 @@ def main(argv: Sequence[str]) -> int:
     no_files, argv = take_flag(argv, NO_FILES)
     path, overrides = split_arguments(argv)
     own, overrides = take_numbers(overrides, CONFIG_NUMBERS)
+    if "ranks" not in own and (no_files or own):
+        given = NO_FILES if no_files else "--gpus-per-node"
+        raise ConfigError(
+            f"command line, {given}: needs --ranks, without which neither files nor layout are checked"
+        )
     job = load_job(path, overrides, None, allow)
     ranks, num_ids = own.get("ranks", job.parallelism.fewest_ranks), None
     for key, value in {"ranks": ranks, **own}.items():

@@ -107,6 +107,7 @@ def test_padded_shards_are_warned_about() -> None:
     assert warnings(Degrees(1, 1, 64, 1, 1), size=109) == []
     (text,) = warnings(Degrees(1, 1, 64, 2, 1), size=178)
     assert "1.78 times an even share" in text
-    assert "fewer than 128 rows" in text
+    assert "do not divide evenly by the 128 ranks" in text
+    assert warnings(Degrees(1, 1, 1, 1, 8), size=178) == [], "nothing is sharded by rows"
     assert dry_run.warnings(simulated(64), Degrees(1, 1, 64, 1, 1), 8), "40 rows are sharded over 64 ranks"
     assert not dry_run.warnings(simulated(8), Degrees(1, 1, 8, 1, 1), 8)

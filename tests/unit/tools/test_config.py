@@ -173,6 +173,13 @@ def test_a_layout_is_simulated_without_files(capfd) -> None:
     assert f"titanlite: {warning}" in err
 
 
+@pytest.mark.parametrize("option", ["--no-files", "--gpus-per-node=4"])
+def test_options_of_a_number_of_ranks_need_it(option, said) -> None:
+    code, line = said("config", "debug", option)
+    assert code == 2
+    assert line.startswith(f"titanlite: command line, {option.partition('=')[0]}: needs --ranks")
+
+
 def test_files_are_looked_at_unless_told_otherwise(said) -> None:
     assert said("config", *SPREAD)[0] == 2
     assert said("config", *SPREAD, "--gpus-per-node=0") == (
