@@ -99,7 +99,9 @@ class Run:
         untimed = partial(self.meter.untimed, "time/profiling_s")
         return Profiler(self.job.profiling, folder, self.rt.rank, self.state.step + 1, steps, untimed)
 
-    def end_without_data(self, error: Stopped | LoaderError, num_steps: int, requests: StopRequests) -> int:
+    def end_without_data(
+        self, error: Stopped | LoaderError | ConfigError, num_steps: int, requests: StopRequests
+    ) -> int:
         """End a run that gets no more batches. A run on one rank saves the last finished step; with several
         ranks that is not possible, because some ranks may be waiting in a collective. Raises `error`, or
         returns the exit code if the run was asked to stop after at least one step. `num_steps`: number of
@@ -108,7 +110,7 @@ class Run:
         can_save = self.rt.world_size == 1 and num_steps and self.job.checkpoint.enable
         if can_save and not self.checkpoints.has(step):
             self.save()
-        if isinstance(error, LoaderError) or not num_steps:
+        if not isinstance(error, Stopped) or not num_steps:
             raise error
         return self.finish({}, num_steps, requests)
 

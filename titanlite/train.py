@@ -131,7 +131,7 @@ def take_steps(run: Run, requests: StopRequests, profiler: Profiler) -> int:
         try:
             with meter.waiting_for_data(state.step + 1):
                 step_size, micro_batches = loader.next_step(rt.device)
-        except (Stopped, LoaderError) as e:
+        except (Stopped, LoaderError, ConfigError) as e:
             return run.end_without_data(e, num_steps, requests)
         state.step, num_steps, first_sequence = state.step + 1, num_steps + 1, state.next_sequence
         set_lr(optimizer, run.stages.lr_factor(state.step, first_sequence))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples import line_stream
 from tests.support.jobs import make_job, metrics_of
 from tests.support.runs import CP, TP, assert_same, history, train_on_rank
 from tests.support.tiers import full
@@ -19,7 +20,9 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.state import TrainState
 from titanlite.config.component import ConfigError
 from titanlite.data.stream_batches import StreamedBatches
+from titanlite.errors import LoaderError
 from titanlite.job import Job
+from titanlite.prepare import stream_source
 from titanlite.train import train
 
 SOURCES = "--data.sources=[{{ name = 'stream', stream = {{ name = 'lines', path = '{path}' }} }}]"
@@ -173,6 +176,37 @@ def test_missing_state_is_an_error(
         train_on_rank(tmp_path, corpus, [*keys, "--training.steps=2"], "run", 1)
     with pytest.raises(ConfigError, match="the checkpoint of step 2 has no state of the stream"):
         train_on_rank(tmp_path, corpus, [*keys, "--training.steps=3"], "run", 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(ConfigError("no text"), ConfigError), full(OSError("no network"), LoaderError)]
+)
+def test_the_finished_steps_are_saved_if_the_stream_ends_the_run(
+    tmp_path: Path, corpus: Path, keys: list[str], monkeypatch: Any, error: Exception, raised: type
+) -> None:
+    """Also by a bad document, which the same command meets again: bad_documents = "skip" then continues."""
+    text_of, read = stream_source.text_of, list[str]()
+
+    def text(document: Any, *place: Any) -> Any:
+        read.append(document)
+        if len(read) == 90 and raised is ConfigError:
+            raise error
+        return text_of(document, *place)
+
+    def lines(self: Any) -> Any:
+        for i, line in enumerate(iterate(self)):
+            if i == 89 and raised is LoaderError:
+                raise error
+            yield line
+
+    iterate = line_stream.Lines.__iter__
+    monkeypatch.setattr(stream_source, "text_of", text)
+    monkeypatch.setattr(line_stream.Lines, "__iter__", lines)
+    job = make_job(tmp_path, corpus, *keys, "--training.steps=12", "--data.num_workers=0")
+    with pytest.raises(raised, match=r"no (text|network)"):
+        train(job)
+    saved = {int(path.name.removeprefix("step-")) for path in (job.folder / "checkpoint").glob("step-*")}
+    assert max(saved) == metrics_of(job)[-1]["step"] == 7
 
 
 @pytest.mark.parametrize(

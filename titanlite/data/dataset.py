@@ -66,6 +66,12 @@ class Data:
                 raise ConfigError(
                     "0; to exclude a source, delete its table", f"validation_sources.{i}.weight"
                 )
+            if isinstance(source, StreamedSource):
+                raise ConfigError(
+                    "a stream can only be trained on, as the only one of data.sources; to validate on its "
+                    "documents, make shards of them: titanlite prepare, [from_stream]",
+                    f"validation_sources.{i}.name",
+                )
         if self.holdout_sequences and self.validation_sources:
             raise ConfigError("cannot be combined with validation_sources", "holdout_sequences")
         check_at_least(self, 0, "holdout_sequences", "num_workers")

@@ -77,6 +77,11 @@ class StreamedSource(Source):
     def max_documents(self) -> int:
         """Number of documents after which the stream begins again; 0: it is read to its end."""
 
+    @property
+    def skips_bad_documents(self) -> bool:
+        """Whether documents without text are skipped and counted; otherwise they end the run."""
+        return False
+
     @abstractmethod
     def documents(self) -> Iterable[Any]:
         """Return the documents from the first one on, the same in the same order at every call. Raises
@@ -85,8 +90,8 @@ class StreamedSource(Source):
         If the iterable has the methods `state_dict()`, which returns JSON, and `load_state_dict(state)`, a
         resumed run continues at once; any other iterable is read again from the beginning. If it has
         `num_shards` and `shard(num_shards, index)`, which returns an iterable over a part of the documents,
-        the ranks and loader workers read a part each; otherwise each reads all documents and uses its
-        own."""
+        the ranks and loader workers read a part each if the parts are alike (has_own_shards in
+        stream_batches.py); otherwise each reads all documents and uses its own."""
 
     @abstractmethod
     def text(self, document: Any, place: str) -> str:

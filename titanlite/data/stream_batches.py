@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, Unreadable
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.packing import TokenSequence
 from titanlite.data.sources import StreamedSource
+from titanlite.log import logger
 from titanlite.tokenizers.base import Tokenizer
 
-TOKENIZED_AT_ONCE = 64  # documents
+TOKENIZED_AT_ONCE = 64  # documents; the state has the number, so it may change
+MANY_SHARDS = 8  # per share: one more or less makes a difference of at most 1/8
 State = dict[str, Any]
 
 
@@ -36,6 +39,11 @@ class StreamLayout:
     num_workers: int
     micro_batch_size: int
 
+    @property
+    def num_shares(self) -> int:
+        """The number of shares into which the documents are dealt out."""
+        return self.num_ranks * max(self.num_workers, 1)
+
 
 @dataclass(frozen=True)
 class TokenStream:
@@ -47,8 +55,17 @@ class TokenStream:
     mask_documents: bool = False
 
 
+class _Block(NamedTuple):
+    """Documents that were tokenised together. `before`: the state of the documents before the first one.
+    `num_documents`: the number asked for. `num_tokens`: all of them have."""
+
+    before: State
+    num_documents: int
+    num_tokens: int
+
+
 class StreamedBatches(IterableDataset[Batch | ConfigError]):
-    """The micro-batches of one share, without end: after its last document the stream begins again.
+    """The micro-batches of one share, without end: after its last document the share begins again.
 
     The state is small: the place in the stream of the oldest documents that are not used up, how many of
     their tokens are, and the number of micro-batches. A resume reads these documents again."""
@@ -57,36 +74,39 @@ class StreamedBatches(IterableDataset[Batch | ConfigError]):
         self.stream, self.layout, self.rank = stream, layout, rank
         self._state: State = {}
         self._has_begun = False
-        self._blocks: deque[tuple[State, int]] = deque()  # of the tokens: the state before, and their number
+        self._blocks: deque[_Block] = deque()  # of the tokens that are left
 
     def __iter__(self) -> Iterator[Batch | ConfigError]:
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         share = self.rank * num_workers + worker, self.layout.num_ranks * num_workers
-        self._documents = _Share(self.stream.source, *share)
+        try:
+            self._open(*share)
+            while True:
+                batch = self._batch(self._count * num_workers + worker)
+                self._count += 1
+                yield batch
+        except ConfigError as e:  # torch would add the worker's traceback, so StreamLoader raises it
+            yield e
+
+    def _open(self, share: int, num_shares: int) -> None:
+        """Begin the stream, or continue after the micro-batch of the loaded state."""
+        self._documents = _Share(self.stream.source, share, num_shares)
         self._tokens, self._starts = np.empty(0, np.int64), np.empty(0, np.int64)
         self._offset = self._count = 0
         self._blocks.clear()
         if self._state:
             self._documents.load_state_dict(self._state["documents"])
             self._count = self._state["count"]
-            self._read()
+            self._read(self._state["num_documents"])
             self._use(self._state["offset"])
         self._has_begun = True
-        while True:
-            try:
-                batch = self._batch(self._count * num_workers + worker)
-            except ConfigError as e:  # torch would add the worker's traceback, so StreamLoader raises it
-                yield e
-                return
-            self._count += 1
-            yield batch
 
     def _batch(self, number: int) -> Batch:
         """Return micro-batch `number` of this rank."""
         size, seq_len = self.layout.micro_batch_size, self.stream.seq_len
         while len(self._tokens) < size * seq_len + 1:
-            self._read()
+            self._read(TOKENIZED_AT_ONCE)
         sequences = [self._sequence(i * seq_len) for i in range(size)]
         self._use(size * seq_len)
         first = (number * self.layout.num_ranks + self.rank) * size
@@ -99,13 +119,13 @@ class StreamedBatches(IterableDataset[Batch | ConfigError]):
         starts = self._starts[(self._starts >= start) & (self._starts < end)] - start
         return TokenSequence(self._tokens[start:end], starts if self.stream.mask_documents else None)
 
-    def _read(self) -> None:
-        """Append the tokens of the next documents."""
+    def _read(self, num_documents: int) -> None:
+        """Append the tokens of the next documents: at most `num_documents`."""
         before = self._documents.state_dict()
-        encoded = self.stream.tokenizer.encode_documents(self._documents.take(TOKENIZED_AT_ONCE))
+        encoded = self.stream.tokenizer.encode_documents(self._documents.take(num_documents))
         ids = [tokens for tokens in encoded if len(tokens)]
         ends = np.cumsum([len(self._tokens), *map(len, ids)])
-        self._blocks.append((before, int(ends[-1] - ends[0])))
+        self._blocks.append(_Block(before, num_documents, int(ends[-1] - ends[0])))
         self._starts = np.concatenate([self._starts, ends[:-1]])
         self._tokens = np.concatenate([self._tokens, *ids])
 
@@ -113,15 +133,23 @@ class StreamedBatches(IterableDataset[Batch | ConfigError]):
         """Drop the first `count` tokens."""
         self._tokens, self._starts = self._tokens[count:], self._starts[self._starts >= count] - count
         self._offset += count
-        while self._blocks and self._offset >= self._blocks[0][1]:
-            self._offset -= self._blocks.popleft()[1]
+        while self._blocks and self._offset >= self._blocks[0].num_tokens:
+            self._offset -= self._blocks.popleft().num_tokens
 
     def state_dict(self) -> State:
         """Return the state after the last micro-batch."""
         if not self._has_begun:
             return self._state
-        documents = self._blocks[0][0] if self._blocks else self._documents.state_dict()
-        return {"count": self._count, "documents": documents, "offset": self._offset}
+        if self._blocks:
+            block = self._blocks[0]
+        else:
+            block = _Block(self._documents.state_dict(), TOKENIZED_AT_ONCE, 0)
+        return {
+            "count": self._count,
+            "documents": block.before,
+            "num_documents": block.num_documents,
+            "offset": self._offset,
+        }
 
     def load_state_dict(self, state: State) -> None:
         """Begin the next iteration after the micro-batch of `state`."""
@@ -133,39 +161,60 @@ def describe_document(number: int) -> str:
     return f"document {number:,} of the stream"
 
 
+def has_own_shards(source: StreamedSource, documents: Any, num_shares: int) -> bool:
+    """Return True if each of `num_shares` shares of the documents reads only its own shards of the stream,
+    False if each reads the whole stream and uses its own documents. Shares with very different numbers of
+    shards would read some documents far more often than others."""
+    if source.max_documents or not hasattr(documents, "num_shards"):
+        return False  # the first `max_documents` documents are those of the first shards
+    num_shards = documents.num_shards
+    return num_shards >= MANY_SHARDS * num_shares or (num_shards > 0 and num_shards % num_shares == 0)
+
+
+@contextmanager
+def _stream_errors(label: str) -> Iterator[None]:
+    """Raise an error of a stream as Unreadable, in one line that begins with the stream's label. Any kind of
+    error may come from a network, a server or the user's own code, so all are caught; the log has the
+    traceback."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as e:
+        logger.error(f"{label} has failed", exc_info=e)
+        lines = str(e).strip().splitlines()
+        raise Unreadable(f"{label}: {type(e).__name__}{f': {lines[0]}' if lines else ''}") from e
+
+
 class _Share:
-    """The documents of share number `share` of a stream, again and again: those of a part of its shards if
-    the stream has enough of them, else every `num_shares`-th document. Empty documents are left out."""
+    """The documents of share number `share` of a stream, again and again: those of a part of its shards (see
+    has_own_shards), or else every `num_shares`-th document. Empty documents are left out, and bad ones if the
+    source says so."""
 
     def __init__(self, source: StreamedSource, share: int, num_shares: int):
         self._source, self._share, self._num_shares = source, share, num_shares
+        self._num_bad = 0
         self._begin()
 
     def _begin(self) -> None:
-        documents: Any = self._source.documents()
-        self._stride, self._first = self._num_shares, self._share
-        # The first `max_documents` documents are those of the first shards.
-        has_shards = not self._source.max_documents and hasattr(documents, "num_shards")
-        if has_shards and documents.num_shards >= self._num_shares:
-            documents = documents.shard(self._num_shares, self._share)
-            self._stride, self._first = 1, 0
+        with _stream_errors(self._source.label):
+            documents: Any = self._source.documents()
+            self._stride, self._first = self._num_shares, self._share
+            if has_own_shards(self._source, documents, self._num_shares):
+                documents = documents.shard(self._num_shares, self._share)
+                self._stride, self._first = 1, 0
         self._documents, self._has_state = documents, hasattr(documents, "state_dict")
         self._iterator: Iterator[Any] | None = None
         self._place: State | None = None  # the stream's own state, before its next document
         self._number = 0  # of documents read in this epoch, also those of other shares
 
     def take(self, count: int) -> list[str]:
-        """Return at most `count` texts; fewer at the end of the stream, where it begins again. Raises
+        """Return at most `count` texts; fewer at the end of the share, where it begins again. Raises
         ConfigError for a document without text, and if an epoch of this share has no text."""
-        if self._iterator is None:
-            self._iterator = iter(self._documents)
         texts, at_start = list[str](), self._number == 0
-        for document in self._limited(self._iterator):
+        for document in self._rest():
             if self._number % self._stride == self._first:
-                where = (
-                    f" (share {self._share} of {self._num_shares})" if self._stride < self._num_shares else ""
-                )
-                text = self._source.text(document, describe_document(self._number) + where)
+                text = self._text(document)
                 texts += [text] if text else []
             self._number += 1
             if len(texts) == count:
@@ -179,20 +228,43 @@ class _Share:
         self._begin()
         return texts
 
-    def _limited(self, documents: Iterator[Any]) -> Iterator[Any]:
+    def _rest(self) -> Iterator[Any]:
+        """Read the documents that are left in this epoch, also those of other shares."""
         limit = self._source.max_documents
-        return islice(documents, limit - self._number) if limit else documents
+        with _stream_errors(self._source.label):
+            if self._iterator is None:
+                self._iterator = iter(self._documents)
+            yield from islice(self._iterator, limit - self._number if limit else None)
+
+    def _text(self, document: Any) -> str:
+        """Return the text of the document that was just read, "" for a bad one that is skipped."""
+        share = f" (share {self._share} of {self._num_shares})" if self._stride < self._num_shares else ""
+        try:
+            return self._source.text(document, describe_document(self._number) + share)
+        except ConfigError as e:
+            if not self._source.skips_bad_documents:
+                raise
+            self._num_bad += 1
+            if 10 ** (len(str(self._num_bad)) - 1) == self._num_bad:  # 1, 10, 100, ...
+                logger.warning(
+                    f"{self._source.label}: share {self._share} of {self._num_shares} has skipped "
+                    f"{self._num_bad:,} bad document{'s' if self._num_bad > 1 else ''}, the last one: {e}"
+                )
+            return ""
 
     def state_dict(self) -> State:
         if self._has_state and self._iterator is not None:
-            self._place = deepcopy(self._documents.state_dict())  # it may be the stream's own, which changes
-        return {"number": self._number, "stream": self._place}
+            with _stream_errors(self._source.label):
+                place = self._documents.state_dict()
+            self._place = deepcopy(place)  # it may be the stream's own, which changes
+        return {"number": self._number, "num_bad": self._num_bad, "stream": self._place}
 
     def load_state_dict(self, state: State) -> None:
         self._begin()
-        self._number = state["number"]
+        self._number, self._num_bad = state["number"], state["num_bad"]
         if self._has_state and self._number:
             self._place = state["stream"]
-            self._documents.load_state_dict(self._place)
+            with _stream_errors(self._source.label):
+                self._documents.load_state_dict(self._place)
         elif self._number:
             self._iterator = islice(self._documents, self._number, None)

@@ -7,19 +7,21 @@ are held out or skipped, weights, epochs."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from titanlite.config.amount import Amount
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, Unreadable
 from titanlite.data.held_out import HeldOut, ValidationSequences
 from titanlite.data.order import MIXING_BLOCK
 from titanlite.data.sources import Source, StreamedSource, short_names
-from titanlite.data.stream_batches import StreamLayout, TokenStream, describe_document
+from titanlite.data.stream_batches import StreamLayout, TokenStream, describe_document, has_own_shards
 from titanlite.tokenizers.base import Tokenizer
 
 SHARDS = "make shards of the stream, which have no such limit: titanlite prepare, [from_stream]"
+FIRST_DOCUMENTS = 100  # of which one must have text, if bad documents are skipped
 LAYOUT_NAMES = {
     "num_ranks": "data-parallel ranks",
     "num_workers": "data.num_workers",
@@ -88,7 +90,7 @@ class StreamSequences(ValidationSequences):
     ):
         super().__init__(for_validation, identity["seq_len"], identity["mask_documents"])
         self._source, self._fingerprint = source, source.fingerprint()
-        _check_first_document(source)
+        self._documents = _checked_documents(source)
         self.tokens = TokenStream(source, tokenizer, self.seq_len, identity["mask_documents"])
         self._shares = {self._fingerprint: MIXING_BLOCK}
         self.identity = {**identity, "sources": self._shares}
@@ -130,7 +132,16 @@ class StreamSequences(ValidationSequences):
         """Describe how the stream is read, for the log."""
         assert self.layout is not None
         layout = [f"{LAYOUT_NAMES[key]} = {value}" for key, value in asdict(self.layout).items()]
-        return [f"{self._source.label}: read in its order; to resume, keep {', '.join(layout)}"]
+        shares, num_shards = self.layout.num_shares, getattr(self._documents, "num_shards", 0)
+        how = "read by one loader"
+        if shares > 1 and has_own_shards(self._source, self._documents, shares):
+            how = f"each of {shares:,} loaders reads its own part of {num_shards:,} shards"
+        elif shares > 1:
+            why = f"; its {num_shards:,} shards do not divide evenly over them" if num_shards else ""
+            if num_shards and self._source.max_documents:
+                why = "; max_documents counts over all shards"
+            how = f"each of {shares:,} loaders reads all documents and uses every {shares:,}th{why}"
+        return [f"{self._source.label}: in its order, {how}; to resume, keep {', '.join(layout)}"]
 
     def check_resumed(self, train: Mapping[str, Any] | None) -> None:
         """Raise ConfigError if the run cannot continue the stream on its layout. `train`: train.json of the
@@ -161,18 +172,27 @@ class StreamSequences(ValidationSequences):
             )
 
 
-def _check_first_document(source: StreamedSource) -> None:
-    """Raise ConfigError if the stream cannot be read, has no documents, or has no text in the first one."""
-    documents = source.documents()
+def _checked_documents(source: StreamedSource) -> Iterable[Any]:
+    """Return the documents of a stream. Raises ConfigError if it cannot be read, has no documents, or has no
+    text in the first one; if bad documents are skipped, in the first FIRST_DOCUMENTS."""
+    errors = list[ConfigError]()
     try:
-        first = next(iter(documents), None)
+        documents = source.documents()
+        for number, document in enumerate(islice(documents, FIRST_DOCUMENTS)):
+            try:
+                source.text(document, describe_document(number))
+                break
+            except ConfigError as e:
+                errors.append(e)
+                if not source.skips_bad_documents:
+                    raise
+        else:
+            raise errors[0] if errors else ConfigError(f"{source.label}: the stream has no documents")
     except OSError as e:
-        raise ConfigError(f"{source.label}: {e}") from None
-    if first is None:
-        raise ConfigError(f"{source.label}: the stream has no documents")
-    source.text(first, describe_document(0))
+        raise Unreadable(f"{source.label}: {e}") from None
     if hasattr(documents, "state_dict"):
         try:
             json.dumps(documents.state_dict())
         except (TypeError, ValueError) as e:
             raise ConfigError(f"{source.label}: the stream's state_dict is not JSON: {e}") from None
+    return documents

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from titanlite.config.component import keys_in
 from titanlite.data.sources import StreamedSource
@@ -16,14 +17,18 @@ from titanlite.prepare.streams import Document, DocumentStream, text_of
 class Stream(StreamedSource, name="stream"):
     """Documents that are tokenised while the run trains on them: `stream = { name = "huggingface", path =
     "allenai/c4", config = "en" }` is a Hugging Face dataset in streaming mode. A stream is the only source of
-    training, is read in its order, without shuffling, and begins again at its end. A run resumes exactly, but
-    only on as many data-parallel ranks and loader workers."""
+    training, is read in its order, without shuffling, and begins again at its end, for each loader worker at
+    the end of its own share. A run resumes exactly, but only on as many data-parallel ranks and loader
+    workers."""
 
     stream: DocumentStream
     """The stream of documents."""
     field: str = "text"
     """The field or column of the stream's documents that holds the text. In a WebDataset, the suffix of the
     members with the text, such as `txt`."""
+    bad_documents: Literal["stop", "skip"] = "stop"
+    """What to do with a document without text: a null, a missing field, another type, or characters that are
+    not Unicode. `stop` ends the run; `skip` leaves it out, and logs the number. It may change on resume."""
 
     @property
     def path(self) -> str:
@@ -38,6 +43,10 @@ class Stream(StreamedSource, name="stream"):
     def _pinned(self) -> DocumentStream:
         """The stream with its commit, so that all workers and epochs read the same documents."""
         return self.stream.pinned()
+
+    @property
+    def skips_bad_documents(self) -> bool:
+        return self.bad_documents == "skip"
 
     def documents(self) -> Iterable[Document]:
         with keys_in("stream"):

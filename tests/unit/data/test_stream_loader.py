@@ -3,9 +3,13 @@ numbers of ranks and workers; its tokens are those of local files; without its s
 
 from __future__ import annotations
 
+import json
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,12 @@ import torch
 from tests.support.streams import MICRO_BATCH, SEQ_LEN, STEP, state_of, steps, stream_loader, values
 from tests.support.tiers import full
 from titanlite.config.component import ConfigError, Unreadable
+from titanlite.data import stream_batches
 from titanlite.data.batch import Batch, make_batch
 from titanlite.data.packing import ChunkedSequences
 from titanlite.data.sources import StreamedSource
 from titanlite.data.step_sizes import StepSize, StepSizes
+from titanlite.data.stream_batches import has_own_shards
 from titanlite.data.stream_loader import StreamLoader
 from titanlite.errors import LoaderError
 from titanlite.prepare.write_shards import write_shards
@@ -56,10 +62,8 @@ class Texts:
 class Shards:
     """An iterable of several shards, which notes the texts that are read."""
 
-    num_shards = 5
-
-    def __init__(self, texts: list[str], log: list[str]):
-        self.texts, self.log = texts, log
+    def __init__(self, texts: list[str], log: list[str], num_shards: int = 6):
+        self.texts, self.log, self.num_shards = texts, log, num_shards
 
     def __iter__(self) -> Iterator[str]:
         for text in self.texts:
@@ -67,7 +71,8 @@ class Shards:
             yield text
 
     def shard(self, num_shards: int, index: int) -> Shards:
-        return Shards(self.texts[index::num_shards], self.log)
+        own = range(index, self.num_shards, num_shards)
+        return Shards([text for i, text in enumerate(self.texts) if i % self.num_shards in own], self.log)
 
 
 def without_state() -> list[str]:
@@ -80,6 +85,8 @@ class Source(StreamedSource):
 
     make: Callable[[], Any]
     max_documents: int = 0
+    skips_bad_documents: bool = False
+    label = "source"
 
     def documents(self) -> Any:
         return self.make()
@@ -94,8 +101,9 @@ class Source(StreamedSource):
 
 
 def loader(ranks: int, workers: int, rank: int = 0, state: Any = None, **options: Any) -> StreamLoader:
-    """The loader of a rank. `options`: `stream`, `limit`, and those of `stream_loader`."""
-    source = Source(make=options.pop("stream", Texts), max_documents=options.pop("limit", 0))
+    """The loader of a rank. `options`: `stream`, `limit`, `skip`, and those of `stream_loader`."""
+    stream, limit, skip = options.pop("stream", Texts), options.pop("limit", 0), options.pop("skip", False)
+    source = Source(make=stream, max_documents=limit, skips_bad_documents=skip)
     return stream_loader(source, ranks, workers, rank, state, **options)
 
 
@@ -198,6 +206,61 @@ def test_a_share_reads_only_its_own_shards() -> None:
     assert {TEXTS[0], TEXTS[1]} < set(log)  # too few shards: all documents are read
 
 
+@pytest.mark.parametrize(
+    ("num_shards", "ranks", "own"), [(3, 2, False), (9, 8, False), (4, 2, True), (16, 2, True), (17, 2, True)]
+)
+def test_shares_with_few_shards_read_all_documents_alike(num_shards: int, ranks: int, own: bool) -> None:
+    """Three shards on two shares: the lone shard of the second share is not read twice as often."""
+    stream = partial(Shards, TEXTS[:51], [], num_shards)
+    assert has_own_shards(Source(make=stream), stream(), ranks) == own
+    if num_shards != 3:
+        return
+    tokens = [
+        bytes(
+            t
+            for batch in steps(loader(2, 0, rank, stream=stream), 60)
+            for t in batch.inputs.flatten()
+            if t < 256
+        )
+        for rank in (0, 1)
+    ]
+    counts = [sum(text.count(b"document %d " % i) for text in tokens) for i in range(51)]
+    assert min(counts) > 5
+    assert max(counts) - min(counts) <= 2
+
+
+def test_a_block_of_documents_that_another_version_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place in a block of documents means the same if blocks have another size now."""
+    whole = values(steps(loader(1, 0), 30))
+    parts, state = list[Batch](), None
+    for size, count in ((64, 5), (10, 1), (7, 4), (64, 20)):
+        monkeypatch.setattr(stream_batches, "TOKENIZED_AT_ONCE", size)
+        part = loader(1, 0, state=state)
+        parts += steps(part, count)
+        state = state_of(part)
+    assert values(parts) == whole
+
+
+def test_bad_documents_are_skipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    bad = [text for i, text in enumerate(TEXTS) for text in ((text, i) if i % 7 == 3 else (text,))]
+    whole = values(steps(loader(1, 0, stream=lambda: TEXTS), 30))
+    caplog.set_level("WARNING", "titanlite")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("titanlite"), "propagate", True)
+        first = loader(1, 0, stream=lambda: bad, skip=True)
+        parts = steps(first, 4)
+        parts += steps(loader(1, 0, state=state_of(first), stream=lambda: bad, skip=True), 26)
+    assert values(parts) == whole
+    one, ten = (message for message in dict.fromkeys(caplog.messages))
+    assert (
+        one
+        == "source: share 0 of 1 has skipped 1 bad document, the last one: document 4 of the stream holds 3"
+    )
+    assert "has skipped 10 bad documents, the last one: document 76 of the stream holds 66" in ten
+    with pytest.raises(ConfigError, match="document 4 of the stream holds 3"):  # the control
+        steps(loader(1, 0, stream=lambda: bad), 4)
+
+
 def test_steps_of_other_sizes_and_lengths() -> None:
     sizes = StepSizes([StepSize(0, 4), StepSize(8, 8, 2)])
     ramp = loader(1, 0, sizes=sizes, masked=True)
@@ -234,6 +297,35 @@ def test_a_stream_that_fails_later_may_be_tried_again() -> None:
     again = loader(1, 0, stream=lambda: TEXTS, state=state)
     whole = loader(1, 0, stream=lambda: TEXTS)
     assert values(steps(whole, 3)) == first + values(steps(again, 2))
+
+
+class Failing(Texts):
+    """A stream that fails at its 70th document, or when it is continued."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield from islice(super().__iter__(), 70)
+        raise ConnectionError("the server has gone away\nmore")
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise KeyError("next")
+
+
+@pytest.mark.parametrize("workers", [0, full(2)])
+def test_any_error_of_a_stream_is_one_of_the_loader(workers: int) -> None:
+    """So that the finished steps are saved, and the launcher may start the run again."""
+    first = loader(1, workers, stream=Failing)
+    steps(first, 1)
+    with pytest.raises(LoaderError, match=r"^source: ConnectionError: the server has gone away$"):
+        steps(loader(1, workers, stream=Failing), 50)
+    with pytest.raises(LoaderError, match=r"^source: KeyError: 'next'$"):
+        steps(loader(1, workers, state=moved_on(first), stream=Failing), 1)
+
+
+def moved_on(loader: StreamLoader) -> Any:
+    """The state of a loader, as if it had read documents before."""
+    text = json.dumps(state_of(loader))
+    assert '"number": 0' in text
+    return json.loads(text.replace('"number": 0', '"number": 1'))
 
 
 def test_a_document_without_text_is_named() -> None:

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,14 @@ from tests.support.streams import state_of, steps, stream_loader, values
 from tests.support.tiers import full
 from titanlite import cli
 from titanlite.config.component import ConfigError
+from titanlite.data.dataset import Data
 from titanlite.data.sources import StreamedSource
+from titanlite.data.stream_batches import StreamLayout
+from titanlite.data.stream_sequences import StreamSequences
+from titanlite.prepare.sources import Text
 from titanlite.prepare.stream_source import Stream
-from titanlite.prepare.streams import HuggingFace
+from titanlite.prepare.streams import DocumentStream, HuggingFace
+from titanlite.tokenizers.bytes import Bytes
 
 TEXTS = [f"document {i} " + "x" * (i * 7 % 23) for i in range(120)]
 FILES = [TEXTS[:70], TEXTS[70:]]
@@ -45,6 +51,7 @@ class Listed(StreamedSource):
 
     texts: list[str]
     max_documents: int = 0
+    label = "source"
 
     def documents(self) -> list[str]:
         return self.texts
@@ -54,6 +61,24 @@ class Listed(StreamedSource):
 
     def fingerprint(self) -> str:
         return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values(DocumentStream):
+    """A stream of the documents of a list; with `num_shards`, it says that it has shards."""
+
+    name = "values"
+    values: list[Any]
+    num_shards: int = 0
+
+    def build(self) -> Iterable[Any]:
+        return Sharded(self.values, self.num_shards) if self.num_shards else self.values
+
+
+class Sharded(list[Any]):
+    def __init__(self, values: list[Any], num_shards: int):
+        super().__init__(values)
+        self.num_shards = num_shards
 
 
 def jsonl(folder: Path) -> Path:
@@ -206,8 +231,47 @@ def test_other_sources_beside_a_stream(refusal: Callable[..., str], corpus: Path
     other = f"{{ name = 'text', path = ['{corpus}/b.txt'] }}"
     mixed = refusal(f"--data.sources=[{other}, {stream}]")
     assert "--data.sources: a stream cannot be mixed with other sources" in mixed
-    validation = refusal(f"--data.validation_sources=[{stream}]")
-    assert "a stream can only be trained on, as the only one of data.sources" in validation
+
+
+def test_a_stream_to_validate_on_is_refused_before_anything_is_opened(corpus: Path) -> None:
+    text, stream = Text(path=[str(corpus / "b.txt")]), Stream(stream=LineStream(path="a"))
+    for training in (text, stream):
+        with pytest.raises(
+            ConfigError, match=r"only be trained on.*: titanlite prepare, \[from_stream\]"
+        ) as e:
+            Data(sources=[training], validation_sources=[text, stream])
+        assert e.value.key == "validation_sources.1.name"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [(["", None, 7], None), ([None, 7], "document 0 of the stream holds null"), ([], "has no documents")],
+)
+def test_one_of_the_first_documents_must_have_text(lines: list[Any], message: str | None) -> None:
+    data = Data(sources=[Stream(stream=Values(values=lines), bad_documents="skip")])
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        data.build(Bytes().build(), seq_len=16, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "limit", "ranks", "workers", "said"),
+    [
+        (0, 0, 1, 0, "in its order, read by one loader; to resume, keep data-parallel ranks = 1, "),
+        (0, 0, 2, 3, "each of 6 loaders reads all documents and uses every 6th; to resume"),
+        (24, 0, 2, 3, "each of 6 loaders reads its own part of 24 shards; to resume"),
+        (25, 0, 2, 3, "uses every 6th; its 25 shards do not divide evenly over them; to resume"),
+        (24, 5, 2, 3, "uses every 6th; max_documents counts over all shards; to resume"),
+    ],
+)
+def test_how_the_loaders_read_is_logged(
+    num_shards: int, limit: int, ranks: int, workers: int, said: str
+) -> None:
+    stream = Values(values=["a"], num_shards=num_shards, max_documents=limit)
+    sequences = Data(sources=[Stream(stream=stream)]).build(Bytes().build(), seq_len=16, seed=0)
+    assert isinstance(sequences, StreamSequences)
+    sequences.layout = StreamLayout(ranks, workers, 1)
+    (line,) = sequences.describe(0)
+    assert said in line
 
 
 @pytest.mark.parametrize("action", ["show", "plan"])
