@@ -28,6 +28,10 @@ class Report:
         """Count a document that was read."""
         _count(self.tree["read"], document)
 
+    def unread(self, document: Document) -> None:
+        """Take back a document that was read: it is counted as a bad line."""
+        _count(self.tree["read"], document, -1)
+
     def bad(self, file: Path, place: int, reason: str) -> None:
         """Count a line or row that could not be read."""
         self.tree["bad_lines"]["documents"] += 1
@@ -53,9 +57,9 @@ class Report:
         self.tree["kept"]["tokens"] += num_tokens
 
 
-def _count(entry: dict[str, Any], document: Document) -> None:
-    entry["documents"] += 1
-    entry["characters"] += len(document.text)
+def _count(entry: dict[str, Any], document: Document, by: int = 1) -> None:
+    entry["documents"] += by
+    entry["characters"] += by * len(document.text)
 
 
 def _sample(entry: dict[str, Any], sample: Any) -> None:

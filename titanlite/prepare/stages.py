@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -28,12 +29,21 @@ from titanlite.data.order import key_of, permute
 from titanlite.data.shards import token_dtype, write_shard
 from titanlite.files import named, sync
 from titanlite.prepare.conversations import check_files, read_conversations, split_conversations
-from titanlite.prepare.corpus import Document, FileSplit, Limits, read_split, split_files, stop, where
+from titanlite.prepare.corpus import (
+    Document,
+    FileSplit,
+    Limits,
+    OnBad,
+    read_split,
+    split_files,
+    stop,
+    where,
+)
 from titanlite.prepare.dedup import first_of_each
 from titanlite.prepare.filters import Filter, LshSignature
 from titanlite.prepare.report import Place, Report, merge
 from titanlite.tokenizers.base import Tokenizer
-from titanlite.tokenizers.chat import ChatFormat, ChatTokens
+from titanlite.tokenizers.chat import ChatFormat
 
 T = TypeVar("T")
 VERSION = 2  # increase it when a change of the code changes the bytes that the same input gives
@@ -207,7 +217,7 @@ class JobState:
         documents, lengths, masks = self._remaining(index, report), list[int](), list[np.ndarray]()
         with self._written(f"{name}.bin") as path, open(path, "wb") as f:
             for batch in batches(documents, lambda document: len(document.text)):
-                for document, (ids, mask) in zip(batch, self._token_ids(batch)):
+                for document, ids, mask in self._encoded(batch, report):
                     if len(ids) and ids.max() >= vocab_size:
                         place = where(document.file, document.place)
                         raise ConfigError(f"{place}: token id {ids.max()} >= vocab_size {vocab_size}")
@@ -263,23 +273,31 @@ class JobState:
     # ---- documents
 
     def _read(self, split: FileSplit, report: Report) -> Iterator[Document]:
-        on_bad = stop if self.options.bad_lines == "stop" else report.bad
+        on_bad = self._on_bad(report)
         if self.chat:
             return read_conversations(split, self.chat, on_bad, self.options)
         return read_split(split, self.options.field, on_bad, self.options)
 
-    def _token_ids(self, batch: Sequence[Document]) -> Iterable[tuple[np.ndarray, np.ndarray | None]]:
-        """Return the token ids of each document, and the loss mask of each conversation."""
-        if self.chat:
-            return [self._chat_tokens(self.chat, document) for document in batch]
-        return ((ids, None) for ids in self.tokenizer.encode_documents([d.text for d in batch]))
+    def _on_bad(self, report: Report) -> OnBad:
+        return stop if self.options.bad_lines == "stop" else report.bad
 
-    def _chat_tokens(self, chat: ChatFormat, document: Document) -> ChatTokens:
-        assert document.chat is not None
-        try:
-            return chat.encode(document.chat)
-        except ValueError as e:
-            raise ConfigError(f"{where(document.file, document.place)}: {e}") from None
+    def _encoded(
+        self, batch: Sequence[Document], report: Report
+    ) -> Iterator[tuple[Document, np.ndarray, np.ndarray | None]]:
+        """Yield each document with its token ids, and the loss mask of a conversation. A conversation that
+        the tokenizer cannot encode is a bad line, which has not been read."""
+        if not self.chat:
+            yield from zip(batch, self.tokenizer.encode_documents([d.text for d in batch]), repeat(None))
+            return
+        for document in batch:
+            assert document.chat is not None
+            try:
+                tokens = self.chat.encode(document.chat)
+            except ValueError as e:
+                self._on_bad(report)(document.file, document.place, str(e))
+                report.unread(document)
+            else:
+                yield document, tokens.ids, tokens.loss_mask
 
     def _remaining(self, index: int, report: Report) -> Iterator[Document]:
         """Yield a split's documents that no filter removes, and count all documents in `report`."""

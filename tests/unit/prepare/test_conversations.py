@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from itertools import pairwise
@@ -19,7 +20,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.chats import CHATML, conversations, write_conversations, write_tokenizer
+from tests.support.chats import (
+    CHATML,
+    conversations,
+    without_plain_name,
+    write_conversations,
+    write_tokenizer,
+)
 from tests.support.datasets import write_dataset
 from tests.support.jobs import make_job, metrics_of
 from tests.support.models import family, hugging_face, keys_of
@@ -32,6 +39,8 @@ from titanlite.data.shards import TokenShards
 from titanlite.job import Job
 from titanlite.prepare import corpus
 from titanlite.prepare.conversations import read_conversations, split_conversations
+from titanlite.prepare.filters import ExactDuplicates, Filter
+from titanlite.prepare.pipeline import prepare
 from titanlite.prepare.sources import Chat
 from titanlite.prepare.stages import PrepareOptions
 from titanlite.tokenizers.base import Tokenizer
@@ -419,6 +428,32 @@ def test_a_bad_line_is_named(kind: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "out").exists()
     assert cli.run([*map(str, words), "--bad_lines=skip"]) == 0
     assert TokenShards(tmp_path / "out").num_documents == 2
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_a_conversation_that_cannot_be_encoded_is_a_bad_line(tmp_path: Path, compares: bool) -> None:
+    """Also where a filter compares documents, which reads all of them before any is encoded."""
+    answer = "{% generation %}{{ messages[1].content }}</s>{% endgeneration %}"
+    template = "<s>{{ messages[0].content }}<|im_end|>" + answer
+    tokenizer = HuggingFace(path=str(without_plain_name(write_tokenizer(tmp_path / "t", template)))).build()
+    questions = ["a b c d", "</s>", "a b c d", "e f g h"]
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": "i j k l"}] for q in questions]
+    file = write_conversations(tmp_path / "a.jsonl", chats)
+    filters: list[Filter] = [ExactDuplicates()] if compares else []
+    options = PrepareOptions(documents="chat", filters=filters)
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: a message holds '</s>'"):
+        prepare([file], tmp_path / "stopped", tokenizer, options, num_processes=1)
+    shards = prepare([file], tmp_path / "d", tokenizer, replace(options, bad_lines="skip"), num_processes=1)
+    assert shards is not None
+    texts = [tokenizer.decode(shards.document(i).tolist()) for i in range(shards.num_documents)]
+    kept = ["a b c d", "e f g h"] if compares else ["a b c d", "a b c d", "e f g h"]
+    assert sorted(texts) == [f"<s>{question}<|im_end|>i j k l</s>" for question in kept]
+    report = json.loads((shards.path / "report.json").read_text())
+    characters = sum(map(len, texts)) * 3 // len(texts)
+    assert report["read"] == {"documents": 3, "characters": characters}
+    assert report["bad_lines"]["documents"] == 1
+    (sample,) = report["bad_lines"]["samples"]
+    assert sample["where"] == f"{file}:2"
 
 
 @pytest.mark.parametrize(
