@@ -33,6 +33,7 @@ from titanlite.data.stream_sequences import StreamSequences
 from titanlite.files import FileFault, read_regular, write_atomically
 from titanlite.flops import peak_bf16_flops
 from titanlite.interop.exporter import Exporter
+from titanlite.interop.formats import locate_base
 from titanlite.interop.initial import check_initial, load_base, load_initial
 from titanlite.interop.weights import ModelAndTokenizer
 from titanlite.job import Job
@@ -98,10 +99,11 @@ def check_interop(job: Job, tokenizer: Tokenizer) -> None:
     """Raises ConfigError unless the initial weights, which only a new run and runs of adapters need, can be
     read, and unless the model and its tokenizer have the Hugging Face form that an export needs."""
     config = job.checkpoint
-    is_read = job.lora.enable or RunFolder(config, job.folder, None).is_new_run()
-    if config.initial_load_path and is_read:
-        model = ModelAndTokenizer(job.model, tokenizer)
-        check_initial(Path(config.initial_load_path), model, is_base=job.lora.enable)
+    path, folder = Path(config.initial_load_path), RunFolder(config, job.folder, None)
+    if job.lora.enable and (resumed := folder.newest()):
+        path = locate_base(path, BaseModel.of(resumed.train))
+    if config.initial_load_path and (job.lora.enable or folder.is_new_run()):
+        check_initial(path, ModelAndTokenizer(job.model, tokenizer), is_base=job.lora.enable)
     if config.export_hf:
         job.model.hf_config(), tokenizer.hugging_face_files()
 

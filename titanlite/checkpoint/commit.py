@@ -46,8 +46,14 @@ def partial_path(folder: Path, step: int) -> Path:
 
 def list_committed(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of the committed checkpoints, oldest first."""
-    folders = [path for path in folder.glob("step-*") if path.is_dir()]
-    return sorted((int(m[1]), path) for path in folders if (m := re.fullmatch(r"step-(\d+)", path.name)))
+    steps = [(step_of(path), path) for path in folder.glob("step-*") if path.is_dir()]
+    return sorted((step, path) for step, path in steps if step is not None)
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint, which need not exist; None: `path` has no such name."""
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    return int(match[1]) if match else None
 
 
 def check_space(folder: Path, needed_bytes: int, name: str = "a checkpoint") -> None:

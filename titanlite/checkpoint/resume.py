@@ -242,8 +242,8 @@ def checkpoints_below(path: Path) -> list[tuple[int, Path]]:
         raise ConfigError(f"{path}: no such directory{if_on_hub(path)}")
     if exported := [p for p in (path, *path.glob("step-*")) if (p / "config.json").exists()]:
         raise ConfigError(f"{exported[-1]} is not a checkpoint but an export of one (config.json)")
-    if name := re.fullmatch(r"step-(\d+)", path.name):
-        return [(int(name[1]), path)]
+    if (step := commit.step_of(path)) is not None:
+        return [(step, path)]
     if (path / commit.MANIFEST).exists():  # a copy of a step folder under another name
         try:
             return [(commit.read_manifest(path)["step"], path)]

@@ -29,6 +29,13 @@ class RunFolder:
         """Whether the run starts at step 1, because it has no checkpoint or restarts."""
         return self._record.restart_is_due() or not commit.list_committed(self._folder)
 
+    def newest(self) -> Candidate | None:
+        """The newest checkpoint of the run that is not damaged, or checkpoint.load_step; None for a new run
+        or if there is none. choose_checkpoint() says which one the run resumes from."""
+        if self._record.restart_is_due():
+            return None
+        return resume.newest(self._folder, self._config.load_step, [], self._config.verify)
+
     def check_known_identity(self) -> None:
         """Raises ConfigError if the run in the folder has another run identity than this job, or if the
         folder is itself a checkpoint. Reads only small files. Called before the data sources are opened, so

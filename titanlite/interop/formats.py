@@ -30,7 +30,7 @@ def open_weights(path: Path, family: ModelFamily, check_base: bool = False) -> W
     if path.is_file():
         raise ConfigError(f"{path} is a file; give its directory: {path.parent}")
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory{if_on_hub(path)}")
+        raise ConfigError(f"{path}: no such directory{if_on_hub(path)}{_if_of_a_run(path)}")
     if is_peft_adapter(path):
         raise ConfigError(
             f"{path} is a PEFT adapter, not a whole model; merge it into its base model (peft: "
@@ -47,6 +47,16 @@ def open_weights(path: Path, family: ModelFamily, check_base: bool = False) -> W
     if pickles := sorted(path.glob("pytorch_model*.bin")):
         raise ConfigError(f"{pickles[0]}: pickled weights are not supported; save them as safetensors")
     return open_checkpoint(path, family, check_base=check_base)
+
+
+def _if_of_a_run(path: Path) -> str:
+    """An explanation for an error message if a run may have deleted the checkpoint `path`."""
+    if commit.step_of(path) is None or not path.parent.is_dir():
+        return ""
+    return (
+        "; its run may have deleted it (checkpoint.keep_latest_k) or moved it to an archived-N beside it. An "
+        f"empty file {path.name}.keep keeps such a checkpoint"
+    )
 
 
 def open_checkpoint(
@@ -113,11 +123,12 @@ def base_of(adapters: Weights) -> BaseModel:
 
 
 def locate_base(path: Path, recorded: BaseModel | None) -> Path:
-    """The directory to read a base model from: the recorded one if `path` is a run folder that contains it
-    and may have newer checkpoints by now, otherwise `path`."""
-    if recorded is None or not Path(recorded.path).is_dir():
+    """The directory to read a base model from: the recorded one if `path` is a run folder that contained it
+    and may have newer checkpoints by now, otherwise `path`. It may not exist any more."""
+    if recorded is None or not Path(recorded.path).is_relative_to(path.resolve()):
         return path
-    return Path(recorded.path) if Path(recorded.path).is_relative_to(path.resolve()) else path
+    before = Path(recorded.path)
+    return before if before.is_dir() or commit.step_of(before) is not None else path
 
 
 def lora_of(adapters: Weights) -> tuple[int, float, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.resume import Candidate, Verification
@@ -77,6 +78,8 @@ def load_base(
     weights together. Adapters of `net` keep their values. `recorded`: the base model of the run that is
     resumed. Raises ConfigError if it had other weights. Collective."""
     path = ranks.from_rank_zero(lambda: _resolved(locate_base(path, recorded), family).resolve())
+    if commit.step_of(path) is not None and not commit.is_kept(path):
+        logger.info(f"the adapters need {path} for good: `touch {path}.keep` keeps its run from deleting it")
     own = _load(path, family, net, ranks, is_base=True)
     sha256 = fingerprint({name: digest for share in ranks.gather(own) for name, digest in share.items()})
     if recorded is not None and sha256 != recorded.sha256:

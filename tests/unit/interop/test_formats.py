@@ -269,7 +269,10 @@ def test_a_moved_base_model_is_named_by_an_option(
 
 
 def test_a_base_run_may_train_on(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The base model stays the checkpoint that was the newest when the adapters began, in any folder."""
     monkeypatch.chdir(tmp_path)
@@ -297,14 +300,21 @@ def test_a_base_run_may_train_on(
     recorded = read_object(tmp_path / "adapter/adapter_config.json")["base_model_name_or_path"]
     assert recorded == str(base.folder / "checkpoint/step-1")
     monkeypatch.chdir(tmp_path)
+    (base.folder / "checkpoint/step-2/manifest.json").unlink()  # the newest one does not matter
     run(*lora, name="run", steps=2)
+    assert f"`touch {recorded}.keep` keeps its run from deleting it" in capsys.readouterr().err
+    Path(f"{recorded}.keep").touch()
+    run(*lora, name="run", steps=3)
+    assert ".keep" not in capsys.readouterr().err
+    Path(f"{recorded}.keep").unlink()
     shutil.rmtree(recorded)
-    message = f"the weights in {base.folder}/checkpoint/step-2 are not those of the base model that"
-    with pytest.raises(ConfigError, match=f"{message} the adapters of this run .* in {recorded}: undo"):
-        run(*lora, name="run", steps=3)
+    message = f"{recorded}: no such directory; its run may have deleted it"
+    with pytest.raises(ConfigError, match=message) as e:
+        run(*lora, name="run", steps=4)
+    assert e.value.key == "checkpoint.initial_load_path"
     capsys.readouterr()
     assert cli.run(["export", str(job.folder), "no", f"--base={base.folder}"]) == 2
-    assert f"{message} the adapters in {job.folder}/checkpoint/step-2" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_averages_are_of_a_and_b(trained: Trained, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
