@@ -33,6 +33,7 @@ KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFLNK: "a link",
 }  # fmt: skip
+HUB_CACHE_NAMES = ("models--", "datasets--", "spaces--")  # of a repository's folder in Hugging Face's cache
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -86,9 +87,11 @@ def if_on_hub(path: str | Path, kind: str = "model") -> str:
 
 def is_inside(file: Path, folder: Path) -> bool:
     """Return whether a file is in a folder or below it, after links are followed. Files of a folder in
-    Hugging Face's cache are links to the blobs of the same repository, which count as inside."""
+    Hugging Face's cache, REPOSITORY/snapshots/COMMIT, are links to REPOSITORY/blobs, which counts as
+    inside."""
     folder, target = (Path(os.path.realpath(path)) for path in (folder, file))
-    blobs = [path.parent / "blobs" for path in folder.parents if path.name == "snapshots"]
+    repositories = [path.parent for path in folder.parents if path.name == "snapshots"]
+    blobs = [path / "blobs" for path in repositories if path.name.startswith(HUB_CACHE_NAMES)]
     return any(target.is_relative_to(path) for path in (folder, *blobs))
 
 

@@ -177,8 +177,9 @@ def test_a_runs_own_files_are_not_reached_through_links(tmp_path: Path) -> None:
 
 def test_files_inside_a_folder(tmp_path: Path) -> None:
     """Links count as what they lead to; those of Hugging Face's cache may lead to the repository's blobs."""
-    snapshot = tmp_path / "repository" / "snapshots" / "c0ffee"
-    for path in (snapshot / "data", tmp_path / "repository" / "blobs", tmp_path / "other"):
+    repository = tmp_path / "datasets--org--name"
+    snapshot = repository / "snapshots" / "c0ffee"
+    for path in (snapshot / "data", repository / "blobs", tmp_path / "other"):
         path.mkdir(parents=True)
     (snapshot / "blob").symlink_to("../../blobs/1")
     (snapshot / "data" / "blob").symlink_to("../../../blobs/1")
@@ -191,6 +192,13 @@ def test_files_inside_a_folder(tmp_path: Path) -> None:
         for name in ("secret", "../a", "../../a"):
             assert not is_inside(folder / name, folder), name
     assert is_inside(snapshot / "data" / "blob", snapshot / "data")
-    (tmp_path / "other" / "blob").symlink_to(tmp_path / "repository" / "blobs" / "1")
+    (tmp_path / "other" / "blob").symlink_to(repository / "blobs" / "1")
     assert not is_inside(tmp_path / "other" / "blob", tmp_path / "other")
     assert not is_inside(Path("https://example.com/a"), tmp_path)
+    # Folders with the names of the cache's, but not of a repository in it.
+    mine, theirs = tmp_path / "data" / "snapshots" / "x", tmp_path / "data" / "blobs"
+    for path in (mine, theirs):
+        path.mkdir(parents=True)
+    (mine / "secret").symlink_to(theirs / "1")
+    assert is_inside(mine / "1", mine)
+    assert not is_inside(mine / "secret", mine)

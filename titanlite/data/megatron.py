@@ -16,13 +16,13 @@ import fcntl
 import hashlib
 import os
 import struct
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,29 @@ class Content:
 
     sha256: str
     largest_id: int
+
+
+class Readings(NamedTuple):
+    """What the file of a lock says of the readings under the lock, which are numbered from 1: the last that
+    began, and the last that ended."""
+
+    began: int = 0
+    ended: int = 0
+
+    @classmethod
+    def of(cls, lock: Path) -> Readings:
+        """Zeros if the file is missing or says anything else."""
+        try:
+            began, ended = map(int, lock.read_text().split())
+        except (OSError, ValueError):
+            return cls()
+        return cls(began, ended)
+
+    def note(self, lock: Path) -> None:
+        """Write what `of` reads, in one piece over what is there, because `of` does not wait for the lock.
+        Not written in a folder that is read-only: then each process reads."""
+        with suppress(OSError), open(lock, "r+") as file:
+            file.write(f"{self.began:12} {self.ended:12}")
 
 
 class MegatronFile:
@@ -135,8 +158,8 @@ class MegatronFile:
         ConfigError for an index that contradicts itself, and for ids below 0."""
         folder = self.record(cache_dir)
         if not folder.exists():
-            self._check_index()
-            with _one_at_a_time(folder):
+            self.check_index()
+            with _one_at_a_time(_lock_of(folder)):
                 if not folder.exists():
                     content, self._is_new = self.read_content(), True
                     with new_folder(folder) as unfinished:
@@ -152,22 +175,25 @@ class MegatronFile:
         """Compare the files with what was recorded, or record it. Returns the content. Raises ConfigError.
 
         Processes that call this at the same time, such as the ranks of a machine, read one after another, and
-        accept the result of a process that began after they had called."""
-        asked, recorded = time.time(), self.content(cache_dir)
+        accept the result of a reading that began after they had called."""
+        lock = _lock_of(self.record(cache_dir))
+        asked, recorded = Readings.of(lock), self.content(cache_dir)
         if self._is_new:  # `content` has just read it
             self._is_new = False
             return recorded
-        with _one_at_a_time(self.record(cache_dir)) as last:
-            if float(last.read_text() or 0) < asked:
-                began = time.time()
-                self._check_index()
+        with _one_at_a_time(lock):
+            readings = Readings.of(lock)
+            if readings.ended <= asked.began:
+                number = readings.began + 1
+                Readings(number, readings.ended).note(lock)
+                self.check_index()
                 if self.read_content() != recorded:
                     raise ConfigError(
                         f"{self.bin} and {self.idx.name}: the content differs from that of their first use, "
                         "although their times of change are the same. Restore the files, or delete "
                         f"{self.record(cache_dir)} to use them as they are"
                     )
-                last.write_text(repr(began))
+                Readings(number, number).note(lock)
         return recorded
 
     def read_content(self) -> Content:
@@ -187,7 +213,7 @@ class MegatronFile:
             raise ConfigError(f"{self.bin}: it has token ids below 0; the file is damaged", "path")
         return Content(digest.hexdigest(), largest)
 
-    def _check_index(self) -> None:
+    def check_index(self) -> None:
         """Raise ConfigError unless every sequence begins where the one before ends, and so does every
         document."""
         lengths, pointers, documents = self.lengths(), self.pointers(), self.documents()
@@ -215,15 +241,19 @@ class MegatronFile:
         return cache_dir / f"megatron-{key}"
 
 
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
+
+
 @contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[Path]:
-    """Wait until no other process holds the lock `folder`.lock. Yields the lock's file, which is kept; a
-    process may leave a note in it. Machines that share the file system share the lock if it has locks."""
-    make_folder(folder.parent)
-    with open(folder.with_name(f"{folder.name}.lock"), "a") as lock:
-        with suppress(OSError):  # a file system without locks: each process reads the files
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield Path(lock.name)
+def _one_at_a_time(lock: Path) -> Iterator[None]:
+    """Wait until no other process holds the lock, whose file is kept. Machines that share the file system
+    share the lock if it has locks. Without locks, and in a folder that is read-only, nobody waits."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            make_folder(lock.parent)
+            fcntl.flock(stack.enter_context(open(lock, "a")), fcntl.LOCK_EX)
+        yield
 
 
 def _read_block(file: Path, dtype: np.dtype, num_bytes: int, start: int) -> tuple[bytes, int]:

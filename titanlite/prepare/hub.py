@@ -104,6 +104,11 @@ def _check_inside(builder: Any, folder: Path, prefix: str) -> None:
     """Raise ConfigError if a directory, which may be somebody else's, names files that it does not hold."""
     for urls in (builder.config.data_files or {}).values():
         for url in urls:
+            if "://" in url:
+                raise ConfigError(
+                    f"{prefix}{folder}: its README.md names {url}, but only files of the directory are read: "
+                    "download the file, and give it itself as input"
+                )
             if not is_inside(Path(url), folder):
                 raise ConfigError(
                     f"{prefix}{folder}: its file {url} is outside of the directory: its README.md names the "

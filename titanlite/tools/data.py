@@ -5,8 +5,8 @@ titanlite data plan CONFIG [--ranks=N] [--json] [--section.key=value ...] [--all
 
 DATASET is a directory made by `titanlite prepare`, or the prefix of Megatron's PREFIX.bin and PREFIX.idx.
 Megatron's files have no hash and no tokenizer: `verify` checks that the index matches its data, and compares
-with the hash in the cache directory that a run or an earlier `verify` has recorded; `show` needs
---tokenizer.name, --tokenizer.path, ...
+with the hash in the cache directory that a run or an earlier `verify` has recorded, or records it; without
+--cache_dir only if outputs/cache is there. `show` needs --tokenizer.name, --tokenizer.path, ...
 
 `show` prints sequences as text, document by document: sequence N of a dataset, or training sequence N of a
 run. Of conversations, the tokens that count in the loss are between >>> and <<<. N is 0 by default;
@@ -43,7 +43,7 @@ from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 from titanlite.config.overrides import split_words
 from titanlite.data.dataset import SequenceDataset, numbered
-from titanlite.data.megatron import MegatronFile, MegatronTokens
+from titanlite.data.megatron import Content, MegatronFile, MegatronTokens
 from titanlite.data.packing import PACKINGS, PackedSequences
 from titanlite.data.sharded_tokens import ShardedTokens
 from titanlite.data.shards import TokenShards
@@ -56,18 +56,22 @@ from titanlite.tokenizers.base import Tokenizer, TokenizerConfig
 from titanlite.tokenizers.tiktoken import Tiktoken
 from titanlite.tools import data_plan
 
+CACHE_DIR = "outputs/cache"  # the default of data.cache_dir
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """The key of `titanlite data verify` on the command line."""
+    """The key of `titanlite data verify` on the command line. `cache_dir`: of the runs that use Megatron's
+    files; empty: outputs/cache, if it is there."""
 
-    cache_dir: str = "outputs/cache"
+    cache_dir: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show(Verify):
+class Show:
     """The keys of `titanlite data show DATASET` on the command line."""
 
+    cache_dir: str = CACHE_DIR
     seq_len: int = 2048
     packing: Literal["chunk", "best_fit"] = "chunk"
     tokenizer: TokenizerConfig = field(default_factory=Tiktoken)
@@ -87,21 +91,33 @@ def main(argv: Sequence[str]) -> int:
 
 def _verify(argv: Sequence[str]) -> int:
     paths, overrides = split_words(argv)
-    cache_dir = Path(toml.build(Verify, *toml.read(None, overrides)).cache_dir)
+    cache_dir = toml.build(Verify, *toml.read(None, overrides)).cache_dir
     if not paths:
         raise ConfigError("name at least one dataset: a directory that holds dataset.json, or a prefix")
     for path in paths:
         if _is_megatron(path):
             file = MegatronFile(path)
-            record = file.record(cache_dir)
-            compared = "the content is that recorded in" if record.exists() else "its hash is recorded in"
-            largest = f"largest id {file.verify(cache_dir).largest_id}"
-            print(f"{path}: {_counts(file)}, {largest}, the index matches its data, {compared} {record}")
+            content, compared = _verify_megatron(file, cache_dir)
+            largest = f"largest id {content.largest_id}"
+            print(f"{path}: {_counts(file)}, {largest}, the index matches its data; {compared}")
         else:
             shards = TokenShards(path)
             shards.verify()
             print(f"{path}: {_counts(shards)}, all hashes match")
     return 0
+
+
+def _verify_megatron(file: MegatronFile, cache_dir: str) -> tuple[Content, str]:
+    """Return the content of a file, and what it was compared with. A cache folder is only made if it is
+    named: `verify` may be called in any folder."""
+    record = file.record(Path(cache_dir or CACHE_DIR))
+    if record.exists():
+        return file.verify(record.parent), f"the content is that recorded in {record}"
+    nothing = "nothing to compare the content with, because no run has used it"
+    if cache_dir or record.parent.is_dir():
+        return file.verify(record.parent), f"{nothing}: recorded in {record} for the next time"
+    file.check_index()
+    return file.read_content(), f"{nothing} here; --cache_dir=DIR names the cache of a run, or makes one"
 
 
 def _counts(dataset: MegatronFile | TokenShards) -> str:

@@ -324,6 +324,73 @@ def test_a_new_file_is_read_once_also_if_it_is_verified(
         assert len(reads) == total
 
 
+def test_data_verify_makes_no_cache_in_the_folder_where_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix, here = write_megatron(tmp_path / "a", DOCUMENTS), tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert data_tool.main(["verify", prefix]) == 0
+    assert "nothing to compare the content with" in capsys.readouterr().out
+    assert not list(here.iterdir())
+    (here / "outputs" / "cache").mkdir(parents=True)
+    assert data_tool.main(["verify", prefix]) == 0
+    assert "recorded in outputs/cache/megatron-" in capsys.readouterr().out
+    assert data_tool.main(["verify", prefix]) == 0
+    assert "the content is that recorded in outputs/cache" in capsys.readouterr().out
+
+
+def test_a_cache_that_cannot_be_written_is_compared_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, cache = write_megatron(tmp_path / "a", DOCUMENTS), tmp_path / "cache"
+    monkeypatch.setattr(megatron.MegatronFile, "record", lambda file, cache_dir: cache_dir / "record")
+    content = megatron.MegatronFile(prefix).content(cache)
+    (cache / "record.lock").unlink()
+    (cache / "record.lock").mkdir()  # cannot be opened, nor written: also by root
+    file = megatron.MegatronFile(prefix)
+    assert file.content(cache) == file.verify(cache) == content
+    write_megatron(tmp_path / "a", [*DOCUMENTS[:-1], [[16]]])
+    with pytest.raises(ConfigError, match=r"a\.bin.*differs"):
+        megatron.MegatronFile(prefix).verify(cache)
+
+
+@pytest.mark.parametrize(
+    ("noted", "meanwhile", "reads", "then"),
+    [
+        ("", "", 1, "1 1"),
+        ("9999999999.5", "", 1, "1 1"),  # a time, by an earlier version, on a machine whose clock is ahead
+        ("3 3", "", 1, "4 4"),
+        ("4 3", "", 1, "5 5"),  # the process that began the fourth was killed
+        ("4 3", "4 4", 1, "5 5"),  # a reading that began before
+        ("4 3", "5 5", 0, "5 5"),
+        ("3 3", "4 4", 0, "4 4"),
+    ],
+)
+def test_verify_accepts_readings_that_began_after_it(
+    noted: str, meanwhile: str, reads: int, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By numbers, because the clocks of machines differ. `meanwhile`: what the lock's file says when it is
+    this process's turn."""
+    prefix, cache, num = write_megatron(tmp_path / "a", DOCUMENTS), tmp_path / "cache", []
+    content = megatron.MegatronFile(prefix).content(cache)
+    (lock,) = cache.glob("*.lock")
+    lock.write_text(noted)
+
+    def recorded(file: megatron.MegatronFile, cache_dir: Path) -> megatron.Content:
+        lock.write_text(meanwhile or noted)
+        return content
+
+    def counted(file: megatron.MegatronFile) -> megatron.Content:
+        num.append(1)
+        return content
+
+    monkeypatch.setattr(megatron.MegatronFile, "content", recorded)
+    monkeypatch.setattr(megatron.MegatronFile, "read_content", counted)
+    assert megatron.MegatronFile(prefix).verify(cache) == content
+    assert (len(num), " ".join(lock.read_text().split())) == (reads, then)
+
+
 def test_data_verify_compares_with_the_record_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,10 +531,11 @@ def test_data_show_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     texts = ["one two", "three"]
     prefix = write_megatron(tmp_path / "a", [[[256, *text.encode(), 257]] for text in texts])
     cache = f"--cache_dir={tmp_path / 'cache'}"
-    for compared in ("its hash is recorded in", "the content is that recorded in"):
+    first = "nothing to compare the content with, because no run has used it: recorded in"
+    for compared in (first, "the content is that recorded in"):
         assert data_tool.main(["verify", prefix, cache]) == 0
         counts = "2 documents, 16 tokens, largest id 257, the index matches its data"
-        assert f"{counts}, {compared} {tmp_path}/cache/megatron-" in capsys.readouterr().out
+        assert f"{counts}; {compared} {tmp_path}/cache/megatron-" in capsys.readouterr().out
     for packing in ("chunk", "best_fit"):
         options = ["--tokenizer.name=bytes", "--seq_len=15", f"--packing={packing}"]
         data_tool.main(["show", prefix, *options, f"--cache_dir={tmp_path / 'cache'}"])

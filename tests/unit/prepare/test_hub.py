@@ -218,6 +218,17 @@ def test_a_directory_names_only_its_own_files(
     assert not list(Path().glob("*out*"))
 
 
+def test_a_directory_does_not_name_files_of_the_web(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "https://example.com/a.jsonl"
+    builder = SimpleNamespace(config=SimpleNamespace(data_files={"train": [url]}))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *a, **k: builder)
+    Path("data").mkdir()
+    with pytest.raises(
+        ConfigError, match=f"data: its README.md names {url}, but only files of the directory"
+    ):
+        hub_files("data", HubSplit())
+
+
 def test_a_snapshot_of_the_cache_is_a_directory_with_its_own_files() -> None:
     """Its files are links to the blobs of the repository."""
     cache = Path("hub/datasets--org--name")
