@@ -7,6 +7,7 @@ give."""
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
 from collections import defaultdict
@@ -93,11 +94,38 @@ def open_builder(name: str, split: HubSplit, prefix: str = "") -> Any:
         raise ConfigError(
             f"{prefix}{name} needs the datasets library: pip install 'titanlite[hub]'"
         ) from None
-    with hub_errors(f"{prefix}{name}"):
-        builder = datasets.load_dataset_builder(name, split.config or None, revision=split.revision or None)
-    if os.path.isdir(name):
+    is_local = os.path.isdir(name)
+    if not is_local and (not name or name[0] in "./~" or name.count("/") > 1):
+        raise ConfigError(
+            f"{prefix}{name}: there is no such directory, and no dataset on the hub has this name"
+        )
+    if is_local and split.revision:
+        raise ConfigError(f"{prefix}{name} is a directory, which has no revisions; leave it out", "revision")
+    with hub_errors(f"{prefix}{name}"), _without_retries_in_log():
+        try:
+            builder = datasets.load_dataset_builder(
+                name, split.config or None, revision=split.revision or None
+            )
+        except ConnectionError as e:
+            raise Unreadable(
+                f"{prefix}{name}: there is no such directory, and the hub cannot be reached or has no such "
+                "dataset; check the name and the network (HF_ENDPOINT, a proxy), and HF_TOKEN if it is private"
+            ) from e
+    if is_local:
         _check_inside(builder, Path(name), prefix)
     return builder
+
+
+@contextmanager
+def _without_retries_in_log() -> Iterator[None]:
+    """In the body, huggingface_hub does not log that it tries again, which it does for half a minute."""
+    log = logging.getLogger("huggingface_hub")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _check_inside(builder: Any, folder: Path, prefix: str) -> None:

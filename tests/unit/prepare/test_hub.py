@@ -349,7 +349,33 @@ def test_an_unreachable_hub(
     assert prepare(*words, "--output=out") == 2
     lines = capsys.readouterr().err.splitlines()
     name = "hf:org/name" if kind == "files" else "org/name"
-    assert lines == [f"titanlite: {name}: Couldn't reach 'org/name' on the Hub (ReadTimeout)"]
+    said = "there is no such directory, and the hub cannot be reached or has no such dataset; check the name and "
+    assert lines == [
+        f"titanlite: {name}: {said}the network (HF_ENDPOINT, a proxy), and HF_TOKEN if it is private"
+    ]
+    assert not list(Path().glob("*out*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["hf:"], "hf:: there is no such directory"),
+        (["hf:./nowhere"], "hf:./nowhere: there is no such directory"),
+        (["hf:a/b/c"], "hf:a/b/c: there is no such directory"),
+        (["hf:data", "--revision=abc"], "--revision: hf:data is a directory, which has no revisions"),
+        (
+            ["--from-stream.name=huggingface", "--from-stream.path=data", "--from-stream.revision=abc"],
+            "--from-stream.revision: data is a directory, which has no revisions; leave it out",
+        ),
+    ],
+    ids=str,
+)
+def test_names_that_are_no_dataset(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    jsonl(Path("data"))
+    assert prepare(*words, "--output=out") == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
     assert not list(Path().glob("*out*"))
 
 
