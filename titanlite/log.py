@@ -10,7 +10,8 @@ import re
 import sys
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 # Control characters except newline and tab, invisible changes of the writing direction, and lone surrogates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -64,3 +65,16 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
+
+
+@contextmanager
+def without_warnings_of(package: str) -> Iterator[None]:
+    """In the body, a package logs errors only: huggingface_hub would log each of its attempts for half a
+    minute."""
+    log = logging.getLogger(package)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -7,7 +7,6 @@ give."""
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import re
 from collections import defaultdict
@@ -20,6 +19,7 @@ from urllib.parse import unquote
 
 from titanlite.config.component import ConfigError, Unreadable
 from titanlite.files import is_inside
+from titanlite.log import without_warnings_of
 from titanlite.prepare.corpus import has_text
 
 PREFIX = "hf:"  # of an input
@@ -96,12 +96,10 @@ def open_builder(name: str, split: HubSplit, prefix: str = "") -> Any:
         ) from None
     is_local = os.path.isdir(name)
     if not is_local and (not name or name[0] in "./~" or name.count("/") > 1):
-        raise ConfigError(
-            f"{prefix}{name}: there is no such directory, and no dataset on the hub has this name"
-        )
+        raise ConfigError(f"{prefix}{name}: there is no such directory, and the hub has no such names")
     if is_local and split.revision:
         raise ConfigError(f"{prefix}{name} is a directory, which has no revisions; leave it out", "revision")
-    with hub_errors(f"{prefix}{name}"), _without_retries_in_log():
+    with hub_errors(f"{prefix}{name}"), without_warnings_of("huggingface_hub"):
         try:
             builder = datasets.load_dataset_builder(
                 name, split.config or None, revision=split.revision or None
@@ -109,23 +107,11 @@ def open_builder(name: str, split: HubSplit, prefix: str = "") -> Any:
         except ConnectionError as e:
             raise Unreadable(
                 f"{prefix}{name}: there is no such directory, and the hub cannot be reached or has no such "
-                "dataset; check the name and the network (HF_ENDPOINT, a proxy), and HF_TOKEN if it is private"
+                "dataset; check its name, the network (HF_ENDPOINT, a proxy), and HF_TOKEN if it is private"
             ) from e
     if is_local:
         _check_inside(builder, Path(name), prefix)
     return builder
-
-
-@contextmanager
-def _without_retries_in_log() -> Iterator[None]:
-    """In the body, huggingface_hub does not log that it tries again, which it does for half a minute."""
-    log = logging.getLogger("huggingface_hub")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _check_inside(builder: Any, folder: Path, prefix: str) -> None:

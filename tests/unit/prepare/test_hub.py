@@ -349,10 +349,11 @@ def test_an_unreachable_hub(
     assert prepare(*words, "--output=out") == 2
     lines = capsys.readouterr().err.splitlines()
     name = "hf:org/name" if kind == "files" else "org/name"
-    said = "there is no such directory, and the hub cannot be reached or has no such dataset; check the name and "
-    assert lines == [
-        f"titanlite: {name}: {said}the network (HF_ENDPOINT, a proxy), and HF_TOKEN if it is private"
-    ]
+    said = (
+        "there is no such directory, and the hub cannot be reached or has no such dataset; check its name, "
+        "the network (HF_ENDPOINT, a proxy), and HF_TOKEN if it is private"
+    )
+    assert lines == [f"titanlite: {name}: {said}"]
     assert not list(Path().glob("*out*"))
 
 
@@ -365,7 +366,7 @@ def test_an_unreachable_hub(
         (["hf:data", "--revision=abc"], "--revision: hf:data is a directory, which has no revisions"),
         (
             ["--from-stream.name=huggingface", "--from-stream.path=data", "--from-stream.revision=abc"],
-            "--from-stream.revision: data is a directory, which has no revisions; leave it out",
+            "--from_stream.revision: data is a directory, which has no revisions; leave it out",
         ),
     ],
     ids=str,
