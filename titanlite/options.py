@@ -177,6 +177,7 @@ def add_plan(options: Options) -> None:
     add("--tokens", default="", help="tokens to train on, such as 160B, instead of training.steps")
     add("--top", type=int, default=0, help="also list this many layouts of the same GPUs that fit (0)")
     add("--json", action="store_true", help="print the plan as JSON")
+    add("--svg", type=Path, metavar="FILE", help="write a picture of a rank's memory over a step to FILE")
     _add_allow_imports(options)
 
 

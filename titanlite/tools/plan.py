@@ -3,7 +3,8 @@
 For the layout of CONFIG: parameters, tokens and FLOPs; the memory of a rank by kind at the peak of a step,
 and whether it fits the GPU; the time of a step and what it is spent on; hours, GPU hours and money; the size
 of a checkpoint and how often to save; the distance from compute-optimal. With --top, also the fastest layouts
-of the same GPUs that fit, as overrides, and why others cannot be used. docs/planning.md has the formulas and
+of the same GPUs that fit, as overrides, and why others cannot be used. With --svg, a picture of a rank's
+memory over a step. docs/planning.md has the formulas and
 their errors against measured runs."""
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from titanlite import startup
 from titanlite.commands import plan_arguments
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.config.paths import check_output_file
+from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
 from titanlite.log import for_terminal
 from titanlite.models.base import Decoder
@@ -34,6 +37,7 @@ from titanlite.report.charts import short
 from titanlite.report.terminal import table
 from titanlite.report.timeline import duration
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
+from titanlite.tools.memory_picture import memory_svg
 
 # Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4).
 GPU_HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
@@ -45,13 +49,18 @@ STALL_S_PER_GIB = 0.42 / 16.7  # an asynchronous save of 16.7 GiB by one GPU: ch
 def main(argv: Sequence[str]) -> int:
     """Print the plan of a job."""
     options, overrides = plan_arguments(argv)
+    if options.svg is not None:
+        check_output_file(options.svg)
     if options.tokens:
         overrides = [*overrides, f"--training.steps={options.tokens} tokens"]
     try:
         job = load_job(options.config, overrides, None, options.allow_imports)
-        plan = _plan(job, options)
+        plan, layout = _plan(job, options)
     except ConfigError as e:
         raise toml.read(options.config, overrides)[1].located(e) from None
+    if options.svg is not None:
+        title = f"{options.config}: {plan['layout']} of {plan['gpus']} x {plan['gpu']}, GiB per rank"
+        write_atomically(options.svg, memory_svg(layout.memory.moments, plan["memory"]["card_gib"], title))
     print(json.dumps(plan, indent=1) if options.json else for_terminal(_text(plan)))
     return 0
 
@@ -79,7 +88,7 @@ def planned_run(job: Job, cluster: Cluster) -> PlannedRun:
     )
 
 
-def _plan(job: Job, options: Namespace) -> dict[str, Any]:
+def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
     gpus, card = parse_gpus(options.gpus) if options.gpus else (job.parallelism.fewest_ranks, DEFAULT_CARD)
     cluster = Cluster(card, gpus, min(options.gpus_per_node, gpus))
     job.check(gpus)
@@ -111,7 +120,7 @@ def _plan(job: Job, options: Namespace) -> dict[str, Any]:
         best, others = search(run, cluster, _refusal(job))
         plan["layouts"] = [_row(layout, run, length["tokens"]) for layout in best[: options.top]]
         plan["refused_layouts"] = [{"layout": name, "reason": reason} for name, reason in others]
-    return plan
+    return plan, layout
 
 
 def _refusal(job: Job) -> Callable[[PlannedRun], str | None]:
