@@ -12,11 +12,22 @@ from unicodedata import normalize
 
 SPACE_MARK = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+# The blocks of Latin, Greek and Cyrillic letters below U+10000.
+LETTERS = (
+    *range(0x530),
+    *range(0x1C80, 0x1C90),  # Cyrillic
+    *range(0x1D00, 0x1DC0),  # phonetic
+    *range(0x1E00, 0x2000),  # Latin, such as Vietnamese, and ancient Greek
+    *range(0x2C60, 0x2C80),  # Latin
+    *range(0xA640, 0xA6A0),  # Cyrillic
+    *range(0xA720, 0xA800),  # Latin
+    *range(0xAB30, 0xAB70),  # Latin and Greek
+)
 # Text that no Unicode normalisation changes: words between white space of several kinds, then all printable
-# ASCII, and all Latin, Greek and Cyrillic letters.
+# ASCII, and all letters of these blocks.
 PROBE = "The quick  brown\tfox,\n123 (jumps): \u4f60\u597d \U0001f600! " + " ".join(
     character
-    for character in map(chr, range(0x530))
+    for character in map(chr, LETTERS)
     if (character.isalnum() or "!" <= character <= "~") and normalize("NFKC", character) == character
 )
 NORMALIZERS = {"Precompiled", "Prepend", "Replace", "Strip", "NFC", "NFKC"}

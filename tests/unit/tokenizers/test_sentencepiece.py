@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -397,6 +398,13 @@ def without_a_byte(tree: dict[str, Any]) -> None:
         (
             lambda t: normalized_by(t, "Replace", pattern={"Regex": "[\u00e4\u0434]"}, content="a"),
             "it changes text: '\u00e4' becomes 'a'",
+        ),
+        *(
+            (
+                partial(normalized_by, kind="Replace", pattern={"Regex": f"[{letter}]"}, content="a"),
+                f"it changes text: '{letter}' becomes 'a'",
+            )
+            for letter in "\u1ea1\u1f00\ua65f"  # Vietnamese, ancient Greek, Old Cyrillic
         ),
         (
             lambda t: normalized_by(t, "Replace", pattern={"Regex": r"\n"}, content=""),
