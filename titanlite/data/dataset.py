@@ -17,7 +17,7 @@ from titanlite.config.component import ConfigError, check_at_least, keys_in
 from titanlite.data.batch import Batch
 from titanlite.data.held_out import HeldOut, HeldOutSource, ValidationSequences, read
 from titanlite.data.order import MIXING_BLOCK, Mixture, key_of, permute, quotas
-from titanlite.data.packing import PACKINGS, PackedSequences, TokenSequence
+from titanlite.data.packing import PACKINGS, ChunkedSequences, PackedSequences, TokenSequence
 from titanlite.data.reads import SourceReads
 from titanlite.data.skips import SkippedSequences, checked_range
 from titanlite.data.sources import Source, StreamedSource, short_names
@@ -309,18 +309,11 @@ class SequenceDataset(ValidationSequences, Dataset):
         return lines
 
     def cut_conversations(self, seq_len: int) -> list[str]:
-        """Describe the conversations that do not fit into a sequence of `seq_len` tokens, one line per source
-        that has any. The later part of such a conversation is trained without its question."""
-        lines = []
-        for packed in self._packed:
-            shards = packed.shards
-            if shards.has_loss_mask and (num_longer := shards.num_longer_than(seq_len + 1)):
-                lines.append(
-                    f"{shards.path}: {num_longer:,} of {shards.num_documents:,} conversations are longer "
-                    f"than a sequence of {seq_len:,} tokens and are cut; max_tokens of the source `chat` "
-                    "leaves such conversations out"
-                )
-        return lines
+        """Describe the conversations that sequences cut, one line per source that has any. The later part of
+        such a conversation is trained without its question. `seq_len`: the shortest one of all stages."""
+        masked = [packed for packed in self._packed if packed.shards.has_loss_mask]
+        reasons = [(packed.shards.path, _reason_for_cuts(packed, seq_len)) for packed in masked]
+        return [f"{path}: {reason}" for path, reason in reasons if reason]
 
     def training(self, numbers: np.ndarray) -> list[TokenSequence]:
         """Return training sequences by global number (int64 [n])."""
@@ -382,6 +375,25 @@ def numbered(sequences: RunSequences) -> SequenceDataset:
         "the sequences of a stream cannot be looked up or counted before they are read; make shards of the "
         "stream to show and plan them: titanlite prepare, [from_stream]",
         "data.sources.0.name",
+    )
+
+
+def _reason_for_cuts(packed: PackedSequences, seq_len: int) -> str:
+    """Say why conversations of a source are cut in sequences of `seq_len` tokens; "" if none is."""
+    if isinstance(packed, ChunkedSequences):
+        return (
+            'packing = "chunk" cuts a conversation at the end of every sequence; packing = "best_fit" with '
+            "mask_documents = true keeps conversations whole"
+        )
+    if seq_len < packed.seq_len:
+        return f"a stage with seq_len = {seq_len} cuts a conversation at the end of every sequence"
+    max_tokens = packed.seq_len + 1
+    if not (num_longer := packed.shards.num_longer_than(max_tokens)):
+        return ""
+    return (
+        f"{num_longer:,} of {packed.shards.num_documents:,} conversations have more than seq_len + 1 = "
+        f"{max_tokens} tokens and are cut; to leave them out, give max_tokens = {max_tokens} to the source "
+        "`chat`, or to `titanlite prepare`"
     )
 
 

@@ -18,6 +18,7 @@ from titanlite.tokenizers.chat import ChatFormat
 SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 LISTS = ("messages", "conversations")  # fields that hold the messages
 FIELDS = (*LISTS, "system", "tools")
+BYTE_ORDER_MARK = codecs.BOM_UTF8.decode()
 
 
 def check_files(files: Sequence[Path]) -> None:
@@ -39,7 +40,7 @@ def split_conversations(files: Sequence[Path]) -> list[FileSplit]:
         kind, compression = format_of(file)
         if kind == "parquet":
             splits += corpus.parquet_splits(file, _columns(file))
-        elif _is_array(file):
+        elif _begins_array(file):
             size = file.stat().st_size
             splits.append(FileSplit((file,), 0, 1, size * (corpus.RATIO if compression else 1)))
         else:
@@ -57,7 +58,7 @@ def read_conversations(
     if format_of(file)[0] == "parquet":
         lines = _rows(split, on_bad)
     else:
-        lines = _array(file, limits) if _is_array(file) else corpus.lines(split, limits)
+        lines = _array(file, limits) if _is_array(split) else corpus.lines(split, limits)
     for place, line in lines:
         try:
             record = corpus.record_of(line, limits)
@@ -175,7 +176,12 @@ def _blocks(file: Path, limits: Limits) -> Iterator[bytes]:
     return corpus.decompressed(file, limits) if format_of(file)[1] else corpus.blocks(file)
 
 
-def _is_array(file: Path) -> bool:
+def _is_array(split: FileSplit) -> bool:
+    """Return whether a split is a JSON array. Files of lines with several splits are not opened for it."""
+    return (split.begin, split.end) == (0, 1) and _begins_array(split.files[0])
+
+
+def _begins_array(file: Path) -> bool:
     """Return whether a file is a JSON array, by its first character. No line of JSON lines begins so."""
     for block in _blocks(file, corpus.DEFAULT_LIMITS):
         if start := block.removeprefix(codecs.BOM_UTF8).lstrip():
@@ -187,6 +193,8 @@ def _array(file: Path, limits: Limits) -> Iterator[tuple[int, bytes]]:
     """Yield the items of a JSON array, each with its place: the byte at which it begins, or the line in a
     compressed file. Raises ConfigError for an array that is damaged or cut off."""
     text = _ArrayText(file, limits)
+    if text.next() == BYTE_ORDER_MARK:
+        text.skip(BYTE_ORDER_MARK)
     text.skip("[")
     while text.next() != "]":
         yield text.place, text.item()
@@ -194,7 +202,7 @@ def _array(file: Path, limits: Limits) -> Iterator[tuple[int, bytes]]:
             text.skip(",")
     text.skip("]")
     if text.next():
-        raise text.fault("text follows the array")
+        raise text.fault("text follows the array; a line of JSON lines is an object with `messages`")
 
 
 class _ArrayText:
@@ -203,7 +211,7 @@ class _ArrayText:
     def __init__(self, file: Path, limits: Limits):
         self._file, self._limits, self._is_compressed = file, limits, format_of(file)[1] != ""
         self._text, self._at = "", 0
-        self._blocks = codecs.iterdecode(_blocks(file, limits), "utf-8-sig")
+        self._blocks = codecs.iterdecode(_blocks(file, limits), "utf-8")
         self.place = 1 if self._is_compressed else 0
 
     def fault(self, reason: str) -> ConfigError:

@@ -135,9 +135,12 @@ class Chat(Limits, CachedSource, name="chat"):
         return _fingerprint(find_files(self.path, "path"), self.name, limit)
 
     def write(self, path: Path, tokenizer: Tokenizer) -> TokenShards:
-        shards = _prepare(find_files(self.path, "path"), path, tokenizer, self._options)
+        return _prepare(find_files(self.path, "path"), path, tokenizer, self._options)
+
+    def build(self, tokenizer: Tokenizer, cache_dir: Path) -> TokenShards:
+        shards = super().build(tokenizer, cache_dir)
         if self.max_tokens:
-            report = read_object(path / "report.json")
+            report = read_object(shards.path / "report.json")
             left_out = report["filters"][-1]["documents"]
             logger.info(
                 f"{left_out:,} of {report['read']['documents']:,} conversations have more than max_tokens = "

@@ -65,7 +65,8 @@ class PrepareOptions(Limits):
     """Seed of the shuffle of the documents."""
     bad_lines: Literal["stop", "skip"] = "stop"
     """Action for lines that are not JSON, lack the field, are not UTF-8 or exceed max_document_mib: `stop` at
-    the first one, or `skip` and count them."""
+    the first one, or `skip` and count them. A damaged file, also a damaged JSON array, is always an
+    error."""
     max_tokens: int = 0
     """Leave out conversations of more than this many tokens, and count them in the report; 0: none. In
     training, a conversation of more than training.seq_len + 1 tokens is cut, and its later part has no

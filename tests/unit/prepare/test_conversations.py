@@ -220,7 +220,7 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["a.json", "b.json", "c.json.gz", "d.jsonl", "e.parquet"])
+@pytest.mark.parametrize("name", ["a.json", "b.json", "bom.json", "c.json.gz", "d.jsonl", "e.parquet"])
 def test_arrays_and_parquet_have_the_conversations_of_lines(
     tmp_path: Path, tokenizer: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +233,7 @@ def test_arrays_and_parquet_have_the_conversations_of_lines(
     else:
         short = json.dumps(RECORDS).encode()
         bodies = {"a.json": array, "b.json": b"\xef\xbb\xbf \n" + short, "c.json.gz": gzip.compress(array)}
+        bodies["bom.json"] = b"\xef\xbb\xbf" + array
         file.write_bytes(bodies.get(name, short))
     for size in (64, 1 << 20):
         monkeypatch.setattr(corpus, "blocks", partial(read_blocks, size=size))
@@ -241,8 +242,15 @@ def test_arrays_and_parquet_have_the_conversations_of_lines(
         chat = tokenizer.chat_format()
         read = [d for s in splits for d in read_conversations(s, chat, corpus.stop, corpus.DEFAULT_LIMITS)]
         assert sorted(chat.encode(d.chat).ids.tolist() for d in read) == lines
+    if name in ("a.json", "bom.json"):
+        assert all(file.read_bytes()[d.place :].startswith(b"{") for d in read)
     begins = [i for i, line in enumerate(array.decode().split("\n"), 1) if line == " {"]
-    expected = {"a.json": begins, "c.json.gz": begins, "e.parquet": [*range(1, len(RECORDS) + 1)]}
+    expected = {
+        "a.json": begins,
+        "bom.json": begins,
+        "c.json.gz": begins,
+        "e.parquet": [*range(1, len(RECORDS) + 1)],
+    }
     if name in expected:
         places = [corpus.where(file, d.place) for d in read]
         assert [int(re.split("[: ]", place)[-1]) for place in places] == expected[name]
@@ -268,7 +276,7 @@ def read_blocks(file: Path, size: int) -> Iterator[bytes]:
         (b'[{"messages": []}', ":1: the JSON array is damaged: expected ',', found 'the end'"),
         (b'[\n{"messages": []} {}]', ":2: the JSON array is damaged: expected ',', found '{'"),
         (b'[\n{"messages": [}]', ":2: the JSON array is damaged, or an item is too long: "),
-        (b"[{}]\n[{}]", ":2: text follows the array"),
+        (b"[{}]\n[{}]", ":2: text follows the array; a line of JSON lines is an object with `messages`"),
         (b'[\n"\xff"]', "not UTF-8"),
     ],
 )
@@ -366,6 +374,10 @@ def test_long_conversations_are_left_out_and_counted(
     assert sorted(kept) == [length for length in lengths if length <= limit] != lengths
     said = f"{len(lengths) - len(kept)} of {len(lengths)} conversations have more than max_tokens = {limit}"
     assert said in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", "titanlite"):
+        Chat(path=path, max_tokens=limit).build(tokenizer, tmp_path)
+    assert said in caplog.text  # also when the tokens are in the cache
     assert Chat(path=path).build(tokenizer, tmp_path).num_documents == len(lengths)  # another dataset
     assert shards.num_longer_than(limit) == 0
     assert shards.num_longer_than(limit - 1) == kept.count(limit)
@@ -379,10 +391,33 @@ def test_long_conversations_are_left_out_and_counted(
 def test_conversations_that_are_cut_are_logged(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    num = sum(len(ids) > 65 for ids, _ in masked(folder))
     train(job_of(tmp_path, folder, "--training.seq_len=64", "--training.steps=1"))
-    said = f"{num} of 18 conversations are longer than a sequence of 64 tokens and are cut"
+    said = 'packing = "chunk" cuts a conversation at the end of every sequence; packing = "best_fit" with'
     assert capsys.readouterr().err.count(said) == 1
+    assert cuts(tmp_path, folder, "chunk", max_length(folder)) != []
+
+
+def test_conversations_that_best_fit_cuts_are_counted(folder: Path, tmp_path: Path) -> None:
+    num, longest = sum(len(ids) > 65 for ids, _ in masked(folder)), max_length(folder)
+    (line,) = cuts(tmp_path, folder, "best_fit", 64)
+    assert f": {num} of 18 conversations have more than seq_len + 1 = 65 tokens and are cut; " in line
+    assert "give max_tokens = 65 to the source `chat`, or to `titanlite prepare`" in line
+    (line,) = cuts(tmp_path, folder, "best_fit", longest - 2)
+    assert f": 1 of 18 conversations have more than seq_len + 1 = {longest - 1} tokens" in line
+    assert cuts(tmp_path, folder, "best_fit", longest - 1) == []
+    (line,) = cuts(tmp_path, folder, "best_fit", 512, of_stages=256)
+    assert line.endswith(": a stage with seq_len = 256 cuts a conversation at the end of every sequence")
+
+
+def cuts(tmp_path: Path, folder: Path, packing: str, seq_len: int, of_stages: int = 0) -> list[str]:
+    """What is said about conversations that are cut. `of_stages`: the shortest sequences, if they differ."""
+    data = job_of(tmp_path, folder, f"--data.packing={packing}").data
+    sequences = data.build(HuggingFace(path=str(folder)).build(), seq_len=seq_len, seed=0)
+    return sequences.cut_conversations(of_stages or seq_len)
+
+
+def max_length(folder: Path) -> int:
+    return max(len(ids) for ids, _ in masked(folder))
 
 
 USER, ANSWER = PLAIN["messages"]
