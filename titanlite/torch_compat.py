@@ -345,13 +345,18 @@ def allow_many_graphs() -> None:
     torch.compiler.config.recompile_limit = 64
 
 
-def set_deterministic_compiler(on: bool) -> None:
-    """Whether inductor chooses kernels by rules alone. By default it times some, and a kernel with another
-    block size may give other last bits."""
-    if on or "torch._inductor.config" in sys.modules:  # an import of about a second
-        from torch._inductor import config
+@contextmanager
+def deterministic_compiler() -> Iterator[None]:
+    """In the body, inductor chooses kernels by rules alone. By default it times some, and a kernel with
+    another block size may give other last bits. Users may choose this, too (TORCHINDUCTOR_DETERMINISTIC)."""
+    from torch._inductor import config
 
-        config.deterministic = on
+    before = config.deterministic
+    config.deterministic = True
+    try:
+        yield
+    finally:
+        config.deterministic = before
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite import torch_compat
+from titanlite.runtime import process
 
 
 def wait_for_a_rank_that_does_not_come(seconds: float) -> float:
@@ -188,12 +189,21 @@ def test_the_options_of_a_compiled_update_exist() -> None:
     assert torch_compat.compile_update(lambda x: None) is not None
 
 
-def test_the_compiler_can_be_made_deterministic() -> None:
+def test_the_compiler_can_be_made_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has chosen stays."""
     from torch._inductor import config
 
-    for on in (True, False):
-        torch_compat.set_deterministic_compiler(on)
-        assert config.deterministic is on
+    for chosen in (False, True):
+        monkeypatch.setattr(config, "deterministic", chosen)
+        for on in (True, False):
+            with process.determinism(on):
+                assert config.deterministic is (on or chosen)
+                assert torch.are_deterministic_algorithms_enabled() is on
+            assert config.deterministic is chosen
+            assert not torch.are_deterministic_algorithms_enabled()
+        with torch_compat.deterministic_compiler():
+            assert config.deterministic is True
+        assert config.deterministic is chosen
 
 
 def test_varlen_attention_takes_the_arguments_that_are_passed() -> None:

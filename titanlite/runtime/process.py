@@ -25,7 +25,7 @@ from titanlite.runtime.environment import (
     num_ranks,
     set_deterministic_defaults,
 )
-from titanlite.torch_compat import set_deterministic_compiler
+from titanlite.torch_compat import deterministic_compiler
 
 
 def world_size() -> int:
@@ -126,10 +126,19 @@ def explicit_garbage_collection(gc_freq: int) -> Iterator[None]:
             gc.enable()
 
 
-def set_determinism(on: bool) -> None:
-    """Make torch choose deterministic kernels only, or allow all kernels again."""
-    if on:
-        set_deterministic_defaults()
-    torch.use_deterministic_algorithms(on)
-    set_deterministic_compiler(on)
+@contextmanager
+def determinism(on: bool) -> Iterator[None]:
+    """In the body, torch chooses deterministic kernels only, if `on`; otherwise what the user has chosen
+    stays."""
     torch.backends.cudnn.benchmark = False
+    if not on:
+        yield
+        return
+    set_deterministic_defaults()
+    before = torch.are_deterministic_algorithms_enabled()
+    with deterministic_compiler():  # outside, because torch sets the compiler's choice together with its own
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)

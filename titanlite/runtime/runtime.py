@@ -203,15 +203,17 @@ def runtime(training: Training, parallelism: Parallelism, comm: Comm) -> Iterato
     ours = (size > 1 or offload) and not dist.is_initialized()
     if ours:
         init_process_group(device, comm, rank, size)
-    process.set_determinism(training.deterministic)
     mesh = build_mesh(parallelism, device.type, rank, size, always=offload)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     clock = StepClock(device, hang.keep_position(notes_folder(), rank))
-    with process.explicit_garbage_collection(training.gc_freq), process.reporting_to_launcher(rank):
+    with (
+        process.determinism(training.deterministic),
+        process.explicit_garbage_collection(training.gc_freq),
+        process.reporting_to_launcher(rank),
+    ):
         yield Runtime(
             device, rank, size, mesh, batch, param_dtype, reduce_dtype, comm, training.gc_freq, began, clock
         )
-    process.set_determinism(False)
     if ours:
         dist.destroy_process_group()
         time.sleep(0.1)  # gloo's worker thread still needs the interpreter's lock once; see leave()
