@@ -119,7 +119,7 @@ def _add_allow_imports(options: Options) -> None:
 def _add_format(options: Options, default_dtype: str) -> None:
     dtypes = [*DTYPES, "as-is"]
     options.add("--dtype", choices=dtypes, default=default_dtype, help=f"dtype of weights ({default_dtype})")
-    options.add("--max-shard-size", type=parse_size, default="5GB", help="maximum size of one file (5GB)")
+    options.add("--max-shard-size", type=parse_size, help="maximum size of one file (5GB)")
 
 
 def parse_size(text: str) -> int:

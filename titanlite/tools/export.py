@@ -13,7 +13,7 @@ from titanlite.commands import parser
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_new
 from titanlite.interop.dcp import check_hashes, open_titanlite
-from titanlite.interop.export import DTYPES, ExportFormat, write_adapter, write_directory
+from titanlite.interop.export import DTYPES, MAX_SHARD_BYTES, ExportFormat, write_adapter, write_directory
 from titanlite.interop.formats import has_adapters, open_base, open_checkpoint
 from titanlite.interop.weights import ModelAndTokenizer, check_tokenizer
 from titanlite.job import load_recorded_job
@@ -35,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"{path} has no adapters: leave out --adapter")
         if options.keep_padding:
             raise ConfigError("adapters have no rows of token ids: leave out --keep-padding")
+        if options.max_shard_size:
+            raise ConfigError("PEFT reads adapters from one file: leave out --max-shard-size")
         if options.base:
             open_base(weights, job.model, path=options.base)  # raises an error for another base model
     else:
@@ -44,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     advice = f"{now} has changed; if the tokenizer has moved, run `{command}` with the run's CONFIG.toml"
     check_tokenizer(weights, tokenizer, advice)
     tell(f"using {path}")
-    form = ExportFormat(DTYPES.get(options.dtype), options.max_shard_size, options.keep_padding)
+    max_bytes = options.max_shard_size or MAX_SHARD_BYTES
+    form = ExportFormat(DTYPES.get(options.dtype), max_bytes, options.keep_padding)
     if options.adapter:
         size = write_adapter(weights, options.target, job.model, form.dtype, options.base)
     else:

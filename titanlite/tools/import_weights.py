@@ -11,7 +11,7 @@ from titanlite.checkpoint.digest import gib
 from titanlite.commands import parser
 from titanlite.config.paths import check_new
 from titanlite.interop.dcp import check_hashes
-from titanlite.interop.export import DTYPES, ExportFormat, write_directory
+from titanlite.interop.export import DTYPES, MAX_SHARD_BYTES, ExportFormat, write_directory
 from titanlite.interop.formats import open_weights
 from titanlite.interop.huggingface import warn_of_generation_settings
 from titanlite.interop.initial import TO_CHANGE_IT
@@ -32,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = job.tokenizer.build()
     check_tokenizer(weights, tokenizer, TO_CHANGE_IT)
     tell(f"using {weights.path}")
-    form = ExportFormat(DTYPES.get(options.dtype), options.max_shard_size, keep_padding=True)
+    form = ExportFormat(
+        DTYPES.get(options.dtype), options.max_shard_size or MAX_SHARD_BYTES, keep_padding=True
+    )
     size = write_directory(weights, options.target, ModelAndTokenizer(job.model, tokenizer), form)
     warn_of_generation_settings(weights, tokenizer)
     name = f"{job.model.name} {job.model.flavor}"

@@ -363,8 +363,9 @@ def test_refusals(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "has no adapters: leave out --adapter" in capsys.readouterr().err
     assert cli.run(["export", base, target, f"--base={base}"]) == 2
     assert "has no adapters: leave out --base" in capsys.readouterr().err
-    assert cli.run(["export", str(trained.job.folder), target, "--adapter", "--keep-padding"]) == 2
-    assert "leave out --keep-padding" in capsys.readouterr().err
+    for option in ("--keep-padding", "--max-shard-size=5GB"):
+        assert cli.run(["export", str(trained.job.folder), target, "--adapter", option]) == 2
+        assert f"leave out {option.partition('=')[0]}" in capsys.readouterr().err
     whole = str(trained.export("merged"))
     assert cli.run(["generate", whole, "--prompt=a", f"--base={base}"]) == 2
     assert "which is whole: leave out --base" in capsys.readouterr().err
