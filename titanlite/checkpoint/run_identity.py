@@ -24,6 +24,7 @@ NUMBERING = ("training.", "data.")  # sections that decide which sequence has wh
 NOT_NUMBERING = "data.mask_documents"  # except this key, which only masks documents from each other
 TOKENIZER, SOURCES, HELD_OUT = "data.tokenizer", "data.sources.", "data.held_out."
 CLIP = "training.clip"
+LORA = "lora"  # the table of adapters
 OPTIMIZER = "optimizer"  # in allow_changed: the optimizer's state may differ; no key of the run identity
 WITHOUT_STATE = ("optimizer.lr", "optimizer.weight_decay", "optimizer.param_groups")  # add no state
 DEFAULTS = {  # values of keys that a run identity may lack
@@ -82,7 +83,8 @@ def check_identity(
     changes = dict(_changes(theirs, ours))
     allowed = {key for key in changes if any(_covers(name, key) for name in allow_changed)}
     fixed = {key for key in changes if num_sequences and key.startswith(NUMBERING) and key != NOT_NUMBERING}
-    weights_fit = not any(key == TOKENIZER or key.startswith("model.") for key in changes)
+    other_model = any(key == TOKENIZER or key.startswith("model.") for key in changes)
+    weights_fit = not other_model and LORA not in theirs  # adapters are no model to start from
     weights = f", with --checkpoint.initial_load_path={folder}" if num_sequences and weights_fit else ""
     stages = ""
     if all(f"{key}.".startswith(SOURCES) for key in fixed) and not ours.get("data", {}).get("streamed"):
@@ -94,6 +96,13 @@ def check_identity(
             "some of them again and leave others out. Undo the change, or start a new run in another "
             f"--job.dump_folder{weights}{stages}",
             "checkpoint.allow_changed",
+        )
+    if num_sequences and (adapters := {key for key in changes if _covers(LORA, key)}):
+        raise ConfigError(
+            f"{folder} holds a run that differs: {_first(changes, adapters)}. A run cannot change the "
+            "layers, the rank and the alpha of its adapters, nor get or lose them. Undo the change, or start "
+            "a new run in another --job.dump_folder",
+            "job.dump_folder",
         )
     if refused := changes.keys() - allowed:
         advice = "; to change it within this run, name it in --checkpoint.allow_changed"
