@@ -7,7 +7,9 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from titanlite.checkpoint.run_folder import RunFolder
 from titanlite.checkpoint.run_identity import differences, spell
 from titanlite.checkpoint.state import BaseModel, TrainState, listed
 from titanlite.config import toml
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, Unreadable, keys_in
 from titanlite.config.resolve import value_at
 from titanlite.data.dataset import RunSequences
 from titanlite.data.loader import MicroBatches, SequenceLoader
@@ -30,6 +32,7 @@ from titanlite.data.sources import short_names
 from titanlite.data.stream_batches import StreamedBatches, StreamLayout
 from titanlite.data.stream_loader import StreamLoader
 from titanlite.data.stream_sequences import StreamSequences
+from titanlite.errors import LoaderError
 from titanlite.files import FileFault, read_regular, write_atomically
 from titanlite.flops import peak_bf16_flops
 from titanlite.interop.exporter import Exporter
@@ -118,6 +121,55 @@ def load_initial_weights(job: Job, net: Decoder, checkpoints: Checkpointer, stat
         state.base = load_base(path, job.model, net, checkpoints.ranks, recorded)
     elif resumed is None and job.checkpoint.initial_load_path:
         load_initial(path, job.model, net, checkpoints.ranks)
+
+
+def pin_stream(job: Job, rt: Runtime) -> Job:
+    """The job of a run on a stream, which names the version of the documents that the run reads, such as a
+    commit: see `pinned`. Rank 0 looks it up, so that all ranks read the same. Collective."""
+    if job.data.stream is None:
+        return job
+    sources = job.data.sources
+    with rt.rank_zero_first():
+        if rt.rank == 0:
+            sources = pinned(job).data.sources
+    return replace(job, data=replace(job.data, sources=rt.gather(sources)[0]))
+
+
+def pinned(job: Job) -> Job:
+    """The job, whose stream names the version of its documents: that of the run in the run folder, or else
+    the newest one. Raises ConfigError, and LoaderError if a run that resumes cannot read its stream now."""
+    stream = job.data.stream
+    if stream is None:
+        return job
+    recorded: dict[str, Any] = {}
+    with _restartable(job), keys_in("data.sources.0"):
+        if not _is_new_run(job):
+            with suppress(ConfigError, LookupError):  # without the record, the newest version is read
+                recorded = toml.read(job.folder / "job.toml")[0]["data"]["sources"][0]
+        return replace(job, data=replace(job.data, sources=[stream.pinned(recorded)]))
+
+
+def open_data(job: Job, tokenizer: Tokenizer) -> RunSequences:
+    """The sequences of the run; sources of raw text are tokenised on first use. Raises ConfigError for
+    unusable input, and LoaderError if a run that resumes cannot read its stream now."""
+    with _restartable(job):
+        return job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+
+
+@contextmanager
+def _restartable(job: Job) -> Iterator[None]:
+    """An input that a run which resumes cannot read now was readable before, so another start may succeed: a
+    LoaderError, whose exit code lets the launcher try it. For a new run it may be a mistake in a name."""
+    try:
+        yield
+    except Unreadable as e:
+        if _is_new_run(job):
+            raise
+        raise LoaderError(str(e)) from None
+
+
+def _is_new_run(job: Job) -> bool:
+    return RunFolder(job.checkpoint, job.folder, None).is_new_run()
 
 
 def check_run_folder(job: Job, tokenizer: Tokenizer) -> None:
@@ -310,7 +362,7 @@ def open_checkpoints(
     """The checkpoints of the run. Raises ConfigError if the run folder holds a run with another identity, and
     the errors of `check_data`; for a new run, before its folder is made. `about`: the lines of `summary`, for
     the job.toml of each checkpoint. Collective."""
-    if RunFolder(job.checkpoint, job.folder, None).is_new_run():
+    if _is_new_run(job):
         check_data(job, stages, sequences, None)
     checkpoints = Checkpointer(
         job.checkpoint,

@@ -51,7 +51,7 @@ def train(job: Job) -> int:
     with (
         stop_requests() as requests,
         runtime(job.training, job.parallelism, job.comm) as rt,
-        build(job, rt, requests) as run,
+        build(startup.pin_stream(job, rt), rt, requests) as run,
         run.profiler() as profiler,
     ):
         return take_steps(run, requests, profiler)
@@ -74,7 +74,7 @@ def build(job: Job, rt: Runtime, requests: StopRequests) -> Run:
         if rt.rank == 0:  # an error is raised on every rank
             startup.check_interop(job, tokenizer)
         tasks = job.validation.open_tasks(tokenizer, job.training.seq_len)
-        sequences = job.data.build(tokenizer, seq_len=job.training.seq_len, seed=job.training.seed)
+        sequences = startup.open_data(job, tokenizer)
     job, stages, about = startup.open_stages(job, rt.world_size, sequences, about)
     identity = job.identity(sequences.identity, sequences.names)
     startup.check_same_on_all_ranks(job, identity, rt)

@@ -23,6 +23,7 @@ NOT_COMPARED = ("names", STAGES)  # sections of a run identity; check_stages com
 NUMBERING = ("training.", "data.")  # sections that decide which sequence has which number,
 NOT_NUMBERING = "data.mask_documents"  # except this key, which only masks documents from each other
 TOKENIZER, SOURCES, HELD_OUT = "data.tokenizer", "data.sources.", "data.held_out."
+STREAMED = "streamed"  # in the section data: of a run on a stream
 CLIP = "training.clip"
 LORA = "lora"  # the table of adapters
 OPTIMIZER = "optimizer"  # in allow_changed: the optimizer's state may differ; no key of the run identity
@@ -87,7 +88,7 @@ def check_identity(
     weights_fit = not other_model and LORA not in theirs  # adapters are no model to start from
     weights = f", with --checkpoint.initial_load_path={folder}" if num_sequences and weights_fit else ""
     stages = ""
-    if all(f"{key}.".startswith(SOURCES) for key in fixed) and not ours.get("data", {}).get("streamed"):
+    if all(f"{key}.".startswith(SOURCES) for key in fixed) and not ours.get("data", {}).get(STREAMED):
         first = f'the first with the sources\' weights until now and until = "{num_sequences} sequences"'
         stages = f", or change the sources from here on with [[stages]], {first}"
     if allowed & fixed:
@@ -264,6 +265,9 @@ def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str
             in_both = name in old_names.values() and name in new_names.values()
             if in_both and ABSENT in (a, b):
                 yield key, f"the sequences of {name} have changed"
+            elif STREAMED in before.get("data", {}) and STREAMED in now.get("data", {}):
+                was, is_now = (listed(list(known.values())) for known in (old_names, new_names))
+                yield key, f"the run reads {was}, this job reads {is_now}"
             else:
                 yield key, f"{name} was {_percent(a)} of the sequences, is {_percent(b)}"
         elif key.startswith(HELD_OUT):

@@ -16,7 +16,7 @@ import itertools
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -81,6 +81,12 @@ class StreamedSource(Source):
     def skips_bad_documents(self) -> bool:
         """Whether documents without text are skipped and counted; otherwise they end the run."""
         return False
+
+    def pinned(self, recorded: Mapping[str, Any]) -> StreamedSource:
+        """Return a source that reads today's documents at any later time, such as one that names the newest
+        commit; by default, this source. `recorded`: the keys of the pinned source of the run that is resumed,
+        whose documents it reads if its keys allow; {} for a new run."""
+        return self
 
     @abstractmethod
     def documents(self) -> Iterable[Any]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from titanlite.config import toml
 from titanlite.config.component import keys_in
 from titanlite.data.sources import StreamedSource
 from titanlite.prepare.streams import Document, DocumentStream, text_of
+
+REVISION = "revision"  # the key of a stream that names the version of its documents, if it has one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +41,18 @@ class Stream(StreamedSource, name="stream"):
     def max_documents(self) -> int:
         return self.stream.max_documents
 
-    @cached_property
-    def _pinned(self) -> DocumentStream:
-        """The stream with its commit, so that all workers and epochs read the same documents."""
-        return self.stream.pinned()
+    @property
+    def label(self) -> str:
+        revision = getattr(self.stream, REVISION, "")
+        return f"{super().label} at {revision}" if revision else super().label
+
+    def pinned(self, recorded: Mapping[str, Any]) -> Stream:
+        before, now = recorded.get("stream", {}), toml.as_tree(self.stream)
+        others = (key for key in now if key != REVISION)
+        if now.get(REVISION) == "" and before.get(REVISION) and all(before.get(k) == now[k] for k in others):
+            return replace(self, stream=replace(self.stream, **{REVISION: before[REVISION]}))
+        with keys_in("stream"):
+            return replace(self, stream=self.stream.pinned())
 
     @property
     def skips_bad_documents(self) -> bool:
@@ -50,12 +60,12 @@ class Stream(StreamedSource, name="stream"):
 
     def documents(self) -> Iterable[Document]:
         with keys_in("stream"):
-            return self._pinned.build()
+            return self.stream.build()
 
     def text(self, document: Document, place: str) -> str:
         return text_of(document, self.field, place)
 
     def fingerprint(self) -> str:
         with keys_in("stream"):
-            key = repr((self._pinned.fingerprint(), self.field, self.max_documents))
+            key = repr((self.stream.fingerprint(), self.field, self.max_documents))
         return hashlib.sha256(f"stream {key}".encode()).hexdigest()[:16]

@@ -59,7 +59,8 @@ class DocumentStream(Component, kind="stream", makes=(Iterable,)):
 
     def pinned(self) -> DocumentStream:
         """Return a stream that reads today's documents at any later time, such as one that names the newest
-        commit; by default, this stream. A preparation that was interrupted continues with its result."""
+        commit; by default, this stream. A preparation that was interrupted continues with its result, and so
+        does a run, if the key that changes is `revision`, which is empty for the newest documents."""
         return self
 
     def fingerprint(self) -> str:

@@ -120,6 +120,7 @@ def check_inputs(job: Job, ranks: int) -> tuple[Job, int, list[str]]:
     job.check_folders()
     unchecked = check_this_device(job, ranks)
     tokenizer = startup.open_tokenizer(job)
+    job = startup.pinned(job)
     startup.check_run_folder(job, tokenizer)
     startup.check_interop(job, tokenizer)
     job.validation.open_tasks(tokenizer, job.training.seq_len)

@@ -12,7 +12,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from tests.support.jobs import metrics_in, tiny_arguments
 from tests.support.streams import state_of, steps, stream_loader, values
 from tests.support.tiers import full
 from titanlite import cli
+from titanlite.checkpoint.run_identity import check_identity
+from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.data.dataset import Data
 from titanlite.data.sources import StreamedSource
@@ -157,6 +159,51 @@ def test_what_changes_the_fingerprint(tmp_path: Path) -> None:
     assert len({source.fingerprint() for source in lines}) == 4
     assert lines[0].fingerprint() == Stream(stream=LineStream(path="a")).fingerprint()
     assert [source.label for source in lines[:2]] == ["stream a", "stream b"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions(LineStream):
+    """A stream whose newest version is `new`."""
+
+    revision: str = ""
+
+    def pinned(self) -> Versions:
+        return replace(self, revision="new")
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "revision"),
+    [
+        ({}, None, "new"),
+        ({}, {}, "old"),
+        ({"revision": "main"}, {}, "new"),  # if it is not the old one, the resume is refused
+        ({"max_documents": 3}, {}, "new"),
+        ({}, {"revision": ""}, "new"),  # of a run that recorded none
+    ],
+)
+def test_a_resumed_run_reads_the_version_of_its_start(
+    now: dict[str, Any], before: dict[str, Any] | None, revision: str
+) -> None:
+    recorded = Stream(stream=Versions(**{"path": "a", "revision": "old"} | (before or {})))
+    tree = toml.as_tree(recorded) if before is not None else {}
+    source = Stream(stream=Versions(path="a", **now)).pinned(tree)
+    assert getattr(source.stream, "revision", None) == revision
+    assert source.label == f"stream a at {revision}"
+
+
+def test_the_refusal_of_another_version_names_both() -> None:
+    old, new = (Stream(stream=Versions(path="a", revision=name)) for name in ("old", "new"))
+    theirs, ours = (
+        {
+            "data": {"streamed": True, "sources": {source.fingerprint(): 1000}},
+            "names": {"tokenizer": "bytes", "sources": {source.fingerprint(): source.label}},
+        }
+        for source in (old, new)
+    )
+    assert check_identity(theirs, theirs, [], Path("run"), 8) == []
+    message = r"differs: the run reads stream a at old, this job reads stream a at new\. Undo the change"
+    with pytest.raises(ConfigError, match=message):
+        check_identity(theirs, ours, [], Path("run"), 8)
 
 
 @pytest.mark.parametrize(
@@ -314,36 +361,79 @@ def test_an_unreachable_hub(refusal: Callable[..., str], monkeypatch: pytest.Mon
     assert line.startswith("titanlite: org/name: there is no such directory, and the hub cannot be reached")
 
 
+def start(
+    folder: Path,
+    corpus: Path,
+    endpoint: str,
+    options: str,
+    *overrides: str,
+    name: str = "run",
+    ranks: int = 1,
+) -> tuple[int, str]:
+    """Train on a stream from a server like the hub, in new processes. Returns the exit code and the log."""
+    stream = f"{{ name = 'huggingface', {options} }}"
+    words = [
+        *tiny_arguments(folder, corpus, name),
+        f"--data.sources=[{{ name = 'stream', stream = {stream} }}]",
+        "--data.holdout_sequences=0",
+        *overrides,
+    ]
+    verb = ["train"] if ranks == 1 else ["launch", f"--nproc-per-node={ranks}"]
+    result = subprocess.run(
+        [sys.executable, "-m", "titanlite.cli", *verb, *words],
+        env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.returncode, result.stderr
+
+
+def losses(folder: Path) -> list[tuple[str, float]]:
+    return [(row["data/batch_sha"], row["train/loss"]) for row in metrics_in(folder)]
+
+
 @pytest.mark.full
 def test_a_server_like_the_hub(tmp_path: Path, corpus: Path) -> None:
     """Runs on a dataset that is streamed from a server, with workers, equal one on local files."""
     pytest.importorskip("datasets")
     data = jsonl(tmp_path / "data")
-
-    def train(path: str, name: str, steps: int, endpoint: str) -> None:
-        sources = f"[{{ name = 'stream', stream = {{ name = 'huggingface', path = '{path}' }} }}]"
-        words = [
-            *tiny_arguments(tmp_path, corpus, name),
-            "--data.holdout_sequences=0",
-            "--data.num_workers=2",
-        ]
-        command = [sys.executable, "-m", "titanlite.cli", "train", *words, f"--data.sources={sources}"]
-        variables = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "cache")}
-        result = subprocess.run(
-            [*command, f"--training.steps={steps}"],
-            env=variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
-
     with serving(data) as endpoint:
-        train("org/name", "hub", 3, endpoint)
-        train("org/name", "hub", 6, endpoint)
-        train(str(data), "local", 6, endpoint)
-    hub, local = (
-        [(row["data/batch_sha"], row["train/loss"]) for row in metrics_in(tmp_path / name)]
-        for name in ("hub", "local")
-    )
-    assert hub == local
+        for name, path, steps in (("hub", "org/name", 3), ("hub", "org/name", 6), ("local", data, 6)):
+            options = f"path = '{path}'", "--data.num_workers=2", f"--training.steps={steps}"
+            code, log = start(tmp_path, corpus, endpoint, *options, name=name)
+            assert code == 0, log
+    assert losses(tmp_path / "hub") == losses(tmp_path / "local")
+
+
+@pytest.mark.full
+def test_a_run_keeps_the_commit_of_its_start(tmp_path: Path, corpus: Path) -> None:
+    """Also on several ranks after a push to the dataset. A hub that cannot be reached ends a run that resumes
+    with exit code 1, so that the launcher tries again; a new run with 2 (test_an_unreachable_hub)."""
+    pytest.importorskip("datasets")
+    old, new = "a" * 40, "b" * 40
+    data, more = jsonl(tmp_path / "data"), tmp_path / "more"
+    more.mkdir()
+    (more / "train-0.jsonl").write_text(json.dumps({"text": "other text"}) * 9)
+    commits = {old: data}
+    with serving(data, commits) as endpoint:
+
+        def run(options: str, steps: int, name: str = "run") -> tuple[int, str]:
+            keys = "--data.num_workers=0", "--training.local_batch_size=2", f"--training.steps={steps}"
+            return start(tmp_path, corpus, endpoint, options, *keys, name=name, ranks=2)
+
+        code, log = run("path = 'org/name'", 3)
+        assert code == 0, log
+        assert f"stream org/name at {old}: in its order, each of 2 loaders" in log
+        assert f'revision = "{old}"' in (tmp_path / "run/job.toml").read_text()
+        commits[new] = more
+        code, log = run("path = 'org/name'", 6)
+        assert code == 0, log
+        code, log = run(f"path = 'org/name', revision = '{old}'", 6, name="whole")
+        assert code == 0, log
+        assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+        code, log = run("path = 'org/name', revision = 'main'", 7)
+        assert code == 2
+        assert f"the run reads stream org/name at {old}, this job reads stream org/name at {new}. Undo" in log
+    code, log = run("path = 'org/name'", 7)
+    assert (code, "org/name: " in log) == (1, True), log
