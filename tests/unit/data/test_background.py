@@ -158,7 +158,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_message() -> None:
 
 @pytest.mark.full
 def test_workers_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_set_up_worker", lambda worker: os.kill(os.getpid(), signal.SIGSTOP))
+    monkeypatch.setattr(loader, "set_up_worker", lambda worker: os.kill(os.getpid(), signal.SIGSTOP))
     waiting, others = Waiting(), set(workers())
     with pytest.raises(GivenUp):
         iter(made(Numbers(), 2, waiting))
