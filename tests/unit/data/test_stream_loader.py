@@ -313,7 +313,7 @@ class Failing(Texts):
 @pytest.mark.parametrize("workers", [0, full(2)])
 def test_any_error_of_a_stream_is_one_of_the_loader(workers: int) -> None:
     """So that the finished steps are saved, and the launcher may start the run again."""
-    first = loader(1, workers, stream=Failing)
+    first = loader(1, workers)
     steps(first, 1)
     with pytest.raises(LoaderError, match=r"^source: ConnectionError: the server has gone away$"):
         steps(loader(1, workers, stream=Failing), 50)
