@@ -345,20 +345,6 @@ def allow_many_graphs() -> None:
     torch.compiler.config.recompile_limit = 64
 
 
-@contextmanager
-def deterministic_compiler() -> Iterator[None]:
-    """In the body, inductor chooses kernels by rules alone. By default it times some, and a kernel with
-    another block size may give other last bits. Users may choose this, too (TORCHINDUCTOR_DETERMINISTIC)."""
-    from torch._inductor import config
-
-    before = config.deterministic
-    config.deterministic = True
-    try:
-        yield
-    finally:
-        config.deterministic = before
-
-
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """Let torch.compile make code for any size of this dim above 1, instead of this size."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)

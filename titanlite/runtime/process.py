@@ -25,7 +25,6 @@ from titanlite.runtime.environment import (
     num_ranks,
     set_deterministic_defaults,
 )
-from titanlite.torch_compat import deterministic_compiler
 
 
 def world_size() -> int:
@@ -128,17 +127,16 @@ def explicit_garbage_collection(gc_freq: int) -> Iterator[None]:
 
 @contextmanager
 def determinism(on: bool) -> Iterator[None]:
-    """In the body, torch chooses deterministic kernels only, if `on`; otherwise what the user has chosen
-    stays."""
+    """In the body, torch and its compiler choose deterministic kernels only, if `on`; otherwise what the user
+    has chosen stays."""
     torch.backends.cudnn.benchmark = False
     if not on:
         yield
         return
     set_deterministic_defaults()
     before = torch.are_deterministic_algorithms_enabled()
-    with deterministic_compiler():  # outside, because torch sets the compiler's choice together with its own
-        torch.use_deterministic_algorithms(True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
