@@ -78,6 +78,7 @@ def errors_of_a_pipeline() -> tuple[str, str]:
     return str(loss.value), str(buffer.value)
 
 
+@pytest.mark.full
 def test_pipeline_parallel_refuses_auxiliary_losses_and_stray_buffers(run_on) -> None:
     loss, buffer = run_on(2, errors_of_a_pipeline)[0]
     assert "the model has auxiliary losses, which pipeline parallel does not support" in loss

@@ -60,7 +60,7 @@ def on_rank(folder: Path, corpus: Path, part: Part, fault: str, stops: tuple[int
 ONE_FAULT = {"pp 2 x tp 2", "dp_shard 4", "dp_replicate 2 x dp_shard 2", "CPU offload, dp_shard 2"}
 ONE_FAULT |= {"compiled", "dp_shard 2, compiled"}
 ONE_FAULT |= {name for name in LAYOUTS if name.endswith(("uon", "state", "Lion"))}
-CASES = [("dp_shard 2", FAULTS[:1])]
+CASES = [full("dp_shard 2", FAULTS[:1])]
 CASES += [full(name, FAULTS[:1] if name in ONE_FAULT else FAULTS) for name in LAYOUTS]
 
 

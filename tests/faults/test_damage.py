@@ -299,11 +299,10 @@ def good(two: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]
 @pytest.mark.parametrize(
     "name",
     [
-        "__1_1.distcp",
         "train.json",
         *(
             pytest.param(name, marks=pytest.mark.full)
-            for name in ("__0_0.distcp", ".metadata", "manifest.json")
+            for name in ("__0_0.distcp", "__1_1.distcp", ".metadata", "manifest.json")
         ),
     ],
 )

@@ -111,7 +111,7 @@ def test_sigterm_while_waiting_for_nodes_after_a_crash_is_75(start: Any) -> None
 # ---- kill -9
 
 
-@pytest.mark.parametrize("num_ranks", [1, full(2)])
+@pytest.mark.parametrize("num_ranks", [full(1), full(2)])
 def test_a_killed_rank_is_restarted_and_the_run_equals_one_that_was_not(
     start: Any, tmp_path: Path, corpus: Path, num_ranks: int
 ) -> None:

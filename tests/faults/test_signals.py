@@ -321,7 +321,7 @@ def test_a_stop_in_every_run(whole: Job, tmp_path: Path, corpus: Path) -> None:
 # ---- a stop that cannot be saved
 
 
-@pytest.mark.parametrize("mode", ["async", full("disabled")])
+@pytest.mark.parametrize("mode", [full("async"), full("disabled")])
 def test_a_stop_whose_save_fails_is_3(whole: Job, tmp_path: Path, corpus: Path, mode: str) -> None:
     runs = Runs(tmp_path, corpus, f"--checkpoint.async_mode={mode}")
     codes = runs(Event("loading", 11), Event("writing", 2, "disk full"))

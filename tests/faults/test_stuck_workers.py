@@ -111,6 +111,7 @@ def test_nothing_is_saved_before_the_first_step(trainer: Trainer, tmp_path: Path
     assert runs.saved == []
 
 
+@pytest.mark.full
 @until_given_up
 def test_several_ranks_end_in_time_and_the_stuck_one_names_its_worker(
     trainer: Trainer, tmp_path: Path, corpus: Path, whole: dict[int, Any], hurry: list[Fault], timeout_s: int
