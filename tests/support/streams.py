@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +19,18 @@ from titanlite.data.stream_loader import StreamLoader
 from titanlite.tokenizers.bytes import Bytes
 
 SEQ_LEN, STEP, MICRO_BATCH = 16, 8, 2
+
+
+def write_webdataset(folder: Path, files: Sequence[Sequence[str]]) -> Path:
+    """Write texts as shards of a WebDataset, one per item of `files`, with members named N.text."""
+    folder.mkdir()
+    for shard, texts in enumerate(files):
+        with tarfile.open(folder / f"{shard:05}.tar", "w") as tar:
+            for i, text in enumerate(texts):
+                member = tarfile.TarInfo(f"{i:06}.text")
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text.encode()))
+    return folder
 
 
 def stream_loader(

@@ -4,12 +4,10 @@ tests read local directories through the classes that read the hub; the hub itse
 from __future__ import annotations
 
 import filecmp
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.hub import COMMIT, serving
+from tests.support.streams import write_webdataset
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.data.shards import TokenShards
@@ -51,14 +50,7 @@ def parquet(folder: Path) -> Path:
 
 
 def webdataset(folder: Path) -> Path:
-    folder.mkdir()
-    for shard, part in enumerate([TEXTS[:25], TEXTS[25:]]):
-        with tarfile.open(folder / f"{shard:05}.tar", "w") as tar:
-            for i, text in enumerate(part):
-                member = tarfile.TarInfo(f"{i:06}.text")
-                member.size = len(text)
-                tar.addfile(member, io.BytesIO(text.encode()))
-    return folder
+    return write_webdataset(folder, [TEXTS[:25], TEXTS[25:]])
 
 
 def prepare(*words: object) -> int:

@@ -3,13 +3,11 @@ after an interruption and in workers; bad input and unsupported settings are one
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ import pytest
 from tests.examples.line_stream import LineStream
 from tests.support.hub import serving
 from tests.support.jobs import metrics_in, tiny_arguments
-from tests.support.streams import state_of, steps, stream_loader, values
+from tests.support.streams import state_of, steps, stream_loader, values, write_webdataset
 from tests.support.tiers import full
 from titanlite import cli
 from titanlite.checkpoint.run_identity import check_identity
@@ -100,14 +98,7 @@ def parquet(folder: Path) -> Path:
 
 
 def webdataset(folder: Path) -> Path:
-    folder.mkdir()
-    for shard, part in enumerate(FILES):
-        with tarfile.open(folder / f"{shard:05}.tar", "w") as tar:
-            for i, text in enumerate(part):
-                member = tarfile.TarInfo(f"{i:06}.text")
-                member.size = len(text)
-                tar.addfile(member, io.BytesIO(text.encode()))
-    return folder
+    return write_webdataset(folder, FILES)
 
 
 @pytest.mark.parametrize(
