@@ -35,7 +35,7 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(
     keys = [f"--model.overrides={SHAPE}", "--training.steps=3", *options]
     full = make_job(tmp_path, corpus, *keys, name="full")
     train(full)
-    keys += [f"--checkpoint.initial_load_path={full.folder / 'checkpoint/step-3'}", "--training.steps=6"]
+    keys += [f"--checkpoint.initial_load_path={full.folder / 'checkpoint/step-3'}", "--training.steps=12"]
     keys += ["--lora.enable", "--lora.rank=8"]
     lora = make_job(tmp_path, corpus, *keys, "--optimizer.lr=0.01", name="lora")
     train(lora)
