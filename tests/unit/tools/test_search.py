@@ -18,7 +18,7 @@ from titanlite import cli
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.config.component import ConfigError
 from titanlite.runtime.environment import with_gpus
-from titanlite.tools.search import groups_of_gpus
+from titanlite.tools.trial_runs import groups_of_gpus
 
 RANGE = "--optimizer.lr=1e-3:1e-1:3"
 WHOLE = ["--lr_scheduler.total_steps=0", "--validation.enable=true"]
