@@ -390,7 +390,7 @@ def log_start(job: Job, rt: Runtime, about: Sequence[str], sequences: RunSequenc
         logger.info(line)
     logger.info(f"{rt.world_size} x {device_name(rt.device)}: {rt.mesh.degrees}{offload}, {dtype}")
     logger.info(f"{sequences.describe_size()}, {sequences.num_held_out:,} held out")
-    for line in sequences.cut_conversations(min(job.sequence_lengths().values())):
+    for line in sequences.describe_conversations(min(job.sequence_lengths().values())):
         logger.info(line)
     logger.info(
         f"{batch.global_size} sequences per step: {num_micro_batches} "

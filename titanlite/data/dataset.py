@@ -308,12 +308,13 @@ class SequenceDataset(ValidationSequences, Dataset):
                 )
         return lines
 
-    def cut_conversations(self, seq_len: int) -> list[str]:
-        """Describe the conversations that sequences cut, one line per source that has any. The later part of
-        such a conversation is trained without its question. `seq_len`: the shortest one of all stages."""
+    def describe_conversations(self, seq_len: int) -> list[str]:
+        """Describe the conversations of each source that has any: how many of their tokens are trained, and
+        whether sequences cut them. The later part of a conversation that is cut is trained without its
+        question. `seq_len`: the shortest one of all stages."""
         masked = [packed for packed in self._packed if packed.shards.has_loss_mask]
-        reasons = [(packed.shards.path, _reason_for_cuts(packed, seq_len)) for packed in masked]
-        return [f"{path}: {reason}" for path, reason in reasons if reason]
+        lines = [[packed.shards.counts(), _reason_for_cuts(packed, seq_len)] for packed in masked]
+        return [f"{p.shards.path}: {line}" for p, said in zip(masked, lines) for line in said if line]
 
     def training(self, numbers: np.ndarray) -> list[TokenSequence]:
         """Return training sequences by global number (int64 [n])."""

@@ -61,6 +61,19 @@ class ShardedTokens(ABC):
         """Whether the dataset says for each token if it counts as a target."""
         return False
 
+    @property
+    def num_trained(self) -> int | None:
+        """The number of tokens that count as targets; None without a loss mask, or if it is not recorded."""
+        return None
+
+    def counts(self) -> str:
+        """Return the numbers of documents, tokens and trained tokens, for messages."""
+        counts = f"{self.num_documents:,} documents, {self.num_tokens:,} tokens"
+        if self.num_trained is None:
+            return counts
+        share = self.num_trained / max(self.num_tokens, 1)
+        return f"{counts}, {self.num_trained:,} of them trained ({share:.1%})"
+
     @abstractmethod
     def _open_tokens(self, shard: int) -> np.ndarray:
         """Map the token ids of a shard that has tokens, as unsigned integers."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,16 @@ def write_shard(
     }
     if loss_masks is None:
         return entry
-    masked, mask_sha256 = _write_arrays(folder / f"{name}.mask", loss_masks, np.dtype(np.uint8))
+    num_trained = list[int]()
+
+    def counted() -> Iterator[np.ndarray]:
+        for mask in loss_masks:
+            num_trained.append(int(np.count_nonzero(mask)))
+            yield mask
+
+    masked, mask_sha256 = _write_arrays(folder / f"{name}.mask", counted(), np.dtype(np.uint8))
     assert masked == lengths
-    return entry | {"mask_sha256": mask_sha256}
+    return entry | {"mask_sha256": mask_sha256, "trained_tokens": sum(num_trained)}
 
 
 def _write_arrays(file: Path, arrays: Iterable[np.ndarray], dtype: np.dtype) -> tuple[list[int], str]:
@@ -139,6 +146,11 @@ class TokenShards(ShardedTokens):
     def has_loss_mask(self) -> bool:
         return self._has_loss_mask
 
+    @property
+    def num_trained(self) -> int | None:
+        trained = [shard.get("trained_tokens") for shard in self._shards]  # older datasets lack it
+        return sum(trained) if self._has_loss_mask and None not in trained else None
+
     def verify(self) -> None:
         """Compare the SHA-256 of every file with dataset.json. Raises ConfigError, which names the first file
         that differs."""
@@ -210,6 +222,8 @@ def _check_description(description: dict[str, Any]) -> None:
         raise ValueError("`prepared` is not an object")
     for shard in description["shards"]:
         expect(shard, **SHARD_KEYS, **MASK_KEYS[description["format"]])
+        if type(shard.get("trained_tokens", 0)) is not int:
+            raise ValueError("`trained_tokens` of a shard is not an integer")
         if not re.fullmatch(r"[0-9A-Za-z_-]{1,100}", shard["name"]):
             raise ValueError(f"{shard['name']!r} is not a valid name of a shard")
         if min(shard["tokens"], shard["documents"]) < 0:

@@ -124,7 +124,7 @@ class StreamSequences(ValidationSequences):
         """Return how much there is to train on, for the log."""
         return f"sequences of {self.seq_len} tokens from a stream"
 
-    def cut_conversations(self, seq_len: int) -> list[str]:
+    def describe_conversations(self, seq_len: int) -> list[str]:
         """Return an empty list: a stream has no conversations."""
         return []
 

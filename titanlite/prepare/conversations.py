@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.component import ConfigError
+from titanlite.config.component import ConfigError, suggest
 from titanlite.prepare import corpus
 from titanlite.prepare.corpus import Document, FileSplit, Limits, OnBad, format_of
-from titanlite.tokenizers.chat import ChatFormat
+from titanlite.tokenizers.chat import ROLES, ChatFormat
 
 SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 LISTS = ("messages", "conversations")  # fields that hold the messages
@@ -62,7 +62,7 @@ def read_conversations(
     for place, line in lines:
         try:
             record = corpus.record_of(line, limits)
-            rendered = chat.render(messages_of(record), tools_of(record))
+            rendered = chat.render(messages_of(record, chat), tools_of(record))
             text = corpus.checked(rendered.text, "conversation")
         except ValueError as e:
             on_bad(file, place, str(e))
@@ -70,10 +70,10 @@ def read_conversations(
             yield Document(text, file, place, rendered)
 
 
-def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+def messages_of(record: dict[str, Any], chat: ChatFormat) -> list[dict[str, Any]]:
     """Return the messages in a JSON object; `system` beside them is the first one. Other fields of a message,
-    such as `tool_calls`, are kept; those that are null are left out, as in transformers. Raises
-    ValueError."""
+    such as `tool_calls`, are kept; those that are null are left out, as in transformers. Raises ValueError,
+    also for a role that `chat` does not know."""
     given = [key for key in LISTS if record.get(key) is not None]
     if len(given) != 1:
         count = "both" if given else "neither"
@@ -81,7 +81,7 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     (key,) = given
     if not isinstance(record[key], list) or not record[key]:
         raise ValueError(f"`{key}` is not a list of messages")
-    messages = [_message(message, f"{key}[{i}]") for i, message in enumerate(record[key])]
+    messages = [_message(message, f"{key}[{i}]", chat) for i, message in enumerate(record[key])]
     if (system := record.get("system")) in (None, ""):
         return messages
     if not isinstance(system, str):
@@ -95,13 +95,16 @@ def tools_of(record: dict[str, Any]) -> list[Any] | None:
     """Return the `tools` in a JSON object: a list, or its JSON as a text. Raises ValueError."""
     tools = record.get("tools")
     if isinstance(tools, str):
-        tools = json.loads(tools) if tools else None
+        try:
+            tools = json.loads(tools) if tools else None
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"`tools` is a text that is not valid JSON: {e}") from None
     if tools is not None and not isinstance(tools, list):
         raise ValueError("`tools` is not a list")
     return tools
 
 
-def _message(message: Any, name: str) -> dict[str, Any]:
+def _message(message: Any, name: str, chat: ChatFormat) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"{name} is not an object with a role and a content")
     if message.get("from") is not None and message.get("role") is None:
@@ -111,12 +114,29 @@ def _message(message: Any, name: str) -> dict[str, Any]:
             raise ValueError(f"{name}: `from` is {role!r}, expected one of {', '.join(SHAREGPT_ROLES)}")
         message = {**others, "role": SHAREGPT_ROLES[role], "content": content}
     message = {key: value for key, value in message.items() if value is not None}
-    if not isinstance(message.get("role"), str):
+    if not isinstance(role := message.get("role"), str):
         raise ValueError(f"{name} has no text as `role`")
+    if not chat.has_role(role):
+        raise ValueError(
+            f"{name}: unknown role {role!r}{suggest(role, ROLES)}; the chat template looks for no such role"
+        )
+    if isinstance(message.get("content"), list) and message["content"]:
+        texts = [_text(part, f"{name}.content[{i}]") for i, part in enumerate(message["content"])]
+        message["content"] = "".join(texts)
     calls_without_content = message.get("tool_calls") and message.get("content") is None
     if not calls_without_content and not isinstance(message.get("content"), str):
         raise ValueError(f"{name} has no text as `content`")
     return message
+
+
+def _text(part: Any, name: str) -> str:
+    """Return the text of a part of a content. Raises ValueError for a part of another type."""
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(
+            f'{name} is not a text, {{"type": "text", "text": "..."}}; models here read only text'
+        )
+    text: str = part["text"]
+    return text
 
 
 # ---- files

@@ -439,7 +439,9 @@ def record_of(line: bytes, limits: Limits) -> dict[str, Any]:
     limits.check_document(len(line) - line.endswith(b"\n"))
     try:
         record = json.loads(_decode(line))
-    except (json.JSONDecodeError, RecursionError) as e:
+    except json.JSONDecodeError as e:
+        raise ValueError(f"not valid JSON: {e.msg} at character {e.pos + 1} of the line") from None
+    except RecursionError as e:
         raise ValueError(f"not valid JSON: {e}") from None
     return record if isinstance(record, dict) else {}
 

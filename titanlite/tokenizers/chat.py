@@ -3,7 +3,7 @@
 A template is Jinja, as in Hugging Face's chat_template.jinja. What the assistant writes, with the token that
 ends its turn, stands between `{% generation %}` and `{% endgeneration %}`, as in transformers. Only these
 tokens count in the loss. A template without the two marks is an error, because nothing else tells which
-tokens are the assistant's.
+tokens are the assistant's, and so is one that puts them around a message of another role.
 
 The name of a control token is this token where the template writes it, and plain text where it comes from a
 message, also if the template joins it from several texts. Control tokens are the special tokens, and those
@@ -35,7 +35,8 @@ MARKS = re.compile(f"([{BEGIN}{END}])")
 # Characters that stand for punctuation, to see which text comes from a message: hieroglyphs, which are
 # letters without case that Python and JSON print as they are.
 STAND_INS = range(0x13000, 0x13430)
-VERSION = 2  # increase it when a change of the code changes the text or the tokens of a conversation
+VERSION = 3  # increase it when a change of the code changes the text or the tokens of a conversation
+ROLES = ("system", "developer", "user", "assistant", "tool")
 PUNCTUATION = r"[^\w\s]"
 PROBE = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
 _Spans: TypeAlias = tuple[tuple[int, int], ...]
@@ -63,8 +64,8 @@ class ChatFormat:
     """A tokenizer's chat template. Picklable: `titanlite prepare` sends it to its processes.
 
     `name`: of the template's file, for messages. `variables`: names of special tokens that the template may
-    use, such as `eos_token`. Raises ValueError for a template that is invalid, or that does not mark the
-    assistant's text."""
+    use, such as `eos_token`. Raises ValueError for a template that is invalid, that does not mark the
+    assistant's text, or that marks a text of another role."""
 
     def __init__(self, template: str, name: str, tokenizer_json: bytes, variables: Mapping[str, str]):
         self.template, self.name, self.variables = template, name, dict(variables)
@@ -79,6 +80,7 @@ class ChatFormat:
                 f"{name} does not mark the assistant's text: put `{{% generation %}}` and "
                 "`{% endgeneration %}` around what the assistant writes, with the token that ends its turn"
             )
+        self._check_marks(PROBE[1:], None)
 
     @property
     def fingerprint(self) -> str:
@@ -86,18 +88,26 @@ class ChatFormat:
         inputs = (VERSION, self.template, sorted(self.variables.items()))
         return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
+    def has_role(self, role: str) -> bool:
+        """Return whether a message may have this role: one of ROLES, or one that the template looks for."""
+        return role in ROLES or role in self._compiled.sought
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
     ) -> RenderedChat:
         """Return the text of a conversation. `add_generation_prompt`: end with the beginning of an answer.
 
         Raises ValueError, with the template's own message if it has one, for a conversation that the template
-        refuses, for one without text of the assistant, unless the answer is yet to be written, and for one
-        that makes a control token in a way that cannot be followed."""
+        refuses, for one with tool calls that the template leaves out, for one without text of the assistant,
+        unless the answer is yet to be written, for one of which the template marks a text of another role as
+        the assistant's, and for one that makes a control token in a way that cannot be followed."""
         conversation = [list(messages), tools]
+        self._check_calls(messages)
         text, spans = self._rendered(conversation, add_generation_prompt)
-        if not add_generation_prompt and all(begin == end for begin, end in spans):
-            raise ValueError("a conversation without text of the assistant has no token to train on")
+        if not add_generation_prompt:
+            if all(begin == end for begin, end in spans):
+                raise ValueError("a conversation without text of the assistant has no token to train on")
+            self._check_marks(messages, tools)
         return RenderedChat(text, spans, self._written(text, conversation, add_generation_prompt))
 
     def _rendered(self, conversation: Any, add_generation_prompt: bool) -> tuple[str, _Spans]:
@@ -115,8 +125,44 @@ class ChatFormat:
                 **self.variables,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError) as e:
-            raise ValueError(f"the chat template refuses this conversation: {e}") from None
+            bare = [i for i, message in enumerate(messages) if "content" not in message]
+            hint = f'; messages[{bare[0]}] has no `content`: give it "content": ""' if bare else ""
+            raise ValueError(f"the chat template refuses this conversation: {e}{hint}") from None
         return _without_marks(rendered)
+
+    def _check_calls(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError for tool calls if the template does not read them."""
+        for i, message in enumerate(messages):
+            if message.get("tool_calls") and "tool_calls" not in self.template:
+                raise ValueError(
+                    f"messages[{i}] has tool_calls, which {self.name} does not read: use a template that "
+                    "does, or write the calls into `content`"
+                )
+
+    def _check_marks(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
+        """Raise ValueError if the template marks the content of a message as the assistant's whose role is
+        another one.
+
+        The conversation is rendered again with another text for such contents, which then may not be in a
+        marked range."""
+        strings = set("".join(_strings([list(messages), tools])))
+        unused = next((chr(i) for i in STAND_INS if chr(i) not in strings), "")
+        others = [role for role in ROLES if role != "assistant"]
+        replaced = [
+            {**message, "content": unused * len(message["content"])}
+            if message["role"] in others and isinstance(message.get("content"), str)
+            else message
+            for message in messages
+        ]
+        try:
+            text, spans = self._rendered([replaced, tools], add_generation_prompt=False)
+        except ValueError:  # the template is for other conversations, or looks for other texts
+            return
+        if unused and any(unused in text[begin:end] for begin, end in spans):
+            raise ValueError(
+                f"{self.name} marks messages of other roles as the assistant's: put `{{% generation %}}` and "
+                "`{% endgeneration %}` around no more than what the assistant writes"
+            )
 
     def _written(self, text: str, conversation: Any, add_generation_prompt: bool) -> tuple[int, ...]:
         """Return the places in `text`, the rendered conversation, of the names of control tokens that the

@@ -99,11 +99,12 @@ def _verify(argv: Sequence[str]) -> int:
             file = MegatronFile(path)
             content, compared = _verify_megatron(file, cache_dir)
             largest = f"largest id {content.largest_id}"
-            print(f"{path}: {_counts(file)}, {largest}, the index matches its data; {compared}")
+            counts = f"{file.num_documents:,} documents, {file.num_tokens:,} tokens"
+            print(f"{path}: {counts}, {largest}, the index matches its data; {compared}")
         else:
             shards = TokenShards(path)
             shards.verify()
-            print(f"{path}: {_counts(shards)}, all hashes match")
+            print(f"{path}: {shards.counts()}, all hashes match")
     return 0
 
 
@@ -118,10 +119,6 @@ def _verify_megatron(file: MegatronFile, cache_dir: str) -> tuple[Content, str]:
         return file.verify(record.parent), f"{nothing}: recorded in {record} for the next time"
     file.check_index()
     return file.read_content(), f"{nothing} here; --cache_dir=DIR names the cache of a run, or makes one"
-
-
-def _counts(dataset: MegatronFile | TokenShards) -> str:
-    return f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens"
 
 
 def _is_megatron(path: str) -> bool:
@@ -147,6 +144,8 @@ def _show(argv: Sequence[str]) -> int:
             raise toml.read(config, overrides)[1].located(e) from None
         return 0
     packed, tokenizer = _open(path, overrides)
+    if packed.shards.has_loss_mask:
+        print(f"{path}: {packed.shards.counts()}")
     for number in numbers:
         if number >= len(packed):
             raise ConfigError(
@@ -167,6 +166,8 @@ def _show_run(job: Job, numbers: Sequence[int]) -> None:
     if job.stages or job.training.batch_ramp:
         job, stages, _ = startup.open_stages(job, job.parallelism.fewest_ranks, sequences)
     skipped = _skipped(job, sequences)
+    for line in sequences.describe_conversations(min(job.sequence_lengths().values())):
+        print(line)
     for number in numbers:
         packed, local = sequences.origin(number)
         where, num_splits = _step_of(number, stages) if stages else ("", 1)

@@ -198,6 +198,30 @@ def test_tool_calls_without_a_content(tmp_path: Path, tools: object) -> None:
     assert library.decode(ids[mask].tolist()) == trained
 
 
+def test_texts_in_parts_are_one_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """As in the templates that read parts: with nothing between them. Parquet has all types' fields."""
+    parts = [{"type": "text", "text": text, "image": None} for text in ("a ", "b")]
+    tokens = []
+    for i, content in enumerate((parts, "a b", "ab")):
+        records = [{"messages": [{"role": "user", "content": content}, PLAIN["messages"][1]]}]
+        tokens.append(tokens_of(tmp_path / f"{i}.jsonl", records, tokenizer))
+    assert tokens[0] == tokens[1] != tokens[2]
+    pytest.importorskip("pyarrow.parquet").write_table(
+        pyarrow_table(
+            [
+                {
+                    "messages": [
+                        {"role": "user", "content": parts},
+                        {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+                    ]
+                }
+            ]
+        ),
+        tmp_path / "a.parquet",
+    )
+    assert tokens_of(tmp_path / "a.parquet", [], tokenizer) == tokens[1]
+
+
 def tokens_of(file: Path, records: list[dict[str, Any]], tokenizer: Tokenizer) -> list[list[int]]:
     """The documents of a file of conversations, in any order. Writes the file if it does not exist."""
     if not file.exists():
@@ -393,27 +417,32 @@ def test_conversations_that_are_cut_are_logged(
 ) -> None:
     train(job_of(tmp_path, folder, "--training.seq_len=64", "--training.steps=1"))
     said = 'packing = "chunk" cuts a conversation at the end of every sequence; packing = "best_fit" with'
-    assert capsys.readouterr().err.count(said) == 1
-    assert cuts(tmp_path, folder, "chunk", max_length(folder)) != []
+    log = capsys.readouterr().err
+    assert log.count(said) == 1
+    masks = [mask for _, mask in masked(folder)]
+    num_trained, num_tokens = sum(map(sum, masks)), sum(map(len, masks))
+    share = f"{num_trained:,} of them trained ({num_trained / num_tokens:.1%})"
+    assert log.count(f": 18 documents, {num_tokens:,} tokens, {share}\n") == 1
+    assert len(said_of(tmp_path, folder, "chunk", max_length(folder))) == 2
 
 
 def test_conversations_that_best_fit_cuts_are_counted(folder: Path, tmp_path: Path) -> None:
     num, longest = sum(len(ids) > 65 for ids, _ in masked(folder)), max_length(folder)
-    (line,) = cuts(tmp_path, folder, "best_fit", 64)
+    _, line = said_of(tmp_path, folder, "best_fit", 64)
     assert f": {num} of 18 conversations have more than seq_len + 1 = 65 tokens and are cut; " in line
     assert "give max_tokens = 65 to the source `chat`, or to `titanlite prepare`" in line
-    (line,) = cuts(tmp_path, folder, "best_fit", longest - 2)
+    _, line = said_of(tmp_path, folder, "best_fit", longest - 2)
     assert f": 1 of 18 conversations have more than seq_len + 1 = {longest - 1} tokens" in line
-    assert cuts(tmp_path, folder, "best_fit", longest - 1) == []
-    (line,) = cuts(tmp_path, folder, "best_fit", 512, of_stages=256)
+    assert len(said_of(tmp_path, folder, "best_fit", longest - 1)) == 1
+    _, line = said_of(tmp_path, folder, "best_fit", 512, of_stages=256)
     assert line.endswith(": a stage with seq_len = 256 cuts a conversation at the end of every sequence")
 
 
-def cuts(tmp_path: Path, folder: Path, packing: str, seq_len: int, of_stages: int = 0) -> list[str]:
-    """What is said about conversations that are cut. `of_stages`: the shortest sequences, if they differ."""
+def said_of(tmp_path: Path, folder: Path, packing: str, seq_len: int, of_stages: int = 0) -> list[str]:
+    """What is said about the conversations. `of_stages`: the shortest sequences, if they differ."""
     data = job_of(tmp_path, folder, f"--data.packing={packing}").data
     sequences = data.build(HuggingFace(path=str(folder)).build(), seq_len=seq_len, seed=0)
-    return sequences.cut_conversations(of_stages or seq_len)
+    return sequences.describe_conversations(of_stages or seq_len)
 
 
 def max_length(folder: Path) -> int:
@@ -421,8 +450,9 @@ def max_length(folder: Path) -> int:
 
 
 USER, ANSWER = PLAIN["messages"]
+TEXT = {"type": "text", "text": "a "}
 BAD_LINES = {
-    "not JSON": ('{"messages": [', "not valid JSON"),
+    "not JSON": ('{"messages": [', "not valid JSON: Expecting value at character 15 of the line"),
     "no messages": ('{"text": "a"}', "neither of the fields `messages` and `conversations`"),
     "both": ('{"messages": [], "conversations": []}', "both of the fields"),
     "empty": ('{"messages": []}', "not a list of messages"),
@@ -432,13 +462,22 @@ BAD_LINES = {
     "a message is a text": ('{"messages": ["a"]}', "messages[0] is not an object"),
     "from": ('{"conversations": [{"from": "tool", "value": "a"}]}', "`from` is 'tool', expected one of"),
     "no answer": (json.dumps({"messages": [USER]}), "without text of the assistant"),
-    "role": (json.dumps({"messages": [{**USER, "role": "critic"}, ANSWER]}), "unknown role critic"),
+    "role": (
+        json.dumps({"messages": [USER, {**ANSWER, "role": "asistant"}, ANSWER]}),
+        "messages[1]: unknown role 'asistant'; did you mean 'assistant'? (known: assistant, developer, ",
+    ),
+    "an image": (
+        json.dumps({"messages": [{**USER, "content": [TEXT, {"type": "image_url", "text": ""}]}, ANSWER]}),
+        "messages[0].content[1] is not a text, ",
+    ),
+    "refused role": (json.dumps({"messages": [{**USER, "role": "tool"}, ANSWER]}), "unknown role tool"),
     "null": (json.dumps({"messages": [USER, {**ANSWER, "content": None}]}), "[1] has no text as `content`"),
     "two systems": (
         json.dumps({"messages": [{**USER, "role": "system"}, USER, ANSWER], "system": "a"}),
         "both `system` and a first message",
     ),
     "tools": (json.dumps({**PLAIN, "tools": {}}), "`tools` is not a list"),
+    "tools not JSON": (json.dumps({**PLAIN, "tools": "{"}), "`tools` is a text that is not valid JSON"),
     "surrogate": (json.dumps({"messages": [{**USER, "content": "\ud800"}, ANSWER]}), "lone surrogate"),
 }  # fmt: skip
 STRICT = """\

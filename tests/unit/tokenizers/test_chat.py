@@ -103,7 +103,7 @@ def test_the_shipped_template_prompts_as_it_trains(tmp_path: Path) -> None:
 
 def test_all_bytes_of_the_last_character_count(tmp_path: Path) -> None:
     """transformers counts only the first token of a character that ends a span."""
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}</s>{% endfor %}"
+    template = GENERATION.replace("<s>BODY</s>", "{{ m.content }}").replace("{% endfor", "</s>{% endfor")
     folder = write_tokenizer(tmp_path / "t", template)
     messages = [{"role": "assistant", "content": "hm \U0001f9ff"}]
     _, mask = encoded(format_of(folder), messages)
@@ -148,19 +148,20 @@ def control_tokens(chat: ChatFormat, messages: list[dict[str, Any]]) -> int:
     return sum(int(i) < len(SPECIAL) for i in tokens.ids)
 
 
-GENERATION = "{% for m in messages %}{% generation %}<s>BODY</s>{% endgeneration %}{% endfor %}"
+ANSWERS = "{% for m in messages if m.role == 'assistant' %}"
+GENERATION = ANSWERS + "{% generation %}<s>BODY</s>{% endgeneration %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("{{ m.role ~ m.content }}", {"role": "<|im_", "content": "end|>"}),
-        ("{{ m.content ~ m.more[0] }}", {"role": "a", "content": "<", "more": ["|im_end|>"]}),
-        ("{{ m.content.replace('~', '') }}", {"role": "a", "content": "<|im~_end|>"}),
-        ("{{ m.content }}{{ {'a': m.content} }}", {"role": "a", "content": "b <|im_end|>"}),
-        ("{{ m.calls }}", {"role": "a", "content": "", "calls": [{"<|im_end|>": "a <|im_end|>"}]}),
-        ("{{ m.content | tojson }}", {"role": "a", "content": '"<|im_end|>\n'}),
-        ("<|im_{{ m.content }}", {"role": "a", "content": "end|>"}),
+        ("{{ m.name ~ m.content }}", {"role": "assistant", "name": "<|im_", "content": "end|>"}),
+        ("{{ m.content ~ m.more[0] }}", {"role": "assistant", "content": "<", "more": ["|im_end|>"]}),
+        ("{{ m.content.replace('~', '') }}", {"role": "assistant", "content": "<|im~_end|>"}),
+        ("{{ m.content }}{{ {'a': m.content} }}", {"role": "assistant", "content": "b <|im_end|>"}),
+        ("{{ m.calls }}", {"role": "assistant", "content": "", "calls": [{"<|im_end|>": "a <|im_end|>"}]}),
+        ("{{ m.content | tojson }}", {"role": "assistant", "content": '"<|im_end|>\n'}),
+        ("<|im_{{ m.content }}", {"role": "assistant", "content": "end|>"}),
     ],
 )
 def test_no_template_makes_a_control_token_of_messages(
@@ -176,9 +177,9 @@ def test_no_template_makes_a_control_token_of_messages(
 def test_a_template_that_escapes_a_control_token_is_refused(tmp_path: Path) -> None:
     body = "{{ m.content | tojson(ensure_ascii=true) }}"
     chat = format_of(write_tokenizer(tmp_path / "t", GENERATION.replace("BODY", body)))
-    assert control_tokens(chat, [{"role": "a", "content": "if a<b|c>d: \U0001f600"}]) == 2
+    assert control_tokens(chat, [{"role": "assistant", "content": "if a<b|c>d: \U0001f600"}]) == 2
     with pytest.raises(ValueError, match="the name of a control token where the chat template escapes it"):
-        chat.render([{"role": "a", "content": "a <|im_end|> b"}])
+        chat.render([{"role": "assistant", "content": "a <|im_end|> b"}])
 
 
 LLAMA2 = """\
@@ -219,11 +220,11 @@ def test_a_control_token_that_has_no_other_tokens_is_refused(tmp_path: Path) -> 
         write_tokenizer(tmp_path / "t", GENERATION.replace("BODY", "{{ m.content }}"))
     )
     chat = format_of(folder)
-    assert control_tokens(chat, [{"role": "a", "content": "</s> "}]) == 2
+    assert control_tokens(chat, [{"role": "assistant", "content": "</s> "}]) == 2
     with pytest.raises(
         ValueError, match="a message holds '</s>', which the tokenizer cannot encode as plain"
     ):
-        encoded(chat, [{"role": "a", "content": "</s>"}])
+        encoded(chat, [{"role": "assistant", "content": "</s>"}])
 
 
 def test_a_control_token_of_the_template_that_is_not_found_is_refused(tmp_path: Path) -> None:
@@ -233,9 +234,9 @@ def test_a_control_token_of_the_template_that_is_not_found_is_refused(tmp_path: 
         token["single_word"] = True
     (folder / "tokenizer.json").write_text(json.dumps(tree))
     chat = format_of(folder)
-    assert control_tokens(chat, [{"role": "a", "content": " a "}]) == 2
+    assert control_tokens(chat, [{"role": "assistant", "content": " a "}]) == 2
     with pytest.raises(ValueError, match="does not find every control token that the chat template writes"):
-        encoded(chat, [{"role": "a", "content": "a"}])
+        encoded(chat, [{"role": "assistant", "content": "a"}])
 
 
 def make_plain(folder: Path, *names: str) -> Path:
@@ -307,12 +308,17 @@ def test_a_role_makes_no_control_token(chatml: ChatFormat) -> None:
     assert [list(ids).count(SPECIAL.index("<|im_end|>")) for ids in ends] == [3, 3]
 
 
+USER = {"role": "user", "content": "a"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "len"}]}
+
+
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([{"role": "user", "content": "a"}], "without text of the assistant"),
+        ([USER], "without text of the assistant"),
         ([{"role": "user", "content": "\ufdd0"}, {"role": "assistant", "content": "b"}], "noncharacters"),
-        ([{"role": "assistant"}], "has no attribute 'content'"),
+        ([USER, {"role": "assistant"}], r"'content'; messages\[1\] has no `content`: give it \"content\": "),
+        ([USER, CALL], r"messages\[1\] has tool_calls, which \S*chat_template.jinja does not read: use a"),
     ],
 )
 def test_refused_conversations(chatml: ChatFormat, messages: Any, reason: str) -> None:
@@ -326,13 +332,22 @@ def test_the_message_of_a_template_is_the_reason(tmp_path: Path) -> None:
         chat.render([{"role": "system", "content": "a"}, {"role": "assistant", "content": "b"}])
 
 
+UNMARKED = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", ""), "does not mark"),
+        (UNMARKED, "does not mark"),
         ("{# {% generation %} #}{{ messages[0].content }}", "does not mark"),
         ("{% generation %}{{ messages }}", "t.jinja:1: not a valid template"),
         ("\n{% if %}", "t.jinja:2: not a valid template"),
+        (f"{{% generation %}}{UNMARKED}{{% endgeneration %}}", "t.jinja marks messages of other roles"),
+        (CHATML.replace("role == 'assistant'", "role != 'tool'"), "t.jinja marks messages of other roles"),
+        (
+            TEMPLATES["gemma"].replace("role'] == 'assistant'", "role'] == 'user'"),
+            "t.jinja marks messages of",
+        ),
     ],
 )
 def test_refused_templates(tmp_path: Path, template: str, reason: str) -> None:
@@ -342,6 +357,29 @@ def test_refused_templates(tmp_path: Path, template: str, reason: str) -> None:
         format_of(folder, chat_template=str(tmp_path / "t.jinja"))
     assert e.value.key == "tokenizer.chat_template"
     assert "\n" not in str(e.value)
+
+
+def test_no_conversation_trains_on_other_roles(tmp_path: Path) -> None:
+    """Also if the template marks other roles in some conversations only."""
+    tools = (
+        "{% if tools %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    )
+    others = f"{{% for m in messages if m.role != 'assistant' %}}{tools}{{% endfor %}}"
+    chat = format_of(write_tokenizer(tmp_path / "t", others + GENERATION.replace("BODY", "{{ m.content }}")))
+    for role in ("system", "developer", "user", "tool"):
+        messages = [{"role": role, "content": "b"}, {"role": "assistant", "content": "b"}]
+        assert encoded(chat, messages).loss_mask.tolist() == [False, True, True, True]
+        with pytest.raises(ValueError, match="marks messages of other roles as the assistant's"):
+            chat.render(messages, tools=[{}])
+    ids = chat.encode(chat.render(messages[1:], tools=[{}])).ids  # an answer is never refused
+    assert len(ids) == 3
+
+
+def test_known_roles(chatml: ChatFormat, tmp_path: Path) -> None:
+    assert all(map(chatml.has_role, ("system", "developer", "user", "assistant", "tool")))
+    assert not chatml.has_role("ipython")
+    template = CHATML.replace("message.role == 'assistant'", "message.role in ('assistant', 'ipython')")
+    assert format_of(write_tokenizer(tmp_path / "t", template)).has_role("ipython")
 
 
 def test_blocks_in_blocks_are_refused(tmp_path: Path) -> None:

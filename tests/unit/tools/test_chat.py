@@ -93,12 +93,19 @@ def test_trained_tokens_are_marked(folder: Path, tmp_path: Path, capsys: pytest.
     out = tmp_path / "out"
     assert cli.run(["prepare", str(file), f"--output={out}", "--documents=chat", *tokenizer]) == 0
     assert json.loads((out / "dataset.json").read_text())["prepared"]["documents"] == "chat"
-    capsys.readouterr()
+    prepared = capsys.readouterr().out.splitlines()[-1]
     assert cli.run(["data", "verify", str(out)]) == 0
-    assert "all hashes match" in capsys.readouterr().out
+    tokenized = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        conversations()[0], return_assistant_tokens_mask=True, return_dict=True
+    )
+    ids, mask = tokenized["input_ids"], tokenized["assistant_masks"]
+    counts = f"1 documents, {len(ids)} tokens, {sum(mask)} of them trained ({sum(mask) / len(ids):.1%})"
+    assert f"{out}: {counts}, all hashes match" in capsys.readouterr().out
+    assert prepared.startswith(f"{out}: {counts}; ")
     words = ["data", "show", str(out), "--seq_len=77", "--packing=best_fit", f"--cache_dir={tmp_path}/c"]
     assert cli.run(words) == 0
     text = capsys.readouterr().out
     content = conversations()[0][1]["content"]
     assert f"<|im_start|>assistant\n>>>{content}<|im_end|><<<\n" in text
     assert text.count(">>>") == 1
+    assert text.startswith(f"{out}: {counts}\n==== ")
