@@ -93,7 +93,9 @@ def one(options: argparse.Namespace, overrides: list[str], folder: Path) -> dict
         run = measure(options, overrides, folder=folder)
     except subprocess.CalledProcessError as e:
         lines = (folder / "log.txt").read_text().splitlines()
-        reason = next((line for line in reversed(lines) if "OutOfMemory" in line), lines[-1] if lines else "")
+        reason = next(
+            (line for line in reversed(lines) if "out of memory" in line), lines[-1] if lines else ""
+        )
         print(*lines[-30:], sep="\n", flush=True)
         return {**about, "error": f"exit code {e.returncode}: {reason}"}
     middle = medians([run], "titanlite")

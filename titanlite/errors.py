@@ -1,7 +1,7 @@
 """Errors that several layers raise, each with its exit code.
 
 Other errors with an exit code: ConfigError (config/component.py), CheckpointError (checkpoint/commit.py),
-Stopped (runtime/signals.py)."""
+OutOfMemory (metrics/memory.py), Stopped (runtime/signals.py)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from titanlite.job import Job
 from titanlite.log import logger
 from titanlite.metrics.guard import StepGuard
 from titanlite.metrics.hardware import Hardware
-from titanlite.metrics.memory import OutOfMemory, explain, phase
+from titanlite.metrics.memory import OutOfMemory, explain, is_out_of_memory, phase
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.parameters import ParameterStatistics
 from titanlite.metrics.profiling import Profiler
@@ -90,8 +90,8 @@ class Run:
             self.checkpoints.close_after_error(error)
         self.loader.close()
         self.meter.sinks.close()
-        if isinstance(error, torch.OutOfMemoryError):
-            raise OutOfMemory(explain(f"in step {self.state.step}, {phase(trace)}")) from error
+        if error is not None and is_out_of_memory(error):
+            raise OutOfMemory(explain(f"in step {self.state.step}, {phase(trace)}", error)) from error
 
     def profiler(self) -> Profiler:
         """The profiler of the steps that [profiling] chooses."""

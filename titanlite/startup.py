@@ -457,7 +457,7 @@ def open_meter(job: Job, rt: Runtime, flops_per_token: Mapping[int, int], resume
         peak_flops=peak_bf16_flops(device_name(rt.device)) if rt.param_dtype == torch.bfloat16 else None,
     )
     is_measured = partial(job.metrics.is_due, last_step=job.training.steps)
-    return Meter(rt.device, sinks, cost, rt.synchronize, rt.clock, is_measured, rt.began)
+    return Meter(rt.device, sinks, cost, rt.synchronize, rt.clock, is_measured, rt.max, rt.began)
 
 
 def write_run_files(job: Job, rt: Runtime, checkpoints: Checkpointer, sequences: RunSequences) -> None:

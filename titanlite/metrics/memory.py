@@ -3,6 +3,7 @@ settings that need less memory."""
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,8 +35,21 @@ REMEDIES = """
   training.enable_cpu_offload = true: weights, gradients and optimizer state on the CPU, which is slow"""
 
 
+# Errors of CUDA, cuBLAS, cuDNN and NCCL, which allocate beside torch, and torch's as the compiler wraps them.
+NO_MEMORY = re.compile(r"CUDA out of memory|CUDA error: out of memory|'out of memory'|_STATUS_ALLOC_FAILED")
+
+
 class OutOfMemory(RuntimeError):
     """The memory of the device is used up. The message names the phase and the settings that help."""
+
+    exit_code = 5
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the memory of the device is used up."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
 @contextmanager
@@ -44,20 +58,23 @@ def building(num_parameters: int, shards: int, keeps_average: bool = False) -> I
     `keeps_average`: whether an average of the weights is made, too."""
     try:
         yield
-    except torch.OutOfMemoryError as e:
+    except RuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
         size = 4 * num_parameters / shards / GIB
         others = "gradients and the average of the weights (ema.enable)" if keeps_average else "gradients"
         where = f"before the first step: weights take {size:.1f} GiB per GPU, {others} as much"
-        raise OutOfMemory(explain(where)) from e
+        raise OutOfMemory(explain(where, e)) from e
 
 
-def explain(where: str) -> str:
-    """The message for a run that ran out of memory, with the peak since the last report."""
+def explain(where: str, error: BaseException) -> str:
+    """The message for a run that ran out of memory, with the peak since the last report and what `error`
+    says."""
     peak = ""
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         peak = f" (peak memory {torch.cuda.max_memory_allocated() / GIB:.1f} of {total / GIB:.1f} GiB)"
-    return f"out of memory {where}{peak}. Settings that need less memory:{REMEDIES}"
+    return f"out of memory {where}{peak}. Settings that need less memory:{REMEDIES}\n{error}"
 
 
 def phase(trace: TracebackType | None) -> str:

@@ -134,8 +134,8 @@ class StepCost:
 @dataclass
 class Meter:
     """Times the steps of one rank. `synchronize` waits for the device. `clock` measures the phases of a step,
-    on CUDA of the steps for which `is_measured` is true. `set_up_began`: when the set-up of the run began,
-    for the time to the first step."""
+    on CUDA of the steps for which `is_measured` is true. `max_over_ranks`: the elementwise maximum of a
+    tensor. `set_up_began`: when the set-up of the run began, for the time to the first step."""
 
     device: torch.device
     sinks: Sinks
@@ -143,6 +143,7 @@ class Meter:
     synchronize: Callable[[], None]
     clock: StepClock
     is_measured: Callable[[int], bool]
+    max_over_ranks: Callable[[torch.Tensor], torch.Tensor]
     set_up_began: float | None = None
     _began: float = field(default_factory=time.perf_counter)
     _steps: int = 0
@@ -191,7 +192,7 @@ class Meter:
 
     def report(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Add the measured metrics to `values`, send them to the sinks and start a new window of steps. The
-        caller has synchronised the device by reading the loss."""
+        caller has synchronised the device by reading the loss. Collective."""
         now = time.perf_counter()
         window_s, steps = now - self._began, max(self._steps, 1)
         training_s = max(window_s - self._paused_s, 1e-9)
@@ -205,7 +206,7 @@ class Meter:
             "throughput/tflops": flops / 1e12,
             "time/step_s": training_s / steps,
             "time/data_wait_pct": 100 * self._data_wait_s / training_s,
-            **peak_memory(self.device),
+            **self._memory(),
             **self._extra,
         }
         if self.set_up_began is not None:
@@ -216,6 +217,14 @@ class Meter:
         self._data_wait_s, self._paused_s, self._extra = 0.0, 0.0, {}
         self.clock.clear()
         self.sinks.write(step, values)
+        return values
+
+    def _memory(self) -> dict[str, float]:
+        """Peak memory of this rank and, with several ranks, the highest of all. Collective."""
+        values = peak_memory(self.device)
+        if values and self.cost.world_size > 1:
+            most = self.max_over_ranks(torch.tensor(list(values.values()), device=self.device)).tolist()
+            values |= zip(("memory/max_allocated_gib", "memory/max_reserved_gib"), most)
         return values
 
 

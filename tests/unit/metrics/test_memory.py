@@ -11,11 +11,11 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from tests.support.jobs import make_job
-from titanlite import evaluate
+from titanlite import cli, evaluate
 from titanlite import generate as sampling
 from titanlite.checkpoint.checkpointer import Checkpointer
 from titanlite.metrics import memory
-from titanlite.metrics.memory import OutOfMemory, phase
+from titanlite.metrics.memory import OutOfMemory, is_out_of_memory, phase
 from titanlite.parallel import clip
 from titanlite.parallel.sharded_model import ShardedModel
 from titanlite.train import train
@@ -45,6 +45,19 @@ def test_the_phases_are_functions_that_there_are() -> None:
     assert all(any(hasattr(place, name) for place in there) for name in memory.PHASES)
 
 
+def test_errors_beside_the_allocator_are_known() -> None:
+    texts = (
+        "NCCL error: unhandled cuda error, Last error:\nCuda failure 2 'out of memory'",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: out of memory",
+        "InductorError: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    )
+    assert all(is_out_of_memory(RuntimeError(text)) for text in texts)
+    assert is_out_of_memory(torch.OutOfMemoryError())
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(ValueError("CUDA error: out of memory"))
+
+
 def test_a_run_out_of_memory_says_so(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ShardedModel.model_inputs
     calls: list[int] = []
@@ -62,6 +75,8 @@ def test_a_run_out_of_memory_says_so(tmp_path: Path, corpus: Path, monkeypatch: 
     ) as e:
         train(make_job(tmp_path, corpus))
     assert isinstance(e.value.__cause__, torch.OutOfMemoryError)
+    assert str(e.value).endswith("\nCUDA out of memory")
+    assert cli.exit_code(e.value) == 5
 
 
 def test_a_model_that_does_not_fit_says_what_it_takes(

@@ -60,7 +60,16 @@ def make_meter(clock: Clock, *sinks: Collected, peak_flops: float | None = None)
     cost = StepCost(seq_len=100, world_size=4, flops_per_token=flops, peak_flops=peak_flops)
     writers = Sinks({str(i): sink for i, sink in enumerate(sinks)})
     cpu = torch.device("cpu")
-    return Meter(cpu, writers, cost, lambda: None, StepClock(cpu), lambda step: False, _began=clock.now)
+    return Meter(
+        cpu,
+        writers,
+        cost,
+        lambda: None,
+        StepClock(cpu),
+        lambda step: False,
+        lambda x: x + 1,
+        _began=clock.now,
+    )
 
 
 WHOLE = StepSize(0, 10)  # 10 whole sequences
@@ -198,6 +207,17 @@ def test_the_perplexity_of_a_loss_that_is_not_a_number_is_not_a_number(clock):
 
 def test_a_cpu_reports_no_memory(clock):
     assert not [key for key in report_one_step(clock, LOSS) if key.startswith("memory/")]
+
+
+def test_the_memory_of_the_rank_that_has_most_is_reported(clock, monkeypatch):
+    peaks = {"memory/peak_allocated_gib": 3.5, "memory/peak_reserved_gib": 4.0}
+    monkeypatch.setattr(meter_module, "peak_memory", lambda device: dict(peaks))
+    values = report_one_step(clock, LOSS)  # make_meter's other rank has 1 GiB more
+    most = {"memory/max_allocated_gib": 4.5, "memory/max_reserved_gib": 5.0}
+    assert {key: value for key, value in values.items() if key.startswith("memory/")} == peaks | most
+    meter = make_meter(clock)
+    meter.cost = replace(meter.cost, world_size=1)
+    assert not [key for key in meter.report(1, dict(LOSS)) if "/max_" in key]
 
 
 def test_every_sink_gets_what_is_returned(clock):
