@@ -9,6 +9,7 @@ the results.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import textwrap
@@ -27,6 +28,7 @@ PAGE = ROOT / "docs/optimizers.md"
 RESULTS, PICTURE = ROOT / "benchmarks/results", "assets/optimizer_curves.png"
 CURVES, STEPS = "optimizer_curves_h200.json", "optimizer_steps_*.json"
 FIXED = "optimizer_fixed_weights_h200x2.json"
+TRANSFER = "transfer_lr_h200.json"
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 VALIDATION, LOSS = "eval/loss", "train/loss"
 SPEED, RESERVED = "throughput/tokens_per_second_per_device", "memory/peak_reserved_gib"
@@ -218,11 +220,46 @@ def step_row(name: str, result: dict[str, Any]) -> list[str]:
     ]
 
 
+def transfer() -> str:
+    """The losses and the optima of transfer_lr.py, by search and seed."""
+    if not (RESULTS / TRANSFER).exists():
+        return "Unmeasured.\n"
+    result = json.loads((RESULTS / TRANSFER).read_text())
+    summary, env = result["summary"], result["env"]
+    columns = [(name, seed) for name, seeds in summary["losses"].items() for seed in seeds]
+    losses = [summary["losses"][name][seed] for name, seed in columns]
+    rates = sorted({rate for of_column in losses for rate in of_column}, key=float)
+    rows = [[rate, *(_loss(of_column, rate) for of_column in losses)] for rate in rates]
+    rows.append(["best rate", *(_optimum(summary["optima"][name].get(seed)) for name, seed in columns)])
+    head = ["peak learning rate", *(f"`{name}`, seed {seed}" for name, seed in columns)]
+    ratios = [
+        f"The best rate of `{name}` is {' and '.join(f'{ratio:.2f}' for ratio in by_seed.values())} times"
+        " that of `narrow` with the same seed."
+        for name, by_seed in summary["ratios"].items()
+        if by_seed
+    ]
+    words = paragraph(*ratios, f"One {env['device']}, torch {env['torch']} (`{TRANSFER}`).")
+    return f"{table(head, rows)}\n{words}\n"
+
+
+def _loss(losses: Mapping[str, float | None], rate: str) -> str:
+    loss = losses.get(rate, math.inf)
+    return "diverged" if loss is None else "" if math.isinf(loss) else f"{loss:.4f}"
+
+
+def _optimum(fit: dict[str, float] | None) -> str:
+    if fit is None:
+        return "at an end"
+    between = "" if fit["low"] is None else f" ({fit['low']:.2e} to {fit['high']:.2e})"
+    return f"{fit['value']:.2e}{between}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "muon_cost": muon_cost,
     "curves": curves,
     "steps": steps,
     "fixed": fixed_weights,
+    "transfer": transfer,
 }
 
 if __name__ == "__main__":

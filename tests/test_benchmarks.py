@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
 
-from benchmarks import optimizer_tables
+from benchmarks import optimizer_tables, transfer_lr
 from benchmarks.optimizer_curves import Case, crossing, next_rates, summary
 from benchmarks.text_by_kind import taken_apart
 from benchmarks.text_tasks import CHOICES, CONTEXT_LINES, last_word, next_line
@@ -109,6 +110,45 @@ def test_tables_and_sentences_have_the_numbers_of_the_results(
     assert "131,072 tokens per step on 2 x GPU, torch 2.11.0 (`optimizer_steps_x.json`)" in page
     assert "| adamw | 50 (1.000) | 2.000 s | 10.0 ms | 7.0 GiB | 8.00 bytes |" in page
     assert "| torch | failed | failed | failed | failed | failed |" in page
+
+
+def parabola(best: float) -> dict[float, float]:
+    """Losses at five rates, a factor of two apart, on a parabola with its minimum at `best`."""
+    return {rate: 2 + math.log(rate / best) ** 2 for rate in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
+
+
+def test_the_ratio_of_two_best_rates_and_what_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow, beside = parabola(2e-3), (1e-3, 2e-3, 4e-3)
+    searches = {
+        "narrow": {0: narrow, 1: {rate: parabola(2.2e-3)[rate] + 0.01 for rate in beside}},
+        "rules": {
+            0: parabola(2.6e-3) | {8e-3: math.inf},
+            1: {rate: parabola(2.2e-3)[rate] for rate in beside},
+        },
+        "standard": {0: parabola(9e-4)},
+    }
+    fits = transfer_lr.summary(searches)
+    assert fits["ratios"]["rules"] == {0: pytest.approx(1.3), 1: pytest.approx(1.0)}
+    assert fits["ratios"]["standard"] == {0: pytest.approx(0.45)}
+    optimum = fits["optima"]["narrow"][0]
+    spread = math.log(2.2 / 2.0) ** 2 + 0.01
+    assert math.log(optimum["high"] / optimum["value"]) == pytest.approx(math.sqrt(2 * spread))
+    assert fits["optima"]["standard"][0]["low"] is None  # without a second seed
+    at_an_end = transfer_lr.summary(searches | {"standard": {0: parabola(1e-4)}})
+    assert at_an_end["ratios"]["standard"] == at_an_end["optima"]["standard"] == {}
+
+    monkeypatch.setattr(optimizer_tables, "RESULTS", tmp_path)
+    assert optimizer_tables.transfer() == "Unmeasured.\n"
+    recorded_runs = {"summary": at_an_end, "env": {"device": "GPU", "torch": "2.11.0"}}
+    (tmp_path / optimizer_tables.TRANSFER).write_text(json.dumps(recorded_runs))
+    page = " ".join(optimizer_tables.transfer().split())
+    assert "| 0.008 | 3.9218 | | 3.2628 |" not in page  # it diverged
+    assert "| 0.008 | 3.9218 | | diverged | |" in page
+    assert "| at an end |" in page
+    assert "The best rate of `rules` is 1.30 and 1.00 times that of `narrow`" in page
+    assert "`standard` is" not in page
 
 
 MODULE = '''"""What the module does."""
