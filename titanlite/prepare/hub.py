@@ -9,8 +9,9 @@ from __future__ import annotations
 import glob
 import os
 import re
+import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,14 @@ def open_builder(name: str, split: HubSplit, prefix: str = "") -> Any:
             builder = datasets.load_dataset_builder(
                 name, split.config or None, revision=split.revision or None
             )
+        except ValueError:
+            names = datasets.get_dataset_config_names(name, revision=split.revision or None)
+            if not split.config or split.config in names:
+                raise
+            raise ConfigError(
+                f"{prefix}{name} has no configuration {split.config!r} (configurations: {', '.join(names)})",
+                "config",
+            ) from None
         except ConnectionError as e:
             raise Unreadable(
                 f"{prefix}{name}: there is no such directory, and the hub cannot be reached or has no such "
@@ -142,14 +151,29 @@ def _download(repo_id: str, revision: str, files: list[str]) -> Path:
 
 
 @contextmanager
-def hub_errors(name: str) -> Iterator[None]:
-    """Raise an error of the Hugging Face libraries as Unreadable, in one line that begins with `name`.
-    Few of the errors that come from a network, a server, a full disk or a damaged dataset are documented, so
-    all are caught."""
+def hub_errors(name: str, files: Collection[str] = ()) -> Iterator[None]:
+    """Raise an error of the Hugging Face libraries as Unreadable, in one line that begins with `name`, or
+    with the file at fault if it is one of `files`. Few of the errors that come from a network, a server, a full disk
+    or a damaged dataset are documented, so all are caught."""
     try:
         yield
     except ConfigError:
         raise
     except Exception as e:
         lines = str(e).strip().splitlines()
-        raise Unreadable(f"{name}: {lines[0] if lines else type(e).__name__}") from e
+        raise Unreadable(
+            f"{_file_being_read(e, files) or name}: {lines[0] if lines else type(e).__name__}"
+        ) from e
+
+
+def _file_being_read(error: BaseException, files: Collection[str]) -> str:
+    """Return which of `files` an error is about: the innermost function that the error went through and that
+    has the name of one file in a variable. The errors of the libraries that read the formats often do not
+    name the file. Returns "" if there is none."""
+    file = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        strings = (value for value in frame.f_locals.values() if isinstance(value, str))
+        values = (string.rpartition("::")[2] for string in strings)  # gzip://a.jsonl::data/a.jsonl.gz
+        if len(named := {value for value in values if value in files}) == 1:
+            (file,) = named
+    return file

@@ -88,7 +88,8 @@ class HuggingFace(HubSplit, DocumentStream, name="huggingface"):
             dataset = builder.as_streaming_dataset(self.split)
             if dataset.features:  # the types of the columns are known
                 dataset = dataset.decode(False)  # images and sounds stay bytes
-            return _HubStream(self.path, dataset)
+            files = (builder.config.data_files or {}).get(self.split, ())
+            return _HubStream(self.path, dataset, frozenset(map(str, files)))
 
     def pinned(self) -> HuggingFace:
         return replace(self, revision=commit_of(data_files(self.path, self)) or self.revision)
@@ -102,15 +103,15 @@ class HuggingFace(HubSplit, DocumentStream, name="huggingface"):
 
 
 class _HubStream:
-    """A streamed Hugging Face dataset whose errors are one line."""
+    """A streamed Hugging Face dataset whose errors are one line, with the file if it is one of `files`."""
 
-    def __init__(self, path: str, dataset: Any):
-        self._path, self._dataset = path, dataset
+    def __init__(self, path: str, dataset: Any, files: frozenset[str]):
+        self._path, self._dataset, self._files = path, dataset, files
         self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def __iter__(self) -> Iterator[Document]:
         # In a loader worker, `iter(dataset)` would deal out the files once more, by the worker's number.
-        with hub_errors(self._path):
+        with hub_errors(self._path, self._files):
             for batch in self._dataset.iter(batch_size=1):
                 yield {column: values[0] for column, values in batch.items()}
 
@@ -120,7 +121,8 @@ class _HubStream:
 
     def shard(self, num_shards: int, index: int) -> _HubStream:
         with hub_errors(self._path):
-            return _HubStream(self._path, self._dataset.shard(num_shards=num_shards, index=index))
+            dataset = self._dataset.shard(num_shards=num_shards, index=index)
+            return _HubStream(self._path, dataset, self._files)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,13 @@ tests read local directories through the classes that read the hub; the hub itse
 from __future__ import annotations
 
 import filecmp
+import gzip
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +54,14 @@ def parquet(folder: Path) -> Path:
 
 def webdataset(folder: Path) -> Path:
     return write_webdataset(folder, [TEXTS[:25], TEXTS[25:]])
+
+
+def gzipped(folder: Path) -> Path:
+    folder.mkdir()
+    for name, part in {"0": TEXTS[:25], "1": TEXTS[25:]}.items():
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
+        (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return folder
 
 
 def prepare(*words: object) -> int:
@@ -392,11 +403,20 @@ def test_a_network_that_fails_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> No
     assert [f.read_bytes() for f in parts] == [f.read_bytes() for f in whole]
 
 
+@pytest.mark.parametrize(("make", "end"), [(webdataset, 12_900), (gzipped, -9)])
+def test_a_damaged_file_of_a_stream_is_named(make: Callable[[Path], Path], end: int) -> None:
+    """Of two files, the second is cut off; the libraries' own errors name none."""
+    file = sorted(make(Path("data")).iterdir())[1]
+    file.write_bytes(file.read_bytes()[:end])
+    with pytest.raises(ConfigError, match=rf"^{re.escape(str(file.resolve()))}: .*\(after \d+ documents\)"):
+        fetch(HuggingFace(path="data"), Path("out"), "text")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["hf:data", "--split=tset"], "--split: hf:data has no split 'tset' (splits: test, train)"),
-        (["hf:data", "--config=de"], "hf:data: BuilderConfig 'de' not found. Available: ['default']"),
+        (["hf:data", "--config=de"], "--config: hf:data has no configuration 'de' (configurations: default)"),
         (["hf:data", "--field=body"], ".jsonl:1: no field 'body' in this line"),
         (["hf:tars"], "hf:tars: its files are .tar, which only a stream reads"),
         (["data/train-0.jsonl", "--split=test"], "--split: applies to hf:NAME: no input is one"),
