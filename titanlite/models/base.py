@@ -232,6 +232,9 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
     """Name of the model's size: one of the family's flavors."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the flavor to replace, for example `{ n_layers = 4 }`."""
+    origin: str = ""
+    """Directory whose config.json has given flavor and overrides, for messages. A run of the model
+    "huggingface" records it."""
 
     flavors: ClassVar[dict[str, Any]]
     hf_model_type: ClassVar[str] = ""
@@ -258,6 +261,13 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
         """The flavor's config with the overrides applied."""
         return dataclasses.replace(self.flavors[self.flavor], **self.overrides)
 
+    @property
+    def title(self) -> str:
+        """The family with its flavor, or with the directory that the shape was read from, for messages."""
+        if self.origin:
+            return f"{self.name} of {self.origin}"
+        return f"{self.name} {self.flavor}{' with overrides' if self.overrides else ''}"
+
     def shape(self) -> str:
         """The fields of DecoderConfig and the overridden fields with their values, for the log."""
         names = [f.name for f in dataclasses.fields(DecoderConfig)]
@@ -278,8 +288,8 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
         """Raises ConfigError if sequences of `seq_len` tokens exceed the maximum length of the model."""
         if self.max_position is not None and seq_len > self.max_position:
             raise ConfigError(
-                f"{seq_len} tokens are more than max_position = {self.max_position} of {self.name} "
-                f"{self.flavor}; for a new model, --model.overrides.max_position={seq_len} allows them",
+                f"{seq_len} tokens are more than max_position = {self.max_position} of {self.title}; "
+                f"for a new model, --model.overrides.max_position={seq_len} allows them",
                 "training.seq_len",
             )
 
@@ -346,7 +356,7 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
         if vocab_size > self.config.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {vocab_size} ids, more than vocab_size = {self.config.vocab_size} of "
-                f"{self.flavor}; for a new model, --model.overrides.vocab_size={-(-vocab_size // 64) * 64} "
+                f"{self.title}; for a new model, --model.overrides.vocab_size={-(-vocab_size // 64) * 64} "
                 "makes room",
-                "model.flavor",
+                "model.overrides.vocab_size",
             )

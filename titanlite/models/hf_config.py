@@ -217,7 +217,8 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
     try:
         return families[model_type].from_hf_config(config)
     except ConfigError as e:
-        where = f"{folder}: {e.key}: " if e.key else f"{folder}: "
+        hf_keys = {f"overrides.{name}": key for key, name in (FIELDS | ROPE_KEYS).items()}
+        where = f"{file}: {hf_keys.get(e.key, e.key)}: " if e.key else f"{folder}: "
         raise ConfigError(f"{where}{e}") from None
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
         raise ConfigError(f"{file} does not describe a {model_type} model: {type(e).__name__}: {e}") from None
@@ -229,6 +230,7 @@ class HuggingFace(ModelFamily, name="huggingface"):
     records these in place of the path, so that its job.toml resumes without config.json."""
 
     flavor: ClassVar[str] = ""  # type: ignore[misc]  # no key: config.json decides it
+    origin: ClassVar[str] = ""  # type: ignore[misc]  # no key: the path
     path: str
     """Hugging Face directory with a config.json. Its weights are read by checkpoint.initial_load_path, its
     tokenizer by tokenizer.name = "huggingface"."""
@@ -243,7 +245,7 @@ class HuggingFace(ModelFamily, name="huggingface"):
         except ConfigError as e:
             missing = not (Path(self.path) / "config.json").exists()
             raise ConfigError(f"{e}{WITHOUT_DIRECTORY if missing else ''}", "path") from None
-        return replace(family, overrides=family.overrides | self.overrides)
+        return replace(family, overrides=family.overrides | self.overrides, origin=self.path)
 
     def build(self) -> Decoder:
         return self.resolved().build()

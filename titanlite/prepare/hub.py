@@ -153,8 +153,8 @@ def _download(repo_id: str, revision: str, files: list[str]) -> Path:
 @contextmanager
 def hub_errors(name: str, files: Collection[str] = ()) -> Iterator[None]:
     """Raise an error of the Hugging Face libraries as Unreadable, in one line that begins with `name`, or
-    with the file at fault if it is one of `files`. Few of the errors that come from a network, a server, a full disk
-    or a damaged dataset are documented, so all are caught."""
+    with the file at fault if it is one of `files`. Few of the errors that come from a network, a server, a
+    full disk or a damaged dataset are documented, so all are caught."""
     try:
         yield
     except ConfigError:
@@ -173,7 +173,7 @@ def _file_being_read(error: BaseException, files: Collection[str]) -> str:
     file = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         strings = (value for value in frame.f_locals.values() if isinstance(value, str))
-        values = (string.rpartition("::")[2] for string in strings)  # gzip://a.jsonl::data/a.jsonl.gz
+        values = (string.rpartition("::")[2] for string in strings)  # of gzip://a.jsonl::a.jsonl.gz
         if len(named := {value for value in values if value in files}) == 1:
             (file,) = named
     return file

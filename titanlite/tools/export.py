@@ -53,6 +53,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         size = write_directory(weights, options.target, ModelAndTokenizer(job.model, tokenizer), form)
     source = f"the average of the weights in {path}" if options.ema else path
-    model = f"{'adapters of ' if options.adapter else ''}{job.model.name} {job.model.flavor}"
+    model = f"{'adapters of ' if options.adapter else ''}{job.model.title}"
     print(f"{options.target}: {model} from {source}, {gib(size)}")
     return 0

@@ -37,6 +37,5 @@ def main(argv: Sequence[str]) -> int:
     )
     size = write_directory(weights, options.target, ModelAndTokenizer(job.model, tokenizer), form)
     warn_of_generation_settings(weights, tokenizer)
-    name = f"{job.model.name} {job.model.flavor}"
-    print(f"{options.target}: {name} from {weights.path} ({weights.kind}), {gib(size)}")
+    print(f"{options.target}: {job.model.title} from {weights.path} ({weights.kind}), {gib(size)}")
     return 0

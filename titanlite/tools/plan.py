@@ -164,7 +164,7 @@ def _epoch(job: Job) -> tuple[int | None, str]:
 def _model(job: Job, net: Decoder) -> dict[str, Any]:
     sizes = [(p.numel(), p.requires_grad) for p in net.parameters()]
     return {
-        "name": f"{job.model.name} {job.model.flavor}",
+        "name": job.model.title,
         "parameters": sum(n for n, _ in sizes),
         "trained_parameters": sum(n for n, trained in sizes if trained),
         "matmul_parameters": net.num_matmul_parameters(),

@@ -53,9 +53,9 @@ def load(folder: Path, corpus: Path, path: Path, *lines: str, overrides: Sequenc
 @pytest.mark.parametrize("family", [Qwen2(flavor="0.5B"), Mistral(flavor="7B-v0.1"), Llama3(flavor="8B")])
 def test_the_directory_decides_the_family(tmp_path: Path, corpus: Path, family: ModelFamily) -> None:
     job = load(tmp_path, corpus, directory(tmp_path / "hf", family))
-    assert job.model == family
+    assert job.model == replace(family, origin=str(tmp_path / "hf"))
     job = load(tmp_path, corpus, tmp_path / "hf", overrides=["--model.overrides.n_layers=3"])
-    assert job.model == replace(family, overrides={"n_layers": 3})
+    assert job.model == replace(family, overrides={"n_layers": 3}, origin=str(tmp_path / "hf"))
 
 
 def test_a_run_resumes_without_the_directory(
@@ -84,6 +84,8 @@ def test_a_run_resumes_without_the_directory(
     assert hint not in str(damaged.value)
     resumed = load_job(job.folder / "job.toml", ["--training.steps=3"])
     assert resumed.model == job.model
+    with pytest.raises(ConfigError, match=f"more than vocab_size = 258 of mistral of {folder}; for a new"):
+        resumed.model.check_vocabulary(10_000)
     train(resumed)
     assert [line["step"] for line in metrics_of(resumed)] == [1, 2, 3]
 

@@ -425,7 +425,11 @@ def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_pat
         ),
         (QWEN2, {"rope_scaling": YARN_2 | {"attention_factor": 0.0}}, "attention_factor = 0 is not above 0"),
         (QWEN2, {"rope_scaling": {"type": "yarn"}}, 'rope_type "yarn" has no factor'),
-        (QWEN2, {"rope_scaling": {"type": "yarn", "factor": "4"}}, "rope_factor: expected float, got '4'"),
+        (
+            QWEN2,
+            {"rope_scaling": {"type": "yarn", "factor": "4"}},
+            "config.json: factor: expected float, got '4'",
+        ),
         (
             QWEN2,
             {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}},
@@ -471,7 +475,7 @@ def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_pat
         (QWEN, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5; only 1.0 is supported"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         (LLAMA, {"hidden_size": None}, "config.json has no hidden_size"),
-        (LLAMA, {"num_hidden_layers": "16"}, "n_layers: expected int, got '16'"),
+        (LLAMA, {"num_hidden_layers": "16"}, "config.json: num_hidden_layers: expected int, got '16'"),
         (LLAMA, {"num_key_value_heads": 5}, "not a multiple of n_kv_heads = 5"),
         (QWEN, {"num_hidden_layers": 0}, "n_layers = 0 is not above 0"),
     ],

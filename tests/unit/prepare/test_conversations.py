@@ -28,7 +28,7 @@ from tests.support.chats import (
     write_tokenizer,
 )
 from tests.support.datasets import write_dataset
-from tests.support.jobs import make_job, metrics_of
+from tests.support.jobs import make_job, metrics_of, write_toml
 from tests.support.models import family, hugging_face, keys_of
 from tests.support.tiers import sampled
 from titanlite import cli
@@ -557,6 +557,20 @@ def test_a_tokenizer_without_a_usable_template(
     (error,) = capsys.readouterr().err.strip().splitlines()
     assert reason in error
     assert {path.name for path in tmp_path.iterdir()} == {"t", "in.jsonl"}
+
+
+def test_the_key_of_the_template_is_the_tokenizers(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_tokenizer(tmp_path / "t", None)
+    file = write_conversations(tmp_path / "in.jsonl", conversations())
+    words = [f"--tokenizer.path={folder}", "--tokenizer.name=huggingface"]
+    words += ["--model.overrides.vocab_size=448"]
+    sources = f"--data.sources=[{{ name = 'chat', path = ['{file}'] }}]"
+    assert cli.run(["train", str(write_toml(tmp_path, corpus)), sources, *words]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "tokenizer.chat_template: the tokenizer in" in last
+    assert "data.sources" not in last
 
 
 def test_a_text_file_is_no_conversation(tmp_path: Path, tokenizer: Tokenizer) -> None:
