@@ -156,10 +156,13 @@ def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `titanlite tune` and the overrides, among them the ranges of a search. Raises
     ConfigError."""
     options, overrides = parser("tune").read_known(argv)
-    if not options.coordinate_check and not take_axes(overrides)[0]:
+    if options.coordinate_check and options.measure:
+        raise ConfigError("command line, --measure: not together with --coordinate-check")
+    has_verb = options.coordinate_check or options.measure
+    if not has_verb and not take_axes(overrides)[0]:
         raise ConfigError(
-            "name what to do: a range to search, such as --optimizer.lr=1e-4:3e-3:5, or --coordinate-check; "
-            "see `titanlite tune --help`"
+            "name what to do: a range to search, such as --optimizer.lr=1e-4:3e-3:5, --coordinate-check or "
+            "--measure; see `titanlite tune --help`"
         )
     options.seeds = options.seeds if options.seeds is not None else 3 if options.coordinate_check else 2
     for key in ("base_width", "steps", "seeds", "gpus_per_trial", "rungs"):
@@ -204,7 +207,7 @@ def _import_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 def _tune_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     options, overrides = tune_arguments(argv)
-    axes, rest = ([], overrides) if options.coordinate_check else take_axes(overrides)
+    axes, rest = ([], overrides) if options.coordinate_check or options.measure else take_axes(overrides)
     return options.config, [*rest, *(f"--{axis.key}={axis.values[0]}" for axis in axes)]
 
 

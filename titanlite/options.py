@@ -148,9 +148,11 @@ def add_compare(options: Options) -> None:
 def add_tune(options: Options) -> None:
     add = options.add
     options.usage = """titanlite tune CONFIG --section.key=LOW:HIGH:NUM [...] [options]
-       titanlite tune CONFIG --coordinate-check [options] [--section.key=value ...]"""
+       titanlite tune CONFIG --coordinate-check [options] [--section.key=value ...]
+       titanlite tune CONFIG --measure [options] [--section.key=value ...]"""
     add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
-    add("--gpus-per-trial", type=int, default=1, help="GPUs of each run of a search (1)")
+    add("--measure", action="store_true", help="measure this machine's speed, for `titanlite plan`")
+    add("--gpus-per-trial", type=int, default=1, help="GPUs of each run of a search, or to measure (1)")
     add("--rungs", type=int, help="at most so many rungs; 1: no halving (down to 3 runs)")
     add("--coordinate-check", action="store_true", help="compare what blocks learn at several widths")
     widths = [128, 256, 512, 1024]
@@ -164,7 +166,7 @@ def add_tune(options: Options) -> None:
         type=int,
         help="2, or 1 to search without a second seed (2); of the check (3)",
     )
-    add("--output", type=Path, help="folder of the search, or JSON file of the check")
+    add("--output", type=Path, help="folder of the search; JSON file of the check and of --measure")
 
 
 def add_plan(options: Options) -> None:
@@ -172,6 +174,12 @@ def add_plan(options: Options) -> None:
     options.usage = "titanlite plan CONFIG [options] [--section.key=value ...]"
     add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
     add("--gpus", default="", help="number and kind of the GPUs, such as 64xH100 (the fewest possible, H100)")
+    add(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="take the speed that `titanlite tune --measure` measured; --gpus may then be a number",
+    )
     add("--gpus-per-node", type=int, default=8, help="GPUs of one machine (8)")
     add("--price", type=parse_price, metavar="PRICE", help="of a GPU hour; adds what the run costs")
     add("--tokens", default="", help="tokens to train on, such as 160B, instead of training.steps")

@@ -32,6 +32,19 @@ def set_group_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> No
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def gather_shards(output: torch.Tensor, shard: torch.Tensor) -> None:
+    """All-gather the ranks' shards into one tensor. torch 2.13 has a new name for the function."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, shard)
+
+
+def reduce_shards(shard: torch.Tensor, values: torch.Tensor) -> None:
+    """Reduce-scatter: the sum over all ranks of this rank's shard of `values`. torch 2.13 has a new name for
+    the function."""
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce(shard, values)
+
+
 def gloo_flight_record() -> str | None:
     """The last collectives of this process on gloo, as JSON; None if this torch records none. NCCL has a
     record of its own, which it writes to a file when a collective times out."""

@@ -40,6 +40,18 @@ def test_a_group_gets_a_new_timeout(run_on: Any) -> None:
     assert 0.4 < waited < 60  # the timeout of the group before is half an hour
 
 
+def exchanged_shards() -> tuple[list[float], list[float]]:
+    rank, gathered, reduced = float(dist.get_rank()), torch.zeros(4), torch.zeros(2)
+    torch_compat.gather_shards(gathered, torch.tensor([rank, rank + 0.5]))
+    torch_compat.reduce_shards(reduced, torch.arange(4.0) + rank)
+    return gathered.tolist(), reduced.tolist()
+
+
+def test_shards_are_gathered_and_reduced(run_on: Any) -> None:
+    gathered = [0.0, 0.5, 1.0, 1.5]
+    assert run_on(2, exchanged_shards) == [(gathered, [1.0, 3.0]), (gathered, [5.0, 7.0])]
+
+
 def gloo_records() -> list[tuple[str, int, bool]]:
     for _ in range(2):
         dist.all_reduce(torch.ones(1))

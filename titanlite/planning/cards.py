@@ -1,4 +1,5 @@
-"""GPUs to plan for: their memory and speeds, from the vendors' data sheets."""
+"""GPUs to plan for: their memory and speeds, from the vendors' data sheets, and the factors by which a
+machine was measured to differ from what the plan computes with them."""
 
 from __future__ import annotations
 
@@ -12,20 +13,32 @@ GIB = 1 << 30
 
 
 class Card(NamedTuple):
-    """A GPU. `memory_gib`: what torch reports as the total, which is less than the data sheet says.
-    `memory_rate`: bytes/s of its memory. `link_rate`: bytes/s to other GPUs of the node, in one direction."""
+    """A GPU, or the CPU of a machine. `memory_gib`: what torch reports as the total, which is less than the
+    data sheet says. `memory_rate`: bytes/s of its memory. `link_rate`: bytes/s to other GPUs of the node, in
+    one direction. `measured_flops`: FLOP/s of a large matrix product, of a device without a data sheet."""
 
     name: str
     memory_gib: float
     memory_rate: float
     link_rate: float
+    measured_flops: float = 0.0
+    is_cpu: bool = False
 
     @property
     def flops(self) -> float:
         """Dense bf16 FLOP/s."""
-        flops = peak_bf16_flops(self.name)
+        flops = self.measured_flops or peak_bf16_flops(self.name)
         assert flops is not None, self.name
         return flops
+
+
+class Speeds(NamedTuple):
+    """Times of a machine in units of those that the plan computes; 1: as planned."""
+
+    blocks: float = 1.0
+    head: float = 1.0  # embedding, head and loss
+    optimizer: float = 1.0
+    link: float = 1.0  # collectives within a node
 
 
 class Cluster(NamedTuple):
@@ -35,6 +48,12 @@ class Cluster(NamedTuple):
     gpus: int
     gpus_per_node: int = 8
     network_rate: float = 50e9  # 400 Gb/s per GPU, as in NVIDIA's DGX H100
+    speeds: Speeds = Speeds()
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the speeds were measured."""
+        return self.speeds != Speeds()
 
 
 PCIE = 25e9  # PCIe 4.0 x16, about what copies reach
@@ -62,6 +81,14 @@ def parse_gpus(text: str) -> tuple[int, Card]:
         names = [card.name for card in CARDS]
         raise ConfigError(f"command line, --gpus: unknown GPU {match[2]!r}{suggest(match[2], names)}")
     return int(match[1]), known[_plain(match[2])]
+
+
+def known_card(device_name: str) -> Card | None:
+    """The card of a device, by the name that its driver gives; None for one that is not in CARDS."""
+    named = [card for card in CARDS if re.search(rf"\b{card.name}\b", device_name)]
+    best = max(named, key=lambda card: len(card.name), default=None)
+    is_known = best is not None and peak_bf16_flops(device_name) == best.flops  # H200 NVL is no H200
+    return best if is_known else None
 
 
 def _plain(name: str) -> str:

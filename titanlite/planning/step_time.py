@@ -15,8 +15,8 @@ forward is repeated; L blocks, H heads of size E.
     pipeline bubble   (ranks - 1) / (micro-batches x stages per rank) of the computation
 
 The shares of the peaks were fitted to the recorded runs on one to four H200 and rounded. The errors are in
-benchmarks/results/plan_errors.json. Other GPUs are taken to reach the same shares. Nothing was measured
-across nodes."""
+benchmarks/results/plan_errors.json. Other GPUs are taken to reach the same shares, unless the machine was
+measured (calibration.py). Nothing was measured across nodes."""
 
 from __future__ import annotations
 
@@ -73,9 +73,8 @@ def step_time(run: PlannedRun, memory: list[RankMemory], cluster: Cluster) -> St
     parts = dict(compute)
     sizes = [tensor for unit in slowest.parameters.units for tensor in unit.tensors if tensor.is_trained]
     traffic = sum(t.sharded * (16 + 2 * t.state_bytes) for t in sizes)
-    parts["optimizer"] = traffic / (OPTIMIZER_SHARE * card.memory_rate) + _newton_schulz(
-        run, slowest, cluster
-    )
+    optimizer = traffic / (OPTIMIZER_SHARE * card.memory_rate) + _newton_schulz(run, slowest, cluster)
+    parts["optimizer"] = optimizer * cluster.speeds.optimizer
     exposed = _communication(run, slowest, cluster, sum(compute.values()))
     parts |= {name: seconds for name, seconds in exposed.items() if seconds}
     if degrees.pp > 1 and run.parallelism.pipeline_parallel_schedule not in ZERO_BUBBLE:
@@ -84,18 +83,21 @@ def step_time(run: PlannedRun, memory: list[RankMemory], cluster: Cluster) -> St
     return StepTime(parts, run.global_batch * run.training.seq_len)
 
 
-def guesses(run: PlannedRun) -> list[str]:
+def guesses(run: PlannedRun, is_calibrated: bool = False) -> list[str]:
     """Why the step time of a run is a guess: the shares of the peaks were fitted to other kinds of runs. The
-    factors are those of plan_errors.json. Empty: it is none."""
+    factors are those of plan_errors.json. Empty: it is none. `is_calibrated`: whether the blocks, the head
+    and the optimizer were measured."""
     size, degrees = sum(p.numel() for p in run.net.parameters()), run.degrees
     schedule = run.parallelism.pipeline_parallel_schedule
     has_frozen = any(not p.is_trained for p in run.parameters)
-    reasons = {
+    of_compute = {
         f"models below {LEAST_MEASURED / 1e6:.0f}M parameters took 1.1 to 1.5 times as long, and with 2,048 "
         "tokens per step over 20 times": size < LEAST_MEASURED,
         "without compile.enable, steps took at least 1.2 times as long": not run.compile.enable,
         "with [lora], steps took 1.6 times as long (uncompiled)": has_frozen,
         "no run in fp32 was measured": run.param_dtype == torch.float32,
+    }
+    reasons = ({} if is_calibrated else of_compute) | {
         "no run with data_parallel_replicate_degree above 1 was measured": degrees.dp_replicate > 1,
         f"no run with the pipeline schedule {schedule} was measured": degrees.pp > 1 and schedule != "1F1B",
         "no run with training.enable_cpu_offload was measured": run.training.enable_cpu_offload,
@@ -120,14 +122,17 @@ def _compute(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
     products = (forward - attention) * (1 + repeated * (1 - last) * block_share / 3)
     if run.float8.enable:
         products *= 1 - (1 - FLOAT8_TIME) * block_share
-    causal = attention / 2 * (1 + repeated / 3)
+    head_products, speeds = (forward - attention) * (1 - block_share), cluster.speeds
+    products = (products - head_products) * speeds.blocks + head_products * speeds.head
+    causal = attention / 2 * (1 + repeated / 3) * speeds.blocks
     tokens, peak = run.tokens, cluster.card.flops * tp
     kept_bytes = sum(run.shape.tensors().values()) * config.n_layers * (1 + repeated / 3)
     logits = 2 * run.param_dtype.itemsize * net.vocab_size / tp
+    traffic = kept_bytes * speeds.blocks + logits * speeds.head
     return {
         "matrix products": products * tokens / (MATMUL_SHARE * peak),
         "attention": causal * tokens / (ATTENTION_SHARE * peak),
-        "memory traffic": ACTIVATION_PASSES * tokens * (kept_bytes + logits) / cluster.card.memory_rate,
+        "memory traffic": ACTIVATION_PASSES * tokens * traffic / cluster.card.memory_rate,
     }
 
 
@@ -177,7 +182,7 @@ def _communication(run: PlannedRun, rank: RankMemory, cluster: Cluster, compute_
 def _rate(cluster: Cluster, stride: int, ranks: int) -> float:
     """Bytes/s of a collective over so many ranks, of which neighbours are `stride` GPUs apart. Between nodes,
     a collective uses the network of all its GPUs of a node."""
-    rate = cluster.card.link_rate
+    rate = cluster.card.link_rate / cluster.speeds.link
     if stride * ranks > cluster.gpus_per_node:
         rate = min(rate, cluster.network_rate * max(cluster.gpus_per_node // stride, 1))
     return LINK_SHARE * rate

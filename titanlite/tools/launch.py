@@ -36,10 +36,12 @@ def main(argv: Sequence[str]) -> int:
     load_job(path, overrides, world_size, allow_imports=True)
     if world_size == 1 and options.max_restarts == 0:
         return train.main([path, *overrides])
-    return _torchrun(options, [path, *overrides])
+    return start_ranks(options, ["train", path, *overrides])
 
 
-def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
+def start_ranks(options: argparse.Namespace, words: list[str]) -> int:
+    """Run the command `titanlite WORDS` on every rank of this node. Returns the exit code. `options`: of
+    launch_arguments."""
     prepare_to_launch()
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # the agent reports a failure in one line instead
@@ -59,7 +61,7 @@ def _torchrun(options: argparse.Namespace, trainer_args: list[str]) -> int:
             f"--max-restarts={options.max_restarts}",
             f"--log-dir={folder}",
             f"--signals-to-handle={','.join(handled)}",
-            "-m", "titanlite.cli", "train", *trainer_args,
+            "-m", "titanlite.cli", *words,
         ]  # fmt: skip
         try:
             torchrun.run(torchrun.parse_args(arguments))

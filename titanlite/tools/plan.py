@@ -27,7 +27,8 @@ from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
 from titanlite.log import for_terminal
 from titanlite.models.base import Decoder
-from titanlite.planning.cards import CARDS, GIB, Cluster, parse_gpus
+from titanlite.planning.calibration import planned_gpus, read_measurement
+from titanlite.planning.cards import CARDS, GIB, Cluster
 from titanlite.planning.layouts import Layout, assess, search
 from titanlite.planning.memory import KINDS, OUTSIDE, RESERVED, PlannedRun
 from titanlite.planning.optimum import RULE, optimum
@@ -65,6 +66,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def decisive_keys(job: Job) -> dict[str, Any]:
+    """The keys of a job on which the times of its blocks, head and optimizer depend."""
+    tree = toml.as_tree(job)
+    whole = ("model", "attention", "compile", "float8", "activation_checkpoint", "loss", "lora", "ema")
+    some = {"training": ("seq_len", "local_batch_size", "mixed_precision_param"), "optimizer": ("name",)}
+    keys = {name: tree[name] for name in whole if name in tree}
+    for section, names in some.items():
+        keys[section] = {name: tree[section][name] for name in names if name in tree[section]}
+    return dict(json.loads(json.dumps(keys, default=str)))
+
+
 def planned_run(job: Job, cluster: Cluster) -> PlannedRun:
     """The sections of a job that decide the memory and the time of a step. Raises ConfigError."""
     degrees = job.parallelism.degrees(cluster.gpus)
@@ -83,14 +95,17 @@ def planned_run(job: Job, cluster: Cluster) -> PlannedRun:
         compile=job.compile,
         float8=job.float8,
         ema=job.ema,
-        param_dtype=choose_param_dtype(job.training, torch.device("cuda")),
+        param_dtype=choose_param_dtype(job.training, torch.device("cpu" if cluster.card.is_cpu else "cuda")),
         device_bytes=int(cluster.card.memory_gib * GIB),
     )
 
 
 def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
-    gpus, card = parse_gpus(options.gpus) if options.gpus else (job.parallelism.fewest_ranks, DEFAULT_CARD)
+    measurement = read_measurement(options.measured) if options.measured else None
+    gpus, card = planned_gpus(options.gpus, job.parallelism.fewest_ranks, DEFAULT_CARD, measurement)
     cluster = Cluster(card, gpus, min(options.gpus_per_node, gpus))
+    if measurement is not None:
+        cluster = cluster._replace(speeds=measurement.speeds)
     job.check(gpus)
     run = planned_run(job, cluster)
     epoch, why_not = _epoch(job)
@@ -114,11 +129,14 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
         "time": time,
         "checkpoint": _checkpoint(layout, time["step_s"], cluster),
         "optimum": None if job.lora.enable else vars(optimum(model["parameters"], length["tokens"])),
-        "notes": _notes(job, run, cluster),
+        "notes": [
+            *_notes(job, run, cluster),
+            *(measurement.notes(decisive_keys(job)) if measurement else []),
+        ],
     }
     if options.top:
         best, others = search(run, cluster, _refusal(job))
-        plan["layouts"] = [_row(layout, run, length["tokens"]) for layout in best[: options.top]]
+        plan["layouts"] = [_row(layout, run, cluster, length["tokens"]) for layout in best[: options.top]]
         plan["refused_layouts"] = [{"layout": name, "reason": reason} for name, reason in others]
     return plan, layout
 
@@ -211,7 +229,7 @@ def _time(layout: Layout, length: dict[str, Any], cluster: Cluster, price: float
     model_flops = length["flops"] / length["tokens"] * time.tokens_per_second / cluster.gpus
     return {
         "step_s": time.seconds,
-        "guess": guesses(layout.run),
+        "guess": guesses(layout.run, cluster.is_calibrated),
         "parts_s": time.parts,
         "bound_by": time.bound_by,
         "tokens_per_second_per_gpu": time.tokens_per_second / cluster.gpus,
@@ -244,7 +262,7 @@ def _notes(job: Job, run: PlannedRun, cluster: Cluster) -> list[str]:
         notes.append(
             "step time across nodes is computed for 400 Gb/s per GPU; no run across nodes was measured"
         )
-    if cluster.card.name != "H200":
+    if cluster.card.name != "H200" and not cluster.is_calibrated:
         notes.append("step time takes the shares of the peaks that H200 reaches; only H200 was measured")
     if run.activation_checkpoint.mode == "memory_budget":
         notes.append("activations under memory_budget are interpolated: the compiler chooses them")
@@ -255,14 +273,14 @@ def _notes(job: Job, run: PlannedRun, cluster: Cluster) -> list[str]:
     return notes
 
 
-def _row(layout: Layout, given: PlannedRun, tokens: int) -> dict[str, Any]:
+def _row(layout: Layout, given: PlannedRun, cluster: Cluster, tokens: int) -> dict[str, Any]:
     return {
         "layout": str(layout.run.degrees),
         "local_batch_size": layout.run.training.local_batch_size,
         "activation_checkpoint": layout.run.activation_checkpoint.mode,
         "peak_allocated_gib": layout.peak_gib,
         "step_s": layout.time.seconds,
-        "guess": guesses(layout.run),
+        "guess": guesses(layout.run, cluster.is_calibrated),
         "hours": tokens / layout.time.tokens_per_second / 3600,
         "bound_by": layout.time.bound_by,
         "overrides": layout.overrides(given),

@@ -46,6 +46,7 @@ from titanlite.planning.coordinate_check import (
 )
 from titanlite.progress import Progress
 from titanlite.runtime.process import device_name, pick_device
+from titanlite.tools import measure as measure_machine
 from titanlite.tools import search
 
 MAX_BLOCKS, MAX_IDS = 4, 1024
@@ -55,6 +56,8 @@ BATCH = 4, 64  # sequences, tokens
 def main(argv: Sequence[str]) -> int:
     """Run the search or the check. Returns the exit code."""
     options, overrides = commands.tune_arguments(argv)
+    if options.measure:
+        return measure_machine.main(options, overrides)
     if not options.coordinate_check:
         return search.main(options, overrides)
     if options.output:

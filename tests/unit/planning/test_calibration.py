@@ -1,0 +1,169 @@
+"""What `titanlite tune --measure` writes, and how the plan uses it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titanlite import cli
+from titanlite.config.component import ConfigError
+from titanlite.job import load_job
+from titanlite.planning.calibration import (
+    Measurement,
+    PartTimes,
+    part_times,
+    planned_gpus,
+    read_measurement,
+    split_as_planned,
+)
+from titanlite.planning.cards import CARDS, Card, Cluster, Speeds, known_card
+from titanlite.planning.layouts import assess
+from titanlite.planning.step_timer import seconds_of
+from titanlite.tools.plan import decisive_keys, planned_run
+
+H200 = next(card for card in CARDS if card.name == "H200")
+H100 = next(card for card in CARDS if card.name == "H100")
+
+
+def measurement(config: str = "llama3_8b", card: Card = H200, **changes: Any) -> Measurement:
+    job = load_job(config, [], None)
+    given = Measurement(
+        config=config,
+        device=f"NVIDIA {card.name}",
+        num_ranks=2,
+        sequences=1,
+        card=card,
+        planned=PartTimes(0.1, 0.2, 0.3, 0.4),
+        measured=PartTimes(0.2, 0.1, 0.9, 0.6),
+        matmul_flops=7e14,
+        memory_rate=4e12,
+        keys=decisive_keys(job),
+        versions={"torch": "2.11.0"},
+    )
+    return replace(given, **changes)
+
+
+def test_two_models_give_the_times_of_a_third() -> None:
+    block_s, head_s = 0.25, 0.5
+    times = [(head_s + n * block_s, 2 * head_s + 3 * n * block_s) for n in (2, 4)]
+    assert part_times(times[0], times[1], 2, num_blocks=10) == PartTimes(0.25, 0.5, 8.5)
+
+
+def test_noise_that_leaves_nothing_to_a_part_is_shared_as_planned() -> None:
+    planned = PartTimes(block=1.0, head=4.0, optimizer=1.0)
+    noisy = part_times((1.0, 1.0), (3.0, 1.0), 2, num_blocks=4)
+    assert noisy.head == 0
+    shared = split_as_planned(noisy, planned, micro_batch_s=3.0, num_blocks=4)
+    assert (shared.block, shared.head) == (3 / 8, 12 / 8)
+    clear = part_times((3.0, 1.0), (4.0, 1.0), 2, num_blocks=4)
+    assert split_as_planned(clear, planned, 4.0, 4) == clear  # control
+
+
+def test_factors_multiply_the_parts_of_a_step() -> None:
+    job = load_job("llama3_8b", [], None)
+
+    def parts(speeds: Speeds) -> dict[str, float]:
+        cluster = Cluster(H200, 8, speeds=speeds)
+        return assess(planned_run(job, cluster), cluster).time.parts
+
+    default, same = parts(Speeds()), parts(Speeds(2.0, 2.0, 3.0, 1.0))
+    for part in ("matrix products", "attention", "memory traffic"):
+        assert same[part] == pytest.approx(2 * default[part])
+    assert same["optimizer"] == pytest.approx(3 * default["optimizer"])
+    assert same["FSDP's communication"] == pytest.approx(default["FSDP's communication"])
+    blocks, head = parts(Speeds(blocks=2.0)), parts(Speeds(head=2.0))
+    assert blocks["attention"] == pytest.approx(2 * default["attention"])
+    assert head["attention"] == default["attention"]
+    for part in ("matrix products", "memory traffic"):
+        assert blocks[part] + head[part] == pytest.approx(3 * default[part])
+        assert default[part] < head[part] < blocks[part]
+    link = parts(Speeds(link=3.0))["FSDP's communication"]
+    assert link == pytest.approx(3 * default["FSDP's communication"])
+
+
+def test_a_plan_takes_the_measured_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "measured.json"
+    file.write_bytes(measurement().to_json())
+    assert read_measurement(file) == measurement()
+
+    def plan(*words: str) -> dict[str, Any]:
+        assert cli.run(["plan", "llama3_8b", *words, "--json"]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    default = plan("--gpus=8xH200")
+    calibrated = plan("--gpus=8xH200", f"--measured={file}")
+    assert calibrated["time"]["parts_s"]["attention"] == 2 * default["time"]["parts_s"]["attention"]
+    assert calibrated["time"]["step_s"] > 1.5 * default["time"]["step_s"]
+    assert calibrated["notes"] == [
+        "step time is calibrated by the times of llama3_8b on NVIDIA H200, torch 2.11.0"
+    ]
+    assert plan("--gpus=8", f"--measured={file}")["time"] == calibrated["time"]
+    other = plan("--gpus=8", f"--measured={file}", "--training.local_batch_size=2")
+    assert "has another training.local_batch_size: the calibration is a guess" in other["notes"][-1]
+    words = ("--gpus=1", f"--measured={file}", "--model.overrides.n_layers=1", "--no-compile.enable")
+    assert plan(*words)["time"]["guess"] == []
+    assert len(plan("--gpus=1xH200", *words[2:])["time"]["guess"]) == 1  # control: not calibrated
+
+
+def test_speeds_of_another_gpu_are_refused() -> None:
+    assert planned_gpus("8xH200", 1, H100, measurement()) == (8, H200)
+    assert planned_gpus("", 2, H100, measurement()) == (2, H200)
+    with pytest.raises(ConfigError, match="measured on NVIDIA H200, which says nothing of H100"):
+        planned_gpus("8xH100", 1, H100, measurement())
+    with pytest.raises(ConfigError, match="'8' is not a number and a GPU"):
+        planned_gpus("8", 1, H100, None)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda tree: tree.clear(),
+        lambda tree: tree.update(format=2),
+        lambda tree: tree["planned"].pop("block"),
+        lambda tree: tree["measured"].update(head="0.1"),
+        lambda tree: tree["measured"].update(head=-0.1),
+        lambda tree: tree["measured"].update(link=float("nan")),
+        lambda tree: tree["card"].pop("memory_gib"),
+        lambda tree: tree["card"].update(memory_rate=None),
+        lambda tree: tree.update(keys=[]),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(
+    damage: Callable[[dict[str, Any]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = json.loads(measurement().to_json())
+    damage(tree)
+    (tmp_path / "measured.json").write_text(json.dumps(tree))
+    assert cli.run(["plan", "llama3_8b", "--gpus=8", f"--measured={tmp_path / 'measured.json'}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "measured.json: " in line
+    assert line.endswith("it is no file that this version's `titanlite tune --measure` wrote")
+
+
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA H200 NVL", None),  # slower than an H200
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_devices_are_known_by_the_names_of_their_drivers(device: str, card: str | None) -> None:
+    found = known_card(device)
+    assert (found.name if found else None) == card
+
+
+def test_the_time_of_a_function_leaves_out_the_first_calls() -> None:
+    calls = list[int]()
+    seconds_of(lambda: calls.append(1), torch.ones(1).sum, num=4)
+    assert len(calls) == 7

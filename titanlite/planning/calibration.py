@@ -1,0 +1,140 @@
+"""The file in which `titanlite tune --measure` records the times of a machine.
+
+Blocks, head and optimizer are measured as the trainer runs them, on one rank. Their times in units of those
+that the plan computes for the same model apply to every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanlite.checkpoint.run_identity import differences
+from titanlite.config.component import ConfigError
+from titanlite.config.json_file import as_json, expect, read_object
+from titanlite.planning.cards import Card, Speeds, parse_gpus
+
+FORMAT = 1
+Times = tuple[float, float]
+
+
+class PartTimes(NamedTuple):
+    """Seconds of what a step consists of. `block`: forward and backward of one micro-batch through one block;
+    `head`: through embedding, head and loss. `optimizer`: of one rank with the whole model. `link`: two
+    all-gathers of a block's weights and the reduction of its gradients; None with one rank."""
+
+    block: float
+    head: float
+    optimizer: float
+    link: float | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured, on which machine. `sequences`: of a measured micro-batch. `matmul_flops` and
+    `memory_rate`: of one large matrix product and of a copy; they tell how fast the device is, and the plan
+    does not use them for known GPUs. `keys`: of the job, those on which the times depend."""
+
+    config: str
+    device: str
+    num_ranks: int
+    sequences: int
+    card: Card
+    planned: PartTimes
+    measured: PartTimes
+    matmul_flops: float
+    memory_rate: float
+    keys: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+    @property
+    def speeds(self) -> Speeds:
+        """The measured times in units of the planned ones; 1 for those that were not measured."""
+        return Speeds(*(ratio(m, p) for m, p in zip(self.measured, self.planned)))
+
+    def notes(self, keys: Mapping[str, Any]) -> list[str]:
+        """What to know of a plan for a job with these decisive keys."""
+        machine = f"{self.device}, torch {self.versions.get('torch')}"
+        notes = [f"step time is calibrated by the times of {self.config} on {machine}"]
+        if changed := [key for key, _, _ in differences(dict(self.keys), dict(keys))]:
+            notes.append(f"the job measured has another {', '.join(changed)}: the calibration is a guess")
+        return notes
+
+    def to_json(self) -> bytes:
+        """The content of the file."""
+        parts = {
+            "card": self.card._asdict(),
+            "planned": self.planned._asdict(),
+            "measured": self.measured._asdict(),
+        }
+        return as_json({"format": FORMAT, **asdict(self), **parts, "factors": self.speeds._asdict()})
+
+
+def ratio(measured: float | None, planned: float | None) -> float:
+    return measured / planned if measured is not None and planned else 1.0
+
+
+def part_times(small: Times, large: Times, n: int, num_blocks: int) -> PartTimes:
+    """The times of a model with `num_blocks` blocks, from those of models with n and 2 n blocks. `small` and
+    `large`: seconds of a micro-batch, and of the optimizer."""
+    heads = [max(2 * of_small - of_large, 0.0) for of_small, of_large in zip(small, large)]
+    blocks = [(of_large - head) / (2 * n) for of_large, head in zip(large, heads)]
+    return PartTimes(blocks[0], heads[0], heads[1] + num_blocks * blocks[1])
+
+
+def split_as_planned(
+    measured: PartTimes, planned: PartTimes, micro_batch_s: float, num_blocks: int
+) -> PartTimes:
+    """The measured times; if their difference leaves nothing for the blocks or for the head, because of other
+    work on the machine, `micro_batch_s` of a model with `num_blocks` blocks is split as the plan does."""
+    if min(measured.block, measured.head) > 0:
+        return measured
+    factor = micro_batch_s / (planned.head + num_blocks * planned.block)
+    return measured._replace(block=factor * planned.block, head=factor * planned.head)
+
+
+def read_measurement(path: Path) -> Measurement:
+    """The measurement in a file. Raises ConfigError."""
+    tree = read_object(path)
+    try:
+        if tree.get("format") != FORMAT:
+            raise ValueError(f'its "format" is not {FORMAT}')
+        expect(
+            tree, config=str, device=str, num_ranks=int, sequences=int, card=dict, planned=dict, measured=dict
+        )
+        expect(tree, keys=dict, versions=dict, matmul_flops=float, memory_rate=float)
+        expect(tree["card"], name=str, is_cpu=bool)
+        card = Card(**{field: tree["card"][field] for field in Card._fields})
+        numbers = [*card[1:-1], *PartTimes(**tree["planned"])[:-1], *PartTimes(**tree["measured"])[:-1]]
+        if not all(isinstance(number, (int, float)) and 0 <= number < 1e18 for number in numbers):
+            raise ValueError("a time or speed is no number from 0")
+        fields = {name: tree[name] for name in Measurement.__dataclass_fields__}
+        parts = {name: PartTimes(**tree[name]) for name in ("planned", "measured")}
+        measurement = Measurement(**fields | parts | {"card": card})
+        if not all(0 <= factor < 1e9 for factor in measurement.speeds):
+            raise ValueError("a time is no number from 0")
+        return measurement
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise ConfigError(
+            f"{path}: {e}; it is no file that this version's `titanlite tune --measure` wrote"
+        ) from None
+
+
+def planned_gpus(text: str, fewest: int, default: Card, measurement: Measurement | None) -> tuple[int, Card]:
+    """The number and the kind of the GPUs of --gpus, such as 64xH100, or by default the `fewest` of the
+    measured machine's kind. With a measurement, a number is enough. Raises ConfigError."""
+    if measurement is None:
+        return parse_gpus(text) if text else (fewest, default)
+    card = measurement.card
+    if not text:
+        return fewest, card
+    if text.strip().isdecimal() and 0 < int(text) < 1_000_000:
+        return int(text), card
+    num, kind = parse_gpus(text)
+    if kind.name != card.name:
+        raise ConfigError(
+            f"command line, --measured: the file was measured on {measurement.device}, which says nothing of "
+            f"{kind.name}; measure there, or plan for --gpus={num}"
+        )
+    return num, card
