@@ -9,7 +9,10 @@ The same command continues a stopped search (docs/tuning.md).
 rules (muP) or, with --standard, without. The table has the RMS of the change of each block's output, and its
 slope over the width: 0 if wider models learn as the base width does. The last lines set what the rules need
 for --target-width, by default CONFIG's dim or, if the base width is not below it, the largest width. Exit
-code: 0 if all slopes are within 0.1 of zero, 1 if not (docs/optimizers.md)."""
+code: 0 if all slopes are within 0.1 of zero, 1 if not (docs/optimizers.md).
+
+--measure times the job's parts on this machine, in about 20 seconds, for `titanlite plan --measured`
+(docs/planning.md)."""
 
 from __future__ import annotations
 

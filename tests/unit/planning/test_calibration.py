@@ -159,8 +159,8 @@ def test_a_damaged_file_is_refused_in_one_line(
     ],
 )
 def test_devices_are_known_by_the_names_of_their_drivers(device: str, card: str | None) -> None:
-    found = known_card(device)
-    assert (found.name if found else None) == card
+    known = known_card(device)
+    assert (known.name if known else None) == card
 
 
 def test_the_time_of_a_function_leaves_out_the_first_calls() -> None:
