@@ -74,13 +74,15 @@ class Component(ABC):
     subclass of a kind without `name` is a base class for choices.
 
     `kind`: the name of the kind in messages, by default its class's name in lower case. `key`: the TOML key
-    that selects the choice. `makes`: the types that `build` may return."""
+    that selects the choice. `makes`: the types that `build` may return. `only`: the last part of the only key
+    under which the reference lists a choice, for one that all other keys refuse."""
 
     makes: ClassVar[Types]
     choices: ClassVar[dict[str, type[Component]]]
     kind: ClassVar[str]
     key: ClassVar[str] = "name"
     name: ClassVar[str]
+    only: ClassVar[str] = ""
 
     def __init_subclass__(cls, name: str = "", kind: str = "", key: str = "name", makes: Types = (object,)):
         super().__init_subclass__()

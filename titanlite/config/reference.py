@@ -93,7 +93,10 @@ def _inside(table: Node, path: str) -> Iterator[Section]:
             yield from _inside(node, where)
         shared: dict[str, Section] = {}  # inner tables of the choices; most choices have the same ones
         for choice, inner in node.get("choices", {}).items():
-            yield Section(where, choice, inner["doc"], list(_keys(inner)), node.get("key", "name"))
+            if inner.get("only", name) != name:
+                continue
+            keys = [*_required_tables(inner), *_keys(inner)]
+            yield Section(where, choice, inner["doc"], keys, node.get("key", "name"))
             shared |= {section.path: section for section in _inside(inner, where)}
         yield from shared.values()
 
@@ -103,6 +106,13 @@ def _keys(table: Node) -> Iterator[Key]:
         if node.get("items", node)["type"] not in ("table", "choice"):
             default = "" if node.get("required") else node.get("default", "unset")
             yield Key(name, _type_name(node), default, node["doc"])
+
+
+def _required_tables(table: Node) -> Iterator[Key]:
+    """Yield the required keys of a choice that are tables with a section of their own."""
+    for name, node in table["keys"].items():
+        if node["type"] == "choice" and node.get("required"):
+            yield Key(name, "table", "", node["doc"])
 
 
 def _type_name(node: Node) -> str:
@@ -123,7 +133,7 @@ def help_text(chosen: Iterable[Section]) -> str:
     lines = []
     for section in chosen:
         choice = f'  ({section.picked_by} = "{section.choice}")' if section.choice else ""
-        title = f"[{section.path}]{choice}  " if section.path else ""
+        title = f"{_heading(section.path)}{choice}  " if section.path else ""
         summary = " ".join(section.doc.partition("\n\n")[0].split())
         lines.append(f"\n{title}{summary}")
         dotted = section.path.replace("[", "").replace("]", ".0") + "." if section.path else ""
@@ -135,12 +145,18 @@ def help_text(chosen: Iterable[Section]) -> str:
     return "\n".join(lines).lstrip()
 
 
+def _heading(path: str) -> str:
+    """Return the TOML heading of a table: `[a.b]`, or `[[a.b]]` for `[a.b]`, an entry of a list."""
+    return f"[{path}]" if path.endswith("]") else f"[{path.replace('[', '').replace(']', '')}]"
+
+
 def markdown(schema: Node) -> str:
     """Return the reference as Markdown: a heading and a table for each section."""
     lines: list[str] = []
     for section in sections(schema):
         choice = f' {section.picked_by} = "{section.choice}"' if section.choice else ""
-        lines += ["", f"## `[{section.path}]`{choice}" if section.path else "", "", section.doc]
+        heading = f"## `{_heading(section.path)}`{choice}" if section.path else ""
+        lines += ["", heading, "", section.doc]
         if section.keys:
             lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in section.keys:

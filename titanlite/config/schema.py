@@ -54,6 +54,7 @@ class Node(TypedDict, total=False):
     kind: str  # for a choice: the name of the kind in messages
     key: str  # for a choice: the key that selects it, if not `name`
     choices: dict[str, Node]  # for a choice
+    only: str  # for the table of a choice: the last part of the only key under which it is documented
 
 
 def table(name: str) -> Node:
@@ -81,7 +82,7 @@ def describe(cls: type, docs: bool = False) -> Node:
             node = _node(hints[field.name], docs)
         except TypeError as e:
             raise ConfigError(f"{full_name(cls)}.{field.name}: {e}") from None
-        if docs and node["type"] not in ("table", "choice"):
+        if docs and node["type"] != "table":
             node["doc"] = texts.get(field.name, "")
         if field.default is field.default_factory is dataclasses.MISSING:
             node["required"] = True
@@ -106,7 +107,7 @@ def _node(hint: Any, docs: bool) -> Node:
         (inner,) = set(args) - {type(None)}
         return {**_node(inner, docs), "optional": True}
     if isinstance(hint, type) and issubclass(hint, Component) and hint.is_kind():
-        choices = {name: describe(choice, docs) for name, choice in sorted(hint.choices.items())}
+        choices = {name: _choice(choice, docs) for name, choice in sorted(hint.choices.items())}
         node = {"type": "choice", "kind": hint.kind, "choices": choices}
         return node if hint.key == "name" else {**node, "key": hint.key}
     if dataclasses.is_dataclass(hint):
@@ -121,6 +122,11 @@ def _node(hint: Any, docs: bool) -> Node:
         name = hint.__name__ if isinstance(hint, type) else hint
         raise TypeError(f"fields of type {name} are not supported (supported: {FIELD_TYPES})")
     return {"type": SCALARS[hint]}
+
+
+def _choice(component: type[Component], docs: bool) -> Node:
+    node = describe(component, docs)
+    return {**node, "only": component.only} if component.only else node
 
 
 def _default(field: dataclasses.Field) -> str | None:

@@ -67,6 +67,8 @@ class Source(Component, makes=(ShardedTokens,)):
 class StreamedSource(Source):
     """Base of sources whose documents can only be read in their order, from the first one on."""
 
+    only = "sources"  # not validation_sources
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_epochs:

@@ -206,3 +206,42 @@ def test_the_help_of_the_trainer_names_every_key_of_a_resolved_job():
             picks = key == ("backend" if section == "attention" else "name")
             assert picks or f"--{section}.{key}=" in text, f"{section}.{key}"
     assert "--data.sources.0.weight=1.0" in text
+
+
+class Cargo(Component):
+    """Kind: what is carried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live(Cargo, name="live"):
+    """Animals."""
+
+    only = "front"
+    food: Engine
+    """What drives the feeder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coal(Cargo, name="coal"):
+    """Coal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truck:
+    """A truck."""
+
+    front: list[Cargo]
+    """In front."""
+    rear: list[Cargo]
+    """Behind."""
+
+
+def test_a_choice_that_other_keys_refuse_is_listed_under_its_own_key() -> None:
+    schema = describe(Truck, docs=True)
+    paths = {(section.path, section.choice) for section in reference.sections(schema)}
+    engines = {("[front].food", "steam"), ("[front].food", "diesel")}
+    assert paths == {("[front]", "live"), ("[front]", "coal"), ("[rear]", "coal"), *engines}
+    page = reference.markdown(schema)
+    assert '## `[[front]]` name = "live"' in page
+    assert '## `[front.food]` name = "steam"' in page
+    assert "| `food` | table | required | What drives the feeder. |" in page
