@@ -6,6 +6,7 @@ loss."""
 
 from __future__ import annotations
 
+import gc
 import os
 from argparse import Namespace
 from collections.abc import Sequence
@@ -188,6 +189,7 @@ def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
         batches = [_one_document(batch) for batch in batches]
     trial = Trial(job.loss, training, batches, training.seed, rt.device)
     settings = startup.parallel_settings(cut, rt, attention)
+    gc.collect()  # the model before may be in a cycle, and hold the device's memory
     of_ranks = rt.gather_floats(time_steps(net, trial, settings, job.optimizer, job.ema))
     return max(times[0] for times in of_ranks), max(times[1] for times in of_ranks)
 
