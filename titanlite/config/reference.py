@@ -91,13 +91,15 @@ def _inside(table: Node, path: str) -> Iterator[Section]:
         if node["type"] == "table":
             yield Section(where, "", node["doc"], list(_keys(node)))
             yield from _inside(node, where)
-        shared: dict[str, Section] = {}  # inner tables of the choices; most choices have the same ones
+        shared: dict[
+            tuple[str, str], Section
+        ] = {}  # inner tables of the choices; most choices have the same ones
         for choice, inner in node.get("choices", {}).items():
             if inner.get("only", name) != name:
                 continue
             keys = [*_required_tables(inner), *_keys(inner)]
             yield Section(where, choice, inner["doc"], keys, node.get("key", "name"))
-            shared |= {section.path: section for section in _inside(inner, where)}
+            shared |= {(section.path, section.choice): section for section in _inside(inner, where)}
         yield from shared.values()
 
 
