@@ -58,6 +58,8 @@ TORCHTITAN = {
 }  # fmt: skip
 
 NO_FILES = "--no-files"
+# Options of `titanlite tune` for what it can do beside a search.
+TUNE_ACTIONS = ("coordinate_check", "find_batch", "measure")
 CONFIG_NUMBERS = ("ranks", "gpus_per_node")  # options of `titanlite config` that take integers
 
 # Modules and classes of the tables, imported only to explain keys of components from outside the package.
@@ -156,13 +158,13 @@ def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of `titanlite tune` and the overrides, among them the ranges of a search. Raises
     ConfigError."""
     options, overrides = parser("tune").read_known(argv)
-    if options.coordinate_check and options.measure:
-        raise ConfigError("command line, --measure: not together with --coordinate-check")
-    has_verb = options.coordinate_check or options.measure
-    if not has_verb and not take_axes(overrides)[0]:
+    actions = [f"--{name.replace('_', '-')}" for name in TUNE_ACTIONS if getattr(options, name)]
+    if len(actions) > 1:
+        raise ConfigError(f"command line, {actions[1]}: not together with {actions[0]}")
+    if not actions and not take_axes(overrides)[0]:
         raise ConfigError(
-            "name what to do: a range to search, such as --optimizer.lr=1e-4:3e-3:5, --coordinate-check or "
-            "--measure; see `titanlite tune --help`"
+            "name what to do: a range to search, such as --optimizer.lr=1e-4:3e-3:5, "
+            "--coordinate-check, --find-batch or --measure; see `titanlite tune --help`"
         )
     options.seeds = options.seeds if options.seeds is not None else 3 if options.coordinate_check else 2
     for key in ("base_width", "steps", "seeds", "gpus_per_trial", "rungs"):
@@ -207,7 +209,8 @@ def _import_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 def _tune_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     options, overrides = tune_arguments(argv)
-    axes, rest = ([], overrides) if options.coordinate_check or options.measure else take_axes(overrides)
+    searches = not any(getattr(options, name) for name in TUNE_ACTIONS)
+    axes, rest = take_axes(overrides) if searches else ([], overrides)
     return options.config, [*rest, *(f"--{axis.key}={axis.values[0]}" for axis in axes)]
 
 

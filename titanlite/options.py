@@ -149,24 +149,26 @@ def add_tune(options: Options) -> None:
     add = options.add
     options.usage = """titanlite tune CONFIG --section.key=LOW:HIGH:NUM [...] [options]
        titanlite tune CONFIG --coordinate-check [options] [--section.key=value ...]
+       titanlite tune CONFIG --find-batch [options] [--section.key=value ...]
        titanlite tune CONFIG --measure [options] [--section.key=value ...]"""
-    add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
+    add("config", help="a job's TOML file; keys may be overridden")
     add("--measure", action="store_true", help="measure this machine's speed, for `titanlite plan`")
-    add("--gpus-per-trial", type=int, default=1, help="GPUs of each run of a search, or to measure (1)")
+    add("--gpus-per-trial", type=int, default=1, metavar="N", help="GPUs of each run (1)")
     add("--rungs", type=int, help="at most so many rungs; 1: no halving (down to 3 runs)")
+    add("--find-batch", action="store_true", help="find the largest micro-batch that fits")
     add("--coordinate-check", action="store_true", help="compare what blocks learn at several widths")
     widths = [128, 256, 512, 1024]
     add("--widths", type=parse_widths, default=widths, help="widths to compare (128,256,512,1024)")
-    add("--base-width", type=int, default=128, help="width that the settings in CONFIG are for (128)")
-    add("--target-width", type=int, default=0, help="width to print the settings for (see above)")
-    add("--standard", action="store_true", help="use the settings in CONFIG at every width, without rules")
+    add("--base-width", type=int, default=128, metavar="N", help="width that CONFIG's settings are for (128)")
+    add("--target-width", type=int, default=0, metavar="N", help="width to print settings for (see above)")
+    add("--standard", action="store_true", help="use CONFIG's settings at every width: no rules")
     add("--steps", type=int, default=5, help="training steps at each width (5)")
     add(
         "--seeds",
         type=int,
-        help="2, or 1 to search without a second seed (2); of the check (3)",
+        help="of a search (2; 1: no second seed) or check (3)",
     )
-    add("--output", type=Path, help="folder of the search; JSON file of the check and of --measure")
+    add("--output", type=Path, help="folder of a search, or JSON file of the others")
 
 
 def add_plan(options: Options) -> None:

@@ -116,6 +116,14 @@ def groups_of_gpus(size: int) -> list[str]:
     return [",".join(ids[i : i + size]) for i in range(0, len(ids) - size + 1, size)] or [""]
 
 
+def start_run(arguments: Sequence[str], num_gpus: int, slot: str, log: Path) -> subprocess.Popen[bytes]:
+    """Start `titanlite launch` with the GPUs of a slot, one rank per GPU. Its output is added to `log`.
+    `arguments`: a TOML file and overrides."""
+    command = [sys.executable, "-m", "titanlite.cli", "launch", f"--nproc-per-node={num_gpus}", *arguments]
+    with log.open("ab") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file, env=with_gpus(slot))
+
+
 class Trainer:
     """Trains runs of `num_gpus` processes each, as many at a time as there are groups of GPUs; on a CPU one.
     `requests`: the open titanlite.runtime.signals.stop_requests."""
@@ -154,11 +162,7 @@ class Trainer:
         log = self._record.folder / f"{run.name}.log"
         make_folder(log.parent)
         self._record.write()
-        command = [sys.executable, "-m", "titanlite.cli", "launch", f"--nproc-per-node={self._num_gpus}"]
-        with log.open("ab") as file:
-            process = subprocess.Popen(
-                [*command, *run.arguments], stdout=file, stderr=file, env=with_gpus(slot)
-            )
+        process = start_run(run.arguments, self._num_gpus, slot, log)
         self._running[run.name] = Running(process, slot, time.monotonic())
         tell(f"{number}: {run.label}; log: {log}")
 

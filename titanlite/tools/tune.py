@@ -3,7 +3,8 @@
 A search trains every combination of --section.key=LOW:HIGH:NUM (NUM values at equal ratios) and
 --section.key=a,b; the lowest validation loss wins. By successive halving: all train for a part of
 training.steps with a whole schedule, the better half for twice as long, the last three for training.steps.
-The same command continues a stopped search (docs/tuning.md).
+The same command continues a stopped search. --find-batch finds the largest training.local_batch_size that
+fits the GPU, by runs of three steps (docs/tuning.md).
 
 --coordinate-check trains CONFIG's model at several widths for a few steps on random tokens, with the width
 rules (muP) or, with --standard, without. The table has the RMS of the change of each block's output, and its
@@ -49,8 +50,8 @@ from titanlite.planning.coordinate_check import (
 )
 from titanlite.progress import Progress
 from titanlite.runtime.process import device_name, pick_device
+from titanlite.tools import find_batch, search
 from titanlite.tools import measure as measure_machine
-from titanlite.tools import search
 
 MAX_BLOCKS, MAX_IDS = 4, 1024
 BATCH = 4, 64  # sequences, tokens
@@ -59,6 +60,8 @@ BATCH = 4, 64  # sequences, tokens
 def main(argv: Sequence[str]) -> int:
     """Run the search or the check. Returns the exit code."""
     options, overrides = commands.tune_arguments(argv)
+    if options.find_batch:
+        return find_batch.main(options, overrides)
     if options.measure:
         return measure_machine.main(options, overrides)
     if not options.coordinate_check:

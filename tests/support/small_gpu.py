@@ -1,0 +1,41 @@
+"""A GPU with little memory, made up for runs on a CPU: [job] imports names this module.
+
+The made-up GPU has CARD_GIB. A micro-batch takes GIB_PER_SEQUENCE per sequence, of which ranks other than
+rank 0 take EXTRA_GIB more; a forward that needs more than the GPU has runs out of memory, as torch reports
+it. SMALL_GPU_FAILS=1: the forward fails otherwise."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from titanlite.metrics import meter
+from titanlite.parallel.sharded_model import ShardedModel
+from titanlite.planning.cards import Card
+from titanlite.runtime.environment import global_rank
+from titanlite.tools import find_batch
+
+CARD_GIB, GIB_PER_SEQUENCE, EXTRA_GIB = 1.0, 0.13, 0.15
+_model_inputs = ShardedModel.model_inputs
+_peak_gib = 0.0
+
+
+def model_inputs(model: Any, batch: Any, *rest: Any) -> Any:
+    global _peak_gib
+    if os.environ.get("SMALL_GPU_FAILS"):
+        raise ValueError("a fault that was planted")
+    _peak_gib = GIB_PER_SEQUENCE * len(batch.inputs) + EXTRA_GIB * (global_rank() > 0)
+    if _peak_gib > CARD_GIB:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+    return _model_inputs(model, batch, *rest)
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    return {"memory/peak_allocated_gib": 0.9 * _peak_gib, "memory/peak_reserved_gib": _peak_gib}
+
+
+setattr(ShardedModel, "model_inputs", model_inputs)  # noqa: B010 -- for mypy
+setattr(meter, "peak_memory", peak_memory)  # noqa: B010
+setattr(find_batch, "gpu", lambda: Card("small GPU", CARD_GIB, 0.0, 0.0))  # noqa: B010
