@@ -3,69 +3,96 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
+from tests.support.tiers import full
 from titanlite.config.axes import Axis, take_axes
 from titanlite.config.component import ConfigError
+from titanlite.optim.warmup_stable_decay import WarmupStableDecay
 from titanlite.planning.search import Rung, Trial, grid, halve, optimum, rungs, survivors, ties
 
 STEPS = 1000
+CURVATURE, START, NOISE = np.array([0.01, 1.0]), 3.0, 0.1  # of the quadratic; the variance of a gradient
+
+LossOf = Callable[[float, int, int], float]  # of a learning rate, the steps, and the steps of the schedule
+
+
+def rates_of(lr: float, num_steps: int, schedule_steps: int) -> list[float]:
+    """The learning rates of the first `num_steps` steps of a schedule that is constant for one half of
+    `schedule_steps` and decays to zero in the other."""
+    schedule = WarmupStableDecay(warmup_steps=0, total_steps=schedule_steps, decay_ratio=0.5)
+    return [lr * schedule.factor(step, num_steps) for step in range(1, num_steps + 1)]
 
 
 def toy_loss(lr: float, num_steps: int, schedule_steps: int) -> float:
-    """The expected loss of SGD with noisy gradients on a quadratic with several curvatures, after the first
-    `num_steps` steps of a schedule that decays to zero over the last half of `schedule_steps`. Exact: means
-    and variances of the errors follow from their last values."""
-    curvature = np.array([0.01, 1.0])
-    mean, variance = np.full(2, 3.0), np.zeros(2)
-    for step in range(num_steps):
-        rate = lr * min(1.0, (schedule_steps - step) / (schedule_steps / 2))
-        mean = (1 - rate * curvature) * mean
-        variance = (1 - rate * curvature) ** 2 * variance + rate**2 * 0.1
-    return float(np.sum(curvature * (mean**2 + variance)) / 2)
+    """The expected loss of SGD with noisy gradients on a quadratic with several curvatures. Exact: means and
+    variances of the errors follow from their last values."""
+    mean, variance = np.full(2, START), np.zeros(2)
+    for rate in rates_of(lr, num_steps, schedule_steps):
+        mean = (1 - rate * CURVATURE) * mean
+        variance = (1 - rate * CURVATURE) ** 2 * variance + rate**2 * NOISE
+    return float(np.sum(CURVATURE * (mean**2 + variance)) / 2)
 
 
-def found(trials: list[Trial], plan: list[Rung], cut: bool = False) -> Trial:
+def trained_loss(lr: float, num_steps: int, schedule_steps: int) -> float:
+    """The mean loss of 256 models that torch's SGD trains on this quadratic."""
+    rng = torch.Generator().manual_seed(0)
+    weights = torch.full((256, 2), START, dtype=torch.float64, requires_grad=True)
+    curvature, optimizer = torch.tensor(CURVATURE), torch.optim.SGD([weights])
+    for rate in rates_of(lr, num_steps, schedule_steps):
+        noise = NOISE**0.5 * torch.randn(weights.shape, generator=rng, dtype=torch.float64)
+        weights.grad = weights.detach() * curvature + noise
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+    return float((curvature * weights.detach() ** 2).sum(1).mean() / 2)
+
+
+def found(trials: list[Trial], plan: list[Rung], loss_of: LossOf, cut: bool = False) -> Trial:
     """The best trial by successive halving. `cut`: rungs stop in the middle of the whole schedule instead of
     having schedules of their own."""
 
     def train(i: int, going_on: list[Trial]) -> dict[Trial, float]:
         steps = STEPS // plan[i].divisor
-        return {t: toy_loss(float(t[0]), steps, STEPS if cut else steps) for t in going_on}
+        return {t: loss_of(float(t[0]), steps, STEPS if cut else steps) for t in going_on}
 
     return survivors(halve(trials, plan, train)[-1], 1)[0]
 
 
-def test_a_known_best_rate_is_found_within_a_grid_step() -> None:
+@pytest.mark.parametrize("loss_of", [toy_loss, full(trained_loss)])
+def test_a_known_best_rate_is_found_within_a_grid_step(loss_of: LossOf) -> None:
     (axis,), _ = take_axes(["--optimizer.lr=1e-2:1.9:9"])
     rates = np.geomspace(1e-2, 1.9, 60)
     best = rates[np.argmin([toy_loss(rate, STEPS, STEPS) for rate in rates])]
-    chosen = float(found(grid([axis]), rungs(9))[0])
+    chosen = float(found(grid([axis]), rungs(9), loss_of)[0])
     step = 190 ** (1 / 8)
     assert best / step < chosen < best * step
     values = [float(value) for value in axis.values]
-    losses = [toy_loss(value, STEPS, STEPS) for value in values]
     at = values.index(chosen)
-    fit = optimum(values[at - 1 : at + 2], losses[at - 1 : at + 2], 0.01)
+    around = values[at - 1 : at + 2]
+    losses = [loss_of(value, STEPS, STEPS) for value in around]
+    fit = optimum(around, losses, 0.01)
     assert fit is not None
     assert fit.value == pytest.approx(best, rel=0.3)
-    assert fit.loss < losses[at] + 1e-9
+    assert fit.loss < losses[1] + 1e-9
     assert fit.low is not None
     assert fit.high is not None
     assert fit.low < fit.value < fit.high
 
 
-def test_a_run_that_leads_only_before_its_decay_does_not_win() -> None:
+@pytest.mark.parametrize("loss_of", [toy_loss, trained_loss])
+def test_a_run_that_leads_only_before_its_decay_does_not_win(loss_of: LossOf) -> None:
     """Control: with cut schedules the higher rate is dropped, although it ends lower."""
     trials: list[Trial] = [("0.1",), ("0.8",)]
     plan = [Rung(2, 4), Rung(1, 1)]
-    whole = {t: toy_loss(float(t[0]), STEPS, STEPS) for t in trials}
-    early = {t: toy_loss(float(t[0]), STEPS // 4, STEPS) for t in trials}
+    whole = {t: loss_of(float(t[0]), STEPS, STEPS) for t in trials}
+    early = {t: loss_of(float(t[0]), STEPS // 4, STEPS) for t in trials}
     assert survivors(whole, 1) != survivors(early, 1)  # the flip
-    assert [found(trials, plan)] == survivors(whole, 1)
-    assert [found(trials, plan, cut=True)] == survivors(early, 1)
+    assert [found(trials, plan, loss_of)] == survivors(whole, 1)
+    assert [found(trials, plan, loss_of, cut=True)] == survivors(early, 1)
 
 
 def test_rungs_halve_the_runs_and_double_the_steps() -> None:
