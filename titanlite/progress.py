@@ -34,6 +34,10 @@ class Progress(tqdm):
             tell(self)
         return False  # tells tqdm that there is no bar to clear
 
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        self._leaves = self._leaves and kind is None  # the line of an error is the last one
+        super().__exit__(kind, *error)
+
     def close(self) -> None:
         if self._lines and self._leaves and not self.disable and time.monotonic() - self._began >= self.delay:
             tell(self)

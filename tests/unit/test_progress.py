@@ -46,6 +46,13 @@ def test_a_file_gets_one_line_of_short_work(monkeypatch: pytest.MonkeyPatch) -> 
     assert line.startswith("titanlite: working: 100% of 10 [")
 
 
+def test_a_file_gets_no_line_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
+    with pytest.raises(KeyError), Progress(total=10, desc="working", unit="doc"):
+        raise KeyError
+    assert stderr.getvalue() == ""
+
+
 @pytest.mark.parametrize("options", [{"leave": False}, {"delay": 51}, {"disable": True}], ids=str)
 def test_a_file_gets_nothing_of_what_tqdm_would_not_leave(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

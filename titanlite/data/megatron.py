@@ -86,10 +86,12 @@ class MegatronFile:
             check_regular(self.bin)
             bin_bytes = self.bin.stat().st_size
         except OSError as e:
-            raise ConfigError(
-                f"{e.filename}: {e.strerror}; expected the path of Megatron's files without .bin and .idx",
-                "path",
-            ) from None
+            hint = "expected the path of Megatron's files without .bin and .idx"
+            if prefix.endswith((".bin", ".idx")):
+                hint = f"write {prefix[:-4]}, without .bin and .idx"
+            elif self.bin.exists() or self.idx.exists():
+                hint = "a .bin and an .idx are read together"
+            raise ConfigError(f"{e.filename}: {e.strerror}; {hint}", "path") from None
         except ValueError as e:
             raise ConfigError(f"{prefix}.bin or {prefix}.idx: {e}", "path") from None
         try:

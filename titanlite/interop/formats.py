@@ -105,6 +105,10 @@ def open_base(
     try:
         base = open_weights(locate_base(path or Path(recorded.path), recorded), family)
     except (ConfigError, CheckpointError, OSError) as e:
+        if path is not None:
+            raise ConfigError(
+                f"--base={path} cannot be opened as the base model of the adapters in {adapters.path}: {e}"
+            ) from None
         raise ConfigError(
             f"the base model of the adapters in {adapters.path} cannot be opened: {e}; if it has moved, "
             "`titanlite export` and `titanlite generate` take its directory with --base"

@@ -24,6 +24,8 @@ from titanlite.models.hf_config import read_family
 from titanlite.tokenizers.base import Tokenizer
 
 KIND = "Hugging Face"
+# Settings of generation_config.json that exports leave out, with the values that transformers gives them.
+SETTINGS: dict[str, Any] = {"output_attentions": False, "output_hidden_states": False, "use_cache": True}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -113,7 +115,7 @@ def warn_of_generation_settings(weights: Weights, tokenizer: Tokenizer) -> None:
     if weights.kind != KIND or not file.exists():
         return
     ours = tokenizer.generation_config()
-    lost = [key for key, value in read_object(file).items() if ours.get(key) != value]
+    lost = [key for key, value in read_object(file).items() if ours.get(key, SETTINGS.get(key)) != value]
     if lost := [key for key in lost if key != "transformers_version" and not key.startswith("_")]:
         logger.warning(
             f"{file}: exports will lack {', '.join(lost)}, because they take the tokenizer's settings; "

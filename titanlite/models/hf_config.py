@@ -211,8 +211,8 @@ def read_family(folder: Path, wanted: ModelFamily | None = None) -> ModelFamily:
         )
     if wanted is not None and model_type != wanted.hf_model_type:
         raise ConfigError(
-            f"{file}: model_type is {model_type!r}, but the job's model is {wanted.hf_model_type!r} "
-            f"(--model.name={families[model_type].name})"
+            f"{file}: model_type is {model_type!r}, but the job's model is {wanted.hf_model_type!r}; a job "
+            f"of this one has --model.name={families[model_type].name}"
         )
     try:
         return families[model_type].from_hf_config(config)

@@ -73,6 +73,9 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self._has_pieces = has_pieces(json.loads(content))
             self._library = Library.from_str(content.decode())
+        except json.JSONDecodeError as e:
+            message = f"{path} is not valid JSON, for example because it is cut off: {e}"
+            raise ConfigError(message, "tokenizer.path") from None
         except Exception as e:  # the library has no exception class of its own
             raise ConfigError(f"{path}: {e}", "tokenizer.path") from None
         self._library.no_truncation()
@@ -207,8 +210,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _chat_template(self) -> tuple[str, str]:
         """Return the text and the name of the chat template. Raises ConfigError if there is none."""
+        assert isinstance(self.config, HuggingFace)
         file = self._folder / "chat_template.jinja"
-        if isinstance(self.config, HuggingFace) and self.config.chat_template:
+        if self.config.chat_template:
             file = Path(self.config.chat_template)
         elif not file.exists():
             file = self._folder / "tokenizer_config.json"
@@ -218,7 +222,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 template = defaults[0].get("template") if defaults else None
             if not isinstance(template, str):
                 raise ConfigError(
-                    f"the tokenizer in {self._folder} has no chat template: give the file of one",
+                    f"the tokenizer {self.config.label} has no chat template: give the file of one",
                     "tokenizer.chat_template",
                 )
             return template, str(file)

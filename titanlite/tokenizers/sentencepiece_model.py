@@ -25,7 +25,10 @@ from titanlite.tokenizers.tokenizer_json import bpe_model, tokenizer_tree
 TYPES = range(1, 7)  # of pieces
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = TYPES
 UNIGRAM, BPE = 1, 2  # types of models
-NOT_A_MODEL = "not a SentencePiece model; Llama 3's tokenizer.model is read by the tokenizer 'tiktoken'"
+NOT_A_MODEL = (
+    "not a SentencePiece model, or a damaged one; Llama 3's tokenizer.model is read by the tokenizer "
+    "'tiktoken', a tokenizer.json by 'huggingface'"
+)
 
 
 @dataclass(frozen=True)

@@ -447,7 +447,10 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any]]] = {
         "belongs to 30 bytes of tokens, .*a.bin has 32",
         lambda p: (p / "a.bin").write_bytes(bytes(32)),
     ),
-    "no index": ("a.idx: No such file", lambda p: (p / "a.idx").unlink()),
+    "no index": (
+        "a.idx: No such file or directory; a .bin and an .idx are read together",
+        lambda p: (p / "a.idx").unlink(),
+    ),
     "no data": ("a.bin: No such file", lambda p: (p / "a.bin").unlink()),
     "modes": ("multimodal", lambda p: write_megatron(p / "a", DOCUMENTS, modes=[0] * 9)),
     "empty": ("the dataset is empty", lambda p: write_megatron(p / "a", [])),
@@ -468,6 +471,16 @@ def test_files_that_are_refused_when_they_are_opened(tmp_path: Path, fault: str)
     assert str(tmp_path / "a") in str(e.value)
     assert "\n" not in str(e.value)
     assert e.value.key == "path"
+
+
+def test_prefixes_of_no_file(tmp_path: Path) -> None:
+    prefix = write_megatron(tmp_path / "a", DOCUMENTS)
+    for path, hint in (
+        (f"{prefix}.bin", f"write {prefix}, without .bin and .idx"),
+        (f"{prefix}b", "expected the path of"),
+    ):
+        with pytest.raises(ConfigError, match=f"No such file or directory; {hint}"):
+            Megatron(path=[path]).check(FakeTokenizer())
 
 
 @pytest.mark.parametrize(

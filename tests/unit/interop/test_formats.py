@@ -3,6 +3,7 @@ and gradients."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,18 @@ def test_a_moved_base_model_is_named_by_an_option(
         for arguments in (generate, ["export", run, str(trained.folder / "no"), "--adapter"]):
             assert cli.run([*arguments, f"--base={changed}"]) == 2
             assert f"the weights in {changed} are not those of the base model" in capsys.readouterr().err
+        for folder, reason in (
+            (changed, "model_type is 'mistral', but"),
+            (trained.folder / "no", "no such dir"),
+        ):
+            if folder == changed:
+                config = read_object(changed / "config.json") | {"model_type": "mistral"}
+                (changed / "config.json").write_text(json.dumps(config))
+            assert cli.run([*generate, f"--base={folder}"]) == 2
+            error = capsys.readouterr().err.splitlines()[-1]
+            assert f"--base={folder} cannot be opened as the base model of the adapters in {run}" in error
+            assert reason in error
+            assert "if it has moved" not in error
         assert not (trained.folder / "no").exists()
     finally:
         moved.rename(path)

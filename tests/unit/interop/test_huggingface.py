@@ -266,7 +266,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "architecture": (
         lambda d: edit_config(d, model_type="qwen3"),
-        r"model_type is 'qwen3', but the job's model is 'llama' \(--model\.name=qwen3\)",
+        r"model_type is 'qwen3', but the job's model is 'llama'; a job of this one has --model\.name=qwen3",
     ),
     "unknown architecture": (
         lambda d: edit_config(d, model_type="gpt2"),
