@@ -59,7 +59,7 @@ TORCHTITAN = {
 
 NO_FILES = "--no-files"
 # Options of `titanlite tune` for what it can do beside a search.
-TUNE_ACTIONS = ("coordinate_check", "find_batch", "measure")
+TUNE_ACTIONS = ("coordinate_check", "find_batch", "ladder", "measure")
 CONFIG_NUMBERS = ("ranks", "gpus_per_node")  # options of `titanlite config` that take integers
 
 # Modules and classes of the tables, imported only to explain keys of components from outside the package.
@@ -164,7 +164,7 @@ def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not actions and not take_axes(overrides)[0]:
         raise ConfigError(
             "name what to do: a range to search, such as --optimizer.lr=1e-4:3e-3:5, "
-            "--coordinate-check, --find-batch or --measure; see `titanlite tune --help`"
+            "--coordinate-check, --find-batch, --ladder or --measure; see `titanlite tune --help`"
         )
     options.seeds = options.seeds if options.seeds is not None else 3 if options.coordinate_check else 2
     for key in ("base_width", "steps", "seeds", "gpus_per_trial", "rungs"):

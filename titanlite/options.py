@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.amount import SUFFIXES
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 
@@ -146,29 +147,33 @@ def add_compare(options: Options) -> None:
 
 
 def add_tune(options: Options) -> None:
-    add = options.add
+    add, number = options.add, {"type": int, "metavar": "N"}
     options.usage = """titanlite tune CONFIG --section.key=LOW:HIGH:NUM [...] [options]
        titanlite tune CONFIG --coordinate-check [options] [--section.key=value ...]
-       titanlite tune CONFIG --find-batch [options] [--section.key=value ...]
-       titanlite tune CONFIG --measure [options] [--section.key=value ...]"""
-    add("config", help="a job's TOML file; keys may be overridden")
-    add("--measure", action="store_true", help="measure this machine's speed, for `titanlite plan`")
-    add("--gpus-per-trial", type=int, default=1, metavar="N", help="GPUs of each run (1)")
-    add("--rungs", type=int, help="at most so many rungs; 1: no halving (down to 3 runs)")
-    add("--find-batch", action="store_true", help="find the largest micro-batch that fits")
-    add("--coordinate-check", action="store_true", help="compare what blocks learn at several widths")
-    widths = [128, 256, 512, 1024]
-    add("--widths", type=parse_widths, default=widths, help="widths to compare (128,256,512,1024)")
-    add("--base-width", type=int, default=128, metavar="N", help="width that CONFIG's settings are for (128)")
-    add("--target-width", type=int, default=0, metavar="N", help="width to print settings for (see above)")
-    add("--standard", action="store_true", help="use CONFIG's settings at every width: no rules")
-    add("--steps", type=int, default=5, help="training steps at each width (5)")
+       titanlite tune CONFIG (--ladder | --find-batch | --measure) [options]"""
+    add("config", help="a job's TOML file; its keys may be overridden")
+    add("--gpus-per-trial", **number, default=1, help="GPUs of each run, or to measure (1)")
+    add("--rungs", **number, help="at most so many rungs; 1: no halving (down to 3 runs)")
+    add("--ladder", action="store_true", help="train smaller models, for a scaling law")
     add(
-        "--seeds",
-        type=int,
-        help="of a search (2; 1: no second seed) or check (3)",
+        "--sizes", type=parse_model_sizes, default={}, metavar="LIST", help="parameters, such as 10M,30M,0.1B"
     )
-    add("--output", type=Path, help="folder of a search, or JSON file of the others")
+    ratios = "10,20,40"
+    add(
+        "--ratios", type=parse_ratios, default=ratios, metavar="LIST", help=f"tokens per parameter ({ratios})"
+    )
+    add("--write-only", action="store_true", help="only write the TOML files of a ladder")
+    add("--find-batch", action="store_true", help="find the largest micro-batch that fits")
+    add("--measure", action="store_true", help="measure this machine's speed, for `titanlite plan`")
+    add("--coordinate-check", action="store_true", help="compare what blocks learn at several widths")
+    widths, names = [128, 256, 512, 1024], "128,256,512,1024"
+    add("--widths", type=parse_widths, default=widths, metavar="LIST", help=f"widths to compare ({names})")
+    add("--base-width", **number, default=128, help="width that CONFIG's settings are for (128)")
+    add("--target-width", **number, default=0, help="width to print the settings for (see above)")
+    add("--standard", action="store_true", help="use CONFIG's settings at every width, without rules")
+    add("--steps", **number, default=5, help="training steps at each width (5)")
+    add("--seeds", **number, help="2, or 1: no second seed (2); of the check (3)")
+    add("--output", type=Path, help="folder of the runs; JSON file of the others")
 
 
 def add_plan(options: Options) -> None:
@@ -198,6 +203,30 @@ def parse_widths(text: str) -> list[int]:
     if len(widths) < len(words) or len(widths) < 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of two or more widths such as 128,256,512")
     return widths
+
+
+def parse_model_sizes(text: str) -> dict[str, int]:
+    """Return `100M,1.5B` as numbers of parameters by their texts, in order. Raises ArgumentTypeError."""
+    sizes = dict[str, int]()
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)([KMB]?)", word.strip().upper())
+        if not match or not (size := round(float(match[1]) * SUFFIXES.get(match[2], 1))):
+            raise argparse.ArgumentTypeError(f"{word!r} of {text!r} is not a size such as 30M or 1.5B")
+        if size in sizes.values():
+            raise argparse.ArgumentTypeError(f"{text!r} has {word.strip()} twice")
+        sizes[match[0]] = size
+    return dict(sorted(sizes.items(), key=lambda item: item[1]))
+
+
+def parse_ratios(text: str) -> list[str]:
+    """Return `10,20,40` as texts of different numbers above 0, in order. Raises ArgumentTypeError."""
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", word) or float(word) == 0:
+            raise argparse.ArgumentTypeError(f"{word!r} of {text!r} is not a number above 0")
+    if len({float(word) for word in words}) < len(words):
+        raise argparse.ArgumentTypeError(f"{text!r} has a number twice")
+    return sorted(words, key=float)
 
 
 def parse_price(text: str) -> float:

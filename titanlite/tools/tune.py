@@ -1,19 +1,15 @@
-"""Find good settings by training with several, or check that settings carry over to wider models.
+"""Find good settings by training (docs/tuning.md).
 
 A search trains every combination of --section.key=LOW:HIGH:NUM (NUM values at equal ratios) and
---section.key=a,b; the lowest validation loss wins. By successive halving: all train for a part of
-training.steps with a whole schedule, the better half for twice as long, the last three for training.steps.
-The same command continues a stopped search. --find-batch finds the largest training.local_batch_size that
-fits the GPU, by runs of three steps (docs/tuning.md).
+--section.key=a,b, by successive halving over whole schedules; the lowest validation loss wins. --ladder
+trains models of about --sizes parameters, by default CONFIG's divided by 2.5, 2.5^2, 2.5^3 and 2.5^4, for
+`titanlite plan --fit`. The same command continues a stopped search or ladder. --find-batch finds the largest
+training.local_batch_size that fits the GPU, --measure the machine's speed for `titanlite plan --measured`.
 
 --coordinate-check trains CONFIG's model at several widths for a few steps on random tokens, with the width
-rules (muP) or, with --standard, without. The table has the RMS of the change of each block's output, and its
-slope over the width: 0 if wider models learn as the base width does. The last lines set what the rules need
-for --target-width, by default CONFIG's dim or, if the base width is not below it, the largest width. Exit
-code: 0 if all slopes are within 0.1 of zero, 1 if not (docs/optimizers.md).
-
---measure times the job's parts on this machine, in about 20 seconds, for `titanlite plan --measured`
-(docs/planning.md)."""
+rules (muP) or, with --standard, without (docs/optimizers.md). The last lines set what the rules need for
+--target-width, by default CONFIG's dim or, if the base width is not below it, the largest width. Exit code: 1
+if the change of a block's output has a slope over the width of more than 0.1."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ from titanlite.planning.coordinate_check import (
 )
 from titanlite.progress import Progress
 from titanlite.runtime.process import device_name, pick_device
-from titanlite.tools import find_batch, search
+from titanlite.tools import find_batch, ladder, search
 from titanlite.tools import measure as measure_machine
 
 MAX_BLOCKS, MAX_IDS = 4, 1024
@@ -64,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
         return find_batch.main(options, overrides)
     if options.measure:
         return measure_machine.main(options, overrides)
+    if options.ladder:
+        return ladder.main(options, overrides)
     if not options.coordinate_check:
         return search.main(options, overrides)
     if options.output:
