@@ -274,7 +274,7 @@ def test_the_search_prefers_the_fastest_layout_and_names_reasons() -> None:
     small = Cluster(H100._replace(memory_gib=1.0), 8)  # less than what is outside torch
     fitting, others = search(given, small, refusal)
     assert not fitting
-    assert any(refused.peak_gib > 1 and refused.reason.startswith("too large") for refused in others)
+    assert any(refused.peak_gib and refused.reason.startswith("too large") for refused in others)
 
 
 def test_the_optimum_has_the_least_loss_for_its_flops() -> None:
