@@ -1,5 +1,5 @@
-"""The output that docs/planning.md quotes: a block `<!-- output: NAME -->` is what `titanlite plan` prints, and
-the picture is what it draws.
+"""The output that docs/planning.md quotes: a block `<!-- output: NAME -->` is what `titanlite plan` prints.
+The page's picture is what it draws.
 
 `python -m tests.support.planning_page` writes the blocks into the page, and the picture."""
 
