@@ -170,6 +170,9 @@ def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for key in ("base_width", "steps", "seeds", "gpus_per_trial", "rungs"):
         if (value := getattr(options, key)) is not None and value < 1:
             raise ConfigError(f"command line, --{key.replace('_', '-')}: {value} is below 1")
+    for key in ("sizes", "write_only"):
+        if getattr(options, key) and not options.ladder:
+            raise ConfigError(f"command line, --{key.replace('_', '-')}: it needs --ladder")
     if options.target_width < 0:
         raise ConfigError(f"command line, --target-width: {options.target_width} is below 0")
     if options.standard and options.target_width:

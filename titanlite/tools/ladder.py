@@ -35,7 +35,7 @@ from titanlite.startup import job_toml_text
 from titanlite.tools.plan import planned_run
 from titanlite.tools.trial_runs import LOSS, Record, Trainer, TrialRun, keys_of
 
-FEW_STEPS = 1000
+FEW_STEPS = 1000  # a note asks for a smaller batch below
 
 
 class Length(NamedTuple):
@@ -99,10 +99,11 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
         Trainer(record, options.gpus_per_trial, requests).train([run.to_train() for run in runs])
     page = record.folder / "report.html"
     write_atomically(page, report([read_run(run.job.folder, run.name) for run in runs]))
-    finished = [run for run in runs if math.isfinite(record.loss(run.name))]
-    if not finished:
+    finite = [name for name in record.results if math.isfinite(record.loss(name))]
+    if not finite:
         raise ConfigError("no run has a finite loss; try lower learning rates")
-    folders = [record.folder] if finished == runs else [run.job.folder for run in finished]
+    whole = len(finite) == len(record.results)
+    folders = [record.folder] if whole else [record.folder / name for name in finite]
     command = shlex.join(["titanlite", "plan", options.config, *overrides, "--fit", *map(str, folders)])
     print("\n".join([_losses(runs, record), f"report: {page}", f"next, the law: {command}"]))
     return 0
@@ -188,8 +189,10 @@ def _smaller(job: Job, shape: Shape, standard: bool) -> Job:
             raise ConfigError(f"{e}; --standard keeps the settings of CONFIG at every size", e.key) from None
         fields |= rules.scales_at(config, multiple)
     model = replace(job.model, overrides=job.model.overrides | fields)
-    groups = rules.param_groups_at(job.optimizer, model.build_on_meta(), multiple)
-    return replace(job, model=model, optimizer=replace(job.optimizer, param_groups=groups))
+    net = model.build_on_meta()
+    optimizer = replace(job.optimizer, param_groups=rules.param_groups_at(job.optimizer, net, multiple))
+    optimizer.check(net, job.parallelism.tensor_parallel_degree)
+    return replace(job, model=model, optimizer=optimizer)
 
 
 def _length(job: Job, num_ranks: int) -> Length:

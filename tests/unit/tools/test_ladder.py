@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from titanlite import cli
 from titanlite.job import Job, load_job
 from titanlite.planning.ladder import count
 from titanlite.tools import ladder
+from titanlite.tools.trial_runs import Record, TrialRun
 
 MODEL = {"dim": 64, "n_layers": 8, "n_heads": 8, "hidden_dim": 128}
 SETTINGS = ["--lr_scheduler.total_steps=0", "--validation.enable=true"]
@@ -68,6 +70,14 @@ def test_mistakes_are_one_line(
     assert error.startswith("titanlite: ")
     assert error.count("\n") == 1
     assert not (tmp_path / "run_ladder").exists()
+
+
+@pytest.mark.parametrize("option", ["--sizes=40K", "--write-only"])
+def test_a_search_has_no_options_of_a_ladder(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert cli.run(command(tmp_path, corpus, "--optimizer.lr=1e-3:1e-1:3", option)) == 2
+    assert f"command line, {option.partition('=')[0]}: it needs --ladder" in capsys.readouterr().err
 
 
 def test_the_written_runs_have_whole_schedules_and_carried_settings(
@@ -146,6 +156,36 @@ def test_gpu_hours_are_those_of_the_plan(
     assert cli.run(["plan", str(file), "--gpus=1xH200", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert float(hours[1]) == pytest.approx(plan["time"]["gpu_hours"], rel=0.01)
+
+
+def test_the_next_command_leaves_out_runs_that_diverged(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses: dict[str, float | None] = dict(zip(NAMES, (3.0, None, 2.5, 2.25)))
+
+    class Trained:
+        def __init__(self, record: Record, *_: object) -> None:
+            self.record = record
+
+        def train(self, runs: list[TrialRun]) -> None:
+            self.record.results.update({run.name: {"loss": losses[run.name]} for run in runs})
+
+    monkeypatch.setattr(ladder, "Trainer", Trained)
+    monkeypatch.setattr(ladder, "read_run", lambda folder, name: None)
+    monkeypatch.setattr(ladder, "report", lambda runs: "")
+    words = command(tmp_path, corpus, *LADDER)
+    assert cli.run(words) == 0
+    output, folder = capsys.readouterr().out, tmp_path / "run_ladder"
+    finite = [str(folder / name) for name in NAMES if losses[name] is not None]
+    assert output.endswith(f" --fit {shlex.join(finite)}\n")
+    assert output.count("diverged") == 1
+    assert re.search(r"^0.1M +0.2 .* 2.2500$", output, re.MULTILINE)
+    losses[NAMES[1]] = 2.75
+    assert cli.run(words) == 0
+    assert capsys.readouterr().out.endswith(f" --fit {folder}\n")
+    losses.update(dict.fromkeys(NAMES))
+    assert cli.run(words) == 2
+    assert "no run has a finite loss; try lower learning rates" in capsys.readouterr().err
 
 
 @pytest.mark.full
