@@ -35,8 +35,9 @@ PEAK, RESERVED, STEP = "memory/peak_allocated_gib", "memory/peak_reserved_gib", 
 BEFORE = ("llama3_1b_h200x4_b16_torchtitan", "llama3_1b_h200x4_b8", "llama3_1b_h200x4_b8_flex",
           "llama3_1b_h200x4_b8_varlen")  # fmt: skip
 # By their times, several runs shared the GPU: a step of memory_h200 took four times as long as the same step
-# of guard_h200, and those of float8_curve_h200 became up to four times as fast near the end.
-UNTIMED = ("memory_h200", "float8_curve_h200")
+# of guard_h200, and those of float8_curve_h200 became up to four times as fast near the end. The searches of
+# transfer_lr_h200 shared it.
+UNTIMED = ("memory_h200", "float8_curve_h200", "transfer_lr_h200")
 # finetune.toml of docs/finetuning.md, as overrides of debug.toml.
 FINETUNE = {
     "model.name": "qwen3",
@@ -130,6 +131,10 @@ def _cases(name: str, result: dict[str, Any]) -> Iterator[tuple[str, list[str], 
             run = result["runs"][case]
             overrides = [f"--{key}={value}" for key, value in FINETUNE.items()]
             yield case, [*overrides, *(LORA if run["adapters"] else [])], _medians(run["reports"])
+    elif name == "transfer_lr_h200":
+        for case in ("narrow", "rules"):
+            search = result["searches"][case]
+            yield case, search["keys"], _medians([run["last"] for run in search["runs"]])
     elif name == "float8_curve_h200":
         for case, curve in result["curves"].items():
             recipe = case.partition(" ")[2] if case.startswith("float8") else ""
@@ -158,7 +163,8 @@ def _medians(reports: list[dict[str, float]]) -> dict[str, float]:
 
 def compare(run: Recorded) -> dict[str, Any]:
     """The planned and the measured numbers of a run: of rank 0, which has the first pipeline stage."""
-    config = "benchmarks" if run.config == "optimizer_curves.toml" else "train_configs"
+    own = run.config in ("optimizer_curves.toml", "transfer_lr.toml")
+    config = "benchmarks" if own else "train_configs"
     job = load_job(ROOT / config / run.config, run.overrides, None)
     cluster = Cluster(next(card for card in CARDS if card.name == "H200"), run.gpus)
     planned = planned_run(job, cluster)

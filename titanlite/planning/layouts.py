@@ -47,15 +47,6 @@ class Layout:
         return [f"--{key}={new}" for key, (old, new) in keys.items() if old != new]
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A layout that cannot be used, and why. `peak_gib`: 0 unless it does not fit."""
-
-    layout: str
-    reason: str
-    peak_gib: float = 0.0
-
-
 def verdict(memory: Sequence[RankMemory], card_gib: float) -> str:
     """Whether the ranks' memory fits a GPU: with the most that torch has been seen to reserve, or only
     without (close)."""
@@ -74,23 +65,23 @@ def assess(run: PlannedRun, cluster: Cluster) -> Layout:
 
 def search(
     given: PlannedRun, cluster: Cluster, refusal: Callable[[PlannedRun], str | None]
-) -> tuple[list[Layout], list[Refused]]:
+) -> tuple[list[Layout], list[tuple[str, str]]]:
     """The layouts that fit, from the fastest to the slowest, each with the largest micro-batch that fits and
-    the mode of activation checkpointing that is fastest; and the layouts that cannot be used.
+    the mode of activation checkpointing that is fastest; and why each of the others is none.
 
     `refusal`: why a job cannot use a run's layout, or None. Layouts keep the global batch."""
-    best, refused = list[Layout](), list[Refused]()
+    best, others = list[Layout](), list[tuple[str, str]]()
     for degrees in _degrees(given, cluster):
-        of_modes = [
-            _largest(given, degrees, mode, cluster, refusal) for mode in ("none", "selective", "full")
-        ]
-        fitting = [layout for layout in of_modes if isinstance(layout, Layout)]
+        fitting, reason = list[Layout](), ""
+        for mode in ("none", "selective", "full"):
+            fastest, reason = _largest(given, degrees, mode, cluster, refusal)
+            fitting += [fastest] if fastest is not None else []
         if fitting:
             best.append(min(fitting, key=lambda layout: layout.time.seconds))
-        elif isinstance(of_modes[-1], Refused):
-            refused.append(of_modes[-1])
+        else:
+            others.append((str(degrees), reason))
     best.sort(key=lambda layout: layout.time.seconds)
-    return best, refused
+    return best, others
 
 
 def _largest(
@@ -99,25 +90,23 @@ def _largest(
     mode: str,
     cluster: Cluster,
     refusal: Callable[[PlannedRun], str | None],
-) -> Layout | Refused:
+) -> tuple[Layout | None, str]:
     """The layout with the largest micro-batch that fits; if none does, why."""
-    fastest, refused = None, None
+    fastest, reason = None, ""
     for size in itertools.takewhile(lambda n: n <= MAX_MICRO_BATCH, (2**i for i in itertools.count())):
         run = _changed(given, degrees, mode, size)
         if why := refusal(run):
-            refused = refused or Refused(str(degrees), why)
+            reason = reason or why
             continue
         layout = assess(run, cluster)
         if layout.verdict != FITS:
-            why = f"too large even with mode = {mode!r} and micro-batches of {size}"
-            refused = refused or Refused(str(degrees), why, layout.peak_gib)
+            reason = (
+                reason or f"{layout.peak_gib:.0f} GiB even with mode = {mode!r} and micro-batches of {size}"
+            )
             break
         if fastest is None or layout.time.seconds <= fastest.time.seconds:
             fastest = layout
-    if fastest is not None:
-        return fastest
-    assert refused is not None
-    return refused
+    return fastest, reason
 
 
 def _changed(given: PlannedRun, degrees: Degrees, mode: str, size: int) -> PlannedRun:
