@@ -1,8 +1,8 @@
 """A GPU with little memory, made up for runs on a CPU: [job] imports names this module.
 
-The made-up GPU has CARD_GIB. A micro-batch takes GIB_PER_SEQUENCE per sequence, of which ranks other than
-rank 0 take EXTRA_GIB more; a forward that needs more than the GPU has runs out of memory, as torch reports
-it. SMALL_GPU_FAILS=1: the forward fails otherwise."""
+The made-up GPU has CARD_GIB. A micro-batch takes GIB_PER_SEQUENCE per sequence, and EXTRA_GIB more on all
+ranks but rank 0. A forward that needs more than the GPU has runs out of memory, as torch reports it. With
+SMALL_GPU_FAILS in the environment it fails otherwise; SMALL_GPU_SEQUENCE_GIB sets GIB_PER_SEQUENCE."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from titanlite.planning.cards import Card
 from titanlite.runtime.environment import global_rank
 from titanlite.tools import find_batch
 
-CARD_GIB, GIB_PER_SEQUENCE, EXTRA_GIB = 1.0, 0.13, 0.15
+CARD_GIB, EXTRA_GIB = 1.0, 0.2
+GIB_PER_SEQUENCE = float(os.environ.get("SMALL_GPU_SEQUENCE_GIB", 0.13))
 _model_inputs = ShardedModel.model_inputs
 _peak_gib = 0.0
 
@@ -25,7 +26,7 @@ _peak_gib = 0.0
 def model_inputs(model: Any, batch: Any, *rest: Any) -> Any:
     global _peak_gib
     if os.environ.get("SMALL_GPU_FAILS"):
-        raise ValueError("a fault that was planted")
+        raise ValueError("a planted fault")
     _peak_gib = GIB_PER_SEQUENCE * len(batch.inputs) + EXTRA_GIB * (global_rank() > 0)
     if _peak_gib > CARD_GIB:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")

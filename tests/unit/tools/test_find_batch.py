@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.jobs import make_job, tiny_arguments
+from tests.support.jobs import ROOT, make_job, tiny_arguments
 from titanlite import cli
 from titanlite.tools.find_batch import MAX_SHARE, MAX_STARTS, Trial, find, micro_batches
 
@@ -92,3 +98,105 @@ def test_without_a_gpu_it_is_refused(
     assert capsys.readouterr().err == said
     assert cli.run(["tune", *tiny_arguments(tmp_path, corpus), "--find-batch", "--coordinate-check"]) == 2
     assert "--find-batch: not together with --coordinate-check" in capsys.readouterr().err
+
+
+def on_small_gpu(folder: Path, corpus: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+    """The command as a process whose GPU is that of tests/support/small_gpu.py."""
+    (folder / "tmp").mkdir()
+    imports = '--job.imports=["tests.support.small_gpu"]'
+    command = ["tune", *tiny_arguments(folder, corpus), "--find-batch", imports, *words]
+    return subprocess.Popen(
+        [sys.executable, "-m", "titanlite.cli", *command],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(folder / "tmp")} | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def assert_nothing_is_left(folder: Path) -> None:
+    """No process of the runs, and none of their files but those named here."""
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not [command for command in commands if str(folder).encode() in command]
+    assert not list((folder / "tmp").glob("titanlite-*"))
+    assert {path.name for path in folder.iterdir()} <= {"tmp", "job.toml", "run_find_batch.log"}
+
+
+@pytest.mark.full
+def test_runs_find_the_largest_size(tmp_path: Path, corpus: Path) -> None:
+    """8 sequences take 1.04 of 1 GiB, 4 take 0.52. The job has what the runs leave out."""
+    job = [
+        "--validation.enable=true",
+        "--generation.prompts=['a']",
+        "--guard.on_spike=rewind",
+        "--ema.enable",
+    ]
+    process = on_small_gpu(tmp_path, corpus, *job, "--lr_scheduler.warmup_steps=7")
+    printed, said = process.communicate()
+    assert process.returncode == 0, said
+    assert re.findall(r"size=(\d): training 3 steps; planned 0.0 GiB", said) == ["8", "1", "4"]
+    assert "local_batch_size=8: out of memory in step 1, forward\n" in said
+    assert re.search(
+        r"local_batch_size=4: fits: 0.5 GiB allocated, 0.5 reserved, [\d,]+ tokens/s per GPU\n", said
+    )
+    assert "leave out validation, samples, checkpoints and exports" in said
+    lines = printed.splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [["fits", "1"], ["fits", "4"], ["out", "of"]]
+    step = "a step of 8 sequences on 1 GPU takes 2 micro-batches"
+    assert lines[4] == f"largest that fits: --training.local_batch_size=4; {step}"
+    assert "fastest" in lines[5]
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.full
+def test_the_rank_with_most_memory_counts(tmp_path: Path, corpus: Path) -> None:
+    """6 sequences take 0.78 GiB on rank 0 and 0.98 on rank 1, which is more than 95% of its GPU."""
+    words = ["--gpus-per-trial=2", "--training.global_batch_size=12", "--training.local_batch_size=1"]
+    process = on_small_gpu(tmp_path, corpus, *words)
+    printed, said = process.communicate()
+    assert process.returncode == 0, said
+    assert "local_batch_size=6: reserves more than 95%: 0.9 GiB allocated, 1.0 reserved, " in said
+    assert (
+        "largest that fits: --training.local_batch_size=3; a step of 12 sequences on 2 GPUs takes 2 "
+        in printed
+    )
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.full
+def test_another_failure_ends_the_search(tmp_path: Path, corpus: Path) -> None:
+    process = on_small_gpu(tmp_path, corpus, SMALL_GPU_FAILS="1")
+    printed, said = process.communicate()
+    assert (process.returncode, printed) == (1, "")
+    log = tmp_path / "run_find_batch.log"
+    wanted = "the run with training.local_batch_size=8 ended with exit code 1: ValueError: a planted fault"
+    assert said.splitlines()[-1] == f"titanlite: {wanted}; log: {log}"
+    assert "Traceback" in log.read_text()
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.full
+def test_a_signal_ends_the_runs(tmp_path: Path, corpus: Path) -> None:
+    process = on_small_gpu(tmp_path, corpus, "--gpus-per-trial=2")
+    while not any(log.stat().st_size for log in (tmp_path / "tmp").glob("*/*.log")):  # both ranks train
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate()
+    assert process.returncode == 75
+    assert said.endswith("titanlite: stopped; the runs have ended, and nothing is left of them\n")
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.full
+def test_a_job_that_never_fits_says_so(tmp_path: Path, corpus: Path) -> None:
+    words = ["--training.local_batch_size=1", "--gpus-per-trial=2", "--training.global_batch_size=2"]
+    process = on_small_gpu(tmp_path, corpus, *words, SMALL_GPU_SEQUENCE_GIB="1.2")
+    printed, said = process.communicate()
+    assert process.returncode == 5, said
+    assert printed.splitlines()[1].startswith("out of memory in step 1, forward")
+    assert (
+        "titanlite: even training.local_batch_size=1 does not fit. Settings that need less memory:\n" in said
+    )
+    assert_nothing_is_left(tmp_path)
