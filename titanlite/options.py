@@ -189,6 +189,7 @@ def add_plan(options: Options) -> None:
     )
     add("--gpus-per-node", type=int, default=8, help="GPUs of one machine (8)")
     add("--price", type=parse_price, metavar="PRICE", help="of a GPU hour; adds what the run costs")
+    add("--mtbf", type=parse_hours, metavar="HOURS", help="mean time between failures of the whole job")
     add("--tokens", default="", help="tokens to train on, such as 160B, instead of training.steps")
     add("--top", type=int, default=0, help="also list this many layouts of the same GPUs that fit (0)")
     add("--json", action="store_true", help="print the plan as JSON")
@@ -233,6 +234,13 @@ def parse_price(text: str) -> float:
     """Return `2.50` as a number. Raises ArgumentTypeError."""
     if not re.fullmatch(r"\d{1,9}(\.\d*)?|\.\d+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a price such as 2.50")
+    return float(text)
+
+
+def parse_hours(text: str) -> float:
+    """Return `36.5` as a number above 0. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"\d{1,9}(\.\d*)?|\.\d+", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours such as 36.5")
     return float(text)
 
 

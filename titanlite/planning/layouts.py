@@ -47,6 +47,15 @@ class Layout:
         return [f"--{key}={new}" for key, (old, new) in keys.items() if old != new]
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A layout that cannot be used, and why. `peak_gib`: 0 unless it does not fit."""
+
+    layout: str
+    reason: str
+    peak_gib: float = 0.0
+
+
 def verdict(memory: Sequence[RankMemory], card_gib: float) -> str:
     """Whether the ranks' memory fits a GPU: with the most that torch has been seen to reserve, or only
     without (close)."""
@@ -65,23 +74,23 @@ def assess(run: PlannedRun, cluster: Cluster) -> Layout:
 
 def search(
     given: PlannedRun, cluster: Cluster, refusal: Callable[[PlannedRun], str | None]
-) -> tuple[list[Layout], list[tuple[str, str]]]:
+) -> tuple[list[Layout], list[Refused]]:
     """The layouts that fit, from the fastest to the slowest, each with the largest micro-batch that fits and
-    the mode of activation checkpointing that is fastest; and why each of the others is none.
+    the mode of activation checkpointing that is fastest; and the layouts that cannot be used.
 
     `refusal`: why a job cannot use a run's layout, or None. Layouts keep the global batch."""
-    best, others = list[Layout](), list[tuple[str, str]]()
+    best, refused = list[Layout](), list[Refused]()
     for degrees in _degrees(given, cluster):
-        fitting, reason = list[Layout](), ""
-        for mode in ("none", "selective", "full"):
-            fastest, reason = _largest(given, degrees, mode, cluster, refusal)
-            fitting += [fastest] if fastest is not None else []
+        of_modes = [
+            _largest(given, degrees, mode, cluster, refusal) for mode in ("none", "selective", "full")
+        ]
+        fitting = [layout for layout in of_modes if isinstance(layout, Layout)]
         if fitting:
             best.append(min(fitting, key=lambda layout: layout.time.seconds))
-        else:
-            others.append((str(degrees), reason))
+        elif isinstance(of_modes[-1], Refused):
+            refused.append(of_modes[-1])
     best.sort(key=lambda layout: layout.time.seconds)
-    return best, others
+    return best, refused
 
 
 def _largest(
@@ -90,23 +99,25 @@ def _largest(
     mode: str,
     cluster: Cluster,
     refusal: Callable[[PlannedRun], str | None],
-) -> tuple[Layout | None, str]:
+) -> Layout | Refused:
     """The layout with the largest micro-batch that fits; if none does, why."""
-    fastest, reason = None, ""
+    fastest, refused = None, None
     for size in itertools.takewhile(lambda n: n <= MAX_MICRO_BATCH, (2**i for i in itertools.count())):
         run = _changed(given, degrees, mode, size)
         if why := refusal(run):
-            reason = reason or why
+            refused = refused or Refused(str(degrees), why)
             continue
         layout = assess(run, cluster)
         if layout.verdict != FITS:
-            reason = (
-                reason or f"{layout.peak_gib:.0f} GiB even with mode = {mode!r} and micro-batches of {size}"
-            )
+            why = f"too large even with mode = {mode!r} and micro-batches of {size}"
+            refused = refused or Refused(str(degrees), why, layout.peak_gib)
             break
         if fastest is None or layout.time.seconds <= fastest.time.seconds:
             fastest = layout
-    return fastest, reason
+    if fastest is not None:
+        return fastest
+    assert refused is not None
+    return refused
 
 
 def _changed(given: PlannedRun, degrees: Degrees, mode: str, size: int) -> PlannedRun:

@@ -32,19 +32,16 @@ from titanlite.planning.cards import CARDS, GIB, Cluster
 from titanlite.planning.layouts import Layout, assess, search
 from titanlite.planning.memory import KINDS, OUTSIDE, RESERVED, PlannedRun
 from titanlite.planning.optimum import RULE, optimum
+from titanlite.planning.saves import GPU_HOURS_PER_FAILURE, best_saves, span
 from titanlite.planning.sharding import knows_state, parameters_of
 from titanlite.planning.step_time import guesses
 from titanlite.report.charts import short
 from titanlite.report.terminal import table
-from titanlite.report.timeline import duration
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
 from titanlite.tools.memory_picture import memory_svg
 
-# Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4).
-GPU_HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
 DEFAULT_CARD = next(card for card in CARDS if card.name == "H100")
 NEAR_OPTIMUM = 0.01  # nats, below which the distance says nothing: the law's constants are fitted to losses
-STALL_S_PER_GIB = 0.42 / 16.7  # an asynchronous save of 16.7 GiB by one GPU: checkpoint_h200_save_async.json
 
 
 def main(argv: Sequence[str]) -> int:
@@ -127,7 +124,7 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
         "memory": _memory(layout, cluster),
         "fits": layout.verdict,
         "time": time,
-        "checkpoint": _checkpoint(layout, time["step_s"], cluster),
+        "checkpoint": _checkpoint(layout, time, gpus, options.mtbf),
         "optimum": None if job.lora.enable else vars(optimum(model["parameters"], length["tokens"])),
         "notes": [
             *_notes(job, run, cluster),
@@ -135,9 +132,9 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
         ],
     }
     if options.top:
-        best, others = search(run, cluster, _refusal(job))
+        best, refused = search(run, cluster, _refusal(job))
         plan["layouts"] = [_row(layout, run, cluster, length["tokens"]) for layout in best[: options.top]]
-        plan["refused_layouts"] = [{"layout": name, "reason": reason} for name, reason in others]
+        plan["refused_layouts"] = [vars(layout) for layout in refused]
     return plan, layout
 
 
@@ -240,17 +237,19 @@ def _time(layout: Layout, length: dict[str, Any], cluster: Cluster, price: float
     }
 
 
-def _checkpoint(layout: Layout, step_s: float, cluster: Cluster) -> dict[str, Any]:
-    """Weights, averages and optimizer state. The interval is Young's (1974): sqrt(2 stall / failure rate)."""
+def _checkpoint(layout: Layout, time: dict[str, Any], gpus: int, mtbf: float | None) -> dict[str, Any]:
+    """Weights, averages and optimizer state, and how often to save them. `time`: of `_time`. `mtbf`: hours
+    between failures of the job; None: at Llama 3's rate."""
     run = layout.run
     sizes = [(math.prod(p.shape), p.state_bytes) for p in run.parameters if p.is_trained]
     size = sum(num * (4 * (1 + run.ema.enable) + state) for num, state in sizes)
-    mean_s = GPU_HOURS_PER_FAILURE * 3600 / cluster.gpus
-    interval_s = math.sqrt(2 * STALL_S_PER_GIB * size / GIB / cluster.gpus * mean_s)
+    hours = GPU_HOURS_PER_FAILURE / gpus if mtbf is None else mtbf
     return {
         "gib": size / GIB,
-        "hours_between_failures": mean_s / 3600,
-        "best_interval_steps": max(round(interval_s / step_s), 1),
+        "hours_between_failures": hours,
+        "is_usual_rate": mtbf is None,
+        "expected_failures": time["hours"] / hours,
+        **best_saves(size, gpus, time["step_s"], hours)._asdict(),
     }
 
 
@@ -339,13 +338,16 @@ def _time_text(plan: dict[str, Any]) -> str:
 
 def _advice(plan: dict[str, Any]) -> str:
     saved, best = plan["checkpoint"], plan["optimum"]
-    failures = duration(saved["hours_between_failures"] * 3600)
+    rate = " (the rate of Llama 3 405B)" * saved["is_usual_rate"]
+    lost = f"{saved['lost_share']:.2%}" if saved["lost_share"] >= 0.0001 else "less than 0.01%"
     lines = [
-        f"checkpoint: {saved['gib']:.1f} GiB; at Llama 3 405B's rate of failures, one in {failures}, a save "
-        f"every {saved['best_interval_steps']:,} steps costs least, if storage keeps up"
+        f"checkpoint: {saved['gib']:.1f} GiB; with a failure every {span(saved['hours_between_failures'])}"
+        f"{rate}, a save every {saved['best_interval_steps']:,} steps costs least, if storage keeps up",
+        f"saves and steps repeated after failures: {lost} of the time; expected in this run: "
+        f"{saved['expected_failures']:.2g} failures, whose restarts are not counted",
     ]
     if best is None:  # adapters: the law is of models trained from scratch
-        return lines[0]
+        return "\n".join(lines)
     excess = f"{best['excess']:.2f}" if best["excess"] >= NEAR_OPTIMUM else f"less than {NEAR_OPTIMUM}"
     lines += [
         f"compute-optimal for as many parameters x tokens: {short(best['parameters'])} parameters on "
@@ -373,6 +375,9 @@ def _layouts_text(plan: dict[str, Any]) -> str:
         more = [reason for reason in row["guess"] if reason not in plan["time"]["guess"]]
         guess = f" (the time is a guess: {'; '.join(more)})" * bool(more)
         lines.append(f"{row['layout']}: {' '.join(row['overrides']) or 'as given'}{guess}")
-    refused = plan["refused_layouts"]
-    lines += [f"not {row['layout']}: {row['reason']}" for row in refused]
+    by_reason = dict[str, list[str]]()
+    for row in plan["refused_layouts"]:
+        size = f" ({row['peak_gib']:.0f} GiB)" if row["peak_gib"] else ""
+        by_reason.setdefault(row["reason"], []).append(row["layout"] + size)
+    lines += [f"not {', '.join(layouts)}: {reason}" for reason, layouts in by_reason.items()]
     return "\n".join(lines)

@@ -270,11 +270,11 @@ def test_the_search_prefers_the_fastest_layout_and_names_reasons() -> None:
     assert best[0].time.seconds <= assess(given, Cluster(H100, 8)).time.seconds
     assert all(layout.verdict == FITS and layout.run.degrees.tp == 1 for layout in best)
     assert all(math.prod(layout.run.degrees) == 8 for layout in best)
-    assert {why for _, why in others} == {reason}
+    assert {refused.reason for refused in others} == {reason}
     small = Cluster(H100._replace(memory_gib=1.0), 8)  # less than what is outside torch
-    fitting, refused = search(given, small, refusal)
+    fitting, others = search(given, small, refusal)
     assert not fitting
-    assert any("GiB" in why for _, why in refused)
+    assert any(refused.peak_gib and refused.reason.startswith("too large") for refused in others)
 
 
 def test_the_optimum_has_the_least_loss_for_its_flops() -> None:

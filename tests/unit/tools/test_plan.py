@@ -10,6 +10,7 @@ import pytest
 
 from titanlite import cli
 from titanlite.planning.memory import KINDS
+from titanlite.planning.saves import span
 
 Capture = pytest.CaptureFixture[str]
 BIG = ["plan", "llama3_8b", "--gpus=8xH100"]
@@ -107,7 +108,46 @@ def test_layouts_are_listed_as_overrides_that_a_job_accepts(capsys: Capture) -> 
     assert cli.run([*words, "--top=2"]) == 0
     text = capsys.readouterr().out
     assert "layouts that fit, the fastest first" in text
-    assert f"not {plan['refused_layouts'][0]['layout']}: " in text
+    refused = [line for line in text.splitlines() if line.startswith("not ")]
+    assert len(refused) == len({row["reason"] for row in plan["refused_layouts"]})
+    (shared,) = [line for line in refused if "embedding and head share" in line]
+    assert shared.startswith("not pp 2: parallelism.pipeline_parallel_degree: embedding")
+
+
+def test_layouts_that_do_not_fit_are_one_line(capsys: Capture) -> None:
+    words = ["plan", "llama3_8b", "--gpus=2xL4", "--top=1"]
+    rows = planned(capsys, *words)["refused_layouts"]
+    large = [row for row in rows if row["peak_gib"]]
+    assert len(large) > 2
+    assert all(row["peak_gib"] > 16 for row in large)
+    assert cli.run(words) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if ": too large even with" in line]
+    sizes = [f"{row['layout']} ({row['peak_gib']:.0f} GiB)" for row in large]
+    assert line == f"not {', '.join(sizes)}: too large even with mode = 'full' and micro-batches of 1"
+
+
+def test_a_rate_of_failures_decides_how_often_to_save(capsys: Capture) -> None:
+    usual, own = (planned(capsys, *BIG, *words) for words in ([], ["--mtbf=40"]))
+    stall_s, step_s = 0.42 / 16.7 * own["checkpoint"]["gib"] / 8, own["time"]["step_s"]
+    steps = own["checkpoint"]["best_interval_steps"]
+    assert steps == round((2 * stall_s * 40 * 3600) ** 0.5 / step_s)
+    lost = stall_s / (steps * step_s) + steps * step_s / (2 * 40 * 3600)
+    assert own["checkpoint"]["lost_share"] == pytest.approx(lost)
+    assert own["checkpoint"]["expected_failures"] == pytest.approx(own["time"]["hours"] / 40)
+    assert usual["checkpoint"]["hours_between_failures"] == pytest.approx(50677 / 8, rel=1e-4)
+    assert usual["checkpoint"]["lost_share"] < lost
+    assert cli.run([*BIG, "--mtbf=40"]) == 0
+    assert "; with a failure every 40 hours, a save every " in capsys.readouterr().out
+    assert cli.run(BIG) == 0
+    assert "; with a failure every 264 days (the rate of Llama 3 405B), a save" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"),
+    [(0.5, "30 minutes"), (3.09, "3.09 hours"), (47, "47 hours"), (792, "33 days"), (50677, "5.78 years")],
+)
+def test_times_between_failures_have_a_fitting_unit(hours: float, text: str) -> None:
+    assert span(hours) == text
 
 
 @pytest.mark.parametrize(
@@ -118,6 +158,9 @@ def test_layouts_are_listed_as_overrides_that_a_job_accepts(capsys: Capture) -> 
         (["--gpus-per-node=0"], "--gpus-per-node: 0 is below 1"),
         (["--training.steps=2 epochs"], "epochs cannot be counted"),
         (["--tokens=1"], "--training.steps"),
+        (["--mtbf=0"], "--mtbf: '0' is not a number of hours such as 36.5"),
+        (["--mtbf=-3"], "is not a number of hours"),
+        (["--measured=no/such.json"], "no/such.json cannot be read: "),
     ],
 )
 def test_what_cannot_be_planned_is_refused(capsys: Capture, words: list[str], message: str) -> None:
