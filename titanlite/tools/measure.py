@@ -59,16 +59,27 @@ def main(options: Namespace, overrides: Sequence[str]) -> int:
         words = [options.config, "--measure", f"--gpus-per-trial={ranks}", f"--output={output}", *overrides]
         return launch.start_ranks(launcher, ["tune", *words])
     try:
-        one_rank = _on_one_rank(job)
+        gpus, one_rank = _num_gpus(job, ranks), _on_one_rank(job)
         with runtime(one_rank.training, one_rank.parallelism, job.comm) as rt:
             measurement = _measure(one_rank, options.config, rt)
-            text = _text(job, measurement)
     except ConfigError as e:
         raise toml.read(options.config, overrides)[1].located(e) from None
     if rt.rank == 0:
         write_atomically(output, measurement.to_json())
+        text = f"{_text(measurement)}\n\n{_steps(job, gpus, measurement)}"
         print(for_terminal(f"{text}\n\nwritten: {output}, for titanlite plan --measured={output}"))
     return 0
+
+
+def _num_gpus(job: Job, ranks: int) -> int:
+    """The number of GPUs of the steps that are printed: of `ranks` or, if the layout needs others, the fewest
+    that it allows. Raises ConfigError for a job that no number of ranks can train."""
+    try:
+        job.check(ranks)
+    except ConfigError:
+        ranks = job.parallelism.fewest_ranks
+        job.check(ranks)
+    return ranks
 
 
 def _on_one_rank(job: Job) -> Job:
@@ -116,12 +127,15 @@ def _measure(job: Job, config: str, rt: Runtime) -> Measurement:
 
 
 def _device_speeds(rt: Runtime) -> tuple[float, float]:
-    """FLOP/s of a large matrix product in the dtype of the computation, and bytes/s of a copy."""
+    """FLOP/s of a large matrix product in the dtype of the computation, and bytes/s of a copy, on the slowest
+    rank. Collective."""
     n, num_bytes = PRODUCT_SIZE[rt.device.type], COPY_BYTES[rt.device.type]
     a = torch.randn(n, n, device=rt.device).to(rt.param_dtype)
     flops = 2 * n**3 / seconds_of(partial(torch.mm, a, a), rt.synchronize)
     x = torch.zeros(num_bytes // 4, device=rt.device)
-    return flops, 2 * num_bytes / seconds_of(partial(torch.empty_like(x).copy_, x), rt.synchronize)
+    rate = 2 * num_bytes / seconds_of(partial(torch.empty_like(x).copy_, x), rt.synchronize)
+    of_ranks = rt.gather_floats([flops, rate])
+    return min(speeds[0] for speeds in of_ranks), min(speeds[1] for speeds in of_ranks)
 
 
 def _card(device: torch.device, matmul_flops: float, memory_rate: float) -> Card:
@@ -190,7 +204,11 @@ def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
     trial = Trial(job.loss, training, batches, training.seed, rt.device)
     settings = startup.parallel_settings(cut, rt, attention)
     gc.collect()  # the model before may be in a cycle, and hold the device's memory
-    of_ranks = rt.gather_floats(time_steps(net, trial, settings, job.optimizer, job.ema))
+    try:
+        times = time_steps(net, trial, settings, job.optimizer, job.ema)
+    except torch.OutOfMemoryError:
+        raise ConfigError("measuring ran out of memory: lower it", "training.local_batch_size") from None
+    of_ranks = rt.gather_floats(times)
     return max(times[0] for times in of_ranks), max(times[1] for times in of_ranks)
 
 
@@ -207,34 +225,24 @@ def _block_size(job: Job) -> int:
     return max(sum(p.numel() for p in block.parameters()) for block in blocks)
 
 
-def _text(job: Job, measurement: Measurement) -> str:
-    """What was measured, and the job's step time with and without it."""
+def _text(measurement: Measurement) -> str:
+    """What was measured."""
     planned, measured, factors = measurement.planned, measurement.measured, measurement.speeds
     names = ("one block, forward and backward", "embedding, head and loss", "optimizer and clipping",
              "two all-gathers, one reduction")  # fmt: skip
     rows = [["seconds", "planned", "measured", "factor"]]
     for name, p, m, factor in zip(names, planned, measured, factors):
-        rows.append([name, *(("", "not", "") if m is None else (f"{p:.4g}", f"{m:.4g}", f"{factor:.2f}"))])
-    torch_version = measurement.versions["torch"]
-    lines = [
-        f"{measurement.device}, torch {torch_version}: a large matrix product runs at "
-        f"{measurement.matmul_flops / 1e12:.3g} TFLOP/s, a copy at {measurement.memory_rate / 1e9:,.0f} GB/s",
-        table(rows, num_texts=1),
-        "",
-        *_steps(job, measurement),
-    ]
-    return "\n".join(lines)
+        if m is not None:
+            rows.append([name, f"{p:.4g}", f"{m:.4g}", f"{factor:.2f}"])
+    speeds = (
+        f"{measurement.device}, torch {measurement.versions['torch']}: a large matrix product runs at "
+        f"{measurement.matmul_flops / 1e12:.3g} TFLOP/s, a copy at {measurement.memory_rate / 1e9:,.0f} GB/s"
+    )
+    return f"{speeds}\n{table(rows, num_texts=1)}"
 
 
-def _steps(job: Job, measurement: Measurement) -> list[str]:
-    """The job's step time by part, before and after the calibration, on the ranks that were measured or, if
-    the job's layout has others, the fewest that it needs."""
-    gpus = measurement.num_ranks
-    try:
-        job.check(gpus)
-    except ConfigError:
-        gpus = job.parallelism.fewest_ranks
-        job.check(gpus)
+def _steps(job: Job, gpus: int, measurement: Measurement) -> str:
+    """The job's step time by part, before and after the calibration."""
     before = Cluster(measurement.card, gpus, gpus)
     after = before._replace(speeds=measurement.speeds)
     times = [assess(planned_run(job, cluster), cluster).time for cluster in (before, after)]
@@ -243,4 +251,4 @@ def _steps(job: Job, measurement: Measurement) -> list[str]:
         calibrated = times[1].parts[part]
         rows.append([part, f"{seconds:.4g}", f"{calibrated:.4g}", f"{calibrated / times[1].seconds:.0%}"])
     rows.append(["together", *(f"{time.seconds:.4g}" for time in times), ""])
-    return [table(rows, num_texts=1)]
+    return table(rows, num_texts=1)
