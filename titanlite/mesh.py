@@ -52,6 +52,7 @@ KEYS = (  # one per field of Degrees, in the same order
     "context_parallel_degree",
     "tensor_parallel_degree",
 )
+REPLICAS = "dp_replicate"
 DP_SHARD_AND_CP = "dp_shard_cp"  # the flattened axis over which FSDP shards under context parallel
 STAGE_SHARDS = "stage_shards"  # the flattened axes over which the parameters of a pipeline stage are sharded
 
@@ -201,7 +202,7 @@ class Mesh:
         shard = self._fsdp_axis
         with warnings.catch_warnings():  # torch warns about flattened axes, but offers no alternative yet
             warnings.simplefilter("ignore", UserWarning)
-            return self.device_mesh[("dp_replicate", shard) if self.degrees.dp_replicate > 1 else shard]
+            return self.device_mesh[(REPLICAS, shard) if self.degrees.dp_replicate > 1 else shard]
 
     @property
     def _fsdp_axis(self) -> str:
@@ -274,6 +275,18 @@ def build_mesh(
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def replica_group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks that hold the same shard of a DTensor, one per copy of the model (HSDP), in the order of the
+    copies. None if there is one copy, or if the group cannot send tensors from where the shard is."""
+    if not isinstance(tensor, DTensor) or tensor.device.type != tensor.device_mesh.device_type:
+        return None
+    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
+    if REPLICAS not in names or not tensor.placements[names.index(REPLICAS)].is_replicate():
+        return None
+    group = mesh.get_group(REPLICAS)
+    return group if group.size() > 1 else None
 
 
 def plain_shard(tensor: torch.Tensor) -> torch.Tensor:

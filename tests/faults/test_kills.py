@@ -176,7 +176,7 @@ def more_saves() -> Iterator[Case]:
     for i, name in enumerate(name for name in SAVE if SAVE[name].step == 6):
         yield 1, MODES[i % 2], [(name, 0, 6)]
     # The phases that the default tier does not have, on two ranks.
-    yield 2, "disabled", [("P4 digests gathered", 1, 4), ("P6 before the rename", 0, 6)]
+    yield 2, "disabled", [("P4 results gathered", 1, 4), ("P6 before the rename", 0, 6)]
     yield 2, "disabled", [("P0 agreed", 1, 2), ("P1 begun", 1, 4), ("P6 before the rename", 1, 6)]
     yield 2, "async", [("P3 half a write", 1, 6), ("P5 half of the manifest", 0, 6), ("P7 agreed", 1, 8)]
     # Several kills of the same save, and kills of the last save.

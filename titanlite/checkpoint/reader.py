@@ -16,9 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -31,6 +32,7 @@ from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import Tensors, flattened, listed
 from titanlite.files import FileFault, check_regular, read_regular
 from titanlite.log import logger
+from titanlite.mesh import local_shard, replica_group
 from titanlite.optim.base import CLIP_NORM
 
 THREADS = 4  # each holds one tensor in host memory while it is copied to the device
@@ -174,16 +176,59 @@ def load_tensors(
             tensors, saved = _without_new_state(tensors, saved, ranks)
         if differences := misfits(tensors, saved, ranks):
             raise MisfitError(path, differences)
-        reader = SafeReader(path, saved)
-        dcp_load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=not ranks.distributed)
-    except CheckpointException as e:  # a BaseException that contains other errors
-        for error, _ in e.failures.values():
-            if not isinstance(error, Exception):
-                raise error from None
-        raise CheckpointError(f"{path} cannot be loaded: {cause(e)}") from e
+        own, shared = divided(tensors)
+        _read(path, own, saved, ranks)
+        for tensor, group, reader in shared:
+            dist.broadcast(tensor, group=group, group_src=reader)
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {e}") from None
     return sections
+
+
+class SharedRead(NamedTuple):
+    """A local shard that every replica has and one of them reads. `reader`: its rank in `group`."""
+
+    shard: torch.Tensor
+    group: dist.ProcessGroup
+    reader: int
+
+
+def divided(tensors: Tensors) -> tuple[Tensors, list[SharedRead]]:
+    """The tensors that this rank reads, and the shards that replicas read for each other: every replica reads
+    about the same number of bytes, so that the files are read once and not once per replica."""
+    own: Tensors = {section: {} for section in tensors}
+    shared, num_bytes = list[SharedRead](), dict[int, int]()
+    for section, group in tensors.items():
+        for name, tensor in group.items():
+            replicas, shard = replica_group(tensor), local_shard(tensor)
+            if replicas is None or not shard.is_contiguous():
+                own[section][name] = tensor
+                continue
+            reader = min(range(replicas.size()), key=lambda rank: num_bytes.get(rank, 0))
+            num_bytes[reader] = num_bytes.get(reader, 0) + shard.nbytes
+            shared.append(SharedRead(shard, replicas, reader))
+            if dist.get_rank(replicas) == reader:
+                own[section][name] = tensor
+    return {section: group for section, group in own.items() if group}, shared
+
+
+def _read(path: Path, tensors: Tensors, saved: Metadata, ranks: Ranks) -> None:
+    """Read this rank's shards of `tensors`. Each rank makes its own plan: DCP would gather the plans of all
+    ranks on rank 0, only to send them back as they are. Raises the error of any rank on all ranks."""
+    failure: str | BaseException | None = None
+    try:
+        if tensors:
+            dcp_load(tensors, storage_reader=SafeReader(path, saved), no_dist=True)
+    except CheckpointException as e:  # a BaseException that contains another error
+        error, _ = next(iter(e.failures.values()))
+        failure = error
+        if isinstance(error, Exception):
+            failure = f"{path} cannot be loaded: rank {ranks.rank}: {type(error).__name__}: {error}"
+    failure = ranks.first(failure)
+    if isinstance(failure, BaseException):
+        raise failure
+    if failure is not None:
+        raise CheckpointError(failure)
 
 
 def _sections(saved: Metadata) -> set[str]:
@@ -263,9 +308,3 @@ def misfits(tensors: Tensors, saved: Metadata, ranks: Ranks) -> list[str]:
     except (AttributeError, TypeError, KeyError) as e:  # a pickle of DCP's classes that DCP has not written
         differences = [f".metadata is damaged: {type(e).__name__}: {e}"]
     return ranks.union(differences)
-
-
-def cause(error: CheckpointException) -> str:
-    """The first failure of a DCP call, on one line."""
-    rank, (first, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(first).__name__}: {first}"

@@ -130,13 +130,14 @@ def check_shared(candidate: Candidate, ranks: Ranks) -> None:
         manifest_sha256 = _manifest_sha256(candidate.path)
     except (OSError, ValueError) as e:
         manifest_sha256 = f"{type(e).__name__}: {e}"
-    for rank, value in enumerate(ranks.gather(manifest_sha256)):
-        if value != candidate.manifest_sha256:
-            raise ConfigError(
-                f"rank {rank} does not see the {candidate.path} that rank 0 sees ({value}): the run folder "
-                "must be on storage that all ranks share",
-                "job.dump_folder",
-            )
+    differs = manifest_sha256 != candidate.manifest_sha256
+    if other := ranks.first((ranks.rank, manifest_sha256) if differs else None):
+        rank, seen = other
+        raise ConfigError(
+            f"rank {rank} does not see the {candidate.path} that rank 0 sees ({seen}): the run folder must "
+            "be on storage that all ranks share",
+            "job.dump_folder",
+        )
 
 
 class Verification:
@@ -160,10 +161,10 @@ class Verification:
         else:
             fault = self._fault.result()
         self._thread.shutdown()
-        faults, problems = zip(*self._ranks.gather((fault, problem)))
-        if not any(faults) and any(problems):
-            raise RuntimeError(next(filter(None, problems)))
-        return next(filter(None, faults), None)
+        fault, problem = self._ranks.first(fault), self._ranks.first(problem)
+        if problem and not fault:
+            raise RuntimeError(problem)
+        return fault
 
     def _first_fault(self) -> str | None:
         manifest = commit.read_manifest(self._path)
@@ -192,17 +193,22 @@ def check_storage(folder: Path, ranks: Ranks) -> None:
         write_file(probe / str(ranks.rank), b"")
     except OSError as e:
         problem = f"rank {ranks.rank} cannot write into {folder}: {e}"
-    problems = [text for text in ranks.gather(problem) if text]
-    seen = ranks.from_rank_zero(lambda: {file.name for file in probe.iterdir()})
-    for rank in range(ranks.size):
-        if str(rank) not in seen:
-            problems.append(f"rank 0 does not see files that rank {rank} writes into {folder}")
-    if problems:
+    problem = ranks.first(problem)
+    unseen = ranks.from_rank_zero(lambda: _first_unseen(probe, ranks.size))
+    if problem is None and unseen is not None:
+        problem = f"rank 0 does not see files that rank {unseen} writes into {folder}"
+    if problem is not None:
         raise ConfigError(
-            f"{problems[0]}; the run folder must be on storage that all ranks share and may write to",
+            f"{problem}; the run folder must be on storage that all ranks share and may write to",
             "job.dump_folder",
         )
     ranks.from_rank_zero(lambda: shutil.rmtree(probe))
+
+
+def _first_unseen(probe: Path, num_ranks: int) -> int | None:
+    """The lowest rank whose file is not there."""
+    seen = {file.name for file in probe.iterdir()}
+    return next((rank for rank in range(num_ranks) if str(rank) not in seen), None)
 
 
 def _make_probe(folder: Path) -> Path:

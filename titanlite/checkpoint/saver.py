@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from titanlite import __version__
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.checkpoint.digest import FileDigest, gib
+from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.reader import cause
+from titanlite.checkpoint.save_plan import SavePlans, Written
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
 from titanlite.checkpoint.state import Tensors, total_bytes
@@ -53,6 +51,7 @@ class Saver:
         self._config, self.ranks, self._on_commit = config, ranks, on_commit
         self._folder = ranks.folder
         self._host = HostBuffers()
+        self._plans = SavePlans(ranks)
         self._thread = ThreadPoolExecutor(1, "checkpoint", same_device())
         self.task: Future[None] | None = None  # the save or allocation whose outcome is not checked yet
         self._error: BaseException | None = None  # the error of the last save
@@ -177,42 +176,34 @@ class Saver:
         self._host.wait()
         if error := refuse():
             raise error
-        if problems := [text for text in self.ranks.distinct(problem) if text]:
-            raise CheckpointError(f"step {step} could not be saved: {problems[0]}")
+        if problem := self.ranks.first(problem):
+            raise CheckpointError(f"step {step} could not be saved: {problem}")
         size = total_bytes(snapshot.tensors, self.ranks)
         partial = self.ranks.from_rank_zero(lambda: self._begin(step, size))
         writer = ShardWriter(partial)
         try:
-            try:
-                dcp_save(
-                    snapshot.tensors,
-                    storage_writer=writer,
-                    process_group=self.ranks.group,
-                    no_dist=not self.ranks.distributed,
-                )
-            except CheckpointException as e:  # a BaseException; DCP raises it on all ranks
-                raise CheckpointError(f"step {step} could not be saved: {cause(e)}") from e
-            digests = self.ranks.gather(writer.files)
-            self.ranks.from_rank_zero(lambda: self._commit(partial, snapshot, digests, began))
-        except CheckpointError:
+            written = self._plans.write(snapshot.tensors, writer)
+            self.ranks.from_rank_zero(lambda: self._commit(snapshot, writer, written, began))
+        except CheckpointError as e:
             self.ranks.from_rank_zero(lambda: commit.discard(partial))
-            raise
+            raise CheckpointError(f"step {step} could not be saved: {e}") from e
         if self.ranks.rank == 0:
             self._on_commit(step)
 
     def _begin(self, step: int, size: int) -> Path:
-        with _disk_errors(step):
+        with _disk_errors(f"step {step} could not be saved: "):
             commit.check_space(self._folder, size)
             return commit.begin(self._folder, step)
 
     def _commit(
-        self, partial: Path, snapshot: Snapshot, digests: list[dict[str, FileDigest]], began: float
+        self, snapshot: Snapshot, writer: ShardWriter, written: list[Written] | None, began: float
     ) -> None:
-        written = {name: digest for by_rank in digests for name, digest in by_rank.items()}
-        size = sum(digest.size for digest in written.values())
+        assert written is not None
         about = {**snapshot.about, **about_save(self.ranks.size)}
-        with _disk_errors(snapshot.step):
-            path = commit.commit(partial, snapshot.step, snapshot.texts, written, about)
+        with _disk_errors():  # _save() names the step
+            files = self._plans.finish(writer, written)
+            size = sum(digest.size for digest in files.values())
+            path = commit.commit(writer.path, snapshot.step, snapshot.texts, files, about)
         logger.info(f"saved {path} ({gib(size)}, {time.perf_counter() - began:.1f} s)")
 
     def _newest_checkpoint(self) -> str:
@@ -231,9 +222,10 @@ def about_save(num_ranks: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _disk_errors(step: int) -> Iterator[None]:
-    """Turn an OSError of the body into a CheckpointError, which fails the save and not the run."""
+def _disk_errors(prefix: str = "") -> Iterator[None]:
+    """Turn an OSError of the body, which runs on rank 0, into a CheckpointError, which fails the save and not
+    the run."""
     try:
         yield
     except OSError as e:
-        raise CheckpointError(f"step {step} could not be saved: {type(e).__name__}: {e}") from e
+        raise CheckpointError(f"{prefix}rank 0: {type(e).__name__}: {e}") from e

@@ -8,6 +8,7 @@ overwrites a changed schedule."""
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,6 +206,4 @@ def listed(names: Sequence[str], num_shown: int = 3, separator: str = ", ") -> s
 def total_bytes(tensors: Tensors, ranks: Ranks) -> int:
     """Bytes of the tensors of all ranks. A tensor that several ranks hold counts once. Collective."""
     sizes = {name: t.numel() * t.itemsize for name, t in flattened(tensors).items()}
-    for other in ranks.distinct(sizes):
-        sizes |= other
-    return sum(sizes.values())
+    return sum(ranks.merged(sizes, operator.or_).values())

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -66,7 +66,6 @@ class ShardWriter(FileSystemWriter):
         super().__init__(path, overwrite=False)
         self._num_threads = num_threads
         self.fs = HashingFileSystem()
-        self._planned: set[Any] = set()
 
     @property
     def files(self) -> dict[str, FileDigest]:
@@ -76,11 +75,6 @@ class ShardWriter(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Empty metadata: DCP's own names the directory, so the same state would give other bytes there."""
         return StorageMeta()
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Remember the items that all ranks will write. Called on the coordinator rank."""
-        self._planned = {item.index for plan in plans for item in plan.items}
-        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items. Raises the error of any thread."""
@@ -98,14 +92,16 @@ class ShardWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata` after all ranks have written their items. Called on the coordinator rank. Raises
         CheckpointError if a planned item was not written."""
-        written = {result.index for by_rank in results for result in by_rank}
-        if missing := self._planned - written:
+        missing = set[MetadataIndex]()
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                entry.properties.pin_memory = False  # only the copy that is written is in pinned memory
+                missing |= {MetadataIndex(name, chunk.offsets) for chunk in entry.chunks}
+        missing -= {result.index for by_rank in results for result in by_rank}
+        if missing:
             raise CheckpointError(
                 f"{len(missing)} tensors were not written, for example {next(iter(missing)).fqn}"
             )
-        for entry in metadata.state_dict_metadata.values():
-            if isinstance(entry, TensorStorageMetadata):
-                entry.properties.pin_memory = False  # only the copy that is written is in pinned memory
         super().finish(metadata, results)
 
     def write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:

@@ -5,6 +5,7 @@ Names and shapes are checked before the run writes anything. After that each ran
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 
 from torch import nn
@@ -82,7 +83,7 @@ def load_base(
         logger.info(f"the adapters need {path} for good: `touch {path}.keep` keeps its run from deleting it")
     # The fingerprint also finds damage, so a resume need not read the files, with optimizer state, once more.
     own = _load(path, family, net, ranks, is_base=True, verify=recorded is None)
-    sha256 = fingerprint({name: digest for share in ranks.gather(own) for name, digest in share.items()})
+    sha256 = fingerprint(ranks.merged(own, operator.or_))
     if recorded is not None and sha256 != recorded.sha256:
         raise ConfigError(
             f"{NOT_THE_BASE.format(path, 'the adapters of this run', recorded.path)}: undo the change, name "
@@ -118,7 +119,8 @@ def _load(
         error = e
         expected = isinstance(e, (ConfigError, CheckpointError, OSError))
         problem = expected, f"{e if expected else f'{type(e).__name__}: {e}'} (rank {ranks.rank})"
-    for expected, text in filter(None, ranks.gather(problem)):
+    if first := ranks.first(problem):
+        expected, text = first
         if not expected:
             raise RuntimeError(f"{path}: {text}") from error
         raise ConfigError(text, KEY)

@@ -13,19 +13,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from traceback import StackSummary
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support.checkpoints import EXTRA, Toy, names, open_run, save_steps
 from titanlite import files
 from titanlite.checkpoint import checkpointer, commit, digest, resume, saver
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import write_file
+from titanlite.checkpoint.save_plan import SavePlans
 from titanlite.log import logger
 
 
@@ -332,14 +331,18 @@ class History:
 
         return seen
 
-    def save_shard(self, tensors: Any, storage_writer: Any, **_: Any) -> None:
-        """Replaces DCP's save."""
+    def write(self, tensors: Any, writer: Any) -> list[Any]:
+        """Replaces SavePlans.write."""
         for name in ("__0_0.distcp", ".metadata"):
-            with storage_writer.fs.create_stream(storage_writer.path / name, "wb") as stream:
+            with writer.fs.create_stream(writer.path / name, "wb") as stream:
                 stream.write(b"x" * 50)
         if self.fails_at == "write":
-            failure = OSError(28, "No space left on device")
-            raise CheckpointException("write", {0: (failure, StackSummary())})
+            raise CheckpointError("rank 0: OSError: [Errno 28] No space left on device")
+        return []
+
+    def finish(self, writer: Any, written: list[Any]) -> dict[str, Any]:
+        """Replaces SavePlans.finish."""
+        return writer.files
 
     def save(self, ahead: int, fails_at: str, kill: int) -> None:
         self.toy.state.step += ahead
@@ -443,7 +446,8 @@ def test_random_histories_never_lose_the_run(
         patch.setattr(commit, "write_file", history.change(write_file))
         for module in (saver, resume, digest):
             patch.setattr(module, "ThreadPoolExecutor", Inline)
-        patch.setattr(saver, "dcp_save", history.save_shard)
+        patch.setattr(SavePlans, "write", history.write)
+        patch.setattr(SavePlans, "finish", history.finish)
         patch.setattr(checkpointer, "load_tensors", lambda *args, **options: set())
         patch.setattr(saver, "MAX_FAILURES", 1 << 30)
         for action, *values in actions:

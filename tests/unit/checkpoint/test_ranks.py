@@ -3,6 +3,9 @@ many ranks would have to send."""
 
 from __future__ import annotations
 
+import operator
+import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,48 +13,87 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import total_bytes
-from titanlite.torch_compat import fake_process_group
 
 
 def of_rank(folder: Path) -> dict[str, Any]:
     """Answers on three ranks, of which ranks 1 and 2 have the same names."""
-    ranks, mine = Ranks(folder), ["a", "b"] if dist.get_rank() == 0 else ["c", "b"]
+    rank = dist.get_rank()
+    ranks, mine = Ranks(folder), ["a", "b"] if rank == 0 else ["c", "b"]
     tensors = {"model": {name: torch.zeros(4) for name in mine}}
     tensors["optimizer"] = {f"{name}.step": torch.zeros(()) for name in mine}
+
+    def fail() -> list[str]:
+        raise CheckpointError("full")
+
+    errors = list[str]()
+    for collective in (ranks.from_rank_zero, ranks.scattered):
+        with pytest.raises(CheckpointError) as caught:
+            collective(fail)
+        errors.append(str(caught.value))
     return {
         "union": ranks.union(mine),
         "nobody has one": ranks.union([]),
-        "only the last has one": ranks.union(["x"] if dist.get_rank() == 2 else []),
-        "distinct": ranks.distinct(mine),
-        "problems": ranks.distinct([None, "full", "full"][dist.get_rank()]),
+        "only the last has one": ranks.union(["x"] if rank == 2 else []),
+        "merged": ranks.merged([rank], operator.add),
+        "first": ranks.first([None, "full", "broken"][rank]),
+        "no problem": ranks.first(None),
         "bytes": total_bytes(tensors, ranks),
+        "on rank zero": ranks.on_rank_zero(rank) == ([0, 1, 2] if rank == 0 else None),
+        "scattered": ranks.scattered(lambda: ["x", "y", "z"]) == "xyz"[rank],
+        "errors": errors,
     }
 
 
-def test_different_values_of_ranks(run_on, tmp_path: Path) -> None:
+def test_answers_of_real_ranks(run_on, tmp_path: Path) -> None:
     wanted = {
         "union": ["a", "b", "c"],
         "nobody has one": [],
         "only the last has one": ["x"],
-        "distinct": [["a", "b"], ["c", "b"]],
-        "problems": [None, "full"],
+        "merged": [0, 1, 2],
+        "first": "full",
+        "no problem": None,
         "bytes": 3 * (16 + 4),
+        "on rank zero": True,
+        "scattered": True,
+        "errors": ["full", "full"],
     }
     assert run_on(3, of_rank, tmp_path) == [wanted] * 3
 
 
-def test_names_of_simulated_ranks_are_not_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of 16,384 ranks with the same 3,000 names, which in a gather would take 1.6 GB."""
-    ranks = Ranks(tmp_path, alone=True)
-    names = [f"model.layers.{i // 9}.self_attn.q_proj.weight.exp_avg.{i}" for i in range(3000)]
-    # The group of checkpoints would connect to the other ranks; the fake default group stands for it.
-    ranks.distributed, ranks.size = True, 16384
-    with fake_process_group(0, 16384):
-        monkeypatch.setattr(dist, "all_gather_object", None)
-        tensors = {"model": {name: torch.empty(4, device="meta") for name in names}}
-        assert ranks.union(names) == sorted(names)
-        assert total_bytes(tensors, ranks) == 3000 * 16
-        with pytest.raises(TypeError):  # the control
-            ranks.gather(names)
+class SimulatedRank(Ranks):
+    """One of many ranks in this process. `mail`: pickled messages by (sender, receiver)."""
+
+    def __init__(self, rank: int, size: int, mail: dict[tuple[int, int], bytes]):
+        super().__init__(Path(), alone=True)
+        self.distributed, self.rank, self.size, self.mail = True, rank, size, mail
+
+    def _send(self, value: Any, rank: int) -> None:
+        self.mail[self.rank, rank] = pickle.dumps(value)
+
+    def _receive(self, rank: int) -> Any:
+        return pickle.loads(self.mail[rank, self.rank])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 1000, 16384])
+def test_messages_of_simulated_ranks(size: int) -> None:
+    names = [f"model.layers.{i}.self_attn.q_proj.weight.exp_avg" for i in range(20)]
+    mail: dict[tuple[int, int], bytes] = {}
+    ranks = [SimulatedRank(rank, size, mail) for rank in range(size)]
+    # A rank sends only to lower ranks, so that each finds its messages if the last rank begins.
+    gathered = [rank.on_rank_zero(rank.rank) for rank in reversed(ranks)]
+    assert gathered == [None] * (size - 1) + [list(range(size))]
+    assert set(Counter(sender for sender, _ in mail).values()) <= {1}
+    assert max(Counter(receiver for _, receiver in mail).values(), default=0) <= 14
+
+    mail.clear()
+    merged = [rank.merged_on_rank_zero(frozenset(names), operator.or_) for rank in reversed(ranks)]
+    assert merged == [None] * (size - 1) + [frozenset(names)]
+    # The same names of many ranks are sent as those of one; gathered values are not.
+    assert {len(message) for message in mail.values()} <= {len(pickle.dumps(frozenset(names)))}
+
+    mail.clear()
+    assert [rank._scatter(list(range(size)) if rank.rank == 0 else None) for rank in ranks] == [*range(size)]
+    assert max(Counter(sender for sender, _ in mail).values(), default=0) <= 14
