@@ -39,7 +39,7 @@ SAVE = {
     "P2 in the copy": Point("staging:HostBuffers._on_host", "after", 9, during="save", shared=True),
     "P2 copied": Point("staging:HostBuffers.copy", "after", during="save", shared=True),
     "P2 all copied": Point("ranks:Ranks.first", "after", shared=True),
-    "P3 planned": Point("save_plan:SavePlans._plan_for", "after", shared=True),
+    "P3 planned": Point("writer:ShardWriter.prepare_local_plan", "after", shared=True),
     "P3 before the shards": Point("writer:ShardWriter.write_data", shared=True),
     "P3 second file": Point("writer:ShardWriter.write_file", "before", 2, shared=True),
     "P3 half a write": Point("digest:HashingFile.write", "half", 20, SHARD, shared=True),

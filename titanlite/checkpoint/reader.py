@@ -215,20 +215,17 @@ def divided(tensors: Tensors) -> tuple[Tensors, list[SharedRead]]:
 def _read(path: Path, tensors: Tensors, saved: Metadata, ranks: Ranks) -> None:
     """Read this rank's shards of `tensors`. Each rank makes its own plan: DCP would gather the plans of all
     ranks on rank 0, only to send them back as they are. Raises the error of any rank on all ranks."""
-    failure: str | BaseException | None = None
+    failure: BaseException | None = None
     try:
         if tensors:
             dcp_load(tensors, storage_reader=SafeReader(path, saved), no_dist=True)
     except CheckpointException as e:  # a BaseException that contains another error
-        error, _ = next(iter(e.failures.values()))
-        failure = error
-        if isinstance(error, Exception):
-            failure = f"{path} cannot be loaded: rank {ranks.rank}: {type(error).__name__}: {error}"
-    failure = ranks.first(failure)
-    if isinstance(failure, BaseException):
+        failure, _ = next(iter(e.failures.values()))
+        if isinstance(failure, Exception):
+            error = f"rank {ranks.rank}: {type(failure).__name__}: {failure}"
+            failure = CheckpointError(f"{path} cannot be loaded: {error}")
+    if failure := ranks.first(failure):
         raise failure
-    if failure is not None:
-        raise CheckpointError(failure)
 
 
 def _sections(saved: Metadata) -> set[str]:

@@ -11,6 +11,7 @@ import socket
 
 _LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
 NOTES = "TITANLITE_NOTES"
+MAX_CONNECTED = 256  # ranks that gloo connects with each other at the start
 
 
 def global_rank() -> int:
@@ -110,6 +111,14 @@ def stay_on_this_node() -> None:
     for loopback in {"lo", "lo0"} & names:  # Linux, macOS
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def connect_on_demand(num_ranks: int) -> None:
+    """Make gloo connect two ranks when they first talk, if there are many ranks. Otherwise every rank
+    connects to all others in every group of all ranks: at 513 ranks, two such groups need 1,024 sockets, a
+    usual limit of a process. Call this before a process group is made."""
+    if num_ranks > MAX_CONNECTED:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def visible_gpus(count: int) -> list[str]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from titanlite.config.component import check_at_least
 from titanlite.runtime.environment import (
+    connect_on_demand,
     notes_folder,
     num_local_ranks,
     set_flight_recorder_defaults,
@@ -37,6 +38,7 @@ def init_process_group(device: torch.device, comm: Comm, rank: int, num_ranks: i
     """Make the default process group: NCCL for CUDA tensors, gloo for CPU tensors. Ranks that are all on one
     node open no port to the network."""
     set_flight_recorder_defaults()
+    connect_on_demand(num_ranks)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     rendezvous: dict[str, Any] = {}

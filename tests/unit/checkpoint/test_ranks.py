@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.many_ranks import SimulatedRank
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
 from titanlite.checkpoint.state import total_bytes
@@ -61,20 +62,6 @@ def test_answers_of_real_ranks(run_on, tmp_path: Path) -> None:
         "errors": ["full", "full"],
     }
     assert run_on(3, of_rank, tmp_path) == [wanted] * 3
-
-
-class SimulatedRank(Ranks):
-    """One of many ranks in this process. `mail`: pickled messages by (sender, receiver)."""
-
-    def __init__(self, rank: int, size: int, mail: dict[tuple[int, int], bytes]):
-        super().__init__(Path(), alone=True)
-        self.distributed, self.rank, self.size, self.mail = True, rank, size, mail
-
-    def _send(self, value: Any, rank: int) -> None:
-        self.mail[self.rank, rank] = pickle.dumps(value)
-
-    def _receive(self, rank: int) -> Any:
-        return pickle.loads(self.mail[rank, self.rank])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 1000, 16384])

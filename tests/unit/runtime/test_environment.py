@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.many_ranks import connections
 from titanlite.runtime import environment
 
 
@@ -81,3 +82,21 @@ def test_ranks_of_one_node_stay_on_the_loopback_interface(environ: dict[str, str
     environ[theirs] = "eth7"  # the user's own choice stays
     environment.stay_on_this_node()
     assert environ == {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, theirs: "eth7"}
+
+
+def test_many_ranks_connect_on_demand(environ: dict[str, str]) -> None:
+    environment.connect_on_demand(environment.MAX_CONNECTED)
+    assert environ == {}
+    environment.connect_on_demand(environment.MAX_CONNECTED + 1)
+    assert environ == {"TORCH_GLOO_LAZY_INIT": "1"}
+    environ["TORCH_GLOO_LAZY_INIT"] = "0"  # a user's choice
+    environment.connect_on_demand(environment.MAX_CONNECTED + 1)
+    assert environ == {"TORCH_GLOO_LAZY_INIT": "0"}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="counts sockets in /proc")
+def test_gloo_obeys() -> None:
+    """This torch knows the variable: ranks hold fewer sockets, and a broadcast works."""
+    now, on_demand = (connections(16, lazy) for lazy in (False, True))
+    assert now["sockets_per_rank"] > 15 > on_demand["after_a_broadcast"] > on_demand["sockets_per_rank"]

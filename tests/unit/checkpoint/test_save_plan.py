@@ -1,0 +1,93 @@
+"""The plan of a save: the same choice of ranks and the same metadata as torch's own, however many ranks hold
+a shard. It is made once, and an error of any rank in making it or in writing reaches all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+
+from benchmarks.many_ranks import Layout, SimulatedRank, local_plans
+from titanlite.checkpoint import save_plan
+from titanlite.checkpoint.commit import CheckpointError
+from titanlite.checkpoint.ranks import Ranks
+from titanlite.checkpoint.save_plan import Copies, Local, SavePlans
+from titanlite.checkpoint.writer import ShardWriter
+
+
+def merged_by_tree(plans: list[SavePlan]) -> Local:
+    """What simulated ranks with these plans tell rank 0."""
+    mail: dict[tuple[int, int], bytes] = {}
+    for rank in reversed(range(len(plans))):
+        shards = {item.index: Copies(item, i, [rank]) for i, item in enumerate(plans[rank].items)}
+        local = Local(shards, plans[rank].planner_data, None)
+        merged = SimulatedRank(rank, len(plans), mail).merged_on_rank_zero(local, save_plan.merge)
+    assert merged is not None
+    return merged
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, 1, 1), Layout(2, 3, 2, 1), Layout(1, 1, 1, 1)])
+def test_simulated_ranks_plan_as_torch_does(layout: Layout, tmp_path: Path) -> None:
+    plans = list(local_plans(layout))
+    wanted, metadata = DefaultSavePlanner().create_global_plan(plans)
+    ours = SavePlans(SimulatedRank(0, layout.num_ranks, {}))
+    got = ours._global_plan(merged_by_tree(plans), DefaultSavePlanner(), ShardWriter(tmp_path))
+    assert [plan.items for plan in got] == [plan.items for plan in wanted]
+    assert [[i.index.index for i in plan.items] for plan in got] == [
+        [i.index.index for i in plan.items] for plan in wanted
+    ]
+    assert ours._metadata == metadata
+    assert list(ours._metadata.state_dict_metadata) == list(metadata.state_dict_metadata)
+    assert list(ours._metadata.planner_data.items()) == list(metadata.planner_data.items())
+
+
+def test_control_other_copies_give_another_plan() -> None:
+    plans = list(local_plans(Layout(1, 2, 1, 1)))
+    shards = merged_by_tree(plans).shards
+    first_only = {index: copies._replace(ranks=[0]) for index, copies in shards.items()}
+    assert save_plan.distribute(shards, 2) != save_plan.distribute(first_only, 2)
+
+
+def of_rank(folder: Path) -> dict[str, Any]:
+    """Saves on two ranks: equal tensors, a new tensor, an error of rank 1."""
+    ranks, rank = Ranks(folder), dist.get_rank()
+    plans, made = SavePlans(ranks), list[int]()
+    make = plans._global_plan
+
+    def counted(*args: Any) -> Any:
+        made.append(0)
+        return make(*args)
+
+    plans._global_plan = counted  # type: ignore[method-assign]
+
+    def save(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any] | None:
+        path = ranks.from_rank_zero(lambda: (folder / name).mkdir() or folder / name)
+        writer = ShardWriter(path)
+        written = plans.write({"model": tensors}, writer)
+        return ranks.from_rank_zero(lambda: plans.finish(writer, written or []))
+
+    tensors = {"a": torch.ones(3), "b": torch.ones(2), f"of {rank}": torch.ones(4)}
+    files = [save("1", tensors), save("2", tensors), save("3", tensors | {"c": torch.ones(1)})]
+    num_made = len(made)
+    if rank == 1:
+        ShardWriter.write_file = None  # type: ignore[method-assign, assignment]
+    with pytest.raises(CheckpointError, match="rank 1: TypeError"):
+        save("4", tensors)
+    if rank == 1:
+        ShardWriter.prepare_local_plan = None  # type: ignore[method-assign, assignment]
+    with pytest.raises(CheckpointError, match="rank 1: TypeError"):
+        save("5", tensors)
+    return {"files": files, "made": num_made}
+
+
+def test_a_plan_is_kept_until_a_tensor_changes(run_on, tmp_path: Path) -> None:
+    first, second = run_on(2, of_rank, tmp_path)
+    names = {"__0_0.distcp", "__1_0.distcp", ".metadata"}
+    assert [set(files) for files in first["files"]] == [names] * 3
+    assert first["files"][0] == first["files"][1] != first["files"][2]
+    assert (first["made"], second["made"]) == (2, 0)
