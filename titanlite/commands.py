@@ -183,14 +183,25 @@ def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of `titanlite plan`, whose config is a TOML file, and the overrides. Raises
-    ConfigError."""
-    options, overrides = parser("plan").read_known(argv)
+    """Return the options of `titanlite plan`, whose config is a TOML file or, with --fit, None, and the
+    overrides. Raises ConfigError."""
+    no_config = argv[0].startswith("--") and any(word.partition("=")[0] == "--fit" for word in argv)
+    options, overrides = parser("plan").read_known(["", *argv] if no_config else argv)
     for key, least in (("gpus_per_node", 1), ("top", 0)):
         if getattr(options, key) < least:
             raise ConfigError(
                 f"command line, --{key.replace('_', '-')}: {getattr(options, key)} is below {least}"
             )
+    if options.flops is not None and not options.fit:
+        raise ConfigError("command line, --flops: it needs the runs of a law; see --fit")
+    if no_config:
+        options.config = None
+        given = [key for key in ("gpus", "price", "mtbf", "top", "svg", "measured") if getattr(options, key)]
+        if words := [*overrides, *(f"--{key}" for key in given)]:
+            raise ConfigError(
+                f"{words[0]} needs a CONFIG, which comes first: titanlite plan CONFIG --fit RUN ..."
+            )
+        return options, []
     path = shown_config(options.config)
     if path is None:
         raise ConfigError(f"name a TOML file or a run folder to plan: {options.config} is neither")
@@ -217,9 +228,9 @@ def _tune_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     return options.config, [*rest, *(f"--{axis.key}={axis.values[0]}" for axis in axes)]
 
 
-def _plan_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+def _plan_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None:
     options, overrides = plan_arguments(argv)
-    return options.config, overrides
+    return None if options.config is None else (options.config, overrides)
 
 
 def _config_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:

@@ -178,7 +178,8 @@ def add_tune(options: Options) -> None:
 
 def add_plan(options: Options) -> None:
     add = options.add
-    options.usage = "titanlite plan CONFIG [options] [--section.key=value ...]"
+    options.usage = """titanlite plan CONFIG [options] [--section.key=value ...]
+       titanlite plan [CONFIG] --fit RUN ... [options] [--section.key=value ...]"""
     add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
     add("--gpus", default="", help="number and kind of the GPUs, such as 64xH100 (the fewest possible, H100)")
     add(
@@ -192,6 +193,9 @@ def add_plan(options: Options) -> None:
     add("--mtbf", type=parse_hours, metavar="HOURS", help="mean time between failures of the whole job")
     add("--tokens", default="", help="tokens to train on, such as 160B, instead of training.steps")
     add("--top", type=int, default=0, help="also list this many layouts of the same GPUs that fit (0)")
+    runs = "finished runs, or folders with some: fit a scaling law to them, and forecast CONFIG's loss by it"
+    add("--fit", type=Path, nargs="+", metavar="RUN", help=runs)
+    add("--flops", type=parse_flops, help="with --fit: FLOPs to find the compute-optimal run for")
     add("--json", action="store_true", help="print the plan as JSON")
     add("--svg", type=Path, metavar="FILE", help="write a picture of a rank's memory over a step to FILE")
     _add_allow_imports(options)
@@ -228,6 +232,13 @@ def parse_ratios(text: str) -> list[str]:
     if len({float(word) for word in words}) < len(words):
         raise argparse.ArgumentTypeError(f"{text!r} has a number twice")
     return sorted(words, key=float)
+
+
+def parse_flops(text: str) -> float:
+    """Return `1e21` as a number. Raises ArgumentTypeError."""
+    if not re.fullmatch(r"\d{1,30}(\.\d*)?([eE]\+?\d{1,2})?", text) or float(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of FLOPs such as 1e21")
+    return float(text)
 
 
 def parse_price(text: str) -> float:

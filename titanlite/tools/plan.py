@@ -4,8 +4,8 @@ For the layout of CONFIG: parameters, tokens and FLOPs; the memory of a rank by 
 and whether it fits the GPU; the time of a step and what it is spent on; hours, GPU hours and money; the size
 of a checkpoint and how often to save; the distance from compute-optimal. With --top, also the fastest layouts
 of the same GPUs that fit, as overrides, and why others cannot be used. With --svg, a picture of a rank's
-memory over a step. docs/planning.md has the formulas and
-their errors against measured runs."""
+memory over a step. With --fit, a scaling law of finished runs and its forecast of CONFIG's loss; without
+CONFIG, the law alone. docs/planning.md has the formulas and their errors against measured runs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from titanlite.commands import plan_arguments
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
 from titanlite.config.paths import check_output_file
+from titanlite.data.dataset import RunSequences
 from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
 from titanlite.log import for_terminal
@@ -38,6 +39,7 @@ from titanlite.planning.step_time import guesses
 from titanlite.report.charts import short
 from titanlite.report.terminal import table
 from titanlite.runtime.training import BatchLayout, choose_param_dtype
+from titanlite.tools import fit
 from titanlite.tools.memory_picture import memory_svg
 
 DEFAULT_CARD = next(card for card in CARDS if card.name == "H100")
@@ -47,6 +49,8 @@ NEAR_OPTIMUM = 0.01  # nats, below which the distance says nothing: the law's co
 def main(argv: Sequence[str]) -> int:
     """Print the plan of a job."""
     options, overrides = plan_arguments(argv)
+    if options.config is None:
+        return fit.main(options)
     if options.svg is not None:
         check_output_file(options.svg)
     if options.tokens:
@@ -105,7 +109,8 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
         cluster = cluster._replace(speeds=measurement.speeds)
     job.check(gpus)
     run = planned_run(job, cluster)
-    epoch, why_not = _epoch(job)
+    sequences, why_not = _data(job)
+    epoch = None if sequences is None else sequences.epoch_sequences
     resolved = job.resolved(gpus, epoch)
     if resolved.amounts():
         raise ConfigError(f"{why_not}, so that epochs cannot be counted: give --tokens=...", "training.steps")
@@ -125,12 +130,17 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
         "fits": layout.verdict,
         "time": time,
         "checkpoint": _checkpoint(layout, time, gpus, options.mtbf),
-        "optimum": None if job.lora.enable else vars(optimum(model["parameters"], length["tokens"])),
+        "optimum": None
+        if job.lora.enable or options.fit
+        else vars(optimum(model["parameters"], length["tokens"])),
         "notes": [
             *_notes(job, run, cluster),
             *(measurement.notes(decisive_keys(job)) if measurement else []),
         ],
     }
+    if options.fit:
+        size = model["matmul_parameters"], length["tokens"], length["epochs"]
+        plan["law"] = fit.law(options, fit.Target(resolved, *size, sequences, why_not))
     if options.top:
         best, refused = search(run, cluster, _refusal(job))
         plan["layouts"] = [_row(layout, run, cluster, length["tokens"]) for layout in best[: options.top]]
@@ -162,8 +172,8 @@ def _refusal(job: Job) -> Callable[[PlannedRun], str | None]:
     return refusal
 
 
-def _epoch(job: Job) -> tuple[int | None, str]:
-    """The training sequences of an epoch, if the data is on this machine; else None, and why not."""
+def _data(job: Job) -> tuple[RunSequences | None, str]:
+    """The sequences of a job, if the data is on this machine; else None, and why not."""
     if job.data.stream is not None:
         return None, "the run trains on a stream"
     try:
@@ -173,7 +183,7 @@ def _epoch(job: Job) -> tuple[int | None, str]:
         return None, f"the data is not known here ({e})"
     if sequences is None:
         return None, "the data has not been tokenised yet"
-    return sequences.epoch_sequences, ""
+    return sequences, ""
 
 
 def _model(job: Job, net: Decoder) -> dict[str, Any]:
@@ -293,6 +303,8 @@ def _text(plan: dict[str, Any]) -> str:
     parts = [_head(plan), _memory_text(plan), _time_text(plan), _advice(plan)]
     if plan.get("layouts") is not None:
         parts.append(_layouts_text(plan))
+    if plan.get("law") is not None:
+        parts.append(fit.text(plan["law"]))
     if plan["notes"]:
         parts.append("\n".join(f"note: {note}" for note in plan["notes"]))
     return "\n\n".join(parts)
@@ -346,7 +358,7 @@ def _advice(plan: dict[str, Any]) -> str:
         f"saves and steps repeated after failures: {lost} of the time; expected in this run: "
         f"{saved['expected_failures']:.2g} failures, whose restarts are not counted",
     ]
-    if best is None:  # adapters: the law is of models trained from scratch
+    if best is None:  # adapters: the law is of models trained from scratch; or the runs of --fit have a law
         return "\n".join(lines)
     excess = f"{best['excess']:.2f}" if best["excess"] >= NEAR_OPTIMUM else f"less than {NEAR_OPTIMUM}"
     lines += [
