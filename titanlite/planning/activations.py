@@ -107,7 +107,8 @@ class BlockShape:
 
         If the backward `repeats` the forward of the MLP: of product, gate, up and the residual stream (modes
         full, mlp and 2 of activation_checkpointing_h200.json need 1.65 GiB, which counts as 1.63). Otherwise
-        compiled code writes most of them over tensors that it needs no more (optimizer_curves_h200.json)."""
+        compiled code writes most of them over tensors that it needs no more (optimizer_curves_h200.json, and
+        with the mode attention blind_points_h200.json)."""
         num = 3 if repeats or not self.compiled else 1
         return (num * self.h + self.d) * self.size / self.tp
 
@@ -115,11 +116,13 @@ class BlockShape:
 @dataclass(frozen=True)
 class Kept:
     """Bytes per token of a block: `kept` from its forward to its backward, `repeated` in its backward only.
-    `casts`: share of the block's bf16 copies of weights that a single process keeps for the backward."""
+    `casts`: share of the block's bf16 copies of weights that a single process keeps for the backward.
+    `repeats_mlp`: whether the backward repeats the forward of the MLP."""
 
     kept: float
     repeated: float
     casts: float = 1.0
+    repeats_mlp: bool = False
 
 
 def kept_by_block(shape: BlockShape, config: ActivationCheckpoint, num_blocks: int) -> list[Kept]:
@@ -131,12 +134,12 @@ def kept_by_block(shape: BlockShape, config: ActivationCheckpoint, num_blocks: i
         return [every] * num_blocks
     input_bytes = shape.d * shape.size / shape.tp
     gathered = tensors["k"] + tensors["v"] if shape.cp > 1 else 0.0  # results of collectives are not repeated
-    full = Kept(input_bytes + gathered, total - tensors["x"] - gathered, 0.0)
+    full = Kept(input_bytes + gathered, total - tensors["x"] - gathered, 0.0, repeats_mlp=True)
     if config.mode == "full":
         return [full] * num_blocks
     if config.mode == "memory_budget":  # interpolated between the two: the compiler chooses
         kept = max(config.memory_budget * total, full.kept)
-        return [Kept(kept, total - kept, config.memory_budget)] * num_blocks
+        return [Kept(kept, total - kept, config.memory_budget, repeats_mlp=kept < total)] * num_blocks
     option = config.selective_ac_option
     if option.isdecimal():
         return [full if (i + 1) % int(option) == 0 else every for i in range(num_blocks)]
@@ -148,16 +151,21 @@ def _selective(shape: BlockShape, tensors: Mapping[str, float], option: str, gat
     if option == "op":
         kept = sum(size for name, size in tensors.items() if name in OP) + shape.d * shape.size / shape.tp
         kept -= tensors["x"]
-        return Kept(kept + (gathered - tensors["v"] if gathered else 0.0), max(total - kept, 0.0), 0.0)
+        others = gathered - tensors["v"] if gathered else 0.0
+        return Kept(kept + others, max(total - kept, 0.0), 0.0, repeats_mlp=True)
     modules = set(option.split("+"))
     dropped = {name for name in tensors if MODULE_OF.get(name) in modules}
     if shape.compiled and ATTENTION in modules:
         dropped.add("n1")  # measured: 51.26 GiB, and 53.26 if it were kept
     if not shape.compiled and NORMS in modules:
         dropped -= {"n1", "n2"}  # inputs of the next layers
+    if NORMS in modules:
+        # What one repeated module passes to the next one is kept: with norms+mlp n2 (blind_points_h200.json).
+        # norms+attention was not measured.
+        dropped -= ({"n1"} if ATTENTION in modules else set()) | ({"n2"} if MLP in modules else set())
     size = sum(tensors[name] for name in dropped)
     # Without the compiler, a repeated module keeps its input if nothing else does.
     inputs = 2 * shape.d * shape.size / shape.tp if not shape.compiled and NORMS in modules else 0.0
     matrices = {ATTENTION: 2 * shape.d * (shape.q + shape.kv), MLP: 3 * shape.d * shape.h}
     casts = 1 - sum(matrices.get(m, 0) for m in modules) / sum(matrices.values())
-    return Kept(total - size + inputs, size, casts)
+    return Kept(total - size + inputs, size, casts, repeats_mlp=MLP in modules)

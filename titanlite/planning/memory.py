@@ -226,7 +226,7 @@ class _Step:
             above = self.blocks[i + 1] if i + 1 < len(self.blocks) else self.parameters.head
             # FSDP holds the input of the reduction before this one until its own reduction begins.
             workspace = self._reduction(above) if above is not None else 0.0
-        within = kept.repeated + run.shape.gradients(repeats=kept.repeated > 0)
+        within = kept.repeated + run.shape.gradients(repeats=kept.repeats_mlp)
         return {
             "activations": self._activations(i + 1) + run.tokens * within,
             "gradients": self._gradients(len(self.blocks) - 1 - i),
@@ -393,14 +393,16 @@ class _Step:
         Chunked, or with tensor parallel: the logits of one chunk, which become their gradient, and the head's
         gradient in fp32. Otherwise the logits of all tokens, which compiled code overwrites with their
         gradient (memory_h200.json). Uncompiled, log-softmax is in fp32, and torch first casts its input
-        (lora_memory_h200.json); of all logits at once also its gradient."""
+        (lora_memory_h200.json). Of all logits at once its output, its gradient and the gradient of its input
+        are there together, before the head's gradient (blind_points_h200.json)."""
         run, size = self.run, self.run.param_dtype.itemsize
         vocabulary, d = run.net.vocab_size / run.degrees.tp, run.net.config.dim
         weight = vocabulary * d
         cast = 0.0 if run.is_sharded or size == 4 else size * weight
         if not self._is_chunked:
-            per_logit = size if run.compile.enable else 8
-            return run.tokens * vocabulary * per_logit + cast + size * weight
+            if not run.compile.enable:
+                return run.tokens * vocabulary * 12 + cast
+            return run.tokens * vocabulary * size + cast + size * weight
         loss = run.loss
         chunks = loss.num_chunks(run.tokens) if isinstance(loss, ChunkedCrossEntropy) else 1
         per_logit = size

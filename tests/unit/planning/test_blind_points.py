@@ -67,7 +67,9 @@ def predicted(fits: str, gib: float) -> dict[str, Any]:
 
 
 def test_a_row_has_the_errors_of_the_last_run() -> None:
-    ran = {"name": "a", "exit_code": 0, "peak_allocated_gib": 10.0, "peak_reserved_gib": 11.0, "step_s": 0.8}
+    peaks = {"peak_allocated_gib": 10.0, "peak_reserved_gib": 11.0}
+    reports = [{"step": 2, PEAK: 9.0}, {"step": 3, PEAK: 10.0, blind_points.DETAIL: 0.5}]
+    ran = {"name": "a", "exit_code": 0, "step_s": 0.8, "reports": reports, **peaks}
     ended = {"name": "a", "exit_code": 1, "out_of_memory": "out of memory in the loss"}
     row = compared(predicted("fits", 11.0), [ended, ran, ran | {"name": "b"}])
     assert row is not None
@@ -76,6 +78,7 @@ def test_a_row_has_the_errors_of_the_last_run() -> None:
         pytest.approx(0.25),
         False,
     )
+    assert (row["ordinary_gib"], row["ordinary_error"]) == (9.0, pytest.approx(11 / 9 - 1, abs=1e-4))
     failed = compared(predicted("fits", 11.0), [ran, ended])
     assert failed is not None
     assert failed["ran_out"]
@@ -87,3 +90,24 @@ def test_a_row_has_the_errors_of_the_last_run() -> None:
     assert (counts["points"], counts["ran"], counts["ran_out"]) == (3, 2, 1)
     assert (counts["within_5_percent"], counts["ran_out_though_it_fits"]) == (0, 1)
     assert counts["ran_though_it_does_not_fit"] == 1
+
+
+def test_the_committed_errors_are_those_of_the_recorded_runs() -> None:
+    """Of the predictions; of the present plan, for the rows that it was mended after, and one other."""
+    committed = json.loads(blind_points.ERRORS.read_text())
+    rows = {row["name"]: row for row in committed["rows"]}
+    assert committed["summary"] == summary(committed["rows"])
+    runs = json.loads((blind_points.RESULTS / "blind_points_h200.json").read_text())["runs"]
+    measured_rows = [row for prediction in PREDICTED if (row := compared(prediction, runs))]
+    assert [row["name"] for row in measured_rows] == list(rows)
+    for row in measured_rows:
+        assert row.items() <= rows[row["name"]].items()
+    mended = {name for name, row in rows.items() if "now_gib" in row}
+    assert len(mended) == 3
+    points = {point.name: point for point in blind_points.points()}
+    for name in mended:
+        assert blind_points.plan(points[name])["planned_gib"] == rows[name]["now_gib"]
+        assert abs(rows[name]["now_error"]) < 0.005
+    same = "Qwen2.5 3B of 8 blocks, EMA, mlp"
+    assert blind_points.plan(points[same])["planned_gib"] == rows[same]["planned_gib"]
+    assert committed["summary"]["ran_out_though_it_fits"] == 0
