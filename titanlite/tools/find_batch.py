@@ -162,7 +162,7 @@ class _Trainer:
         name = f"local_batch_size={size}"
         tell(f"{name}: training {STEPS} steps; planned {self.planned_gib(size):.1f} GiB")
         folder, log = self._folder / name, self._folder / f"{name}.log"
-        words = [*self.overrides, *self._own_overrides(size), f"--job.dump_folder={folder}"]
+        words = [*self.overrides, *self.own_overrides(size), f"--job.dump_folder={folder}"]
         process = start_run([self.config, *words], self.ranks, self._slot, log)
         try:
             while process.poll() is None and not self._requests.stop and _last(folder, STEPS) is None:
@@ -179,17 +179,15 @@ class _Trainer:
         tell(f"{name}: {_line(trial, self.card.memory_gib)}")
         return trial
 
-    def _own_overrides(self, size: int) -> list[str]:
+    def own_overrides(self, size: int) -> list[str]:
         """The overrides of a run. More than two micro-batches per step take no more memory, except in a
         pipeline; stages end after numbers of sequences, which fewer per step might not reach."""
         run = self.planned(size)
-        num = run.num_micro_batches
-        num = num if run.degrees.pp > 1 or self.job.stages else min(num, 2)
-        batch = size * run.degrees.data_parallel * num
+        batch = BatchLayout.of(run.training, run.degrees.data_parallel).global_size
+        if run.degrees.pp == 1 and not self.job.stages:
+            batch = size * run.degrees.data_parallel * min(run.num_micro_batches, 2)
         own = [f"--training.local_batch_size={size}", f"--training.global_batch_size={batch}"]
         own += ["--training.batch_ramp=[]", "--training.batch_ramp_lr=none"]
-        for i, stage in enumerate(self.job.stages):
-            own += [] if stage.global_batch_size is None else [f"--stages.{i}.global_batch_size={batch}"]
         return [*own, *LEFT_OUT]
 
     def _failure(self, size: int, code: int, log: Path) -> str:
@@ -299,10 +297,10 @@ def _answer(
     lines = [f"largest that fits: --training.local_batch_size={largest.size}; {step} takes {num_text}"]
     above = [trial.size for trial in trials if trial.size > largest.size]
     between = [size for size in sizes if largest.size < size < min(above, default=math.inf)]
-    if between and above:
-        lines.append(f"not tried after {MAX_STARTS} runs: {', '.join(map(str, between))}")
+    if between:
+        lines.append(f"not tried after {len(trials)} runs: {', '.join(map(str, between))}")
     elif not above:
-        lines.append("it is the largest that training.global_batch_size allows")
+        lines.append(f"no larger size divides a step of {run.global_batch:,} sequences, or is planned to fit")
     if fastest is largest:
         lines.append("it is also the fastest of those that fit" if len(fitting) > 1 else "")
     else:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +19,18 @@ from hypothesis import strategies as st
 
 from tests.support.jobs import ROOT, make_job, tiny_arguments
 from titanlite import cli
-from titanlite.tools.find_batch import MAX_SHARE, MAX_STARTS, Trial, find, micro_batches
+from titanlite.job import load_job
+from titanlite.planning.cards import Card
+from titanlite.runtime.signals import StopRequests
+from titanlite.tools import find_batch
+from titanlite.tools.find_batch import MAX_SHARE, MAX_STARTS, Trial, _Trainer, find, micro_batches
 
 CARD_GIB = 100.0
+PIPELINE = [
+    "--parallelism.pipeline_parallel_degree=2",
+    "--model.overrides.tie_word_embeddings=false",
+]
+RAMP = "--training.batch_ramp=[{until='8 sequences', global_batch_size=4}]"
 POWERS = [2**i for i in range(8)]
 
 
@@ -88,6 +98,37 @@ def test_a_global_batch_that_follows_allows_all_sizes(tmp_path: Path, corpus: Pa
     sizes = micro_batches(make_job(tmp_path, corpus, *words), 1)
     assert [next(sizes) for _ in range(23)] == [*range(1, 17), 18, 20, 22, 24, 26, 28, 30]
     assert [next(sizes) for _ in range(4)] == [32, 33, 36, 40]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "batch"),
+    [
+        (1, [], 4),  # two micro-batches of 2
+        (2, [], 8),
+        (2, PIPELINE, 8),  # a pipeline has all four
+        (1, [RAMP], 4),
+        (1, [RAMP, "--training.batch_ramp_lr=sqrt"], 4),
+        (1, ["--stages=[{until='16 sequences', global_batch_size=4}, {until='end'}]"], 8),
+    ],
+)
+def test_the_job_of_a_run_is_valid(
+    tmp_path: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    words: list[str],
+    batch: int,
+) -> None:
+    monkeypatch.setattr(find_batch, "gpu", lambda: Card("GPU", 80.0, 0.0, 0.0))
+    config, *rest = tiny_arguments(tmp_path, corpus)
+    rest += ["--guard.on_spike=rewind", "--validation.enable=true", *words]
+    trainer = _Trainer(Namespace(config=config, gpus_per_trial=ranks), rest, StopRequests(), tmp_path)
+    job = load_job(config, [*rest, *trainer.own_overrides(2)], ranks)
+    assert (job.training.local_batch_size, job.training.global_batch_size) == (2, batch)
+    assert not job.training.batch_ramp
+    assert not job.checkpoint.enable
+    assert not job.validation.enable
+    assert job.training.steps == load_job(config, rest, ranks).training.steps
 
 
 def test_without_a_gpu_it_is_refused(
