@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.measure import text
 from titanlite import cli
 from titanlite.config.component import ConfigError
 from titanlite.job import load_job
@@ -27,6 +28,7 @@ from titanlite.planning.layouts import assess
 from titanlite.planning.step_timer import seconds_of
 from titanlite.tools.plan import decisive_keys, planned_run
 
+ROOT = Path(__file__).resolve().parents[3]
 H200 = next(card for card in CARDS if card.name == "H200")
 H100 = next(card for card in CARDS if card.name == "H100")
 
@@ -109,6 +111,14 @@ def test_a_plan_takes_the_measured_speed(tmp_path: Path, capsys: pytest.CaptureF
     words = ("--gpus=1", f"--measured={file}", "--model.overrides.n_layers=1", "--no-compile.enable")
     assert plan(*words)["time"]["guess"] == []
     assert len(plan("--gpus=1xH200", *words[2:])["time"]["guess"]) == 1  # control: not calibrated
+
+
+def test_docs_quote_the_recorded_step_times() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/measure_h200.json").read_text())["rows"]
+    quoted = (ROOT / "docs/planning.md").read_text().partition('measured step times"\n')[2]
+    assert quoted.partition("\n```")[0] == text(rows)
+    assert all(abs(row["calibrated_error"]) < 0.05 for row in rows)
+    assert all(abs(row["calibrated_error"]) < abs(row["planned_error"]) for row in rows)
 
 
 def test_speeds_of_another_gpu_are_refused() -> None:
