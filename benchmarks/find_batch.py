@@ -76,7 +76,7 @@ def main() -> None:
     size = int(match[1])
     whole = train(options, words, size, options.steps)
     save(answer=size, whole_run=whole)
-    double = train(options, words, 2 * size, 3)
+    double = train(options, words, 2 * size, options.steps)
     save(double_run=double)
     summary = {"answer": size, "whole_run": whole["exit_code"], "double_run": double["exit_code"]}
     print(json.dumps(summary), flush=True)
