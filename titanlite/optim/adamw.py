@@ -14,7 +14,7 @@ from titanlite.config.component import ConfigError
 from titanlite.mesh import Mesh
 from titanlite.models.base import Decoder
 from titanlite.optim.base import Optimizer
-from titanlite.optim.low_bit import BLOCK, LowBitAdamW, has_blocks, moments
+from titanlite.optim.low_bit import BLOCK, LowBitAdamW, has_blocks, moments_by_rows
 
 BFLOAT16_BETA2 = 0.99  # largest beta2 with bfloat16 state: at 0.999, sqrt(v) is 21% too large
 StateDtype = Literal["float32", "bfloat16", "int8"]
@@ -77,9 +77,10 @@ class AdamWKeys(Optimizer):
         the weight before the step, which follows from the weight after it. With 8-bit state the moments are
         those that were stored, with their rounding errors of about 1%."""
         lr, decay, step = group["lr"], group["weight_decay"], state["step"]
-        m, v = moments(state)
-        denominator = (v / (1 - self.beta2**step)).sqrt_().add_(self.eps)
-        update = (m / (1 - self.beta1**step)).div_(denominator)
+        update = torch.empty_like(weight, dtype=torch.float32)
+        for rows, m, v in moments_by_rows(state):
+            denominator = (v / (1 - self.beta2**step)).sqrt_().add_(self.eps)
+            update[rows] = (m / (1 - self.beta1**step)).div_(denominator)
         return update.add_(weight, alpha=decay).mul_(lr / (1 - lr * decay))
 
     def signal_and_noise(
@@ -92,10 +93,10 @@ class AdamWKeys(Optimizer):
         if step < 2 or self.beta1 == 0:
             return None
         decayed = self.beta1**step
-        m, v = moments(state)
         k = (1 - self.beta1) / (1 + self.beta1) * (1 + decayed) / (1 - decayed)
-        mean_square = m.square().sum() / (1 - decayed) ** 2
-        square = v.sum() / (1 - self.beta2**step)
+        sums = [(m.square().sum(), v.sum()) for _, m, v in moments_by_rows(state)]
+        mean_square = sum(first for first, _ in sums) / (1 - decayed) ** 2
+        square = sum(second for _, second in sums) / (1 - self.beta2**step)
         signal = (mean_square - k * square) / (1 - k)
         return signal, square - signal
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ BLOCK = 64  # values per scale
 KEYS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")  # without blocks there are no scales
 DTYPES = (torch.int8, torch.float32, torch.uint8, torch.float32)  # of KEYS
 CPU_CHUNK = 1 << 16  # values that the CPU updates at a time: their temporary tensors fit its cache
+ROWS_ELEMENTS = 1 << 24  # of moments_by_rows: 64 MiB in fp32
 SMALLEST = torch.finfo(torch.float32).tiny  # the scale of a block of zeros
 
 
@@ -92,6 +94,22 @@ def moments(state: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return m.float(), v.float()
     decoded = _decode(*_blocks(_moment_tensors(state)))
     return decoded[0].view(m.shape), decoded[1].view(m.shape)
+
+
+def moments_by_rows(
+    state: Mapping[str, Any],
+) -> Iterator[tuple[slice | EllipsisType, torch.Tensor, torch.Tensor]]:
+    """The moments of a parameter in fp32, rows of at most about `ROWS_ELEMENTS` elements at a time: copies in
+    fp32 of a whole head need more memory than the report that asks for them is worth. Yields the index of the
+    rows in the parameter, and their first and second moment, which must not be changed."""
+    whole = state["exp_avg"]
+    if not whole.ndim or whole.numel() <= ROWS_ELEMENTS:
+        yield ..., *moments(state)
+        return
+    num_rows = max(ROWS_ELEMENTS * len(whole) // whole.numel(), 1)
+    for first in range(0, len(whole), num_rows):
+        rows = slice(first, first + num_rows)
+        yield rows, *moments({key: state[key][rows] for key in KEYS if key in state})
 
 
 def stored_in_8_bits(m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.jobs import make_job, metrics_of
 from tests.support.low_bit import Cut, gradient, grid, joined, rows, trained_shards, whole
@@ -246,6 +247,49 @@ def test_the_noise_scale_follows_from_the_state() -> None:
         if (params := parameters())
     )
     torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * float(theirs.abs().max()))
+
+
+class LargestTensors(TorchDispatchMode):
+    """Counts the results with storage of their own that are as large as a whole parameter."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size, self.num = size, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == self.size:
+            known = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+            self.num += result.untyped_storage().data_ptr() not in known
+        return result
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+def test_a_report_copies_large_parameters_by_rows(
+    state_dtype: StateDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, config = parameters(), AdamW(state_dtype=state_dtype)
+    optimizer = steps(config, params, 4)
+    weight, group = params["weight"].detach(), optimizer.param_groups[0]
+    state = optimizer.state[params["weight"]] | {"step": 4}
+
+    def read() -> tuple[int, int, torch.Tensor, torch.Tensor]:
+        with LargestTensors(weight.numel()) as of_update:
+            update = config.update_of(weight, state, group)
+        with LargestTensors(weight.numel()) as of_noise:
+            estimates = config.signal_and_noise(state, group)
+        assert update is not None
+        assert estimates is not None
+        return of_update.num, of_noise.num, update, torch.stack(estimates)
+
+    num, num_for_noise, update, estimates = read()
+    assert num > 1  # a small parameter is read at once
+    assert num_for_noise > 0
+    monkeypatch.setattr(low_bit, "ROWS_ELEMENTS", 5 * weight.shape[1])
+    num, num_for_noise, by_rows, estimates_by_rows = read()
+    assert (num, num_for_noise) == (1, 0)  # only the update itself
+    assert torch.equal(by_rows, update)
+    torch.testing.assert_close(estimates_by_rows, estimates, rtol=1e-3, atol=0)
 
 
 def test_scales_that_are_not_finite_are_found() -> None:
