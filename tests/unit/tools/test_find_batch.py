@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -139,6 +140,14 @@ def test_without_a_gpu_it_is_refused(
     assert capsys.readouterr().err == said
     assert cli.run(["tune", *tiny_arguments(tmp_path, corpus), "--find-batch", "--coordinate-check"]) == 2
     assert "--find-batch: not together with --coordinate-check" in capsys.readouterr().err
+
+
+def test_the_output_in_the_docs_is_the_recorded_one() -> None:
+    recorded = json.loads((ROOT / "benchmarks/results/find_batch_h200.json").read_text())
+    answer = recorded["find_batch"]["printed"].partition("result ")
+    assert f"```text\n{answer[1]}{answer[2]}```\n" in (ROOT / "docs/tuning.md").read_text()
+    assert recorded["whole_run"]["exit_code"] == 0
+    assert recorded["whole_run"]["steps"] == 50
 
 
 def on_small_gpu(folder: Path, corpus: Path, *words: str, **env: str) -> subprocess.Popen[str]:
