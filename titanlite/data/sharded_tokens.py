@@ -72,7 +72,7 @@ class ShardedTokens(ABC):
         if self.num_trained is None:
             return counts
         share = self.num_trained / max(self.num_tokens, 1)
-        return f"{counts}, {self.num_trained:,} of them trained ({share:.1%})"
+        return f"{counts}, {self.num_trained:,} ({share:.1%}) of them trained"
 
     @abstractmethod
     def _open_tokens(self, shard: int) -> np.ndarray:

@@ -112,8 +112,8 @@ def main(argv: Sequence[str]) -> int:
     report = json.loads((output / "report.json").read_text())
     print(table(report))
     print(
-        f"{output}: {shards.counts()}; {report['kept']['characters'] / shards.num_tokens:.2f} characters per "
-        "token"
+        f"{output}: {shards.counts()} "
+        f"({report['kept']['characters'] / shards.num_tokens:.2f} characters per token)"
     )
     return 0
 

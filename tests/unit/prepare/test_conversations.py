@@ -421,7 +421,7 @@ def test_conversations_that_are_cut_are_logged(
     assert log.count(said) == 1
     masks = [mask for _, mask in masked(folder)]
     num_trained, num_tokens = sum(map(sum, masks)), sum(map(len, masks))
-    share = f"{num_trained:,} of them trained ({num_trained / num_tokens:.1%})"
+    share = f"{num_trained:,} ({num_trained / num_tokens:.1%}) of them trained"
     assert log.count(f": 18 documents, {num_tokens:,} tokens, {share}\n") == 1
     assert len(said_of(tmp_path, folder, "chunk", max_length(folder))) == 2
 

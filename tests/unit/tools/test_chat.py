@@ -99,9 +99,9 @@ def test_trained_tokens_are_marked(folder: Path, tmp_path: Path, capsys: pytest.
         conversations()[0], return_assistant_tokens_mask=True, return_dict=True
     )
     ids, mask = tokenized["input_ids"], tokenized["assistant_masks"]
-    counts = f"1 documents, {len(ids)} tokens, {sum(mask)} of them trained ({sum(mask) / len(ids):.1%})"
+    counts = f"1 documents, {len(ids)} tokens, {sum(mask)} ({sum(mask) / len(ids):.1%}) of them trained"
     assert f"{out}: {counts}, all hashes match" in capsys.readouterr().out
-    assert prepared.startswith(f"{out}: {counts}; ")
+    assert prepared.startswith(f"{out}: {counts} (")
     words = ["data", "show", str(out), "--seq_len=77", "--packing=best_fit", f"--cache_dir={tmp_path}/c"]
     assert cli.run(words) == 0
     text = capsys.readouterr().out
