@@ -108,6 +108,7 @@ def saved(job: Job, step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.full
 def test_a_run_saves_and_restores_its_buffers(run_on, tmp_path: Path, corpus: Path) -> None:
     whole = run_in_hops(tmp_path, corpus, [6], *OVERRIDES, name="whole")
     hops = run_in_hops(tmp_path, corpus, [3, 6], *OVERRIDES, name="hops")

@@ -253,7 +253,7 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(STOPS, {"waiting for a rank", "a file"}))
+@pytest.mark.parametrize("name", sampled(STOPS, {"waiting for a rank"}))
 def test_one_rank_is_told(whole: Job, tmp_path: Path, corpus: Path, name: str) -> None:
     event, step, overrides = STOPS[name]
     runs = Runs(tmp_path, corpus, *overrides)

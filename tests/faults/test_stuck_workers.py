@@ -28,7 +28,7 @@ LONG_WAIT = Fault(WAIT, when="instead", call=0, during="start", rank=-1, action=
 until_given_up = pytest.mark.parametrize(
     ("hurry", "timeout_s"),
     [
-        pytest.param([LONG_WAIT], 600, id="an hour is added"),
+        pytest.param([LONG_WAIT], 600, id="an hour is added", marks=pytest.mark.full),
         # The real wait; a shorter one would end healthy runs on a busy machine.
         pytest.param([], 15, id="a timeout of 15 s", marks=pytest.mark.full),
     ],

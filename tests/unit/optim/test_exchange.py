@@ -76,6 +76,7 @@ def rows_without_a_rank() -> str:
     return str(raised.value)
 
 
+@pytest.mark.full
 def test_a_group_that_lacks_a_shard_is_an_error(run_on: Callable[..., Any]) -> None:
     first, second, _ = run_on(3, rows_without_a_rank)
     assert first == second
