@@ -170,6 +170,11 @@ def tune_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for key in ("base_width", "steps", "seeds", "gpus_per_trial", "rungs"):
         if (value := getattr(options, key)) is not None and value < 1:
             raise ConfigError(f"command line, --{key.replace('_', '-')}: {value} is below 1")
+    if options.seeds > 2 and not actions:
+        raise ConfigError(f"command line, --seeds: {options.seeds} is not 1 or 2, the seeds of a search")
+    if actions and take_axes(overrides)[0]:
+        key = take_axes(overrides)[0][0].key
+        raise ConfigError(f"command line, --{key}: several values are for a search, not for {actions[0]}")
     for key in ("sizes", "write_only"):
         if getattr(options, key) and not options.ladder:
             raise ConfigError(f"command line, --{key.replace('_', '-')}: it needs --ladder")

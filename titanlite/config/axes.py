@@ -33,6 +33,8 @@ def take_axes(overrides: Sequence[str]) -> tuple[list[Axis], list[str]]:
         numbers = re.fullmatch(f"({NUMBER}):({NUMBER}):({WHOLE})", text)
         if numbers:
             axes.append(Axis(key, _range(key, numbers[1], numbers[4], numbers[7]), is_range=True))
+        elif re.fullmatch(f"{NUMBER}:{NUMBER}(:.*)?", text):
+            raise _at(key, f"{text} is not LOW:HIGH:NUM, such as 1e-4:3e-3:5")
         elif "," in text and not re.search(r"\s", text) and text[0] not in "[{\"'":
             axes.append(Axis(key, tuple(text.split(","))))
         else:
@@ -41,7 +43,10 @@ def take_axes(overrides: Sequence[str]) -> tuple[list[Axis], list[str]]:
     for axis in axes:
         if keys.count(axis.key) > 1:
             raise _at(axis.key, "it has more than one range of values")
-        if "" in axis.values or len(set(axis.values)) < len(axis.values):
+        num_values = len(set(axis.values))
+        if axis.is_range and num_values < len(axis.values):
+            raise _at(axis.key, f"only {num_values} of its {len(axis.values)} values differ when rounded")
+        if "" in axis.values or num_values < len(axis.values):
             raise _at(axis.key, f"{','.join(axis.values)} has an empty value, or one twice")
     return axes, rest
 

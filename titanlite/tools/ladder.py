@@ -32,6 +32,7 @@ from titanlite.runtime.process import device_name
 from titanlite.runtime.signals import stop_requests
 from titanlite.runtime.training import BatchLayout
 from titanlite.startup import job_toml_text
+from titanlite.tools.fit import MIN_RUNS
 from titanlite.tools.plan import planned_run
 from titanlite.tools.trial_runs import LOSS, Record, Trainer, TrialRun, keys_of
 
@@ -160,6 +161,8 @@ def _shapes(job: Job, options: Namespace) -> dict[str, Shape]:
         if size >= whole:
             raise ConfigError(f"command line, --sizes: {text} is not below the job's {whole:,} parameters")
         if shape := nearest(candidate_shapes, size):
+            if shape.parameters >= whole:
+                raise ConfigError(f"command line, --sizes: {text} is the job's own model")
             if shape in shapes.values():
                 raise ConfigError(f"command line, --sizes: {text} is the same model as the size before")
             shapes[text] = shape
@@ -229,6 +232,11 @@ def _plan(job: Job, runs: Sequence[LadderRun], options: Namespace) -> list[str]:
         lines[-1] += f", {total / _length(job, num_gpus).flops:.2g} times those of CONFIG"
     if card:
         lines.append(f"GPU hours of {card.name}, as `titanlite plan` computes them; small models take longer")
+    if len(runs) < MIN_RUNS:
+        lines.append(
+            f"note: `titanlite plan --fit` needs {MIN_RUNS} runs or more; the same command with other "
+            "--sizes or --ratios adds some"
+        )
     if few := sum(run.length.steps < FEW_STEPS for run in runs):
         lines.append(
             f"note: {few} of {len(runs)} runs have fewer than {FEW_STEPS:,} steps; a smaller "

@@ -33,6 +33,13 @@ def command(folder: Path, corpus: Path, *words: str) -> list[str]:
     [
         (["--optimizer.lr=1e-3"], "name what to do: a range to search, such as --optimizer.lr=1e-4:3e-3:5"),
         (["--optimizer.lr=2:1:3"], "--optimizer.lr: 2:1:3 is not LOW:HIGH:NUM with 0 < LOW < HIGH"),
+        (["--optimizer.lr=1e-3:4e-3"], "--optimizer.lr: 1e-3:4e-3 is not LOW:HIGH:NUM"),
+        (["--optimizer.lr=1:2:9999"], "--optimizer.lr: only 2 of its 9999 values differ when rounded"),
+        (["--optimizer.lr=1,2", "--seeds=3"], "--seeds: 3 is not 1 or 2"),
+        (
+            ["--optimizer.lr=1,2", "--ladder"],
+            "--optimizer.lr: several values are for a search, not for --ladder",
+        ),
         (["--optimizer.lrr=0.1:2:3"], "unknown key 'lrr'; did you mean 'lr'?"),
         ([RANGE, "--rungs=0"], "--rungs: 0 is below 1"),
         ([RANGE, "--validation.enable=false"], "a search compares validation losses: set it to true"),
