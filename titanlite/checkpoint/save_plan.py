@@ -71,10 +71,13 @@ class SavePlans:
 
     def finish(self, writer: ShardWriter, written: list[Written]) -> dict[str, FileDigest]:
         """Write `.metadata`, and return the digests of the files of all ranks. Called on rank 0. Raises
-        CheckpointError if a rank has not written its shards."""
+        CheckpointError if a rank has not written its shards, or for any other error."""
         if problem := next((by_rank.problem for by_rank in written if by_rank.problem), None):
             raise CheckpointError(problem)
-        writer.finish(self._metadata, [by_rank.results for by_rank in written])
+        try:
+            writer.finish(self._metadata, [by_rank.results for by_rank in written])
+        except Exception as e:
+            raise self._save_error(e) from e
         digests = {name: digest for by_rank in written for name, digest in by_rank.files.items()}
         return digests | writer.files
 
@@ -88,7 +91,7 @@ class SavePlans:
             local = writer.prepare_local_plan(planner.create_local_plan())
         except Exception as e:  # the other ranks wait for this one
             problem = self._described(e)
-        if ranks.merged(local != self._local, operator.or_):
+        if ranks.merged(problem is not None or local != self._local, operator.or_):
             shards = {item.index: Copies(item, i, [ranks.rank]) for i, item in enumerate(local.items)}
             merged = ranks.merged_on_rank_zero(Local(shards, local.planner_data, problem), merge)
             self._plan = ranks.scattered(lambda: self._global_plan(merged, planner, writer))
@@ -98,14 +101,24 @@ class SavePlans:
     def _global_plan(
         self, merged: Local | None, planner: DefaultSavePlanner, writer: ShardWriter
     ) -> list[SavePlan]:
-        """The plans of all ranks. Called on rank 0. Raises CheckpointError if a rank has no plan."""
+        """The plans of all ranks. Called on rank 0. Raises CheckpointError if a rank has no plan, or
+        for any other error."""
         assert merged is not None
         if merged.problem:
             raise CheckpointError(merged.problem)
         plans = [SavePlan(items, planner_data={}) for items in distribute(merged.shards, self._ranks.size)]
         plans[0].planner_data.update(merged.names)
-        plans, self._metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
+        try:
+            plans, metadata = planner.create_global_plan(plans)
+            plans = writer.prepare_global_plan(plans)
+        except Exception as e:
+            raise self._save_error(e) from e
+        self._metadata = metadata
+        return plans
+
+    def _save_error(self, error: Exception) -> CheckpointError:
+        """`error` as one that fails the save and not the run."""
+        return error if isinstance(error, CheckpointError) else CheckpointError(self._described(error))
 
     def _described(self, error: Exception) -> str:
         return f"rank {self._ranks.rank}: {type(error).__name__}: {error}"

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,11 @@ class ShardWriter(FileSystemWriter):
         """Write `.metadata` after all ranks have written their items. Called on the coordinator rank. Raises
         CheckpointError if a planned item was not written."""
         missing = set[MetadataIndex]()
-        for name, entry in metadata.state_dict_metadata.items():
+        entries = metadata.state_dict_metadata
+        for name, entry in entries.items():
             if isinstance(entry, TensorStorageMetadata):
-                entry.properties.pin_memory = False  # only the copy that is written is in pinned memory
+                # Only the copy that is written is in pinned memory. The plan of rank 0 has the same objects.
+                entries[name] = replace(entry, properties=replace(entry.properties, pin_memory=False))
                 missing |= {MetadataIndex(name, chunk.offsets) for chunk in entry.chunks}
         missing -= {result.index for by_rank in results for result in by_rank}
         if missing:
