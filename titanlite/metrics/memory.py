@@ -35,8 +35,10 @@ REMEDIES = """
   training.enable_cpu_offload = true: weights, gradients and optimizer state on the CPU, which is slow"""
 
 
-# Errors of CUDA, cuBLAS, cuDNN and NCCL, which allocate beside torch, and torch's as the compiler wraps them.
-NO_MEMORY = re.compile(r"CUDA out of memory|CUDA error: out of memory|'out of memory'|_STATUS_ALLOC_FAILED")
+# Errors of CUDA, cuBLAS, cuDNN, NCCL and Triton, which allocate beside torch, and torch's from the compiler.
+NO_MEMORY = re.compile(
+    r"CUDA[^\n]*out of memory|'out of memory'|_STATUS_ALLOC_FAILED|DEVICE_ALLOCATION_FAILED"
+)
 
 
 class OutOfMemory(RuntimeError):
@@ -46,7 +48,10 @@ class OutOfMemory(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the memory of the device is used up."""
+    """Whether an error means that the memory of the device is used up. One with an exit code of its own does
+    not, whatever it quotes: for example, a save that failed for want of pinned memory of the host."""
+    if hasattr(error, "exit_code"):
+        return False
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None

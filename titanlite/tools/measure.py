@@ -26,6 +26,7 @@ from titanlite.files import make_folder, write_atomically
 from titanlite.job import Job, load_job
 from titanlite.log import for_terminal, tell
 from titanlite.mesh import Parallelism
+from titanlite.metrics.memory import OutOfMemory, is_out_of_memory
 from titanlite.planning.calibration import Measurement, part_times, split_as_planned
 from titanlite.planning.cards import GIB, PCIE, Card, Cluster, known_card
 from titanlite.planning.coordinate_check import Trial, random_batches
@@ -206,8 +207,11 @@ def _timed(job: Job, rt: Runtime, num_blocks: int) -> tuple[float, float]:
     gc.collect()  # the model before may be in a cycle, and hold the device's memory
     try:
         times = time_steps(net, trial, settings, job.optimizer, job.ema)
-    except torch.OutOfMemoryError:
-        raise ConfigError("measuring ran out of memory: lower it", "training.local_batch_size") from None
+    except RuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
+        text = f"out of memory while measuring; lower --training.local_batch_size\n{e}"
+        raise OutOfMemory(text) from e
     of_ranks = rt.gather_floats(times)
     return max(times[0] for times in of_ranks), max(times[1] for times in of_ranks)
 

@@ -14,6 +14,7 @@ from tests.support.jobs import make_job
 from titanlite import cli, evaluate
 from titanlite import generate as sampling
 from titanlite.checkpoint.checkpointer import Checkpointer
+from titanlite.checkpoint.commit import CheckpointError
 from titanlite.metrics import memory
 from titanlite.metrics.memory import OutOfMemory, is_out_of_memory, phase
 from titanlite.parallel import clip
@@ -51,11 +52,21 @@ def test_errors_beside_the_allocator_are_known() -> None:
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "CUDA error: out of memory",
         "InductorError: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "Triton Error [CUDA]: out of memory",
+        "CUDA driver error: out of memory",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     )
     assert all(is_out_of_memory(RuntimeError(text)) for text in texts)
     assert is_out_of_memory(torch.OutOfMemoryError())
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: unspecified launch failure\nout of memory"))
     assert not is_out_of_memory(ValueError("CUDA error: out of memory"))
+
+
+def test_an_error_keeps_its_own_exit_code() -> None:
+    text = "step 3 could not be saved: CUDA error: out of memory"
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(CheckpointError(text))
 
 
 def test_a_run_out_of_memory_says_so(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from titanlite import cli
 from titanlite.planning import step_timer
@@ -54,7 +55,7 @@ def test_a_measurement_is_written_and_taken_by_the_plan(tmp_path: Path, quick: N
         (["--gpus-per-trial=0"], "--gpus-per-trial: 0 is below 1"),
         (["--output=no/such/folder.json"], "there is no such folder"),
         (["--model.overrides.vocab_size=2000000000"], "two blocks need "),
-        (["--optimizer.lr=1e-4:1e-3:3"], "expected a number, got '1e-4:1e-3:3'"),
+        (["--optimizer.lr=1e-4:1e-3:3"], "--optimizer.lr: several values are for a search"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(
@@ -63,6 +64,35 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     assert cli.run(["tune", "debug", "--measure", f"--output={tmp_path / 'x.json'}", *words]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "measuring" not in line]
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory."),
+            5,
+            "while measuring; lower --training.local_batch_size\n",
+        ),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), 5, "Triton Error [CUDA]: out of memory\n"),
+        (RuntimeError("another one"), 1, "RuntimeError: another one\n"),
+    ],
+)
+def test_running_out_of_memory_has_its_exit_code(
+    error: RuntimeError,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    quick: None,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def time_steps(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(measure, "time_steps", time_steps)
+    assert cli.run(["tune", "debug", "--measure", f"--output={tmp_path / 'x.json'}", *TINY]) == code
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.full
