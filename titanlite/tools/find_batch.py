@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -59,9 +58,9 @@ LEFT_OUT = [  # what the runs leave out: it takes no memory of a step, or writes
 
 @dataclass(frozen=True)
 class Trial:
-    """What a run of micro-batches of `size` sequences measured at its last step. GiB: of the GPU that has
-    most. `tokens_per_second`: per GPU. `out_of_memory`: where the run ran out of memory, which leaves the
-    numbers unknown."""
+    """What a run of micro-batches of `size` sequences measured. GiB: the peak of its steps, of the GPU that
+    has most. `tokens_per_second`: of its last step, per GPU. `out_of_memory`: where the run ran out of
+    memory, which leaves the numbers unknown."""
 
     size: int
     allocated_gib: float = math.nan
@@ -165,16 +164,18 @@ class _Trainer:
         words = [*self.overrides, *self.own_overrides(size), f"--job.dump_folder={folder}"]
         process = start_run([self.config, *words], self.ranks, self._slot, log)
         try:
-            while process.poll() is None and not self._requests.stop and _last(folder, STEPS) is None:
+            while process.poll() is None and not self._requests.stop and not _records(folder, STEPS):
                 time.sleep(LOOK_S)
         finally:
             _end(process)
         if self._requests.stop:
             raise Stopped("stopped; the runs have ended, and nothing is left of them")
-        record = _last(folder, 1 if process.returncode == 0 else STEPS)  # a job may have fewer steps
-        if record is None and process.returncode != OutOfMemory.exit_code:
+        if process.returncode == OutOfMemory.exit_code:  # perhaps after its third step
+            trial = _out_of_memory(size, log)
+        elif records := _records(folder, 1 if process.returncode == 0 else STEPS):  # a job may have fewer
+            trial = _measured(size, records)
+        else:
             raise RunFailed(self._failure(size, process.returncode, log))
-        trial = _out_of_memory(size, log) if record is None else _measured(size, record)
         shutil.rmtree(folder, ignore_errors=True)
         tell(f"{name}: {_line(trial, self.card.memory_gib)}")
         return trial
@@ -184,11 +185,18 @@ class _Trainer:
         pipeline; stages end after numbers of sequences, which fewer per step might not reach."""
         run = self.planned(size)
         batch = BatchLayout.of(run.training, run.degrees.data_parallel).global_size
-        if run.degrees.pp == 1 and not self.job.stages:
-            batch = size * run.degrees.data_parallel * min(run.num_micro_batches, 2)
+        if not self.has_whole_steps(size):
+            batch = 2 * size * run.degrees.data_parallel
         own = [f"--training.local_batch_size={size}", f"--training.global_batch_size={batch}"]
         own += ["--training.batch_ramp=[]", "--training.batch_ramp_lr=none"]
+        if self.job.metrics.detail_freq > 0:  # the report of step 1 leaves out what needs two steps
+            own.append("--metrics.detail_freq=2")
         return [*own, *LEFT_OUT]
+
+    def has_whole_steps(self, size: int) -> bool:
+        """Whether a step of a run has all micro-batches of the job's step."""
+        run = self.planned(size)
+        return run.degrees.pp > 1 or bool(self.job.stages) or run.num_micro_batches <= 2
 
     def _failure(self, size: int, code: int, log: Path) -> str:
         """The line on a run that has failed for another reason than memory. Keeps its log."""
@@ -210,12 +218,12 @@ def gpu() -> Card:
     return Card(about.name, about.total_memory / GIB, math.nan, math.nan)
 
 
-def _last(folder: Path, step: int) -> Record | None:
-    """The newest record of a run, if it is of `step` or a later one."""
+def _records(folder: Path, step: int) -> list[Record]:
+    """The records of a run, if the newest is of `step` or a later one; else none."""
     with suppress(ConfigError):  # there are no metrics yet
-        record = read_run(folder, folder.name).records[-1]
-        return record if record["step"] >= step else None
-    return None
+        records = read_run(folder, folder.name).records
+        return records if records[-1]["step"] >= step else []
+    return []
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -229,12 +237,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _measured(size: int, record: dict[str, Any]) -> Trial:
-    allocated, reserved = (
-        record.get(f"memory/max_{kind}_gib", record[f"memory/peak_{kind}_gib"])
-        for kind in ("allocated", "reserved")
-    )
-    return Trial(size, allocated, reserved, record["throughput/tokens_per_second_per_device"])
+def _measured(size: int, records: Sequence[Record]) -> Trial:
+    def peak(kind: str) -> float:
+        keys = f"memory/max_{kind}_gib", f"memory/peak_{kind}_gib"  # the first with several GPUs only
+        return max(record[keys[0] if keys[0] in record else keys[1]] for record in records)
+
+    speed = records[-1]["throughput/tokens_per_second_per_device"]
+    return Trial(size, peak("allocated"), peak("reserved"), speed)
 
 
 def _out_of_memory(size: int, log: Path) -> Trial:
@@ -287,7 +296,9 @@ def _table(trials: Sequence[Trial], trainer: _Trainer) -> str:
 def _answer(
     fitting: Sequence[Trial], trials: Sequence[Trial], sizes: Sequence[int], trainer: _Trainer
 ) -> list[str]:
-    """The largest size that fits, and the fastest."""
+    """The largest size that fits, and the fastest. A run with fewer micro-batches per step than the job has
+    takes the optimizer's step more often, which makes small sizes look slow: it can show that a smaller
+    size is faster, but not that the largest is the fastest."""
     largest = fitting[-1]
     fastest = max(fitting, key=lambda trial: trial.tokens_per_second)
     run = trainer.planned(largest.size)
@@ -301,10 +312,15 @@ def _answer(
         lines.append(f"not tried after {len(trials)} runs: {', '.join(map(str, between))}")
     elif not above:
         lines.append(f"no larger size divides a step of {run.global_batch:,} sequences, or is planned to fit")
-    if fastest is largest:
-        lines.append("it is also the fastest of those that fit" if len(fitting) > 1 else "")
-    else:
+    if fastest is not largest:
         gain = fastest.tokens_per_second / largest.tokens_per_second - 1
         text = f"--training.local_batch_size={fastest.size}, {gain:.1%} faster than the largest"
         lines.append(f"fastest that fits: {text}")
-    return [line for line in lines if line]
+    elif len(fitting) > 1 and all(trainer.has_whole_steps(trial.size) for trial in fitting):
+        lines.append("it is also the fastest of those that fit")
+    elif len(fitting) > 1:
+        lines.append(
+            "whether it is also the fastest is not known: the runs have at most two micro-batches per step, "
+            "and with small sizes the job has more"
+        )
+    return lines

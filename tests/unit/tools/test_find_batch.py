@@ -85,6 +85,14 @@ def test_what_fits_is_between_neighbours_or_the_starts_are_used_up(
         assert len(trials) <= 3
 
 
+def made_up_trainer(folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> _Trainer:
+    """Of the tiny job, with a made-up GPU of 80 GiB."""
+    monkeypatch.setattr(find_batch, "gpu", lambda: Card("GPU", 80.0, 0.0, 0.0))
+    config, *rest = tiny_arguments(folder, corpus)
+    options = Namespace(config=config, gpus_per_trial=1)
+    return _Trainer(options, [*rest, *words], StopRequests(), folder)
+
+
 def test_sizes_divide_the_global_batch(tmp_path: Path, corpus: Path) -> None:
     job = make_job(tmp_path, corpus, "--training.global_batch_size=24")
     assert list(micro_batches(job, 1)) == [1, 2, 3, 4, 6, 8, 12, 24]
@@ -124,12 +132,70 @@ def test_the_job_of_a_run_is_valid(
     config, *rest = tiny_arguments(tmp_path, corpus)
     rest += ["--guard.on_spike=rewind", "--validation.enable=true", *words]
     trainer = _Trainer(Namespace(config=config, gpus_per_trial=ranks), rest, StopRequests(), tmp_path)
+    assert trainer.has_whole_steps(2) == (batch == trainer.planned(2).global_batch)
     job = load_job(config, [*rest, *trainer.own_overrides(2)], ranks)
     assert (job.training.local_batch_size, job.training.global_batch_size) == (2, batch)
     assert not job.training.batch_ramp
     assert not job.checkpoint.enable
     assert not job.validation.enable
     assert job.training.steps == load_job(config, rest, ranks).training.steps
+
+
+@pytest.mark.parametrize(("given", "freq"), [(100, 2), (1, 2), (0, 0)])
+def test_a_second_detailed_report_is_in_the_run(
+    given: int, freq: int, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = made_up_trainer(tmp_path, corpus, monkeypatch, f"--metrics.detail_freq={given}")
+    words = [*trainer.overrides, *trainer.own_overrides(1)]
+    metrics = load_job(trainer.config, words, 1).metrics
+    assert metrics.detail_freq == freq
+    assert metrics.detail_is_due(2, last_step=100) == (freq > 0)
+
+
+@pytest.mark.parametrize(("code", "fits"), [(0, True), (75, True), (5, False)])
+def test_a_run_counts_by_its_end(
+    code: int, fits: bool, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that has reported its third step may still run out of memory. Its peak is that of all steps."""
+
+    def start(words: list[str], *_: object) -> subprocess.Popen[bytes]:
+        folder = Path(words[-1].partition("=")[2])
+        folder.mkdir()
+        with (folder / "metrics.jsonl").open("w") as file:
+            for step, gib in ((1, 20.0), (2, 50.0), (3, 30.0)):
+                record = {"step": step, "memory/peak_allocated_gib": gib, "memory/peak_reserved_gib": gib + 1}
+                file.write(json.dumps(record | {"throughput/tokens_per_second_per_device": step}) + "\n")
+        folder.with_name(f"{folder.name}.log").write_text("titanlite: out of memory in step 4, forward.\n")
+        process = subprocess.Popen(["sh", "-c", f"exit {code}"])
+        process.wait()
+        return process
+
+    monkeypatch.setattr(find_batch, "start_run", start)
+    trial = made_up_trainer(tmp_path, corpus, monkeypatch)(1)
+    assert trial.fits(80.0) == fits
+    wanted = Trial(1, 50.0, 51.0, 3) if fits else Trial(1, out_of_memory="out of memory in step 4, forward")
+    assert repr(trial) == repr(wanted)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "said"),
+    [
+        # 2 and 8 sequences: the job has 8 / 2 = 4 micro-batches, the run of it 2
+        (
+            {2: 100.0, 8: 101.0},
+            "whether it is also the fastest is not known: the runs have at most two ",
+        ),
+        ({4: 100.0, 8: 101.0}, "it is also the fastest of those that fit"),
+        ({2: 110.0, 8: 100.0}, "fastest that fits: --training.local_batch_size=2, 10.0% faster than"),
+    ],
+)
+def test_the_fastest_is_named_where_the_steps_are_those_of_the_job(
+    speeds: dict[int, float], said: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = made_up_trainer(tmp_path, corpus, monkeypatch)
+    trials = [Trial(size, 1.0, 1.0, speed) for size, speed in speeds.items()]
+    lines = find_batch._answer(trials, trials, list(speeds), trainer)
+    assert lines[-1].startswith(said)
 
 
 def test_without_a_gpu_it_is_refused(
@@ -148,6 +214,8 @@ def test_the_output_in_the_docs_is_the_recorded_one() -> None:
     assert f"```text\n{answer[1]}{answer[2]}```\n" in (ROOT / "docs/tuning.md").read_text()
     assert recorded["whole_run"]["exit_code"] == 0
     assert recorded["whole_run"]["steps"] == 50
+    assert re.search(r"^out of memory in step 2, forward +26 ", recorded["find_batch"]["printed"], re.M)
+    assert recorded["double_run"]["exit_code"] == 2  # refused, so twice the answer is not shown to run out
 
 
 def on_small_gpu(folder: Path, corpus: Path, *words: str, **env: str) -> subprocess.Popen[str]:
@@ -195,7 +263,7 @@ def test_runs_find_the_largest_size(tmp_path: Path, corpus: Path) -> None:
     assert [line.split()[:2] for line in lines[1:4]] == [["fits", "1"], ["fits", "4"], ["out", "of"]]
     step = "a step of 8 sequences on 1 GPU takes 2 micro-batches"
     assert lines[4] == f"largest that fits: --training.local_batch_size=4; {step}"
-    assert "fastest" in lines[5]
+    assert lines[5].startswith(("whether it is also the fastest is not known", "fastest that fits: "))
     assert_nothing_is_left(tmp_path)
 
 
