@@ -53,13 +53,15 @@ class Measurement:
         """The measured times in units of the planned ones; 1 for those that were not measured."""
         return Speeds(*(ratio(m, p) for m, p in zip(self.measured, self.planned)))
 
-    def notes(self, keys: Mapping[str, Any]) -> list[str]:
-        """What to know of a plan for a job with these decisive keys."""
+    @property
+    def note(self) -> str:
+        """What to know of a plan with these times."""
         machine = f"{self.device}, torch {self.versions.get('torch')}"
-        notes = [f"step time is calibrated by the times of {self.config} on {machine}"]
-        if changed := [key for key, _, _ in differences(dict(self.keys), dict(keys))]:
-            notes.append(f"the job measured has another {', '.join(changed)}: the calibration is a guess")
-        return notes
+        return f"step time is calibrated by the times of {self.config} on {machine}"
+
+    def changed(self, keys: Mapping[str, Any]) -> list[str]:
+        """The names of the decisive keys that have other values in the job measured."""
+        return [key for key, _, _ in differences(dict(self.keys), dict(keys))]
 
     def to_json(self) -> bytes:
         """The content of the file."""

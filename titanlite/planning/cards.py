@@ -50,11 +50,6 @@ class Cluster(NamedTuple):
     network_rate: float = 50e9  # 400 Gb/s per GPU, as in NVIDIA's DGX H100
     speeds: Speeds = Speeds()
 
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether the speeds were measured."""
-        return self.speeds != Speeds()
-
 
 PCIE = 25e9  # PCIe 4.0 x16, about what copies reach
 CARDS = [

@@ -20,6 +20,7 @@ measured (calibration.py). Nothing was measured across nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,10 +84,10 @@ def step_time(run: PlannedRun, memory: list[RankMemory], cluster: Cluster) -> St
     return StepTime(parts, run.global_batch * run.training.seq_len)
 
 
-def guesses(run: PlannedRun, is_calibrated: bool = False) -> list[str]:
+def guesses(run: PlannedRun, changed: Sequence[str] | None = None) -> list[str]:
     """Why the step time of a run is a guess: the shares of the peaks were fitted to other kinds of runs. The
-    factors are those of plan_errors.json. Empty: it is none. `is_calibrated`: whether the blocks, the head
-    and the optimizer were measured."""
+    factors are those of plan_errors.json. Empty: it is none. `changed`: if the blocks, the head and the
+    optimizer were measured, the decisive keys of which the job measured had other values."""
     size, degrees = sum(p.numel() for p in run.net.parameters()), run.degrees
     schedule = run.parallelism.pipeline_parallel_schedule
     has_frozen = any(not p.is_trained for p in run.parameters)
@@ -97,7 +98,9 @@ def guesses(run: PlannedRun, is_calibrated: bool = False) -> list[str]:
         "with [lora], steps took 1.6 times as long (uncompiled)": has_frozen,
         "no run in fp32 was measured": run.param_dtype == torch.float32,
     }
-    reasons = ({} if is_calibrated else of_compute) | {
+    if changed is not None:
+        of_compute = {f"it was calibrated with another {', '.join(changed)}": bool(changed)}
+    reasons = of_compute | {
         "no run with data_parallel_replicate_degree above 1 was measured": degrees.dp_replicate > 1,
         f"no run with the pipeline schedule {schedule} was measured": degrees.pp > 1 and schedule != "1F1B",
         "no run with training.enable_cpu_offload was measured": run.training.enable_cpu_offload,

@@ -80,6 +80,10 @@ class ChatFormat:
                 f"{name} does not mark the assistant's text: put `{{% generation %}}` and "
                 "`{% endgeneration %}` around what the assistant writes, with the token that ends its turn"
             )
+        try:
+            self._rendered([PROBE[1:], None], add_generation_prompt=False)
+        except ValueError:  # a template for other conversations, whose marks render() checks
+            return
         self._check_marks(PROBE[1:], None)
 
     @property
@@ -100,7 +104,8 @@ class ChatFormat:
         Raises ValueError, with the template's own message if it has one, for a conversation that the template
         refuses, for one with tool calls that the template leaves out, for one without text of the assistant,
         unless the answer is yet to be written, for one of which the template marks a text of another role as
-        the assistant's, and for one that makes a control token in a way that cannot be followed."""
+        the assistant's or of which that cannot be seen, and for one that makes a control token in a way that
+        cannot be followed."""
         conversation = [list(messages), tools]
         self._check_calls(messages)
         text, spans = self._rendered(conversation, add_generation_prompt)
@@ -141,28 +146,40 @@ class ChatFormat:
 
     def _check_marks(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
         """Raise ValueError if the template marks the content of a message as the assistant's whose role is
-        another one.
+        another one, or if that cannot be seen.
 
         The conversation is rendered again with another text for such contents, which then may not be in a
-        marked range."""
+        marked range. A template may look for a text at the beginning or the end: if it refuses the other
+        text, that is put behind the content, and then before it."""
         strings = set("".join(_strings([list(messages), tools])))
         unused = next((chr(i) for i in STAND_INS if chr(i) not in strings), "")
         others = [role for role in ROLES if role != "assistant"]
-        replaced = [
-            {**message, "content": unused * len(message["content"])}
-            if message["role"] in others and isinstance(message.get("content"), str)
-            else message
-            for message in messages
+        changes: list[Callable[[str], str]] = [
+            lambda content: unused * len(content),
+            lambda content: content + unused,
+            lambda content: unused + content,
         ]
-        try:
-            text, spans = self._rendered([replaced, tools], add_generation_prompt=False)
-        except ValueError:  # the template is for other conversations, or looks for other texts
+        for change in changes:
+            replaced = [
+                {**message, "content": change(message["content"])}
+                if message.get("role") in others and isinstance(message.get("content"), str)
+                else message
+                for message in messages
+            ]
+            try:
+                text, spans = self._rendered([replaced, tools], add_generation_prompt=False)
+            except ValueError:  # the template looks for other texts
+                continue
+            if unused and any(unused in text[begin:end] for begin, end in spans):
+                raise ValueError(
+                    f"{self.name} marks messages of other roles as the assistant's: put `{{% generation %}}` "
+                    "and `{% endgeneration %}` around no more than what the assistant writes"
+                )
             return
-        if unused and any(unused in text[begin:end] for begin, end in spans):
-            raise ValueError(
-                f"{self.name} marks messages of other roles as the assistant's: put `{{% generation %}}` and "
-                "`{% endgeneration %}` around no more than what the assistant writes"
-            )
+        raise ValueError(
+            f"{self.name} accepts only certain texts of other roles than the assistant, so that it cannot be "
+            "seen whether it marks them as the assistant's: let it accept any text"
+        )
 
     def _written(self, text: str, conversation: Any, add_generation_prompt: bool) -> tuple[int, ...]:
         """Return the places in `text`, the rendered conversation, of the names of control tokens that the

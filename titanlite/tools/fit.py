@@ -30,6 +30,7 @@ from titanlite.report.terminal import table
 LOSS, RATE = "eval/loss", "train/learning_rate"
 MIN_RUNS = 8  # five constants are fitted
 MIN_SPREAD = 4.0  # of parameters, of tokens and of tokens per parameter: the largest divided by the smallest
+SAME_BATCH = 1.01  # the most tokens per step divided by the fewest, in runs of one batch size
 DECAYED = 0.15  # of the peak: a learning rate at the end of a run that has decayed; cosines end at 0.1
 SAME_END = 0.05  # of the peak: by how much the ends of two runs' learning rates may differ
 MAX_EPOCHS = 4.0  # from there on repeated text is worth less (Muennighoff et al. 2023, arXiv 2305.16264)
@@ -41,12 +42,14 @@ MAX_RATIO = 4.0  # of the bounds of the compute-optimal number of parameters
 
 
 class FinishedRun(NamedTuple):
-    """A run that a law may be fitted to. `conditions`: what all runs of a law must have in common. `end`: the
-    learning rate in the last step, as a factor of its peak."""
+    """A run that a law may be fitted to. `tokens_per_step`: the mean, if the batch grew. `conditions`: what
+    all runs of a law must have in common. `end`: the learning rate in the last step, as a factor of its
+    peak."""
 
     name: str
     parameters: int
     tokens: float
+    tokens_per_step: float
     loss: float
     end: float
     conditions: dict[str, Any]
@@ -113,7 +116,7 @@ def law(options: Namespace, target: Target | None = None) -> dict[str, Any]:
 
 
 def _row(run: FinishedRun, expected: float) -> dict[str, Any]:
-    about = {key: getattr(run, key) for key in ("name", "parameters", "tokens", "loss")}
+    about = {key: getattr(run, key) for key in ("name", "parameters", "tokens", "tokens_per_step", "loss")}
     return about | {"fitted": expected, "residual": run.loss / expected - 1}
 
 
@@ -153,7 +156,12 @@ def _forecast(fitted: FittedLaw, target: Target, largest: dict[str, float]) -> d
             "of the largest run; train more runs, or larger ones"
         )
     unknown = target.why_not if target.sequences is None else ""
-    return sizes | {"loss": loss._asdict(), "extrapolation": factors, "data_unknown": unknown}
+    return sizes | {
+        "tokens_per_step": target.tokens / target.job.training.steps,
+        "loss": loss._asdict(),
+        "extrapolation": factors,
+        "data_unknown": unknown,
+    }
 
 
 def _check_target(target: Target, first: FinishedRun) -> None:
@@ -244,6 +252,7 @@ def _finished(run: RecordedRun, allow_imports: bool) -> FinishedRun:
         name=run.name,
         parameters=job.build_on_meta().num_matmul_parameters(),
         tokens=float(tokens.values[-1]),
+        tokens_per_step=float(tokens.values[-1]) / last,
         loss=float(losses.values[-1]),
         end=end,
         conditions=conditions(job, data) | {"eval/tokens": int(run.last("eval/tokens") or 0)},
@@ -288,7 +297,7 @@ def conditions(job: Job, data: dict[str, Any] | None) -> dict[str, Any]:
 def _unlike(first: FinishedRun, run: FinishedRun) -> str:
     """Why a run cannot be compared with the first one, or empty."""
     if change := _change(first.conditions, run.conditions, first.name):
-        return f"{change}; the runs of a law differ only in size and length"
+        return f"{change}; the runs of a law have this in common"
     if abs(run.end - first.end) > SAME_END:
         return (
             f"its learning rate ends at {run.end:.0%} of the peak, that of {first.name} at {first.end:.0%}: "
@@ -345,14 +354,20 @@ def text(result: dict[str, Any]) -> str:
         table(rows, num_texts=1),
         "N: parameters in matrix products, with the head; D: tokens trained on",
     ]
+    sizes = [run["tokens_per_step"] for run in [*runs, *filter(None, [result["forecast"]])]]
+    if max(sizes) > SAME_BATCH * min(sizes):
+        lines.append(
+            f"note: a step has {short(min(sizes))} to {short(max(sizes))} tokens in these runs"
+            f"{' and this job' * bool(result['forecast'])}; the law has no term for that"
+        )
     if result["forecast"] or result["optimum"]:
         lines.append("")
     if job := result["forecast"]:
         factors = {key: f"{factor:.3g}" for key, factor in job["extrapolation"].items()}
         lines.append(
             f"forecast for this job, N {short(job['parameters'])}, D {short(job['tokens'])}: loss "
-            f"{_between(job['loss'])}, at {factors['parameters']} times the N, {factors['tokens']} times the "
-            f"D and {factors['flops']} times the FLOPs of the largest run"
+            f"{_between(job['loss'])}, with the noise of a run, at {factors['parameters']} times the N, "
+            f"{factors['tokens']} times the D and {factors['flops']} times the FLOPs of the largest run"
         )
         if job["data_unknown"]:
             lines.append(f"note: the forecast is for the data of the runs; {job['data_unknown']}")
@@ -360,7 +375,8 @@ def text(result: dict[str, Any]) -> str:
         n, d, loss = (best[key] for key in ("parameters", "tokens", "loss"))
         lines.append(
             f"compute-optimal for {best['flops']:.3g} FLOPs (6 N D), {best['extrapolation']:.3g} times those "
-            f"of the largest run: N {_between(n, short)}, D {_between(d, short)}, loss {_between(loss)}",
+            f"of the largest run: N {_between(n, short)}, D {_between(d, short)}, loss {_between(loss)}, "
+            "without the noise of a run",
         )
     elif result["optimum_unknown"]:
         lines.append(result["optimum_unknown"])

@@ -28,7 +28,7 @@ from titanlite.files import write_atomically
 from titanlite.job import Job, load_job
 from titanlite.log import for_terminal
 from titanlite.models.base import Decoder
-from titanlite.planning.calibration import planned_gpus, read_measurement
+from titanlite.planning.calibration import Measurement, planned_gpus, read_measurement
 from titanlite.planning.cards import CARDS, GIB, Cluster
 from titanlite.planning.layouts import Layout, assess, search
 from titanlite.planning.memory import KINDS, OUTSIDE, RESERVED, PlannedRun
@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
         check_output_file(options.svg)
     if options.tokens:
         overrides = [*overrides, f"--training.steps={options.tokens} tokens"]
+    job = load_job(options.config, overrides, None, options.allow_imports)
     try:
-        job = load_job(options.config, overrides, None, options.allow_imports)
         plan, layout = _plan(job, options)
     except ConfigError as e:
         raise toml.read(options.config, overrides)[1].located(e) from None
@@ -117,6 +117,7 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
     layout = assess(run, cluster)
     length = _length(resolved, run, epoch, why_not)
     time = _time(layout, length, cluster, options.price)
+    time["guess"] = _guess(job, run, measurement)
     model = _model(job, run.net)
     plan: dict[str, Any] = {
         "config": options.config,
@@ -133,17 +134,17 @@ def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
         "optimum": None
         if job.lora.enable or options.fit
         else vars(optimum(model["parameters"], length["tokens"])),
-        "notes": [
-            *_notes(job, run, cluster),
-            *(measurement.notes(decisive_keys(job)) if measurement else []),
-        ],
+        "notes": _notes(job, run, cluster, measurement),
     }
     if options.fit:
         size = model["matmul_parameters"], length["tokens"], length["epochs"]
         plan["law"] = fit.law(options, fit.Target(resolved, *size, sequences, why_not))
     if options.top:
         best, refused = search(run, cluster, _refusal(job))
-        plan["layouts"] = [_row(layout, run, cluster, length["tokens"]) for layout in best[: options.top]]
+        plan["layouts"] = [
+            _row(layout, run, length["tokens"]) | {"guess": _guess(job, layout.run, measurement)}
+            for layout in best[: options.top]
+        ]
         plan["refused_layouts"] = [vars(layout) for layout in refused]
     return plan, layout
 
@@ -236,7 +237,6 @@ def _time(layout: Layout, length: dict[str, Any], cluster: Cluster, price: float
     model_flops = length["flops"] / length["tokens"] * time.tokens_per_second / cluster.gpus
     return {
         "step_s": time.seconds,
-        "guess": guesses(layout.run, cluster.is_calibrated),
         "parts_s": time.parts,
         "bound_by": time.bound_by,
         "tokens_per_second_per_gpu": time.tokens_per_second / cluster.gpus,
@@ -263,15 +263,23 @@ def _checkpoint(layout: Layout, time: dict[str, Any], gpus: int, mtbf: float | N
     }
 
 
-def _notes(job: Job, run: PlannedRun, cluster: Cluster) -> list[str]:
-    notes = []
+def _guess(job: Job, run: PlannedRun, measurement: Measurement | None) -> list[str]:
+    """Why the step time of a layout of the job is a guess; empty: it is none."""
+    if measurement is None:
+        return guesses(run)
+    changed = replace(job, training=run.training, activation_checkpoint=run.activation_checkpoint)
+    return guesses(run, measurement.changed(decisive_keys(changed)))
+
+
+def _notes(job: Job, run: PlannedRun, cluster: Cluster, measurement: Measurement | None) -> list[str]:
+    notes = [measurement.note] if measurement else []
     if run.degrees.tp * run.degrees.cp > cluster.gpus_per_node:
         notes.append("tensor and context parallel span nodes, which is slow: keep them within a node")
     if cluster.gpus > cluster.gpus_per_node:
         notes.append(
             "step time across nodes is computed for 400 Gb/s per GPU; no run across nodes was measured"
         )
-    if cluster.card.name != "H200" and not cluster.is_calibrated:
+    if cluster.card.name != "H200" and measurement is None:
         notes.append("step time takes the shares of the peaks that H200 reaches; only H200 was measured")
     if run.activation_checkpoint.mode == "memory_budget":
         notes.append("activations under memory_budget are interpolated: the compiler chooses them")
@@ -282,14 +290,13 @@ def _notes(job: Job, run: PlannedRun, cluster: Cluster) -> list[str]:
     return notes
 
 
-def _row(layout: Layout, given: PlannedRun, cluster: Cluster, tokens: int) -> dict[str, Any]:
+def _row(layout: Layout, given: PlannedRun, tokens: int) -> dict[str, Any]:
     return {
         "layout": str(layout.run.degrees),
         "local_batch_size": layout.run.training.local_batch_size,
         "activation_checkpoint": layout.run.activation_checkpoint.mode,
         "peak_allocated_gib": layout.peak_gib,
         "step_s": layout.time.seconds,
-        "guess": guesses(layout.run, cluster.is_calibrated),
         "hours": tokens / layout.time.tokens_per_second / 3600,
         "bound_by": layout.time.bound_by,
         "overrides": layout.overrides(given),

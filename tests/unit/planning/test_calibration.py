@@ -30,6 +30,7 @@ from titanlite.tools.plan import decisive_keys, planned_run
 
 ROOT = Path(__file__).resolve().parents[3]
 H200 = next(card for card in CARDS if card.name == "H200")
+LAYOUT_KEYS = (("training", "local_batch_size"), ("activation_checkpoint", "mode"))
 H100 = next(card for card in CARDS if card.name == "H100")
 
 
@@ -107,10 +108,33 @@ def test_a_plan_takes_the_measured_speed(tmp_path: Path, capsys: pytest.CaptureF
     ]
     assert plan("--gpus=8", f"--measured={file}")["time"] == calibrated["time"]
     other = plan("--gpus=8", f"--measured={file}", "--training.local_batch_size=2")
-    assert "has another training.local_batch_size: the calibration is a guess" in other["notes"][-1]
+    assert other["time"]["guess"] == ["it was calibrated with another training.local_batch_size"]
+    assert calibrated["time"]["guess"] == []  # control
     words = ("--gpus=1", f"--measured={file}", "--model.overrides.n_layers=1", "--no-compile.enable")
-    assert plan(*words)["time"]["guess"] == []
-    assert len(plan("--gpus=1xH200", *words[2:])["time"]["guess"]) == 1  # control: not calibrated
+    (guess,) = plan(*words)["time"]["guess"]
+    assert guess == "it was calibrated with another model.overrides.n_layers, compile.enable"
+    (guess,) = plan("--gpus=1xH200", *words[2:])["time"]["guess"]  # control: not calibrated
+    assert guess.startswith("without compile.enable")
+
+
+def test_a_layout_is_a_guess_unless_its_own_settings_were_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the measured times are those that the plan computes."""
+    file, small = tmp_path / "measured.json", "--model.overrides.n_layers=1"
+    keys = decisive_keys(load_job("llama3_8b", [small, "--no-compile.enable"], None))
+    file.write_bytes(measurement(measured=PartTimes(0.1, 0.2, 0.3, 0.4), keys=keys).to_json())
+    words = ["plan", "llama3_8b", small, "--no-compile.enable", "--gpus=2", f"--measured={file}"]
+    assert cli.run([*words, "--top=20", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["time"]["guess"] == []
+    differ = set()
+    for row in plan["layouts"]:
+        size, mode = (keys[s][k] for s, k in LAYOUT_KEYS)
+        has_same = (row["local_batch_size"], row["activation_checkpoint"]) == (size, mode)
+        assert any("calibrated with another" in reason for reason in row["guess"]) != has_same
+        differ.add(not has_same)
+    assert True in differ
 
 
 def test_docs_quote_the_recorded_step_times() -> None:

@@ -375,6 +375,41 @@ def test_no_conversation_trains_on_other_roles(tmp_path: Path) -> None:
     assert len(ids) == 3
 
 
+@pytest.mark.parametrize(
+    ("condition", "error"),
+    [
+        ("not m.content.startswith('Q')", "marks messages of other roles as the assistant's"),
+        ("not m.content.endswith('?')", "marks messages of other roles as the assistant's"),
+        ("m.content != 'Q?'", "accepts only certain texts of other roles"),
+        ("m.content == ''", "marks messages of other roles as the assistant's"),
+    ],
+)
+def test_marks_are_checked_if_the_template_looks_for_texts(
+    tmp_path: Path, condition: str, error: str
+) -> None:
+    refuse = f"{{% if m.role == 'user' and {condition} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+    marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+    all_roles = f"{{% for m in messages %}}{refuse}{marked}{{% endfor %}}"
+    conversation = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ValueError, match=error):
+        format_of(write_tokenizer(tmp_path / "all", all_roles)).render(conversation)
+    answers = f"{{% for m in messages %}}{refuse}{{% if m.role == 'assistant' %}}{marked}{{% else %}}"
+    chat = format_of(write_tokenizer(tmp_path / "t", answers + "{{ m.content }}{% endif %}{% endfor %}"))
+    if "certain" in error:
+        with pytest.raises(ValueError, match=error):
+            chat.render(conversation)
+    else:
+        assert chat.render(conversation).assistant == ((2, 3),)  # control
+
+
+def test_a_message_without_a_role_is_left_to_the_template(chatml: ChatFormat, tmp_path: Path) -> None:
+    conversation = [{"content": "a"}, {"role": "assistant", "content": "b"}]
+    lenient = CHATML.replace("+ message.role +", "+ (message.role or 'user') +")
+    assert lenient != CHATML
+    chat = format_of(write_tokenizer(tmp_path / "t", lenient))
+    assert chat.render(conversation).text.count("<|im_start|>user") == 1
+
+
 def test_known_roles(chatml: ChatFormat, tmp_path: Path) -> None:
     assert all(map(chatml.has_role, ("system", "developer", "user", "assistant", "tool")))
     assert not chatml.has_role("ipython")

@@ -141,6 +141,12 @@ def test_a_job_is_forecast(capsys: Capture, runs: Path) -> None:
     assert "forecast for this job" in text
     assert "the forecast is for the data of the runs; the data " in text
     assert "Besiroglu" not in text
+    assert "], with the noise of a run, at " in text
+    assert "has no term for that" not in text  # control
+    double = ["--training.global_batch_size=16", "--training.steps=32000"]
+    assert cli.run(["plan", job, *double, "--fit", str(runs)]) == 0
+    note = "note: a step has 256 to 512 tokens in these runs and this job; the law has no term for that"
+    assert note in capsys.readouterr().out
     assert cli.run(["plan", job]) == 0
     assert "Besiroglu" in capsys.readouterr().out  # control
 
