@@ -311,9 +311,10 @@ def summary(job: Job, net: Decoder, num_ids: int | None) -> list[str]:
     """Lines on facts that follow from the configuration: the model's shape and the optimizer's groups. `net`:
     the whole model. `num_ids`: ids of the tokenizer; None: unknown."""
     size = sum(p.numel() for p in net.parameters())
+    changed = " with overrides" if job.model.overrides and not job.model.origin else ""
     ids = "" if num_ids is None else f"; the tokenizer has {num_ids} ids"
     return [
-        f"{job.model.title}: {size:,} parameters",
+        f"{job.model.title}{changed}: {size:,} parameters",
         f"{job.model.shape()}{ids}",
         *job.lora.describe(net),
         *job.optimizer.describe(net),

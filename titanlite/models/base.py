@@ -264,9 +264,7 @@ class ModelFamily(Component, kind="model", makes=(Decoder,)):
     @property
     def title(self) -> str:
         """The family with its flavor, or with the directory that the shape was read from, for messages."""
-        if self.origin:
-            return f"{self.name} of {self.origin}"
-        return f"{self.name} {self.flavor}{' with overrides' if self.overrides else ''}"
+        return f"{self.name} of {self.origin}" if self.origin else f"{self.name} {self.flavor}"
 
     def shape(self) -> str:
         """The fields of DecoderConfig and the overridden fields with their values, for the log."""

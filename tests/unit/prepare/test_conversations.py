@@ -452,7 +452,7 @@ def max_length(folder: Path) -> int:
 USER, ANSWER = PLAIN["messages"]
 TEXT = {"type": "text", "text": "a "}
 BAD_LINES = {
-    "not JSON": ('{"messages": [', "not valid JSON: Expecting value at character 15 of the line"),
+    "not JSON": ('{"messages": [', "not valid JSON: Expecting value at character 16 of the line"),
     "no messages": ('{"text": "a"}', "neither of the fields `messages` and `conversations`"),
     "both": ('{"messages": [], "conversations": []}', "both of the fields"),
     "empty": ('{"messages": []}', "not a list of messages"),
