@@ -12,7 +12,14 @@ from titanlite.files import read_regular
 
 MAX_BYTES = 128 << 20
 MAX_DEPTH = 100  # of nested objects and lists, because callers may recurse into them
-NAMES = {int: "an integer", str: "a string", bool: "true or false", dict: "an object", list: "a list"}
+NAMES = {
+    int: "an integer",
+    float: "a number with a point",
+    str: "a string",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+}
 
 
 def parse(data: bytes | str) -> Any:

@@ -10,6 +10,7 @@ import os
 import socket
 
 _LAUNCHER_PID = "TITANLITE_LAUNCHER_PID"
+_TUNE_PID = "TITANLITE_TUNE_PID"
 NOTES = "TITANLITE_NOTES"
 MAX_CONNECTED = 256  # ranks that gloo connects with each other at the start
 
@@ -127,9 +128,18 @@ def visible_gpus(count: int) -> list[str]:
     return ids if len(ids) == count else [str(i) for i in range(count)]
 
 
-def with_gpus(ids: str) -> dict[str, str]:
-    """The environment for a child process that sees only these GPUs; without ids this process's own."""
-    return os.environ | ({"CUDA_VISIBLE_DEVICES": ids} if ids else {})
+def environment_of_run(ids: str) -> dict[str, str]:
+    """The environment of a run that `titanlite tune`, this process, starts: the run sees only these GPUs,
+    without ids this process's own, and learns this process's id."""
+    gpus = {"CUDA_VISIBLE_DEVICES": ids} if ids else {}
+    return os.environ | gpus | {_TUNE_PID: str(os.getpid())}
+
+
+def take_tune_pid() -> int | None:
+    """Process id of the `titanlite tune` that started this process; None if another program did. The
+    processes that this one starts do not get it."""
+    pid = os.environ.pop(_TUNE_PID, None)
+    return int(pid) if pid else None
 
 
 def prepare_to_launch() -> None:

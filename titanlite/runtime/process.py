@@ -24,6 +24,7 @@ from titanlite.runtime.environment import (
     num_local_ranks,
     num_ranks,
     set_deterministic_defaults,
+    take_tune_pid,
 )
 
 
@@ -100,10 +101,24 @@ def reporting_to_launcher(rank: int) -> Iterator[None]:
 def die_with_launcher() -> None:
     """On Linux, let the kernel kill this rank when the launcher dies. Ranks left behind by a launcher that
     was killed with SIGKILL would keep the devices and the run folder's lock."""
+    _end_with_parent(launcher_pid(), signal.SIGKILL)
+
+
+def stop_with_tune() -> None:
+    """On Linux, let the kernel send SIGTERM to this run of `titanlite tune`, so that it saves and ends, when
+    the thread of tune that started it ends. Does nothing in a process that tune has not started."""
+    pid = take_tune_pid()
+    if pid is not None:
+        _end_with_parent(pid, signal.SIGTERM)
+
+
+def _end_with_parent(parent: int | None, number: signal.Signals) -> None:
+    """On Linux, let this process get a signal when its parent ends. `parent`: the parent's process id, if
+    known."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if launcher_pid() not in (None, os.getppid()):
-            os._exit(1)  # the launcher died before the call to prctl
+        ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
+        if parent not in (None, os.getppid()):
+            os.kill(os.getpid(), number)  # the parent ended before the call to prctl
 
 
 @contextmanager

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import signal
-import subprocess
 import tempfile
 import time
 from argparse import Namespace
@@ -34,7 +32,7 @@ from titanlite.report.terminal import table
 from titanlite.runtime.signals import Stopped, StopRequests, stop_requests
 from titanlite.runtime.training import BatchLayout
 from titanlite.tools.plan import planned_run
-from titanlite.tools.trial_runs import LOOK_S, RunFailed, groups_of_gpus, start_run
+from titanlite.tools.trial_runs import LOOK_S, RunFailed, end_runs, groups_of_gpus, start_run
 
 STEPS = 3  # of each run; the first compiles
 MAX_SHARE = 0.95  # of a GPU's memory that torch may reserve: CUDA and NCCL need memory, too
@@ -167,7 +165,7 @@ class _Trainer:
             while process.poll() is None and not self._requests.stop and not _records(folder, STEPS):
                 time.sleep(LOOK_S)
         finally:
-            _end(process)
+            end_runs([process], END_S)
         if self._requests.stop:
             raise Stopped("stopped; the runs have ended, and nothing is left of them")
         if process.returncode == OutOfMemory.exit_code:  # perhaps after its third step
@@ -224,17 +222,6 @@ def _records(folder: Path, step: int) -> list[Record]:
         records = read_run(folder, folder.name).records
         return records if records[-1]["step"] >= step else []
     return []
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run and all its processes; the launcher's ranks end with it."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _measured(size: int, records: Sequence[Record]) -> Trial:

@@ -23,7 +23,7 @@ from titanlite import train
 from titanlite.commands import launch_arguments
 from titanlite.job import load_job
 from titanlite.log import tell
-from titanlite.runtime import rendezvous
+from titanlite.runtime import process, rendezvous
 from titanlite.runtime.agent import Agent, RanksFailed
 from titanlite.runtime.environment import prepare_to_launch
 from titanlite.runtime.signals import handled_signals
@@ -31,6 +31,7 @@ from titanlite.runtime.signals import handled_signals
 
 def main(argv: Sequence[str]) -> int:
     """Check the job and run it on all processes. Returns the exit code."""
+    process.stop_with_tune()
     options, path, overrides = launch_arguments(argv)
     world_size = options.nproc_per_node * options.max_nodes
     load_job(path, overrides, world_size, allow_imports=True)

@@ -22,18 +22,20 @@ import torch
 from titanlite.checkpoint.run_identity import differences
 from titanlite.config import toml
 from titanlite.config.component import ConfigError
+from titanlite.config.json_file import expect
 from titanlite.files import make_folder, write_atomically
 from titanlite.job import Job
 from titanlite.log import tell
 from titanlite.report.recorded_run import read_run
 from titanlite.report.timeline import duration
-from titanlite.runtime.environment import visible_gpus, with_gpus
+from titanlite.runtime.environment import environment_of_run, visible_gpus
 from titanlite.runtime.signals import Stopped
 
 LOSS = "eval/loss"
 DIVERGED = 4  # exit code of a run
 LOOK_S = 0.2  # seconds between two looks at the processes
 STATUS_S = 60.0  # seconds between two lines on runs under way
+SAVE_S = 600.0  # seconds that stopped runs have to save, before they are killed
 
 
 class RunFailed(RuntimeError):
@@ -80,8 +82,13 @@ class Record:
             return
         try:
             recorded = json.loads(self.path.read_text(encoding="utf-8"))
+            expect(recorded, results=dict)
             results = recorded.pop("results")
-        except (ValueError, KeyError) as e:
+            for result in results.values():
+                expect(result, seconds=float)
+                if result.get("loss", "missing") is not None:  # None: the run diverged
+                    expect(result, loss=float)
+        except ValueError as e:
             raise ConfigError(f"{self.path}: damaged ({e}); name another folder with --output") from None
         if changed := [key for key, _, _ in differences(recorded, self.asked)]:
             raise ConfigError(
@@ -118,10 +125,26 @@ def groups_of_gpus(size: int) -> list[str]:
 
 def start_run(arguments: Sequence[str], num_gpus: int, slot: str, log: Path) -> subprocess.Popen[bytes]:
     """Start `titanlite launch` with the GPUs of a slot, one rank per GPU. Its output is added to `log`.
-    `arguments`: a TOML file and overrides."""
+    `arguments`: a TOML file and overrides. Call this from the main thread: on Linux, the run gets SIGTERM
+    when the calling thread ends, also if this process is killed."""
     command = [sys.executable, "-m", "titanlite.cli", "launch", f"--nproc-per-node={num_gpus}", *arguments]
     with log.open("ab") as file:
-        return subprocess.Popen(command, stdout=file, stderr=file, env=with_gpus(slot))
+        return subprocess.Popen(command, stdout=file, stderr=file, env=environment_of_run(slot))
+
+
+def end_runs(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """End runs, and wait for them: SIGTERM, which lets them save, and SIGKILL for those that have not ended
+    after `seconds`. The launcher's ranks end with it."""
+    for process in processes:
+        process.send_signal(signal.SIGTERM)  # nothing for a process that has ended
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            tell(f"process {process.pid} has not ended {seconds:.0f} s after SIGTERM: killed")
+            process.kill()
+            process.wait()
 
 
 class Trainer:
@@ -192,9 +215,7 @@ class Trainer:
                 tell(f"{name}: step {record['step']}, loss {record.get('train/loss', math.nan):.4f}")
 
     def _stop(self) -> None:
-        """Stop the runs under way, which save, and wait for them."""
-        for running in self._running.values():
-            running.process.send_signal(signal.SIGTERM)
-        for name, running in list(self._running.items()):
-            running.process.wait()
+        """Stop the runs under way, which save, and record those that had come to their end."""
+        end_runs([running.process for running in self._running.values()], SAVE_S)
+        for name in list(self._running):
             self._ended(name)

@@ -17,8 +17,8 @@ from tests.support.jobs import ROOT, tiny_arguments
 from titanlite import cli
 from titanlite.checkpoint.lock import FolderLock
 from titanlite.config.component import ConfigError
-from titanlite.runtime.environment import with_gpus
-from titanlite.tools.trial_runs import groups_of_gpus
+from titanlite.runtime.environment import environment_of_run
+from titanlite.tools.trial_runs import end_runs, groups_of_gpus
 
 RANGE = "--optimizer.lr=1e-3:1e-1:3"
 WHOLE = ["--lr_scheduler.total_steps=0", "--validation.enable=true"]
@@ -75,9 +75,30 @@ def test_another_search_in_the_folder_is_refused(
     assert "holds another search, with another " in error
     assert "optimizer.lr" in error
     assert "job.training.seq_len" in error
-    (folder / "search.json").write_text("{")
-    assert cli.run(command(tmp_path, corpus, RANGE)) == 2
-    assert "search.json: damaged" in capsys.readouterr().err
+    for damaged in ("{", '{"results": [1]}', '{"results": {"a": {"loss": "x", "seconds": 1.0}}}'):
+        (folder / "search.json").write_text(damaged)
+        assert cli.run(command(tmp_path, corpus, RANGE)) == 2
+        assert "search.json: damaged" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_end_is_killed_and_the_others_are_waited_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ready = "import sys, time; print(flush=True); time.sleep(60)"
+    deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {ready}"
+    processes = [
+        subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) for code in (deaf, ready)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+    end_runs(processes, 0.2)
+    assert [process.returncode for process in processes] == [-signal.SIGKILL, -signal.SIGTERM]
+    said = f"titanlite: process {processes[0].pid} has not ended 0 s after SIGTERM: killed\n"
+    assert capsys.readouterr().err == said
+    end_runs(processes, 0.2)  # of ended ones
+    for process in processes:
+        process.communicate()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +115,11 @@ def test_each_run_has_gpus_to_itself(
     for slot in slots:
         code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
         seen = subprocess.run(
-            [sys.executable, "-c", code], env=with_gpus(slot), text=True, capture_output=True, check=True
+            [sys.executable, "-c", code],
+            env=environment_of_run(slot),
+            text=True,
+            capture_output=True,
+            check=True,
         )
         assert seen.stdout.strip() == slot
     with pytest.raises(ConfigError, match="--gpus-per-trial: 5, but there are 4 GPUs"):
@@ -139,6 +164,28 @@ def test_a_stopped_search_continues_to_the_same_end(tmp_path: Path, corpus: Path
     best = min((loss, run) for run, loss in losses("whole").items() if "rung2" in run and "seed" not in run)
     assert f"best: --optimizer.lr={best[1].partition('=')[2]} with {best[0]:.4f}\n" in done.stdout
     assert (tmp_path / "whole" / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has died")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_run_of_a_killed_search_saves_and_ends(tmp_path: Path, corpus: Path, num_ranks: int) -> None:
+    words = [RANGE, "--rungs=1", "--training.steps=100000", f"--gpus-per-trial={num_ranks}"]
+    words += ["--checkpoint.interval=100000", "--validation.freq=100000"]
+    process = subprocess.Popen([sys.executable, "-m", "titanlite.cli", *command(tmp_path, corpus, *words)])
+    run = tmp_path / "run_search" / "rung1" / "lr=0.001"
+    while not (run / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while not list((run / "checkpoint").glob("step-*")):
+        assert time.monotonic() < deadline, "it trains on"
+        time.sleep(0.05)
+    with closing(FolderLock(run)):  # waits until the run has ended
+        pass
+    assert "SIGTERM: finishing this step and saving" in Path(f"{run}.log").read_text()
 
 
 @pytest.mark.full
