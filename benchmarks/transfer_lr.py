@@ -38,7 +38,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.environment import without_paths, write_result  # noqa: E402
 from titanlite.config import toml  # noqa: E402
-from titanlite.planning.search import SPREADS, Optimum, optimum  # noqa: E402
+from titanlite.planning.search import SPREADS, Optimum, neighbours, optimum  # noqa: E402
 from titanlite.planning.width import SCALED_FIELDS  # noqa: E402
 
 CONFIG = ROOT / "benchmarks/transfer_lr.toml"
@@ -184,19 +184,6 @@ def losses_of(name: str) -> Losses:
     return losses
 
 
-def neighbours(losses: Mapping[float, float]) -> list[float]:
-    """The best rate between the two beside it; none of them if the best one is the lowest or the highest."""
-    rates = sorted(losses)
-    at = rates.index(min(rates, key=losses.__getitem__)) if rates else 0
-    return rates[at - 1 : at + 2] if 0 < at < len(rates) - 1 else []
-
-
-def best_rate(losses: Mapping[float, float], noise: float | None) -> Optimum | None:
-    """The minimum of the parabola through the best rate and its neighbours."""
-    rates = [rate for rate in neighbours(losses) if math.isfinite(losses[rate])]
-    return optimum(rates, [losses[rate] for rate in rates], noise)
-
-
 def summary(searches: Mapping[str, Losses]) -> dict[str, Any]:
     """The optima by seed, and their ratios to those of the narrow model."""
     optima = {name: optima_of(losses) for name, losses in searches.items()}
@@ -223,7 +210,7 @@ def optima_of(losses: Losses) -> dict[int, Optimum]:
     first, second = losses.get(FIRST_SEED, {}), losses.get(SECOND_SEED, {})
     best = min(first, key=first.__getitem__, default=None)
     noise = SPREADS * abs(second[best] - first[best]) if best in second else None
-    fits = {seed: best_rate(of_seed, noise) for seed, of_seed in losses.items()}
+    fits = {seed: optimum(of_seed, noise) for seed, of_seed in losses.items()}
     return {seed: fit for seed, fit in fits.items() if fit is not None}
 
 

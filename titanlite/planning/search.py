@@ -31,7 +31,8 @@ class Rung(NamedTuple):
 
 class Optimum(NamedTuple):
     """The minimum of a parabola through losses over the logarithm of a value, and the values between which
-    the parabola is within the noise of its minimum; `low` and `high` are None without a noise."""
+    the parabola is within the noise of its minimum, also where nothing was tried; `low` and `high` are None
+    without a noise."""
 
     value: float
     loss: float
@@ -79,19 +80,25 @@ def ties(losses: Mapping[Trial, float], noise: float) -> list[Trial]:
     return [trial for trial in others if losses[trial] - losses[best] < noise]
 
 
-def optimum(values: Sequence[float], losses: Sequence[float], noise: float | None) -> Optimum | None:
-    """Fit a parabola through losses over the logarithm of values. None for fewer than three points, and if
-    the parabola has no minimum between the values."""
-    if len(values) < 3:
+def neighbours(losses: Mapping[float, float]) -> list[float]:
+    """Return the value with the lowest loss between the two beside it; [] if it is at an end."""
+    values = sorted(losses)
+    at = values.index(min(values, key=losses.__getitem__)) if values else 0
+    return values[at - 1 : at + 2] if 0 < at < len(values) - 1 else []
+
+
+def optimum(losses: Mapping[float, float], noise: float | None) -> Optimum | None:
+    """Fit a parabola through the lowest loss and the two beside it, over the logarithm of the value: losses
+    far from the minimum do not lie on a parabola. None if the lowest loss is at an end, or a neighbour
+    diverged."""
+    values = neighbours(losses)
+    y = np.array([losses[value] for value in values])
+    if not values or not np.isfinite(y).all():
         return None
-    x, y = np.log(np.array(values)), np.array(losses)
+    x = np.log(np.array(values))
     center = x.mean()
     a, b, c = np.polyfit(x - center, y, 2)
-    if a <= 0:
-        return None
     at = -b / (2 * a)
-    if not x.min() <= at + center <= x.max():
-        return None
     half = None if noise is None else math.sqrt(noise / a)
     bounds = (None, None) if half is None else (math.exp(at - half + center), math.exp(at + half + center))
     return Optimum(math.exp(at + center), float(c - b * b / (4 * a)), *bounds)

@@ -20,10 +20,12 @@ from titanlite.job import Job, load_job
 from titanlite.log import tell
 from titanlite.planning.search import (
     SPREADS,
+    Optimum,
     Rung,
     Trial,
     grid,
     halve,
+    neighbours,
     optimum,
     rungs,
     survivors,
@@ -224,13 +226,18 @@ def _optimum_line(i: int, axis: Axis, best: Trial, losses: dict[Trial, float], n
         return f"{axis.key}: the best value is at the {end} end of the range; widen it"
     line = {t[i]: loss for t, loss in losses.items() if t[:i] + t[i + 1 :] == best[:i] + best[i + 1 :]}
     finite = {float(value): loss for value, loss in line.items() if math.isfinite(loss)}
-    fit = optimum(list(finite), list(finite.values()), noise)
+    fit = optimum(finite, noise)
     if fit is None:
-        return (
-            f"{axis.key}: no parabola through the {len(finite)} runs that trained longest has a minimum there"
-        )
-    between = (
-        "" if fit.low is None else f", and is within the noise of it from {fit.low:.3g} to {fit.high:.3g}"
-    )
-    text = f"a parabola through {len(finite)} losses has its minimum at {fit.value:.3g}: {fit.loss:.4f}"
-    return f"{axis.key}: {text}{between}"
+        return f"{axis.key}: no parabola: the best value is not between two others that trained as long"
+    text = f"a parabola through the best and the two beside it has its minimum at {fit.value:.3g}"
+    between = _between(fit, neighbours(finite))
+    return f"{axis.key}: {text}: {fit.loss:.4f}{between}"
+
+
+def _between(fit: Optimum, tried: Sequence[float]) -> str:
+    """The interval of an optimum, as far as it lies between the values that the parabola goes through."""
+    if fit.low is None or fit.high is None:
+        return ""
+    low = f"{fit.low:.3g}" if fit.low >= tried[0] else f"at most {tried[0]:.3g}"
+    high = f"{fit.high:.3g}" if fit.high <= tried[-1] else f"at least {tried[-1]:.3g}"
+    return f", and is within the noise, of two seeds only, from {low} to {high}"
