@@ -50,7 +50,7 @@ from benchmarks.environment import write_result  # noqa: E402
 from titanlite.checkpoint import commit, save_plan  # noqa: E402
 from titanlite.checkpoint.digest import FileDigest  # noqa: E402
 from titanlite.checkpoint.ranks import Ranks  # noqa: E402
-from titanlite.checkpoint.save_plan import Copies, Local, Written  # noqa: E402
+from titanlite.checkpoint.save_plan import LocalShards, ShardOwners, WriteReport  # noqa: E402
 from titanlite.checkpoint.writer import ShardWriter  # noqa: E402
 from titanlite.optim.exchange import Region, _first_ranks  # noqa: E402
 from titanlite.torch_compat import storage_info  # noqa: E402
@@ -246,9 +246,9 @@ def saves() -> dict[str, Any]:
     size, mail = MEASURED.num_ranks, dict[tuple[int, int], bytes]()
     plans = list(local_plans(MEASURED))
     for rank in reversed(range(size)):
-        shards = {item.index: Copies(item, i, [rank]) for i, item in enumerate(plans[rank].items)}
-        local = Local(shards, plans[rank].planner_data, None)
-        merged_by = partial(SimulatedRank(rank, size, mail).merged_on_rank_zero, local, save_plan.merge)
+        shards = {item.index: ShardOwners(item, i, [rank]) for i, item in enumerate(plans[rank].items)}
+        local = LocalShards(shards, plans[rank].planner_data, None)
+        merged_by = partial(SimulatedRank(rank, size, mail).reduce, local, save_plan.merge)
         merge_s, merged = cpu_s(merged_by)
         plans.pop()
     received = sum(len(message) for (_, receiver), message in mail.items() if receiver == 0)
@@ -276,12 +276,12 @@ def saves() -> dict[str, Any]:
     return with_computed(costs)
 
 
-def written_by(rank: int, plan: SavePlan) -> Written:
+def written_by(rank: int, plan: SavePlan) -> WriteReport:
     """What a rank tells rank 0 after it has written its shards."""
     name = f"__{rank}_0.distcp"
     results = [WriteResult(item.index, 1 << 20, storage_info(name, i << 20, 1 << 20))
                for i, item in enumerate(plan.items)]  # fmt: skip
-    return Written(results, {name: FileDigest(1 << 30, f"{rank:064x}")}, None)
+    return WriteReport(results, {name: FileDigest(1 << 30, f"{rank:064x}")}, None)
 
 
 def manifest(num_files: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Ranks:
             raise result
         return result
 
-    def scattered(self, act: Callable[[], list[T]]) -> T:
+    def scatter(self, act: Callable[[], list[T]]) -> T:
         """Call `act()` on rank 0, which returns one value per rank, and return this rank's value, or raise
         the error of rank 0 on all ranks."""
         values: Any = None
@@ -53,13 +53,13 @@ class Ranks:
             raise value
         return value
 
-    def merged(self, value: T, merge: Callable[[T, T], T]) -> T:
+    def all_reduce(self, value: T, merge: Callable[[T, T], T]) -> T:
         """The values of all ranks, merged in the order of the ranks by the associative function `merge`, on
         every rank."""
-        return self._broadcast(self.merged_on_rank_zero(value, merge))
+        return self._broadcast(self.reduce(value, merge))
 
-    def merged_on_rank_zero(self, value: T, merge: Callable[[T, T], T]) -> T | None:
-        """The same as merged() on rank 0; None on every other rank.
+    def reduce(self, value: T, merge: Callable[[T, T], T]) -> T | None:
+        """The same as all_reduce() on rank 0; None on every other rank.
 
         A rank merges what the ranks after it have merged, up to the next rank that does the same for more
         ranks: equal values of many ranks, such as names, stay as small as one on their way."""
@@ -73,20 +73,20 @@ class Ranks:
             step *= 2
         return value
 
-    def on_rank_zero(self, value: T) -> list[T] | None:
+    def gather(self, value: T) -> list[T] | None:
         """The values of all ranks, in the order of the ranks, on rank 0; None on every other rank."""
         if not self.distributed:
             return [value]
-        pickles = self.merged_on_rank_zero([pickle.dumps(value)], operator.add)  # passed on unread
+        pickles = self.reduce([pickle.dumps(value)], operator.add)  # passed on unread
         return None if pickles is None else [pickle.loads(data) for data in pickles]
 
     def first(self, value: T | None) -> T | None:
         """The value of the lowest rank whose value is not None, on every rank; None if all are None."""
-        return self.merged(value, lambda a, b: b if a is None else a)
+        return self.all_reduce(value, lambda a, b: b if a is None else a)
 
     def union(self, names: Collection[str]) -> list[str]:
         """The names that any rank has, sorted, on every rank."""
-        return sorted(self.merged(frozenset(names), operator.or_))
+        return sorted(self.all_reduce(frozenset(names), operator.or_))
 
     def _result(self, act: Callable[[], T]) -> T | Exception:
         """The result of `act()`, or its error as the other ranks are to raise it."""
@@ -107,7 +107,7 @@ class Ranks:
         return box[0]
 
     def _scatter(self, values: Any) -> Any:
-        """This rank's value of the list of rank 0, which goes down the tree of merged_on_rank_zero()."""
+        """This rank's value of the list of rank 0, which goes down the tree of reduce()."""
         step = 1
         while step < self.size and not self.rank & step:
             step *= 2

@@ -176,7 +176,7 @@ def load_tensors(
             tensors, saved = _without_new_state(tensors, saved, ranks)
         if differences := misfits(tensors, saved, ranks):
             raise MisfitError(path, differences)
-        own, shared = divided(tensors)
+        own, shared = partition_reads(tensors)
         _read(path, own, saved, ranks)
         for tensor, group, reader in shared:
             dist.broadcast(tensor, group=group, group_src=reader)
@@ -193,7 +193,7 @@ class SharedRead(NamedTuple):
     reader: int
 
 
-def divided(tensors: Tensors) -> tuple[Tensors, list[SharedRead]]:
+def partition_reads(tensors: Tensors) -> tuple[Tensors, list[SharedRead]]:
     """The tensors that this rank reads, and the shards that replicas read for each other: every replica reads
     about the same number of bytes, so that the files are read once and not once per replica."""
     own: Tensors = {section: {} for section in tensors}

@@ -22,7 +22,7 @@ from titanlite.checkpoint.state import Tensors
 from titanlite.checkpoint.writer import ShardWriter
 
 
-class Copies(NamedTuple):
+class ShardOwners(NamedTuple):
     """A shard and the ranks that hold it, in ascending order. `position`: its place in the plan of the first
     of these ranks."""
 
@@ -31,16 +31,16 @@ class Copies(NamedTuple):
     ranks: list[int]
 
 
-class Local(NamedTuple):
+class LocalShards(NamedTuple):
     """The shards that some ranks hold. `names`: the keys of the nested dicts by DCP's flat names. `problem`:
     an error of one of these ranks."""
 
-    shards: dict[MetadataIndex, Copies]
+    shards: dict[MetadataIndex, ShardOwners]
     names: dict[str, tuple[str, ...]]
     problem: str | None
 
 
-class Written(NamedTuple):
+class WriteReport(NamedTuple):
     """The shards that one rank has written, and the digests of its files by name. `problem`: its error."""
 
     results: list[WriteResult]
@@ -57,7 +57,7 @@ class SavePlans:
         self._plan = SavePlan([])  # the shards that this rank writes
         self._metadata = Metadata({})  # of the whole checkpoint; on rank 0
 
-    def write(self, tensors: Tensors, writer: ShardWriter) -> list[Written] | None:
+    def write(self, tensors: Tensors, writer: ShardWriter) -> list[WriteReport] | None:
         """Write this rank's shards. Returns the work of all ranks on rank 0, None on every other rank. Raises
         CheckpointError on all ranks if no plan can be made. Collective."""
         planner = DefaultSavePlanner()
@@ -67,9 +67,9 @@ class SavePlans:
             results = writer.write_data(planner.finish_plan(plan), planner).value()
         except Exception as e:  # rank 0 must hear of every error before it commits
             problem = self._described(e)
-        return self._ranks.on_rank_zero(Written(results, writer.files, problem))
+        return self._ranks.gather(WriteReport(results, writer.files, problem))
 
-    def finish(self, writer: ShardWriter, written: list[Written]) -> dict[str, FileDigest]:
+    def finish(self, writer: ShardWriter, written: list[WriteReport]) -> dict[str, FileDigest]:
         """Write `.metadata`, and return the digests of the files of all ranks. Called on rank 0. Raises
         CheckpointError if a rank has not written its shards, or for any other error."""
         if problem := next((by_rank.problem for by_rank in written if by_rank.problem), None):
@@ -91,15 +91,15 @@ class SavePlans:
             local = writer.prepare_local_plan(planner.create_local_plan())
         except Exception as e:  # the other ranks wait for this one
             problem = self._described(e)
-        if ranks.merged(problem is not None or local != self._local, operator.or_):
-            shards = {item.index: Copies(item, i, [ranks.rank]) for i, item in enumerate(local.items)}
-            merged = ranks.merged_on_rank_zero(Local(shards, local.planner_data, problem), merge)
-            self._plan = ranks.scattered(lambda: self._global_plan(merged, planner, writer))
+        if ranks.all_reduce(problem is not None or local != self._local, operator.or_):
+            shards = {item.index: ShardOwners(item, i, [ranks.rank]) for i, item in enumerate(local.items)}
+            merged = ranks.reduce(LocalShards(shards, local.planner_data, problem), merge)
+            self._plan = ranks.scatter(lambda: self._global_plan(merged, planner, writer))
             self._local = local
         return self._plan
 
     def _global_plan(
-        self, merged: Local | None, planner: DefaultSavePlanner, writer: ShardWriter
+        self, merged: LocalShards | None, planner: DefaultSavePlanner, writer: ShardWriter
     ) -> list[SavePlan]:
         """The plans of all ranks. Called on rank 0. Raises CheckpointError if a rank has no plan, or
         for any other error."""
@@ -124,7 +124,7 @@ class SavePlans:
         return f"rank {self._ranks.rank}: {type(error).__name__}: {error}"
 
 
-def merge(first: Local, later: Local) -> Local:
+def merge(first: LocalShards, later: LocalShards) -> LocalShards:
     """The shards of two groups of ranks; those of `first` are the lower ones. Changes `first`."""
     for index, copies in later.shards.items():
         if index in first.shards:
@@ -132,14 +132,14 @@ def merge(first: Local, later: Local) -> Local:
         else:
             first.shards[index] = copies
     # DCP's own order of names, so that the metadata has the same bytes: those of later ranks come first.
-    return Local(first.shards, {**later.names, **first.names}, first.problem or later.problem)
+    return LocalShards(first.shards, {**later.names, **first.names}, first.problem or later.problem)
 
 
-def distribute(shards: dict[MetadataIndex, Copies], num_ranks: int) -> list[list[WriteItem]]:
+def distribute(shards: dict[MetadataIndex, ShardOwners], num_ranks: int) -> list[list[WriteItem]]:
     """The shards that each rank writes: each goes to the rank with the least to write so far of those that
     hold it, as in DCP's dedup_save_plans."""
     num_bytes = [0] * num_ranks
-    by_rank: list[list[Copies]] = [[] for _ in range(num_ranks)]
+    by_rank: list[list[ShardOwners]] = [[] for _ in range(num_ranks)]
     for copies in shards.values():
         rank = min(set(copies.ranks), key=num_bytes.__getitem__)  # a set, for DCP's choice among equals
         num_bytes[rank] += copies.item.tensor_storage_size() or 1

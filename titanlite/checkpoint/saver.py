@@ -20,7 +20,7 @@ from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.digest import gib
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.save_plan import SavePlans, Written
+from titanlite.checkpoint.save_plan import SavePlans, WriteReport
 from titanlite.checkpoint.section import Checkpoint
 from titanlite.checkpoint.staging import HostBuffers, same_device
 from titanlite.checkpoint.state import Tensors, total_bytes
@@ -196,7 +196,7 @@ class Saver:
             return commit.begin(self._folder, step)
 
     def _commit(
-        self, snapshot: Snapshot, writer: ShardWriter, written: list[Written] | None, began: float
+        self, snapshot: Snapshot, writer: ShardWriter, written: list[WriteReport] | None, began: float
     ) -> None:
         assert written is not None
         about = {**snapshot.about, **about_save(self.ranks.size)}

@@ -206,4 +206,4 @@ def listed(names: Sequence[str], num_shown: int = 3, separator: str = ", ") -> s
 def total_bytes(tensors: Tensors, ranks: Ranks) -> int:
     """Bytes of the tensors of all ranks. A tensor that several ranks hold counts once. Collective."""
     sizes = {name: t.numel() * t.itemsize for name, t in flattened(tensors).items()}
-    return sum(ranks.merged(sizes, operator.or_).values())
+    return sum(ranks.all_reduce(sizes, operator.or_).values())

@@ -83,7 +83,7 @@ def load_base(
         logger.info(f"the adapters need {path} for good: `touch {path}.keep` keeps its run from deleting it")
     # The fingerprint also finds damage, so a resume need not read the files, with optimizer state, once more.
     own = _load(path, family, net, ranks, is_base=True, verify=recorded is None)
-    sha256 = fingerprint(ranks.merged(own, operator.or_))
+    sha256 = fingerprint(ranks.all_reduce(own, operator.or_))
     if recorded is not None and sha256 != recorded.sha256:
         raise ConfigError(
             f"{NOT_THE_BASE.format(path, 'the adapters of this run', recorded.path)}: undo the change, name "

@@ -30,7 +30,7 @@ def of_rank(folder: Path) -> dict[str, Any]:
         raise CheckpointError("full")
 
     errors = list[str]()
-    for collective in (ranks.from_rank_zero, ranks.scattered):
+    for collective in (ranks.from_rank_zero, ranks.scatter):
         with pytest.raises(CheckpointError) as caught:
             collective(fail)
         errors.append(str(caught.value))
@@ -38,12 +38,12 @@ def of_rank(folder: Path) -> dict[str, Any]:
         "union": ranks.union(mine),
         "nobody has one": ranks.union([]),
         "only the last has one": ranks.union(["x"] if rank == 2 else []),
-        "merged": ranks.merged([rank], operator.add),
+        "merged": ranks.all_reduce([rank], operator.add),
         "first": ranks.first([None, "full", "broken"][rank]),
         "no problem": ranks.first(None),
         "bytes": total_bytes(tensors, ranks),
-        "on rank zero": ranks.on_rank_zero(rank) == ([0, 1, 2] if rank == 0 else None),
-        "scattered": ranks.scattered(lambda: ["x", "y", "z"]) == "xyz"[rank],
+        "on rank zero": ranks.gather(rank) == ([0, 1, 2] if rank == 0 else None),
+        "scattered": ranks.scatter(lambda: ["x", "y", "z"]) == "xyz"[rank],
         "errors": errors,
     }
 
@@ -70,13 +70,13 @@ def test_messages_of_simulated_ranks(size: int) -> None:
     mail: dict[tuple[int, int], bytes] = {}
     ranks = [SimulatedRank(rank, size, mail) for rank in range(size)]
     # A rank sends only to lower ranks, so that each finds its messages if the last rank begins.
-    gathered = [rank.on_rank_zero(rank.rank) for rank in reversed(ranks)]
+    gathered = [rank.gather(rank.rank) for rank in reversed(ranks)]
     assert gathered == [None] * (size - 1) + [list(range(size))]
     assert set(Counter(sender for sender, _ in mail).values()) <= {1}
     assert max(Counter(receiver for _, receiver in mail).values(), default=0) <= 14
 
     mail.clear()
-    merged = [rank.merged_on_rank_zero(frozenset(names), operator.or_) for rank in reversed(ranks)]
+    merged = [rank.reduce(frozenset(names), operator.or_) for rank in reversed(ranks)]
     assert merged == [None] * (size - 1) + [frozenset(names)]
     # The same names of many ranks are sent as those of one; gathered values are not.
     assert {len(message) for message in mail.values()} <= {len(pickle.dumps(frozenset(names)))}

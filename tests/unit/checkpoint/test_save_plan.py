@@ -20,17 +20,17 @@ from tests.support.logs import listening
 from titanlite.checkpoint import save_plan
 from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.ranks import Ranks
-from titanlite.checkpoint.save_plan import Copies, Local, SavePlans
+from titanlite.checkpoint.save_plan import LocalShards, SavePlans, ShardOwners
 from titanlite.checkpoint.writer import ShardWriter
 
 
-def merged_by_tree(plans: list[SavePlan]) -> Local:
+def merged_by_tree(plans: list[SavePlan]) -> LocalShards:
     """What simulated ranks with these plans tell rank 0."""
     mail: dict[tuple[int, int], bytes] = {}
     for rank in reversed(range(len(plans))):
-        shards = {item.index: Copies(item, i, [rank]) for i, item in enumerate(plans[rank].items)}
-        local = Local(shards, plans[rank].planner_data, None)
-        merged = SimulatedRank(rank, len(plans), mail).merged_on_rank_zero(local, save_plan.merge)
+        shards = {item.index: ShardOwners(item, i, [rank]) for i, item in enumerate(plans[rank].items)}
+        local = LocalShards(shards, plans[rank].planner_data, None)
+        merged = SimulatedRank(rank, len(plans), mail).reduce(local, save_plan.merge)
     assert merged is not None
     return merged
 
