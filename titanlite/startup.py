@@ -68,6 +68,7 @@ def check_device(
         n_heads=model.n_heads,
         n_kv_heads=model.n_kv_heads,
         head_dim=model.head_dim,
+        v_head_dim=model.v_head_dim,
         masks_documents=job.data.mask_documents,
         context_parallel=job.parallelism.context_parallel_degree > 1,
         window=job.model.sliding_window,

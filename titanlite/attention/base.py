@@ -2,7 +2,8 @@
 
 The configuration chooses the backend. The blocks of a model only call `attention.attend`. A new kernel, mask
 or cache is a class with that method.
-Shape suffixes: B batch, T tokens, H query heads, K key/value heads (H is a multiple of K), E head dim.
+Shape suffixes: B batch, T tokens, H query heads, K key/value heads (H is a multiple of K), E head dim. In
+multi-head latent attention the values have a smaller head dim than queries and keys.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.config.component import Component, ConfigError
@@ -24,7 +26,8 @@ class Attention:
     """
 
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
-        """Causal attention, scaled by 1 / sqrt(E): [B, T, H, E]."""
+        """Causal attention, scaled by 1 / sqrt(E), E the head dim of queries and keys. Returns [B, T, H, E],
+        E the head dim of the values."""
         raise NotImplementedError
 
     def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
@@ -53,7 +56,8 @@ class AttentionNeeds:
 
     `seq_len`: the longest sequence length; micro-batches may have shorter sequences. `masks_documents`:
     tokens attend only within their document of a packed sequence. `context_parallel`: each sequence is
-    sharded over ranks. `window`: the model's sliding window in tokens; 0: it has none.
+    sharded over ranks. `window`: the model's sliding window in tokens; 0: it has none. `v_head_dim`: the head
+    dim of the values; 0: head_dim, that of queries and keys.
     """
 
     device: torch.device
@@ -65,6 +69,12 @@ class AttentionNeeds:
     masks_documents: bool = False
     context_parallel: bool = False
     window: int = 0
+    v_head_dim: int = 0
+
+    @property
+    def has_other_values(self) -> bool:
+        """Whether the values have another head dim than queries and keys."""
+        return self.v_head_dim not in (0, self.head_dim)
 
     @property
     def has_effective_window(self) -> bool:
@@ -87,6 +97,8 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
     `my_package.attention`. The operators behind scaled_dot_product_attention are always kept."""
     supports_window: ClassVar[bool] = False
     """Whether the attention objects have the method `with_window`, for models with a sliding window."""
+    supports_v_head_dim: ClassVar[bool] = False
+    """Whether `attend` takes values of another head dim than that of queries and keys."""
 
     def build(self, needs: AttentionNeeds) -> AttentionBackend:
         """The backend for the run: normally `self`; `auto` returns the backend that it chooses. Called once,
@@ -94,6 +106,12 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
         if needs.window and not self.supports_window:
             raise ConfigError(
                 f"{self.name!r} does not support the model's sliding window of {needs.window} tokens",
+                "attention.backend",
+            )
+        if needs.has_other_values and not self.supports_v_head_dim:
+            raise ConfigError(
+                f"{self.name!r} does not support values of head dim {needs.v_head_dim} beside queries and "
+                f"keys of head dim {needs.head_dim}",
                 "attention.backend",
             )
         whole = not (needs.masks_documents or needs.context_parallel)
@@ -134,3 +152,10 @@ class AttentionBackend(Component, kind="attention backend", key="backend"):
 def document_numbers(positions_BT: torch.Tensor) -> torch.Tensor:
     """The number of each token's document in its sequence, int32 [B, T]."""
     return (positions_BT == 0).cumsum(dim=-1, dtype=torch.int32)
+
+
+def padded_values(v_BTKE: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Values with zeros up to the head dim of queries and keys, for kernels that need equal head dims. The
+    zeros only add zeros behind the attention's output."""
+    missing = head_dim - v_BTKE.shape[-1]
+    return F.pad(v_BTKE, (0, missing)) if missing else v_BTKE

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlite.attention.base import Attention, AttentionNeeds
+from titanlite.attention.base import Attention, AttentionNeeds, padded_values
 from titanlite.attention.context_parallel import SequenceSharding
 from titanlite.attention.sdpa import SDPA, example_inputs
 from titanlite.config.component import ConfigError
@@ -33,9 +33,10 @@ class HeadTailAttention(Attention):
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
         sharding = self.sharding
         keys, values = sharding.gather_in_order(k_BTKE), sharding.gather_in_order(v_BTKE)
-        q, k, v = (x.transpose(1, 2) for x in (q_BTHE, keys, values))
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHE, keys, padded_values(values, q_BTHE.shape[-1])))
         last = 2 * sharding.size - 1 - sharding.rank
-        return head_tail_attention(q, k, v, sharding.rank, last)[0].transpose(1, 2)
+        out_BHTE = head_tail_attention(q, k, v, sharding.rank, last)[0]
+        return out_BHTE.transpose(1, 2)[..., : v_BTKE.shape[-1]]
 
     def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
         whole = window >= self.sharding.size * tokens_BT.shape[1]
@@ -68,7 +69,8 @@ class HeadTail(SDPA, name="head_tail"):
             return False
         if needs.device.type != "cuda":
             return True
-        q, k, v = example_inputs(needs, min(needs.seq_len, 1024))  # support does not depend on the length
+        padded = replace(needs, v_head_dim=needs.head_dim)
+        q, k, v = example_inputs(padded, min(needs.seq_len, 1024))  # support does not depend on the length
         gqa = needs.n_heads != needs.n_kv_heads
         params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, gqa)
         return torch.backends.cuda.can_use_cudnn_attention(params)

@@ -43,9 +43,8 @@ class KVCache(Attention):
         """Append the new tokens' keys and values to the cache of the next layer. Returns the keys and values
         of all tokens so far."""
         if self._next_layer == len(self._layers):
-            B, _, K, E = k_BTKE.shape
-            shape = (B, self.length, K, E)
-            self._layers.append((k_BTKE.new_empty(shape), v_BTKE.new_empty(shape)))
+            keys, values = (x.new_empty((len(x), self.length, *x.shape[2:])) for x in (k_BTKE, v_BTKE))
+            self._layers.append((keys, values))
         keys, values = self._layers[self._next_layer]
         self._next_layer += 1
         new = slice(self.filled - k_BTKE.shape[1], self.filled)

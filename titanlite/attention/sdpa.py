@@ -88,6 +88,7 @@ class SDPA(AttentionBackend, name="sdpa"):
     length, and on CUDA sdpa_kernel must allow a kernel that takes them."""
 
     supports_window: ClassVar[bool] = True
+    supports_v_head_dim: ClassVar[bool] = True
     sdpa_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """Kernel of scaled_dot_product_attention on CUDA. `auto`: torch chooses any kernel except `math`, which
     keeps all scores in memory."""
@@ -133,10 +134,11 @@ class SDPA(AttentionBackend, name="sdpa"):
             choice = sdp_choice(q, k, v, mask)
         if (name := KERNELS.get(SDPBackend(choice))) is None:
             mask_kind = "a dense mask" if needs.masks else "causal attention"
+            values = f" and {needs.v_head_dim} of the values" if needs.has_other_values else ""
             raise ConfigError(
                 f"{self.sdpa_kernel!r}: no kernel on this device for {mask_kind} in "
                 f"{str(needs.dtype).removeprefix('torch.')}, {H} query and {K} key heads, head_dim "
-                f"{needs.head_dim}; `math` takes all shapes, but is slow and needs quadratic memory",
+                f"{needs.head_dim}{values}; `math` takes all shapes, but is slow and needs quadratic memory",
                 "attention.sdpa_kernel",
             )
         return name
@@ -187,5 +189,6 @@ def allow_sdpa_kernels_for_the_life_of_the_process(sdpa_kernel: str) -> None:
 def example_inputs(needs: AttentionNeeds, length: int) -> list[torch.Tensor]:
     """Queries, keys and values [1, heads, length, E], for asking torch which kernels take such tensors."""
     options: Any = {"device": needs.device, "dtype": needs.dtype, "requires_grad": True}
-    num_heads = (needs.n_heads, needs.n_kv_heads, needs.n_kv_heads)
-    return [torch.empty(1, heads, length, needs.head_dim, **options) for heads in num_heads]
+    q, k = (needs.n_heads, needs.head_dim), (needs.n_kv_heads, needs.head_dim)
+    v = (needs.n_kv_heads, needs.v_head_dim or needs.head_dim)
+    return [torch.empty(1, heads, length, dim, **options) for heads, dim in (q, k, v)]

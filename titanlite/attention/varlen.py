@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from titanlite.attention.base import Attention, AttentionNeeds
+from titanlite.attention.base import Attention, AttentionNeeds, padded_values
 from titanlite.attention.sdpa import SDPA, SDPAttention
 from titanlite.torch_compat import load_varlen_attention, mark_dynamic
 
@@ -35,9 +35,10 @@ class VarlenAttention(Attention):
         self.cu_seqlens, self.max_seqlen, self.window = cu_seqlens, max_seqlen, window
 
     def attend(self, q_BTHE: torch.Tensor, k_BTKE: torch.Tensor, v_BTKE: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
+        values = padded_values(v_BTKE, q_BTHE.shape[-1])
+        q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, values))
         out = _varlen_attention(q, k, v, self.cu_seqlens, self.max_seqlen, self.window)
-        return out.unflatten(0, q_BTHE.shape[:2])
+        return out.unflatten(0, q_BTHE.shape[:2])[..., : v_BTKE.shape[-1]]
 
     def with_window(self, window: int, tokens_BT: torch.Tensor) -> Attention:
         return (

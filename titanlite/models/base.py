@@ -170,21 +170,22 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Model FLOPs of forward and backward for one token of a sequence of `seq_len` tokens: 6 N + 12 L H E
-        T.
+        """Model FLOPs of forward and backward for one token of a sequence of `seq_len` tokens: 6 N + 6 L H
+        (E + V) T.
 
         N is num_matmul_parameters(). If parameters are frozen, 6 N is 4 N + 2 for each trained parameter,
         because gradients of frozen weights are not computed. The second term is the two matrix products of
-        attention over the whole sequence, without a deduction for causal masking (PaLM, Chowdhery et al.
-        2022, appendix B). The repeated forward of activation checkpointing is not counted. A family whose
-        attention or feed-forward computes other products overrides this method. Called on the whole model,
-        before it is sharded."""
+        attention over the whole sequence, with head dims E of queries and keys and V of values, without a
+        deduction for causal masking (PaLM, Chowdhery et al. 2022, appendix B). The repeated forward of
+        activation checkpointing is not counted. A family whose attention or feed-forward computes other
+        products overrides this method. Called on the whole model, before it is sharded."""
         config = self.config
-        attention = config.n_layers * config.n_heads * config.head_dim * seq_len
+        head_dims = config.head_dim + config.v_head_dim
+        attention = config.n_layers * config.n_heads * head_dims * seq_len
         total = self.num_matmul_parameters()
         frozen = any(not p.requires_grad for p in self.parameters())
         trained = sum(p.numel() for p in self.parameters() if p.requires_grad) if frozen else total
-        return 4 * total + 2 * trained + 12 * attention
+        return 4 * total + 2 * trained + 6 * attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +218,12 @@ class DecoderConfig:
                 raise ConfigError(f"{f.name} = {value} is {outside if value <= 0 else 'not finite'}")
             if type(value) is int and value >= 1 << 31:
                 raise ConfigError(f"{f.name} = {value} is not below 2^31")
+
+    @property
+    def v_head_dim(self) -> int:
+        """The head dim of the values. A family in which it differs from head_dim, that of queries and keys,
+        has a field of this name."""
+        return self.head_dim
 
     def architecture_fields(self) -> dict[str, Any]:
         """The fields that must be equal for checkpoints to be interchangeable. vocab_size is not among them:

@@ -99,6 +99,12 @@ class RotaryConfig(DecoderConfig):
         return {key: value for key, value in fields.items() if key not in without_effect}
 
     @property
+    def rope_head_dim(self) -> int:
+        """The number of rotated dims of each head. A family that rotates only some has a field of this
+        name."""
+        return self.head_dim
+
+    @property
     def rope_scaling(self) -> RopeScaling:
         """The scaling of the rotary frequencies."""
         return RopeScaling(
@@ -199,7 +205,7 @@ class Model(nn.Module):
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         config = self.config
-        cos, sin = rope_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        cos, sin = rope_tables(positions, config.rope_head_dim, config.rope_theta, config.rope_scaling)
         if config.sliding_window:
             attention = attention.with_window(config.sliding_window, positions.expand(len(x), -1))
         h_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
