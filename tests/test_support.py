@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -75,6 +76,58 @@ def die() -> None:
 def test_a_rank_that_dies_is_named() -> None:
     with pytest.raises(AssertionError, match="rank 0 died with exit code -9"):
         ranks.run(1, die)
+
+
+def crash_once(folder: Path) -> None:
+    """Crash the first time that it is called on rank 0. Rank 1 raises what a lost peer raises."""
+    if dist.get_rank() == 1:
+        dist.barrier()
+    elif not (folder / "crashed").exists():
+        (folder / "crashed").touch()
+        os.abort()
+    else:
+        dist.barrier()
+
+
+def test_a_crash_in_native_code_is_named_whichever_rank_fails_first(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 0 has crashed in native code: SIGABRT"):
+        ranks.run(2, crash_once, tmp_path)
+    ranks.run(2, crash_once, tmp_path)
+
+
+RERUN = """
+from pathlib import Path
+
+def test_once_more():
+    count = Path({count!r})
+    count.write_text(count.read_text() + "x" if count.exists() else "x")
+    assert len(count.read_text()) == {passing}, "rank 0 {end}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("passing", "end", "outcome"),
+    [
+        (2, "has crashed in native code: SIGABRT", "1 passed, 1 rerun"),
+        (3, "has crashed in native code: SIGABRT", "1 failed, 1 rerun"),
+        (2, "died with exit code -9", "1 failed"),
+    ],
+)
+def test_only_a_crash_in_native_code_is_run_once_more(
+    tmp_path: Path, passing: int, end: str, outcome: str
+) -> None:
+    test = tmp_path / "test_rerun.py"
+    test.write_text(RERUN.format(count=str(tmp_path / "count"), passing=passing, end=end))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        f"-c{ROOT / 'pyproject.toml'}",
+        "-pno:cacheprovider",
+        str(test),
+    ]
+    output = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout
+    assert re.search(rf"^{outcome} in ", output, re.MULTILINE), output
 
 
 def wait_for_ever() -> None:

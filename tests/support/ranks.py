@@ -27,6 +27,9 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400  # of one call of seconds: machines may be busy
 GRACE_S = 120.0  # between SIGTERM and SIGKILL; torchrun has 30, too few on a busy machine
+# Signals that end a process whose native code has failed. titanlite has none: pyproject.toml runs such a test
+# once more, and pytest counts it as "rerun".
+CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 
 
 class Ranks:
@@ -53,7 +56,8 @@ class Ranks:
 
     def results(self, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """The return values by rank. If a rank fails, ends the other ranks, which may be stuck in a
-        collective, and raises AssertionError with the traceback of the first failed rank."""
+        collective, and raises AssertionError with the traceback of the first failed rank, and with the ranks
+        whose native code has crashed."""
         values: dict[int, Any] = {}
         until = time.monotonic() + timeout_s
         with self._ending():
@@ -70,7 +74,7 @@ class Ranks:
                         ok, value = pickle.loads(self._connections[rank].recv_bytes())
                     except (EOFError, ConnectionResetError):
                         raise AssertionError(f"rank {rank} died with exit code {self._code(rank)}") from None
-                    assert ok, f"rank {rank}:\n{value}"
+                    assert ok, f"rank {rank}:\n{value}{self._crashes()}"
                     values[rank] = value
             for connection in self._connections:
                 connection.close()
@@ -102,9 +106,20 @@ class Ranks:
             assert not hung, f"ranks {hung} have not ended; exit codes by rank: {ended}"
         return [process.exitcode or 0 for process in self.processes]
 
-    def _code(self, rank: int) -> int | None:
+    def _code(self, rank: int) -> str:
         self.processes[rank].join(GRACE_S)
-        return self.processes[rank].exitcode
+        return f"{self.processes[rank].exitcode}{self._crashes()}"
+
+    def _crashes(self) -> str:
+        """The ranks that a signal of CRASHES has ended, for messages: empty if there is none."""
+        wait(
+            [process.sentinel for process in self.processes], 0.5
+        )  # the error of a peer may come before the end
+        codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
+        crashes = {
+            rank: signal.Signals(-code).name for rank, code in codes.items() if code and -code in CRASHES
+        }
+        return "".join(f"\nrank {rank} has crashed in native code: {name}" for rank, name in crashes.items())
 
     def _open(self) -> list[Connection]:
         return [connection for connection in self._connections if not connection.closed]
