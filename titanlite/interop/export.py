@@ -12,7 +12,7 @@ import json
 import os
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,16 @@ from titanlite.files import make_folder, sync
 from titanlite.interop import huggingface
 from titanlite.interop.formats import base_of, lora_of
 from titanlite.interop.huggingface import INDEX, SINGLE
-from titanlite.interop.weights import LazyTensor, ModelAndTokenizer, Weights, check, vocabulary_of
+from titanlite.interop.weights import (
+    LazyTensor,
+    ModelAndTokenizer,
+    Region,
+    Weights,
+    check,
+    region_at,
+    shape_at,
+    vocabulary_of,
+)
 from titanlite.models.base import Decoder, ModelFamily, is_adapter
 from titanlite.models.lora import short_names
 
@@ -51,10 +60,12 @@ DEFAULT_FORMAT = ExportFormat()
 
 
 class _Output(NamedTuple):
-    """A tensor of an export: the first `shape[0]` rows of `stored` times `factor`, in `dtype`."""
+    """A tensor of an export: a region of `stored` times `factor`, in `dtype`. `shape`: that of the region,
+    perhaps without leading dims of size 1."""
 
     name: str
     stored: LazyTensor
+    region: Region
     shape: tuple[int, ...]
     dtype: torch.dtype
     factor: float
@@ -96,9 +107,9 @@ def write_adapter(
             continue
         layer, _, matrix = name.removesuffix(".weight").rpartition(".")
         factor = net.export_factor(f"{layer}.weight") if matrix == "lora_B" else 1.0
-        outputs.append(
-            _Output(f"base_model.model.{name}", stored, stored.shape, dtype or stored.dtype, factor)
-        )
+        region = region_at((), stored.shape)
+        written = dtype or stored.dtype
+        outputs.append(_Output(f"base_model.model.{name}", stored, region, stored.shape, written, factor))
     small = {"adapter_config.json": as_json(_peft_config(adapters, net, base_path))}
     return _write(target, small, [outputs], "adapter_model.safetensors")
 
@@ -173,6 +184,8 @@ def _outputs(weights: Weights, model: ModelAndTokenizer, form: ExportFormat) -> 
     net = model.family.build_on_meta()
     vocabulary, outputs, vocab_size = vocabulary_of(net), [], net.vocab_size
     for name in model_tensors(net):
+        if name not in weights.tensors:  # a buffer that Hugging Face's files do not have
+            continue
         stored = weights.tensors[name]
         shape = stored.shape
         if name in vocabulary:
@@ -182,7 +195,10 @@ def _outputs(weights: Weights, model: ModelAndTokenizer, form: ExportFormat) -> 
             vocab_size = shape[0] if form.keep_padding else num_ids
             shape = (vocab_size, *shape[1:])
         written = form.dtype if form.dtype and stored.dtype.is_floating_point else stored.dtype
-        outputs.append(_Output(name, stored, shape, written, net.export_factor(name)))
+        factor = net.export_factor(name)
+        for part, index in net.hf_tensors(name, shape):
+            region = region_at(index, shape)
+            outputs.append(_Output(part, stored, region, shape_at(index, shape), written, factor))
     return outputs, vocab_size
 
 
@@ -206,10 +222,13 @@ def _small_files(model: ModelAndTokenizer, outputs: Sequence[_Output], vocab_siz
 def _in_shards(outputs: Sequence[_Output], max_bytes: int) -> list[list[_Output]]:
     """Distribute tensors over files of at most `max_bytes`; a larger tensor has a file of its own."""
     shards: list[list[_Output]] = [[]]
+    size = 0
     for output in outputs:
-        if shards[-1] and sum(o.size for o in shards[-1]) + output.size > max_bytes:
+        if shards[-1] and size + output.size > max_bytes:
             shards.append([])
+            size = 0
         shards[-1].append(output)
+        size += output.size
     return shards
 
 
@@ -242,13 +261,13 @@ def _write_shard(file: Path, shard: Sequence[_Output], should_stop: Callable[[],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes, which aligns every dtype
+    blocks = _Blocks()
     with open(file, "xb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for output in shard:
-            for region in output.stored.row_blocks(output.shape[0]):
+            for chunk in blocks.read(output):
                 if should_stop():
                     raise CheckpointError("the export was stopped")
-                chunk = output.stored.read(region)
                 num_rows = max(BLOCK_BYTES // max(chunk[:1].numel() * output.dtype.itemsize, 1), 1)
                 for block in chunk.split(num_rows):
                     # In fp64, so that values are rounded once.
@@ -259,6 +278,31 @@ def _write_shard(file: Path, shard: Sequence[_Output], should_stop: Callable[[],
                     f.write(values.flatten().view(torch.uint8).numpy().data)
         f.flush()
         os.fsync(f.fileno())
+
+
+class _Blocks:
+    """Reads the values of outputs in blocks of rows that begin where chunks begin. Keeps the newest block,
+    because a checkpoint's chunk can only be read whole, and may have many outputs: the experts of a layer."""
+
+    def __init__(self) -> None:
+        self._stored: LazyTensor | None = None
+        self._rows = slice(0, 0)
+        self._values = torch.empty(0)
+
+    def read(self, output: _Output) -> Iterator[torch.Tensor]:
+        """Yield the values of `output`, some rows at a time."""
+        (rows, *columns), stored = output.region, output.stored
+        row = rows.start
+        while row < rows.stop:
+            block = stored.block_at(row)
+            if stored is not self._stored or block != self._rows:
+                self._values = torch.empty(0)  # frees the block before the next one is read
+                self._values = stored.read((block, *region_at((), stored.shape)[1:]))
+                self._stored, self._rows = stored, block
+            end = min(block.stop, rows.stop)
+            region = slice(row - block.start, end - block.start), *columns
+            yield self._values[region].reshape(-1, *output.shape[1:])
+            row = end
 
 
 def _not_finite(output: _Output, values: torch.Tensor) -> str:

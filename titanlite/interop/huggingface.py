@@ -1,8 +1,10 @@
 """Reads the weights of a Hugging Face directory: one safetensors file, or several with an index, and a
 config.json.
 
-Names and tensor layouts are equal to titanlite's, so nothing is converted. Files are memory-mapped. Their
-headers give the size of the content, so opening a truncated file is an error."""
+Names and tensor layouts are equal to titanlite's, so nothing is converted. The exception is experts: the
+files have a tensor for each matrix of each expert, which is a region of titanlite's parameter for all experts
+of a layer. Files are memory-mapped. Their headers give the size of the content, so opening a truncated file
+is an error."""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from safetensors import SafetensorError, safe_open
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import read_object
 from titanlite.files import FileFault, check_regular
-from titanlite.interop.weights import UNSCALED, Chunk, LazyTensor, Region, Weights
+from titanlite.interop.weights import (
+    UNSCALED,
+    Chunk,
+    LazyTensor,
+    Region,
+    Weights,
+    contradictions,
+    with_parameters,
+)
 from titanlite.log import logger
 from titanlite.models.base import ModelFamily
 from titanlite.models.hf_config import read_family
@@ -46,7 +56,8 @@ def is_peft_adapter(path: Path) -> bool:
 
 
 def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
-    """Open the weights in a directory. `family`: the model family that reads its config.json. Raises
+    """Open the weights in a directory. `family`: the model family that reads its config.json, and whose
+    parameters the weights have as far as the files hold them; None: the files' tensors as they are. Raises
     ConfigError that names a file that is missing, damaged, or differs from the index."""
     tensors: dict[str, LazyTensor] = {}
     file_of = _index(path)
@@ -61,7 +72,11 @@ def open_hugging_face(path: Path, family: ModelFamily | None = None) -> Weights:
     if file_of:
         name, file = next(iter(file_of.items()))
         raise ConfigError(f"{name} is not in {path / file}, where {INDEX} places it")
-    return Weights(path, KIND, tensors, _architecture(path, family))
+    weights = Weights(path, KIND, tensors, _architecture(path, family))
+    # The shapes of another architecture's parameters would not fit: check() says how it differs.
+    if family is None or contradictions(family.config.architecture_fields(), weights.architecture):
+        return weights
+    return with_parameters(weights, family)
 
 
 def _index(path: Path) -> dict[str, str]:

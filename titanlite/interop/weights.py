@@ -7,10 +7,12 @@ in memory at a time."""
 
 from __future__ import annotations
 
+import bisect
+import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ from titanlite.checkpoint.commit import CheckpointError
 from titanlite.checkpoint.state import listed, model_tensors, saved_tensors
 from titanlite.config.component import ConfigError
 from titanlite.mesh import local_shard_and_offsets
-from titanlite.models.base import Decoder, ModelFamily, is_adapter
+from titanlite.models.base import Decoder, Index, ModelFamily, is_adapter
 from titanlite.tokenizers.base import Tokenizer
 
 Region = tuple[slice, ...]  # begin and end along each dimension of a tensor
@@ -58,7 +60,7 @@ class LazyTensor:
         cover the region, or differ from their description."""
         shape = tuple(s.stop - s.start for s in region)
         whole, filled = None, 0
-        for chunk in self.chunks:
+        for chunk in self._chunks_near(region):
             low = [max(s.start, o) for s, o in zip(region, chunk.offsets)]
             high = [min(s.stop, o + n) for s, o, n in zip(region, chunk.offsets, chunk.shape)]
             if any(a >= b for a, b in zip(low, high)):
@@ -82,9 +84,75 @@ class LazyTensor:
     def row_blocks(self, num_rows: int) -> list[Region]:
         """Return regions that cover the first `num_rows` rows. They begin where chunks begin, so that no
         chunk is read twice."""
-        begins = sorted({0, *(o for chunk in self.chunks if (o := chunk.offsets[0]) < num_rows)})
+        begins = self._begins[: max(bisect.bisect_left(self._begins, num_rows), 1)]
         rest = tuple(slice(0, n) for n in self.shape[1:])
         return [(slice(a, b), *rest) for a, b in zip(begins, [*begins[1:], num_rows])]
+
+    def block_at(self, row: int) -> slice:
+        """Return the block of rows of row_blocks that has `row`."""
+        i = bisect.bisect_right(self._begins, row)
+        return slice(self._begins[i - 1], self._begins[i] if i < len(self._begins) else self.shape[0])
+
+    @functools.cached_property
+    def _begins(self) -> list[int]:
+        return sorted({0, *(chunk.offsets[0] for chunk in self.chunks)})
+
+    @functools.cached_property
+    def _sorted_chunks(self) -> list[Chunk]:
+        return sorted(self.chunks, key=lambda chunk: chunk.offsets)
+
+    def _chunks_near(self, region: Region) -> Sequence[Chunk]:
+        """Return the chunks that may overlap a region. A tensor may have two chunks for each of 256 experts,
+        which are read one by one."""
+        if not region or not self.chunks:
+            return self.chunks
+        chunks, most_rows = self._sorted_chunks, self._most_rows
+        first = bisect.bisect_right(chunks, region[0].start - most_rows, key=_first_row)
+        return chunks[first : bisect.bisect_left(chunks, region[0].stop, key=_first_row)]
+
+    @functools.cached_property
+    def _most_rows(self) -> int:
+        return max(chunk.shape[0] for chunk in self.chunks)
+
+
+def _first_row(chunk: Chunk) -> int:
+    return chunk.offsets[0]
+
+
+def region_at(index: Index, shape: Sequence[int]) -> Region:
+    """Return the region of a tensor of this shape that `index` selects."""
+    region = [
+        slice(i, i + 1) if isinstance(i, int) else slice(*i.indices(size)[:2])
+        for i, size in zip(index, shape)
+    ]
+    return (*region, *(slice(0, size) for size in shape[len(index) :]))
+
+
+def shape_at(index: Index, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the tensor that `index` selects from a tensor of this shape."""
+    region = region_at(index, shape)
+    return tuple(region[dim].stop - region[dim].start for dim in _kept_dims(index, len(shape)))
+
+
+def _kept_dims(index: Index, num_dims: int) -> list[int]:
+    return [dim for dim in range(num_dims) if dim >= len(index) or isinstance(index[dim], slice)]
+
+
+def joined(parts: Sequence[tuple[LazyTensor, Index]], shape: tuple[int, ...]) -> LazyTensor:
+    """Return the tensor of this shape from which each index selects the tensor beside it. All have one
+    dtype."""
+    chunks = []
+    for stored, index in parts:
+        region, dims = region_at(index, shape), _kept_dims(index, len(shape))
+        sizes = tuple(s.stop - s.start for s in region)
+        chunks.append(Chunk(tuple(s.start for s in region), sizes, functools.partial(_part, stored, dims)))
+    return LazyTensor(shape, parts[0][0].dtype, parts[0][0].file, chunks)
+
+
+def _part(stored: LazyTensor, dims: Sequence[int], region: Region) -> torch.Tensor:
+    """Read a region of a chunk of a joined tensor, which has only the dims `dims` in its file."""
+    values = stored.read(tuple(region[dim] for dim in dims))
+    return values.reshape([s.stop - s.start for s in region])
 
 
 @dataclass(frozen=True)
@@ -131,6 +199,24 @@ def skeleton(weights: Weights, family: ModelFamily) -> Decoder:
         raise ConfigError(f"{weights.path}: a model of its configuration cannot be built: {e}") from None
 
 
+def with_parameters(weights: Weights, family: ModelFamily) -> Weights:
+    """Return weights in which the tensors of Hugging Face's files that make up a parameter of the family's
+    model, such as those of its experts, are replaced by this parameter. Tensors that do not make up a whole
+    parameter stay as they are, so that check() reports them. Raises as skeleton does."""
+    tensors, net = dict(weights.tensors), skeleton(weights, family)
+    for name, ours in model_tensors(net).items():
+        shape, files = tuple(ours.shape), net.hf_tensors(name, tuple(ours.shape))
+        if name in tensors or not files or not all(part in tensors for part, _ in files):
+            continue
+        parts = [(tensors[part], index) for part, index in files]
+        fits = all(stored.shape == shape_at(index, shape) for stored, index in parts)
+        if fits and len({stored.dtype for stored, _ in parts}) == 1:
+            for part, _ in files:
+                del tensors[part]
+            tensors[name] = joined(parts, shape)
+    return replace(weights, tensors=tensors)
+
+
 def check(weights: Weights, family: ModelFamily) -> None:
     """Raise ConfigError unless `weights` belongs to the family's model: the same architecture, names and
     shapes, in a floating-point dtype. Embedding and head may have fewer rows."""
@@ -153,29 +239,54 @@ def check_tokenizer(weights: Weights, tokenizer: Tokenizer, way_out: str) -> Non
 def mismatches(weights: Weights, net: Decoder, all_rows: bool = False) -> list[str]:
     """Return the differences between `weights` and the tensors of the unsharded model `net` that a checkpoint
     holds, each as a phrase. Unless `all_rows`, embedding and head of `weights` may have fewer rows."""
-    ours = saved_tensors(net)
-    shapes = {name: tuple(tensor.shape) for name, tensor in ours.items()}
+    ours = _expected(weights, net)
     vocabulary = vocabulary_of(net)
-    missing = [name for name in shapes if name not in weights.tensors]
-    differences = [f"{name} of shape {shapes[name]} is missing" for name in missing]
+    missing = [name for name in ours if name not in weights.tensors]
+    differences = [f"{name} of shape {ours[name].shape} is missing" for name in missing]
     rows = {shape[0] for n in vocabulary & weights.tensors.keys() if (shape := weights.tensors[n].shape)}
     for name, stored in weights.tensors.items():
         where = f"{name} in {stored.file.name}"
-        if name not in shapes:
+        if name not in ours:
             if name != HEAD or HEAD in vocabulary or len(vocabulary) != 1:
                 differences.append(f"{where} is unexpected")
             elif not _have_equal_values(stored, weights.tensors.get(next(iter(vocabulary)))):
                 differences.append(f"{where} differs from the embedding, but the job's model ties the two")
             continue
-        expected = shapes[name]
+        expected, dtypes, _ = ours[name]
         fewer = not all_rows and name in vocabulary and stored.shape[:1] < expected[:1]
         if stored.shape[1:] != expected[1:] or not (fewer or stored.shape == expected):
             differences.append(f"{where} has shape {stored.shape}, the model's has {expected}")
-        elif stored.dtype not in (FLOATS if ours[name].is_floating_point() else {ours[name].dtype}):
+        elif stored.dtype not in dtypes:
             differences.append(f"{where} is {stored.dtype}; quantized weights cannot be trained on")
+        elif (first := weights.tensors.get(ours[name].first)) and stored.dtype != first.dtype:
+            differences.append(f"{where} is {stored.dtype}, but {ours[name].first} is {first.dtype}")
     if len(rows) > 1:
         differences.append(f"embedding and head have different numbers of rows: {sorted(rows)}")
     return differences
+
+
+class _Expected(NamedTuple):
+    """A tensor that the weights of a model have to have. `first`: the name of the first tensor that holds the
+    same parameter, whose dtype they share."""
+
+    shape: tuple[int, ...]
+    dtypes: Collection[torch.dtype]
+    first: str
+
+
+def _expected(weights: Weights, net: Decoder) -> dict[str, _Expected]:
+    """Return the tensors that weights of the model `net` have to have, by name: the model's own, or those of
+    Hugging Face's files if `weights` has any of them in place of a parameter."""
+    expected = {}
+    for name, tensor in saved_tensors(net).items():
+        shape, files = tuple(tensor.shape), net.hf_tensors(name, tuple(tensor.shape))
+        dtypes = FLOATS if tensor.is_floating_point() else {tensor.dtype}
+        if name not in weights.tensors and any(part in weights.tensors for part, _ in files):
+            for part, index in files:
+                expected[part] = _Expected(shape_at(index, shape), dtypes, files[0][0])
+        elif files or name in weights.tensors:
+            expected[name] = _Expected(shape, dtypes, name)
+    return expected
 
 
 def vocabulary_of(net: Decoder) -> set[str]:
@@ -185,10 +296,10 @@ def vocabulary_of(net: Decoder) -> set[str]:
 
 def load_weights(weights: Weights, net: torch.nn.Module) -> None:
     """Read this rank's shard of each parameter of `net` in place, in the parameter's dtype. Rows of embedding
-    and head that `weights` does not have keep their values, and so do adapters. Not collective. check() must
-    have passed."""
+    and head that `weights` does not have keep their values, and so do adapters, and buffers that Hugging
+    Face's files do not have. Not collective. check() must have passed."""
     for name, parameter in model_tensors(net).items():
-        if is_adapter(name):
+        if is_adapter(name) or name not in weights.tensors:
             continue
         local, offsets = local_shard_and_offsets(parameter)
         stored = weights.tensors[name]

@@ -24,6 +24,8 @@ from titanlite.config.component import Component, ConfigError, suggest
 # A function of a decoder's last hidden states [B, T, D] and its head's weight [V, D]: a loss that holds its
 # targets, or the computation of logits.
 HeadFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Selects a tensor from a parameter: `parameter[index]`. A number removes its dim; () selects the parameter.
+Index = tuple[int | slice, ...]
 Role = Literal["embedding", "matrix", "head", "norm", "router", "expert", "adapter"]
 
 
@@ -102,6 +104,13 @@ class Decoder(nn.Module):
         """The factor by which the parameter `name` is multiplied in Hugging Face's form of the model. A
         family with scales that this form lacks folds them into the weights. Default: 1."""
         return 1.0
+
+    def hf_tensors(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, Index]]:
+        """The tensors in Hugging Face's files that hold the parameter or buffer `name`, whose full shape is
+        `shape`: the name of each and its index in the parameter. They are disjoint, make up the parameter and
+        have the order of its rows. An empty list: the files do not have it, so an export leaves it out, and a
+        run that starts from such files keeps its initial value. Default: one tensor of the same name."""
+        return [(name, ())]
 
     def parameter_role(self, name: str) -> Role:
         """The role of the parameter `name`, for optimizers that treat weights by their purpose.

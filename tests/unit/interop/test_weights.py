@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from titanlite.checkpoint.commit import CheckpointError
-from titanlite.interop.weights import Chunk, LazyTensor, Region, contradictions
+from titanlite.interop.weights import Chunk, LazyTensor, Region, contradictions, joined, shape_at
+from titanlite.models.base import Index
 from titanlite.models.llama3 import Llama3
 
 WHOLE = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
@@ -70,6 +71,36 @@ def test_a_chunk_that_is_not_what_it_is_said_to_be() -> None:
     tensor, _ = stored(dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"a block is torch\.float32 .*bfloat16"):
         tensor.read((slice(0, 7), slice(0, 6)))
+
+
+EXPERTS = torch.arange(6 * 4 * 3).reshape(6, 4, 3)
+
+
+def test_a_parameter_of_one_tensor_per_expert() -> None:
+    loaded: list[tuple[int, int]] = []
+
+    def part(n: int, begin: int) -> tuple[LazyTensor, Index]:
+        index = (n, slice(begin, begin + 2))
+
+        def load(region: Region) -> torch.Tensor:
+            loaded.append((n, begin))
+            return EXPERTS[index][region]
+
+        assert shape_at(index, EXPERTS.shape) == (2, 3)
+        return LazyTensor((2, 3), torch.int64, Path("some.file"), [Chunk((0, 0), (2, 3), load)]), index
+
+    tensor = joined([part(n, begin) for n in reversed(range(6)) for begin in (0, 2)], (6, 4, 3))
+    for a, b in itertools.combinations(range(7), 2):
+        for c, d in itertools.combinations(range(5), 2):
+            loaded.clear()
+            assert torch.equal(tensor.read((slice(a, b), slice(c, d), slice(1, 3))), EXPERTS[a:b, c:d, 1:])
+            touched = {begin for begin in (0, 2) if begin < d and begin + 2 > c}
+            assert sorted(loaded) == sorted(itertools.product(range(a, b), touched))  # no other expert's
+    assert [block[0] for block in tensor.row_blocks(6)] == [tensor.block_at(n) for n in range(6)]
+    with pytest.raises(CheckpointError, match=r"some\.file does not hold all of"):
+        joined([part(n, begin) for n in range(6) for begin in (0, 2)][:-1], (6, 4, 3)).read(
+            (slice(0, 6), slice(0, 4), slice(0, 3))
+        )
 
 
 def test_what_is_not_said_is_no_contradiction() -> None:
