@@ -14,8 +14,10 @@ from typing import Any
 # Importing these modules registers the components that ship with titanlite.
 import titanlite.models.llama3
 import titanlite.models.mistral
+import titanlite.models.olmoe
 import titanlite.models.qwen2
 import titanlite.models.qwen3
+import titanlite.models.qwen3_moe
 import titanlite.optim.muon
 import titanlite.optim.piecewise
 import titanlite.optim.power

@@ -302,6 +302,11 @@ def matmul_ops() -> set[Any]:
     return {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
 
 
+def grouped_mm_ops() -> set[Any]:
+    """The operators of torch.nn.functional.grouped_mm."""
+    return {torch.ops.aten._grouped_mm.default}
+
+
 # ---- checkpoint files
 
 

@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.tensor import Replicate
 
 from tests.support import ranks
 from tests.support.jobs import make_job, metrics_of, write_corpus
 from tests.support.layouts import AXES, FLOAT8, OPTIONS, TRACED, Part, combined
-from tests.support.runs import FOUR_MICRO_BATCHES
+from tests.support.runs import FOUR_MICRO_BATCHES, weights
 from tests.support.tiers import sampled
-from titanlite.checkpoint.reader import load_tensors
-from titanlite.checkpoint.state import model_tensors
 from titanlite.config.component import ConfigError
 from titanlite.job import Job
 from titanlite.parallel import tensor_parallel
@@ -68,13 +65,6 @@ def verdict(folder: Path, corpus: Path, names: tuple[str, ...]) -> str | None:
 
 def train_on_rank(folder: Path, corpus: Path, part: Part, name: str, steps: int) -> None:
     train(job_of(folder, corpus, part, name, steps))
-
-
-def weights(job: Job, step: int) -> dict[str, torch.Tensor]:
-    """The weights in a checkpoint, read by one process, which checks names, shapes and dtypes."""
-    net = job.model.build()
-    load_tensors(job.folder / f"checkpoint/step-{step}", {"model": model_tensors(net)})
-    return {name: p.detach() for name, p in net.named_parameters()}
 
 
 class Runs:

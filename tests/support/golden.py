@@ -47,6 +47,10 @@ COMMON = [
     "--validation.enable=true",
 ]
 ACCUMULATED = "--training.local_batch_size=2"  # of a global batch of 8
+EXPERTS = [
+    f"--model.overrides.{key}={value}"
+    for key, value in {"n_experts": 8, "n_experts_per_token": 2, "moe_hidden_dim": 64}.items()
+]
 TINY = {  # name: overrides of the job in tests/support/jobs.py
     "llama3": ["--training.local_batch_size=8"],
     "qwen3": ["--training.local_batch_size=8", "--model.name=qwen3"],
@@ -55,6 +59,10 @@ TINY = {  # name: overrides of the job in tests/support/jobs.py
         *("--training.local_batch_size=8", "--model.name=mistral", "--model.overrides.sliding_window=24"),
         *("--model.overrides.rope_type=yarn", "--model.overrides.rope_factor=4.0"),
         "--model.overrides.rope_original_max_position=32",
+    ],
+    "qwen3_moe": ["--training.local_batch_size=8", "--model.name=qwen3_moe", *EXPERTS],
+    "olmoe": [
+        *("--training.local_batch_size=8", "--model.name=olmoe", "--model.overrides.hidden_dim=0", *EXPERTS)
     ],
     "packed": [ACCUMULATED, "--data.packing=best_fit", "--data.mask_documents=true"],
 }

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.checkpoints import shards
 from tests.support.jobs import make_job, metrics_of
@@ -34,6 +35,13 @@ def weights_sha(job: Job, step: int) -> str:
     net = job.model.build()
     load_tensors(job.folder / f"checkpoint/step-{step}", {"model": model_tensors(net)})
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
+
+
+def weights(job: Job, step: int) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint, read by one process, which checks names, shapes and dtypes."""
+    net = job.model.build()
+    load_tensors(job.folder / f"checkpoint/step-{step}", {"model": model_tensors(net)})
+    return {name: p.detach() for name, p in net.named_parameters()}
 
 
 def run_in_hops(folder: Path, corpus: Path, hops: list[int], *overrides: str, name: str = "hops") -> Job:

@@ -390,6 +390,9 @@ def test_operators_that_activation_checkpointing_keeps() -> None:
     with Watch():
         nn.functional.scaled_dot_product_attention(x, x, x)
         x[0, 0] @ x[0, 0].T
+        ends = torch.tensor([1, 4], dtype=torch.int32)
+        nn.functional.grouped_mm(x[0, 0].bfloat16(), torch.randn(2, 8, 8).bfloat16(), offs=ends)
+    assert seen & torch_compat.grouped_mm_ops()
     assert seen & torch_compat.sdpa_ops()
     assert seen & torch_compat.matmul_ops()
 

@@ -34,6 +34,7 @@ from titanlite.interop.weights import (
     Region,
     Weights,
     check,
+    check_no_experts,
     region_at,
     shape_at,
     vocabulary_of,
@@ -89,6 +90,7 @@ def write_directory(
     are written; the export stops when it returns True.
     Raises ConfigError if the weights belong to another model or `target` exists, CheckpointError if `target`
     cannot be written. An error leaves nothing on the disk."""
+    check_no_experts(model.family)
     check(weights, model.family)
     outputs, vocab_size = _outputs(weights, model, form)
     shards = _in_shards(outputs, form.max_shard_bytes)

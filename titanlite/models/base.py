@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -136,6 +136,16 @@ class Decoder(nn.Module):
         that treat each head's matrix by itself. Default: 1, for a parameter that is not divided into heads.
         """
         return 1
+
+    def num_stacked(self, name: str) -> int:
+        """The number of matrices that each of the matrices of the parameter `name` consists of, one above the
+        other, such as the gate and the up projection of an expert, for optimizers that treat matrices by
+        themselves. Default: 1."""
+        return 1
+
+    def moe_layers(self) -> Mapping[str, nn.Module]:
+        """The layers of experts by name, each a moe.MoE. Default: none."""
+        return {}
 
     def initial_buffer(self, name: str) -> torch.Tensor:
         """The initial value of the buffer `name`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -119,6 +119,12 @@ class RotaryConfig(DecoderConfig):
         )
 
 
+MLP_PLAN = {
+    "model.layers.*.mlp": "gather",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
 TP_PLAN = {
     "model.embed_tokens": "embedding",
     "model.layers.*.input_layernorm": "sequence",
@@ -126,12 +132,12 @@ TP_PLAN = {
     "model.layers.*.self_attn.[qkv]_proj": "colwise",
     "model.layers.*.self_attn.o_proj": "rowwise",
     "model.layers.*.post_attention_layernorm": "sequence",
-    "model.layers.*.mlp": "gather",
-    "model.layers.*.mlp.gate_proj": "colwise",
-    "model.layers.*.mlp.up_proj": "colwise",
-    "model.layers.*.mlp.down_proj": "rowwise",
+    **MLP_PLAN,
     "model.norm": "sequence",
 }
+
+
+MakeMLP = Callable[[Any, int], nn.Module]  # of a RotaryConfig and the number of a block
 
 
 class SelfAttention(nn.Module):
@@ -170,33 +176,45 @@ class SelfAttention(nn.Module):
         return q_BTHE, k_BTKE
 
 
+def dense_mlp(config: RotaryConfig, block: int) -> nn.Module:
+    """The MLP of the block with the number `block`: SwiGLU."""
+    return SwiGLU(config.dim, config.hidden_dim)
+
+
 class Block(nn.Module):
     """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), with residual_scale."""
 
-    def __init__(self, config: RotaryConfig, attention: nn.Module):
+    def __init__(self, config: RotaryConfig, attention: nn.Module, mlp: nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = SwiGLU(config.dim, config.hidden_dim)
+        self.mlp = mlp
         self.scale = config.residual_scale
 
     def forward(
         self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
+        x_BTD, h_BTD = self.attend(x_BTD, cos, sin, attention)
+        return torch.add(x_BTD, self.mlp(h_BTD), alpha=self.scale)
+
+    def attend(
+        self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream after attention, and the input of the MLP."""
         attended = self.self_attn(self.input_layernorm(x_BTD), cos, sin, attention)
         x_BTD = torch.add(x_BTD, attended, alpha=self.scale)
-        return torch.add(x_BTD, self.mlp(self.post_attention_layernorm(x_BTD)), alpha=self.scale)
+        return x_BTD, self.post_attention_layernorm(x_BTD)
 
 
 class Model(nn.Module):
     """Embedding, blocks and final norm. In a pipeline stage, `embed_tokens` and `norm` may be None."""
 
-    def __init__(self, config: RotaryConfig, attention: type[SelfAttention]):
+    def __init__(self, config: RotaryConfig, attention: type[SelfAttention], mlp: MakeMLP):
         super().__init__()
         self.config = config
         self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
-        blocks = {str(i): Block(config, attention(config)) for i in range(config.n_layers)}
+        blocks = {str(i): Block(config, attention(config), mlp(config, i)) for i in range(config.n_layers)}
         self.layers = nn.ModuleDict(blocks)
         # Scaling the last hidden states scales the logits: no head and no loss has to know the scale.
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps, config.logit_scale)
@@ -219,7 +237,7 @@ class RotaryDecoder(Decoder):
     head's.
 
     `attention`: the class of each block's attention. `attention_plan`: entries of `tp_plan` for the modules
-    that this class adds to SelfAttention.
+    that this class adds to SelfAttention. `mlp`: makes the MLP of the block with a number.
     """
 
     config: RotaryConfig
@@ -230,10 +248,11 @@ class RotaryDecoder(Decoder):
         config: RotaryConfig,
         attention: type[SelfAttention] = SelfAttention,
         attention_plan: dict[str, str] | None = None,
+        mlp: MakeMLP = dense_mlp,
     ):
         super().__init__()
         self.config, self.vocab_size = config, config.vocab_size
-        self.model = Model(config, attention)
+        self.model = Model(config, attention, mlp)
         self.folded_scales = {
             "o_proj.weight": config.residual_scale,
             "down_proj.weight": config.residual_scale,
@@ -287,7 +306,7 @@ class RotaryDecoder(Decoder):
         if self.parameter_role(name) in ("embedding", "head"):
             return 0.0, INIT_STD
         config, std = self.config, self.config.matrix_init_std
-        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
         return 0.0, std / math.sqrt(2 * config.n_layers) if residual and config.depth_scaled_init else std
 
     def export_factor(self, name: str) -> float:

@@ -21,8 +21,9 @@ from titanlite.optim.orthogonalize import Coefficients, coefficients_of
 @dataclass(frozen=True, kw_only=True)
 class Muon(AdamWKeys, name="muon"):
     """Muon: the update of a matrix is its momentum with all singular values set to about 1. Matrices within
-    the blocks have the rule `muon`; embedding, head, norms, routers and all other parameters have the rule
-    `adamw`, with the keys beta1, beta2, eps and state_dtype. `rule` in param_groups changes the choice."""
+    the blocks have the rule `muon`, each expert's gate, up and down projection by itself; embedding, head,
+    norms, routers and all other parameters have the rule `adamw`, with the keys beta1, beta2, eps and
+    state_dtype. `rule` in param_groups changes the choice."""
 
     rules: ClassVar[tuple[str, ...]] = ("muon", "adamw")
 
@@ -114,7 +115,7 @@ class Muon(AdamWKeys, name="muon"):
         muon = [group for group in groups if group["rule"] == "muon"]
         others = [group for group in groups if group["rule"] == "adamw"]
         matrices = [
-            Matrix(p, blocks.get(p, names[p]), model.num_heads(names[p]) if self.split_heads else 1, group)
+            Matrix(p, blocks.get(p, names[p]), self._num_stacked(model, names[p]), group)
             for group in muon
             for p in group["params"]
         ]
@@ -125,6 +126,10 @@ class Muon(AdamWKeys, name="muon"):
         adamw = build_adamw(others, betas, self.eps, self.state_dtype) if others else None
         is_cuda = any(p.device.type == "cuda" for p in names)
         return MuonOptimizer(matrices, muon, adamw, self._settings(is_cuda), mesh.stage_group)
+
+    def _num_stacked(self, model: Decoder, name: str) -> int:
+        """The matrices above one another in a parameter that are orthogonalised separately."""
+        return model.num_stacked(name) * (model.num_heads(name) if self.split_heads else 1)
 
     def _settings(self, is_cuda: bool) -> MuonSettings:
         dtype = {"auto": "bfloat16" if is_cuda else "float32"}.get(self.ns_dtype, self.ns_dtype)

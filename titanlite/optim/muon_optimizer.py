@@ -44,19 +44,19 @@ class MuonSettings(NamedTuple):
 
 class Matrix(NamedTuple):
     """A parameter under Muon's rule: a matrix [m, n], or several [num_matrices, m, n] such as the weights of
-    experts. `block`: its transformer block, or another name that no other block has. `num_heads`: the
-    attention heads whose rows are orthogonalised separately; 1: all rows together."""
+    experts. `block`: its transformer block, or another name that no other block has. `num_stacked`: into how
+    many matrices of equally many rows each matrix is divided, which are orthogonalised separately."""
 
     parameter: torch.nn.Parameter
     block: str
-    num_heads: int
+    num_stacked: int
     group: dict[str, Any]
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """The number of matrices that are orthogonalised separately, and the shape of each of them."""
         num, m, n = (1, *self.parameter.shape)[-3:]
-        return num * self.num_heads, m // self.num_heads, n
+        return num * self.num_stacked, m // self.num_stacked, n
 
 
 class MuonOptimizer(torch.optim.Optimizer):

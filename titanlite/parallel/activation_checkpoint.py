@@ -15,10 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.component import ConfigError, suggest
+from titanlite.models import grouped_mm  # noqa: F401  (registers titanlite::grouped_mm)
 from titanlite.models.base import Decoder
 from titanlite.parallel.compile import BACKENDS_WITH_MEMORY_BUDGET, Compile
 from titanlite.torch_compat import (
     count_grouped_attention,
+    grouped_mm_ops,
     matmul_ops,
     sdpa_ops,
     set_activation_memory_budget,
@@ -35,9 +37,9 @@ class ActivationCheckpoint:
     """`full`: keep only each block's input and repeat the block's forward in the backward. `selective`:
     recompute the activations that selective_ac_option names. `memory_budget`: let the compiler choose."""
     selective_ac_option: str = "op"
-    """`op`: keep the results of attention and of every second matrix product in a block, and recompute all
-    other activations. A number n: recompute every n-th block. `attention`, `mlp` or `norms`, or several
-    joined by +: recompute these modules of each block."""
+    """`op`: keep the results of attention, of every second matrix product in a block and of the first
+    product of its experts, and recompute all other activations. A number n: recompute every n-th block.
+    `attention`, `mlp` or `norms`, or several joined by +: recompute these modules of each block."""
     memory_budget: float = 0.5
     """Fraction of the activations to keep, of those that the compiler keeps by default. 0: keep only the
     inputs of each block."""
@@ -138,22 +140,31 @@ def _checkpoint(module: nn.Module, contexts: Callable[[], Any] | None = None) ->
 
 
 _MATMULS = matmul_ops()
+_GROUPED = grouped_mm_ops() | {torch.ops.titanlite.grouped_mm.default}
 # The maximum of a tensor, for float8's scales, is cheap to keep and costly to compute.
-_KEPT = sdpa_ops() | {torch.ops.aten.max.default}
+# A router's choice must not differ in the repeated forward.
+_KEPT = sdpa_ops() | {torch.ops.aten.max.default, torch.ops.aten.topk.default}
 
 
 def _keep_costly_results(attention_ops: Sequence[str]) -> Any:
-    num_matmuls: Counter[bool] = Counter()
-    return create_selective_checkpoint_contexts(partial(_policy, attention_ops, num_matmuls))
+    num_products: Counter[tuple[bool, bool]] = Counter()
+    return create_selective_checkpoint_contexts(partial(_policy, attention_ops, num_products))
 
 
 def _policy(
-    attention_ops: Sequence[str], num_matmuls: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any
+    attention_ops: Sequence[str],
+    num_products: Counter[tuple[bool, bool]],
+    ctx: Any,
+    op: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> CheckpointPolicy:
     """Keep the results of attention, of every second matrix product and of float8's maxima, as torchtitan
-    does. `num_matmuls` counts the matrix products of the first and of the repeated forward separately."""
+    does; of experts, the choices and every second grouped product. `num_products` counts the matrix products
+    and the grouped products of the first and of the repeated forward separately."""
     keep = op in _KEPT or any(name in str(op) for name in attention_ops)
-    if op in _MATMULS:
-        num_matmuls[ctx.is_recompute] += 1
-        keep = num_matmuls[ctx.is_recompute] % 2 == 1
+    if op in _MATMULS or op in _GROUPED:
+        kind = (ctx.is_recompute, op in _GROUPED)
+        num_products[kind] += 1
+        keep = num_products[kind] % 2 == 1
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder
 from titanlite.parallel.activation_checkpoint import ActivationCheckpoint
 
@@ -54,6 +55,8 @@ class BlockShape:
     @classmethod
     def of(cls, net: Decoder, **how: int | bool) -> BlockShape:
         config = net.config
+        if net.moe_layers():
+            raise ConfigError("memory and time of models with experts cannot be planned yet", "model.name")
         names = [name for name, _ in next(iter(net.blocks().values())).named_parameters()]
         return cls(
             d=config.dim,

@@ -20,6 +20,7 @@ from fnmatch import fnmatchcase
 
 from titanlite.config.component import ConfigError
 from titanlite.models.base import Decoder, DecoderConfig, ModelFamily
+from titanlite.models.moe import MoEConfig
 from titanlite.optim.base import Optimizer, ParamGroup
 
 SCALED_FIELDS = ("logit_scale", "matrix_init_std")  # of the model's config, which the rules set
@@ -30,6 +31,8 @@ def shape_at(config: DecoderConfig, width: int) -> dict[str, int]:
 
     head_dim and the ratios of all other sizes to dim are kept. If n_kv_heads would not divide n_heads, it is
     the largest divisor below. Raises ConfigError if the number of heads would not be whole."""
+    if isinstance(config, MoEConfig):
+        raise ConfigError("other widths of models with experts are not supported yet", "model.name")
     head_dim = config.head_dim
     query_features = config.n_heads * head_dim * width / config.dim
     heads = round(query_features / head_dim)

@@ -402,9 +402,9 @@ def test_the_window_of_a_qwen_model(change: dict[str, Any], window: int, tmp_pat
         (
             LLAMA,
             {"model_type": "gpt2"},
-            'model_type "gpt2" is not supported (known: llama, mistral, qwen2, qwen3)',
+            'model_type "gpt2" is not supported (known: llama, mistral, olmoe, qwen2, qwen3, qwen3_moe)',
         ),
-        (LLAMA, {"model_type": "qwen3_moe"}, 'model_type "qwen3_moe" is not supported'),
+        (LLAMA, {"model_type": "gpt_oss"}, 'model_type "gpt_oss" is not supported'),
         (
             LLAMA,
             {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},

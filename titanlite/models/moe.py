@@ -1,0 +1,265 @@
+"""Mixtures of experts: the router, the experts and the layer that stands in a block where a dense family has
+its MLP. No token is dropped: each token goes to the experts of its choice, however many choose the same.
+
+Shape suffixes: B batch, T tokens, N = B * T tokens, K experts per token, P = N * K pairs of a token and one
+of its experts, R rows of experts' inputs (P, unless experts are on several ranks), E experts, D model dim, F
+hidden dim of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titanlite.config.component import ConfigError
+from titanlite.models.base import ModelFamily, Role, is_adapter
+from titanlite.models.decoder import MLP_PLAN, MakeMLP, RotaryConfig, RotaryDecoder, SelfAttention
+from titanlite.models.grouped_mm import grouped_mm
+
+MULTIPLE = 8  # grouped products in bf16 need rows of a multiple of 16 bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(RotaryConfig):
+    """The architecture of one flavor with experts. `n_experts`: experts per layer. `n_experts_per_token`: the
+    experts that each token chooses. `moe_hidden_dim`: hidden units of one expert. `norm_topk_prob`: whether
+    the weights of a token's experts are divided by their sum. `hidden_dim`: hidden units of dense layers."""
+
+    n_experts: int
+    n_experts_per_token: int
+    moe_hidden_dim: int
+    norm_topk_prob: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n_experts_per_token > self.n_experts:
+            raise ConfigError(
+                f"n_experts_per_token = {self.n_experts_per_token} is above n_experts = {self.n_experts}"
+            )
+        for name in ("dim", "moe_hidden_dim"):
+            if getattr(self, name) % MULTIPLE:
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)} is not a multiple of {MULTIPLE}, which the products of "
+                    "experts need"
+                )
+
+
+class Routing(NamedTuple):
+    """The choices of a router. `weights_NK`: fp32, differentiable. `experts_NK`: int64, the numbers of each
+    token's experts. `counts_E`: int64, the number of tokens that chose each expert."""
+
+    weights_NK: torch.Tensor
+    experts_NK: torch.Tensor
+    counts_E: torch.Tensor
+
+
+def router_logits(h_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+    """The router's logits [N, E] in fp32. A product in bf16 would give one token in sixteen equal scores at
+    the last place. The weight is rounded to the dtype of `h_ND` first, because FSDP gathers it in that dtype:
+    results are the same with and without FSDP."""
+    return F.linear(h_ND.float(), weight_ED.to(h_ND.dtype).float())
+
+
+class Router(nn.Module):
+    """Chooses the K experts of each token by the softmax of its logits. A family with another rule overrides
+    `scores`, `choose` or `weigh`."""
+
+    def __init__(self, config: MoEConfig):
+        super().__init__()
+        self.num_chosen, self.norm_topk_prob = config.n_experts_per_token, config.norm_topk_prob
+        self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
+        self.product = router_logits
+
+    def forward(self, h_ND: torch.Tensor) -> Routing:
+        scores_NE = self.scores(self.product(h_ND, self.weight))
+        experts_NK = self.choose(scores_NE.detach())
+        chosen_NE = torch.zeros_like(scores_NE, dtype=torch.bool).scatter(1, experts_NK, True)
+        return Routing(self.weigh(scores_NE.gather(1, experts_NK)), experts_NK, chosen_NE.sum(0))
+
+    def scores(self, logits_NE: torch.Tensor) -> torch.Tensor:
+        """The scores of all experts, fp32 [N, E]."""
+        return logits_NE.softmax(-1)
+
+    def choose(self, scores_NE: torch.Tensor) -> torch.Tensor:
+        """The numbers of each token's experts, int64 [N, K], by descending score. No gradient flows through
+        the choice."""
+        return scores_NE.topk(self.num_chosen, dim=-1).indices
+
+    def weigh(self, scores_NK: torch.Tensor) -> torch.Tensor:
+        """The weights of the chosen experts' outputs, from their scores."""
+        return scores_NK / scores_NK.sum(-1, keepdim=True) if self.norm_topk_prob else scores_NK
+
+
+def expert_product(
+    x_RD: torch.Tensor, counts_E: torch.Tensor, gate_up_E2FD: torch.Tensor, down_EDF: torch.Tensor
+) -> torch.Tensor:
+    """The experts' outputs [R, D]: down(silu(gate(x)) * up(x)). The rows of x are sorted by expert,
+    `counts_E` of each. Rows 0 to F - 1 of an expert's `gate_up_E2FD` are the gate, the others the up
+    projection."""
+    ends_E = counts_E.cumsum(0).int()
+    gate_RF, up_RF = grouped_mm(x_RD, gate_up_E2FD, ends_E).chunk(2, dim=-1)
+    return grouped_mm(F.silu(gate_RF) * up_RF, down_EDF, ends_E)
+
+
+class Experts(nn.Module):
+    """The SwiGLU experts of one layer, with stacked weights under the names of transformers 5."""
+
+    def __init__(self, config: MoEConfig):
+        super().__init__()
+        E, D, hidden = config.n_experts, config.dim, config.moe_hidden_dim
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * hidden, D))
+        self.down_proj = nn.Parameter(torch.empty(E, D, hidden))
+        self.product = expert_product
+
+    def forward(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        return self.product(x_RD, counts_E, self.gate_up_proj, self.down_proj)
+
+
+class _Permute(torch.autograd.Function):
+    """Rows of tokens, [N, D], to rows of pairs sorted by expert, [P, D]. Gathers in both directions: unlike
+    index_add, they are deterministic. `order_P`: the pairs in sorted order. `place_P`: its inverse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h_ND: torch.Tensor, order_P: torch.Tensor, place_P: torch.Tensor, num_chosen: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(place_P)
+        ctx.num_chosen = num_chosen
+        return h_ND.index_select(0, order_P // num_chosen)
+
+    @staticmethod
+    def backward(ctx: Any, g_PD: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (place_P,) = ctx.saved_tensors
+        g_NKD = g_PD.index_select(0, place_P).unflatten(0, (-1, ctx.num_chosen))
+        return g_NKD.sum(1, dtype=torch.float32).to(g_PD.dtype), None, None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    """Rows of pairs sorted by expert to rows of pairs in the order of the tokens: the inverse of sorting."""
+
+    @staticmethod
+    def forward(ctx: Any, y_PD: torch.Tensor, order_P: torch.Tensor, place_P: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order_P)
+        return y_PD.index_select(0, place_P)
+
+    @staticmethod
+    def backward(ctx: Any, g_PD: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (order_P,) = ctx.saved_tensors
+        return g_PD.index_select(0, order_P), None, None
+
+
+def local_dispatch(
+    h_ND: torch.Tensor, routing: Routing, experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The weighted sum of the outputs of each token's experts, [N, D]. `experts`: a function of inputs [R, D]
+    that are sorted by expert, and of the number of each expert's rows [E]."""
+    num_chosen = routing.experts_NK.shape[1]
+    order_P = routing.experts_NK.flatten().argsort(stable=True)
+    place_P = torch.empty_like(order_P).scatter(0, order_P, torch.arange(len(order_P), device=h_ND.device))
+    y_PD = experts(_Permute.apply(h_ND, order_P, place_P, num_chosen), routing.counts_E)
+    y_NKD = _Unpermute.apply(y_PD, order_P, place_P).unflatten(0, (-1, num_chosen))
+    return (y_NKD.float() * routing.weights_NK[..., None]).sum(1).to(h_ND.dtype)
+
+
+class MoE(nn.Module):
+    """A layer of experts. `dispatch`: a function with the arguments of local_dispatch, which parallel/ may
+    replace."""
+
+    def __init__(self, config: MoEConfig):
+        super().__init__()
+        self.gate, self.experts = Router(config), Experts(config)
+        self.dispatch = local_dispatch
+
+    def forward(self, h_BTD: torch.Tensor) -> torch.Tensor:
+        h_ND = h_BTD.flatten(0, 1)
+        return self.dispatch(h_ND, self.gate(h_ND), self.experts).view_as(h_BTD)
+
+
+def moe_mlp(config: MoEConfig, block: int) -> nn.Module:
+    """The layer of experts of the block with the number `block`."""
+    return MoE(config)
+
+
+class MoEDecoder(RotaryDecoder):
+    """RotaryDecoder with experts. `mlp`: makes the layer of experts, or the dense MLP, of the block with a
+    number."""
+
+    config: MoEConfig
+    mlp_down = ""
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        attention: type[SelfAttention] = SelfAttention,
+        attention_plan: dict[str, str] | None = None,
+        mlp: MakeMLP = moe_mlp,
+    ):
+        super().__init__(config, attention, attention_plan, mlp)
+        self.folded_scales["experts.down_proj"] = config.residual_scale
+        self.tp_plan = {name: style for name, style in self.tp_plan.items() if name not in MLP_PLAN}
+
+    def moe_layers(self) -> dict[str, MoE]:
+        return {name: module for name, module in self.named_modules() if isinstance(module, MoE)}
+
+    def parameter_role(self, name: str) -> Role:
+        if not is_adapter(name):
+            module = self.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, Router):
+                return "router"
+            if isinstance(module, Experts):
+                return "expert"
+        return super().parameter_role(name)
+
+    def num_stacked(self, name: str) -> int:
+        return 2 if name.endswith("experts.gate_up_proj") else super().num_stacked(name)
+
+    def num_matmul_parameters(self) -> int:
+        """Of the experts, those that a token chooses."""
+        experts = [p for layer in self.moe_layers().values() for p in layer.experts.parameters()]
+        num_idle = self.config.n_experts - self.config.n_experts_per_token
+        return super().num_matmul_parameters() - num_idle * sum(p[0].numel() for p in experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEFamily(ModelFamily):
+    """Base of families with experts."""
+
+    def check_tensor_parallel(self, degree: int) -> None:
+        if degree > 1:
+            raise ConfigError(
+                f"tensor parallel is not supported with experts yet ({self.title}); use 1",
+                "parallelism.tensor_parallel_degree",
+            )
+
+    def shape(self) -> str:
+        fields = ("n_experts", "n_experts_per_token", "moe_hidden_dim")
+        own = [f"{name}={getattr(self.config, name)}" for name in fields if name not in self.overrides]
+        return " ".join((super().shape(), *own))
+
+
+def experts_to_hf(config: MoEConfig) -> dict[str, Any]:
+    """The keys of a config.json that describe the experts, apart from their hidden units."""
+    return {
+        "num_experts": config.n_experts,
+        "num_experts_per_tok": config.n_experts_per_token,
+        "norm_topk_prob": config.norm_topk_prob,
+    }
+
+
+def experts_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields that experts_to_hf writes, from a config.json. Raises ConfigError for missing keys."""
+    # transformers 5 reads num_experts and writes num_local_experts.
+    values = {"num_experts": config.get("num_local_experts"), **config}
+    keys = {"num_experts": "n_experts", "num_experts_per_tok": "n_experts_per_token"}
+    # transformers assumes false, but Qwen3 has true: nothing is assumed for a missing key.
+    keys["norm_topk_prob"] = "norm_topk_prob"
+    if missing := [key for key in keys if values.get(key) is None]:
+        raise ConfigError(f"config.json has no {missing[0]}")
+    if type(values["norm_topk_prob"]) is not bool:
+        raise ConfigError(f"config.json: norm_topk_prob = {values['norm_topk_prob']!r} is not true or false")
+    return {name: values[key] for key, name in keys.items()}
