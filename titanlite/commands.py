@@ -23,7 +23,7 @@ from titanlite.config.axes import take_axes
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS, import_components
 from titanlite.config.overrides import Bare, split_arguments, split_overrides, split_words
-from titanlite.config.shipped import shipped_configs
+from titanlite.config.shipped import find_config, shipped_configs
 from titanlite.options import (
     Options,
     add_compare,
@@ -113,15 +113,18 @@ def take_flag(argv: Sequence[str], flag: str) -> tuple[bool, list[str]]:
     return len(rest) < len(argv), rest
 
 
-def take_numbers(overrides: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
-    """Return the options of these names, which take integers from 0, and the overrides without them. Raises
-    ConfigError."""
+def take_numbers(
+    overrides: Sequence[str], names: Sequence[str], least: int = 0
+) -> tuple[dict[str, int], list[str]]:
+    """Return the options of these names, which take integers from `least`, and the overrides without them.
+    Raises ConfigError."""
     own, others = dict[str, int](), list[str]()
     for key, value in split_overrides(overrides):
         if key not in names:
             others.append(f"--{key}" if isinstance(value, Bare) else f"--{key}={value}")
-        elif not value.isdecimal():
-            raise ConfigError(f"command line, --{key}: {value!r} is not an integer from 0")
+        elif not value.isdecimal() or int(value) < least:
+            option = key.replace("_", "-")
+            raise ConfigError(f"command line, --{option}: {value!r} is not an integer from {least}")
         else:
             own[key] = int(value)
     return own, others
@@ -193,10 +196,8 @@ def plan_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     no_config = argv[0].startswith("--") and any(word.partition("=")[0] == "--fit" for word in argv)
     options, overrides = parser("plan").read_known(["", *argv] if no_config else argv)
     for key, least in (("gpus_per_node", 1), ("top", 0)):
-        if getattr(options, key) < least:
-            raise ConfigError(
-                f"command line, --{key.replace('_', '-')}: {getattr(options, key)} is below {least}"
-            )
+        if (value := getattr(options, key)) is not None and value < least:
+            raise ConfigError(f"command line, --{key.replace('_', '-')}: {value} is below {least}")
     if options.flops is not None and not options.fit:
         raise ConfigError("command line, --flops: it needs the runs of a law; see --fit")
     if no_config:
@@ -208,9 +209,9 @@ def plan_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             )
         return options, []
     path = shown_config(options.config)
-    if path is None:
+    if path is None and Path(options.config).exists():
         raise ConfigError(f"name a TOML file or a run folder to plan: {options.config} is neither")
-    options.config = path
+    options.config = path or str(find_config(options.config))
     return options, overrides
 
 
@@ -240,7 +241,7 @@ def _plan_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]] | None
 
 def _config_config(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     path, overrides = split_arguments(take_flag(take_flag(argv, ALLOW_IMPORTS)[1], NO_FILES)[1])
-    return path, take_numbers(overrides, CONFIG_NUMBERS)[1]
+    return path, take_numbers(overrides, CONFIG_NUMBERS, least=1)[1]
 
 
 def shown_config(path: str) -> str | None:

@@ -6,12 +6,13 @@ Does not import torch, so that help and errors in a command appear in a fraction
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.amount import SUFFIXES
+from titanlite.config.amount import SUFFIXES, Amount
 from titanlite.config.component import ConfigError, suggest
 from titanlite.config.imports import ALLOW_IMPORTS
 
@@ -181,17 +182,18 @@ def add_plan(options: Options) -> None:
     options.usage = """titanlite plan CONFIG [options] [--section.key=value ...]
        titanlite plan [CONFIG] --fit RUN ... [options] [--section.key=value ...]"""
     add("config", help="a job's TOML file; keys may be overridden as for `titanlite train`")
-    add("--gpus", default="", help="number and kind of the GPUs, such as 64xH100 (the fewest possible, H100)")
+    add("--gpus", help="number and kind of the GPUs, such as 64xH100 (the fewest possible, H100)")
     add(
         "--measured",
         type=Path,
         metavar="FILE",
         help="take the speed that `titanlite tune --measure` measured; --gpus may then be a number",
     )
-    add("--gpus-per-node", type=int, default=8, help="GPUs of one machine (8)")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs of one machine (8)")
     add("--price", type=parse_price, metavar="PRICE", help="of a GPU hour; adds what the run costs")
     add("--mtbf", type=parse_hours, metavar="HOURS", help="mean time between failures of the whole job")
-    add("--tokens", default="", help="tokens to train on, such as 160B, instead of training.steps")
+    tokens = "tokens to train on, such as 160B, instead of training.steps"
+    add("--tokens", type=parse_tokens, metavar="AMOUNT", help=tokens)
     add("--top", type=int, default=0, help="also list this many layouts of the same GPUs that fit (0)")
     runs = "finished runs, or folders with some: fit a scaling law to them, and forecast CONFIG's loss by it"
     add("--fit", type=Path, nargs="+", metavar="RUN", help=runs)
@@ -228,7 +230,9 @@ def parse_ratios(text: str) -> list[str]:
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", word) or float(word) == 0:
-            raise argparse.ArgumentTypeError(f"{word!r} of {text!r} is not a number above 0")
+            raise argparse.ArgumentTypeError(
+                f"{word!r} of {text!r} is not a number such as 20 or 0.5, from 0.000001 to 999999"
+            )
     if len({float(word) for word in words}) < len(words):
         raise argparse.ArgumentTypeError(f"{text!r} has a number twice")
     return sorted(words, key=float)
@@ -241,18 +245,38 @@ def parse_flops(text: str) -> float:
     return float(text)
 
 
+def parse_tokens(text: str) -> str:
+    """Return `160B`, which is an amount of tokens. Raises ArgumentTypeError."""
+    try:
+        Amount.parse(f"{text} tokens")
+    except ConfigError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 160B") from None
+    return text
+
+
 def parse_price(text: str) -> float:
     """Return `2.50` as a number. Raises ArgumentTypeError."""
-    if not re.fullmatch(r"\d{1,9}(\.\d*)?|\.\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a price such as 2.50")
-    return float(text)
+    price = _number(text)
+    if price is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price such as 2.50, below 1e12")
+    return price
 
 
 def parse_hours(text: str) -> float:
     """Return `36.5` as a number above 0. Raises ArgumentTypeError."""
-    if not re.fullmatch(r"\d{1,9}(\.\d*)?|\.\d+", text) or not float(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours such as 36.5")
-    return float(text)
+    hours = _number(text)
+    if not hours:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of hours such as 36.5, above 0 and below 1e12"
+        )
+    return hours
+
+
+def _number(text: str) -> float | None:
+    """The number of a text such as `2.50` or `1e6`, from 0 to 1e12; None for any other text."""
+    form = r"(\d{1,20}(\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?"
+    number = float(text) if re.fullmatch(form, text, re.ASCII) else math.inf
+    return number if number < 1e12 else None
 
 
 def add_report(options: Options) -> None:

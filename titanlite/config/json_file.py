@@ -49,7 +49,7 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         return load_object(file)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{file} cannot be read: {e}") from None
+        raise ConfigError(f"{file} cannot be read: {getattr(e, 'strerror', None) or e}") from None
 
 
 def expect(tree: Any, **kinds: type) -> None:

@@ -5,7 +5,7 @@ that the plan computes for the same model apply to every layout."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 from titanlite.checkpoint.run_identity import differences
 from titanlite.config.component import ConfigError
 from titanlite.config.json_file import as_json, expect, read_object
-from titanlite.planning.cards import Card, Speeds, parse_gpus
+from titanlite.flops import peak_bf16_flops
+from titanlite.planning.cards import Card, Speeds, num_gpus, parse_gpus
 
 FORMAT = 1
+PARTS = ("planned", "measured")
 Times = tuple[float, float]
 
 
@@ -70,7 +72,7 @@ class Measurement:
             "planned": self.planned._asdict(),
             "measured": self.measured._asdict(),
         }
-        return as_json({"format": FORMAT, **asdict(self), **parts, "factors": self.speeds._asdict()})
+        return as_json({"format": FORMAT, **asdict(self), **parts})
 
 
 def ratio(measured: float | None, planned: float | None) -> float:
@@ -98,41 +100,66 @@ def split_as_planned(
 
 def read_measurement(path: Path) -> Measurement:
     """The measurement in a file. Raises ConfigError."""
-    tree = read_object(path)
     try:
-        if tree.get("format") != FORMAT:
-            raise ValueError(f'its "format" is not {FORMAT}')
-        expect(
-            tree, config=str, device=str, num_ranks=int, sequences=int, card=dict, planned=dict, measured=dict
-        )
-        expect(tree, keys=dict, versions=dict, matmul_flops=float, memory_rate=float)
-        expect(tree["card"], name=str, is_cpu=bool)
-        card = Card(**{field: tree["card"][field] for field in Card._fields})
-        numbers = [*card[1:-1], *PartTimes(**tree["planned"])[:-1], *PartTimes(**tree["measured"])[:-1]]
-        if not all(isinstance(number, (int, float)) and 0 <= number < 1e18 for number in numbers):
-            raise ValueError("a time or speed is no number from 0")
+        tree = read_object(path)
+    except ConfigError as e:
+        raise ConfigError(f"command line, --measured: {e}") from None
+    try:
+        _check(tree)
         fields = {name: tree[name] for name in Measurement.__dataclass_fields__}
-        parts = {name: PartTimes(**tree[name]) for name in ("planned", "measured")}
-        measurement = Measurement(**fields | parts | {"card": card})
-        if not all(0 <= factor < 1e9 for factor in measurement.speeds):
-            raise ValueError("a time is no number from 0")
+        parts = {name: _only(PartTimes._fields, tree[name]) for name in PARTS}
+        times = {name: PartTimes(**of_part) for name, of_part in parts.items()}
+        measurement = Measurement(**fields | times | {"card": Card(**_only(Card._fields, tree["card"]))})
+        for name, factor in zip(PartTimes._fields, measurement.speeds):
+            if not 1e-9 < factor < 1e9:
+                raise ValueError(f"measured.{name} is {factor:.1e} times planned.{name}")
         return measurement
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+    except ValueError as e:
         raise ConfigError(
-            f"{path}: {e}; it is no file that this version's `titanlite tune --measure` wrote"
+            f"command line, --measured: {path}: {e}; it is no file that this version's "
+            "`titanlite tune --measure` wrote"
         ) from None
 
 
-def planned_gpus(text: str, fewest: int, default: Card, measurement: Measurement | None) -> tuple[int, Card]:
-    """The number and the kind of the GPUs of --gpus, such as 64xH100, or by default the `fewest` of the
+def _only(names: Sequence[str], tree: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an object that have these names; None for those that it does not have."""
+    return {name: tree.get(name) for name in names}
+
+
+def _check(tree: dict[str, Any]) -> None:
+    """Raise ValueError, which names the field, unless a file's object is a measurement."""
+    if tree.get("format") != FORMAT:
+        raise ValueError(f'its "format" is not {FORMAT}')
+    expect(tree, config=str, device=str, num_ranks=int, sequences=int, keys=dict, versions=dict)
+    expect(tree, **dict.fromkeys(["card", *PARTS], dict))
+    card = tree["card"]
+    expect(card, name=str, is_cpu=bool)
+    fields = ["num_ranks", "sequences", "matmul_flops", "memory_rate"]
+    fields += ["card.memory_gib", "card.memory_rate", "card.link_rate"]
+    if card.get("measured_flops") != 0 or peak_bf16_flops(card["name"]) is None:  # 0: of a known GPU
+        fields.append("card.measured_flops")
+    has_link = any(tree[name].get("link") is not None for name in PARTS)
+    times = PartTimes._fields if has_link else PartTimes._fields[:-1]
+    fields += [f"{name}.{time}" for name in PARTS for time in times]
+    for field in fields:
+        section, _, key = field.rpartition(".")
+        number: Any = (tree[section] if section else tree).get(key)
+        if type(number) not in (int, float) or not 0 < number < 1e18:
+            raise ValueError(f"{field} is {number!r:.60}, not a number above 0")
+
+
+def planned_gpus(
+    text: str | None, fewest: int, default: Card, measurement: Measurement | None
+) -> tuple[int, Card]:
+    """The number and the kind of the GPUs of --gpus, such as 64xH100, or without it the `fewest` of the
     measured machine's kind. With a measurement, a number is enough. Raises ConfigError."""
+    if text is None:
+        return fewest, measurement.card if measurement else default
     if measurement is None:
-        return parse_gpus(text) if text else (fewest, default)
+        return parse_gpus(text)
     card = measurement.card
-    if not text:
-        return fewest, card
-    if text.strip().isdecimal() and 0 < int(text) < 1_000_000:
-        return int(text), card
+    if text.strip().isdecimal():
+        return num_gpus(text.strip()), card
     num, kind = parse_gpus(text)
     if kind.name != card.name:
         raise ConfigError(

@@ -69,13 +69,20 @@ CARDS = [
 def parse_gpus(text: str) -> tuple[int, Card]:
     """The number and the kind of GPUs of a text such as "64xH100". Raises ConfigError."""
     known = {_plain(card.name): card for card in CARDS}
-    match = re.fullmatch(r"(\d{1,6})\s*[xX]\s*(.+)", text.strip())
-    if match is None or int(match[1]) == 0:
+    match = re.fullmatch(r"(\d+)\s*[xX]\s*(.+)", text.strip(), re.ASCII)
+    if match is None:
         raise ConfigError(f"command line, --gpus: {text!r} is not a number and a GPU such as 64xH100")
     if _plain(match[2]) not in known:
         names = [card.name for card in CARDS]
         raise ConfigError(f"command line, --gpus: unknown GPU {match[2]!r}{suggest(match[2], names)}")
-    return int(match[1]), known[_plain(match[2])]
+    return num_gpus(match[1]), known[_plain(match[2])]
+
+
+def num_gpus(digits: str) -> int:
+    """The number of GPUs that --gpus gives. Raises ConfigError."""
+    if len(digits) > 6 or int(digits) == 0:
+        raise ConfigError(f"command line, --gpus: {digits} is not a number of GPUs from 1 to 999,999")
+    return int(digits)
 
 
 def known_card(device_name: str) -> Card | None:

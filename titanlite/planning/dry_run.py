@@ -15,6 +15,7 @@ from titanlite.mesh import Degrees, build_mesh, local_shard
 from titanlite.models.base import Decoder
 from titanlite.parallel.apply import ParallelSettings, parallelize
 from titanlite.parallel.pipeline_parallel import split_into_stages, stages_of_rank
+from titanlite.planning.sharding import too_many_shards
 from titanlite.torch_compat import fake_process_group
 
 MAX_EXCESS = 1.1  # largest shard over an even share, above which a warning advises against the layout
@@ -122,4 +123,6 @@ def warnings(ranks: list[PipelineRank], degrees: Degrees, num_node_ranks: int) -
             f"do not divide evenly by the {num_shards} ranks that share them. Shard over fewer ranks, or a "
             "number of ranks that divides the rows: set parallelism.data_parallel_replicate_degree"
         )
+    if text := too_many_shards(degrees):
+        texts.append(text)
     return texts

@@ -29,8 +29,8 @@ def best_saves(num_bytes: float, gpus: int, step_s: float, mtbf_hours: float) ->
 
 
 def span(hours: float) -> str:
-    """A time in minutes, hours, days or years."""
-    for size, unit in ((365.25 * 24, "years"), (24, "days"), (1, "hours")):
+    """A time in seconds, minutes, hours, days or years."""
+    for size, unit in ((365.25 * 24, "years"), (24, "days"), (1, "hours"), (1 / 60, "minutes")):
         if hours >= 2 * size:
             return f"{hours / size:.3g} {unit}"
-    return f"{60 * hours:.3g} minutes"
+    return f"{3600 * hours:.3g} seconds"

@@ -73,6 +73,20 @@ class RankParameters:
         return self.head is not None or self.root is not None
 
 
+MAX_SHARDS = 1024  # of FSDP, per copy of the model
+
+
+def too_many_shards(degrees: Degrees) -> str | None:
+    """Advice against FSDP over more ranks than MAX_SHARDS; None if it has fewer."""
+    num_shards = degrees.dp_shard * degrees.cp
+    if num_shards <= MAX_SHARDS:
+        return None
+    return (
+        f"FSDP shards over {num_shards:,} ranks: a start loops over them for each parameter, and a rank has "
+        f"few rows of a matrix. Set parallelism.data_parallel_replicate_degree, for at most {MAX_SHARDS:,}"
+    )
+
+
 class Parameter(NamedTuple):
     """A parameter of the whole model. `unit`: the number of its block, or EMBEDDING, HEAD or ROOT.
     `sharded_dim`: the dim that tensor parallel shards; None: none."""

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     allow, argv = take_flag(argv, ALLOW_IMPORTS)
     no_files, argv = take_flag(argv, NO_FILES)
     path, overrides = split_arguments(argv)
-    own, overrides = take_numbers(overrides, CONFIG_NUMBERS)
+    own, overrides = take_numbers(overrides, CONFIG_NUMBERS, least=1)
     if "ranks" not in own and (no_files or own):
         given = NO_FILES if no_files else "--gpus-per-node"
         raise ConfigError(
@@ -54,9 +54,6 @@ def main(argv: Sequence[str]) -> int:
         )
     job = load_job(path, overrides, None, allow)
     ranks, num_ids = own.get("ranks", job.parallelism.fewest_ranks), None
-    for key, value in {"ranks": ranks, **own}.items():
-        if value < 1:
-            raise ConfigError(f"command line, --{key.replace('_', '-')}: 0 is below 1")
     about = [f"checked: the rules for {ranks} rank(s), no files; --ranks=N checks both for N ranks"]
     try:
         job.check(ranks)

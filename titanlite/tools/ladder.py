@@ -145,9 +145,15 @@ def _runs(job: Job, options: Namespace) -> list[LadderRun]:
             training = replace(job.training, steps=steps, global_batch_size=batch)  # type: ignore[arg-type]
             place = replace(job.job, dump_folder=str(folder / f"size={size},ratio={ratio}"))
             trained = replace(smaller, training=training, job=place)
-            trained.check(num_ranks)
             trained.check_folders()
-            runs.append(LadderRun(size, ratio, trained, shape, _length(trained, num_ranks)))
+            try:
+                trained.check(num_ranks)
+                length = _length(trained, num_ranks)
+            except ConfigError as e:
+                if e.key != "training.steps":
+                    raise
+                raise ConfigError(f"command line, --ratios: with {size} parameters, {e}") from None
+            runs.append(LadderRun(size, ratio, trained, shape, length))
     return runs
 
 

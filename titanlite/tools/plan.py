@@ -34,7 +34,7 @@ from titanlite.planning.layouts import Layout, assess, search
 from titanlite.planning.memory import KINDS, OUTSIDE, RESERVED, PlannedRun
 from titanlite.planning.optimum import RULE, optimum
 from titanlite.planning.saves import GPU_HOURS_PER_FAILURE, best_saves, span
-from titanlite.planning.sharding import knows_state, parameters_of
+from titanlite.planning.sharding import knows_state, parameters_of, too_many_shards
 from titanlite.planning.step_time import guesses
 from titanlite.report.charts import short
 from titanlite.report.terminal import table
@@ -43,6 +43,10 @@ from titanlite.tools import fit
 from titanlite.tools.memory_picture import memory_svg
 
 DEFAULT_CARD = next(card for card in CARDS if card.name == "H100")
+MAX_BLOCKS = 1000  # of a planned model: one with more takes minutes
+GPUS_PER_NODE = 8
+# The law's runs had 70M to 16B parameters and 5B to 500B tokens (Hoffmann et al. 2022, section 3).
+LEAST_PARAMETERS, LEAST_TOKENS = 70_000_000, 5_000_000_000
 NEAR_OPTIMUM = 0.01  # nats, below which the distance says nothing: the law's constants are fitted to losses
 
 
@@ -53,12 +57,16 @@ def main(argv: Sequence[str]) -> int:
         return fit.main(options)
     if options.svg is not None:
         check_output_file(options.svg)
-    if options.tokens:
+        if options.svg.suffix != ".svg":  # perhaps another file, which would be overwritten
+            raise ConfigError(f"command line, --svg: {options.svg} does not end in .svg")
+    if options.tokens is not None:
         overrides = [*overrides, f"--training.steps={options.tokens} tokens"]
     job = load_job(options.config, overrides, None, options.allow_imports)
     try:
         plan, layout = _plan(job, options)
     except ConfigError as e:
+        if options.tokens is not None and e.key == "training.steps":
+            raise ConfigError(f"command line, --tokens: {e}") from None
         raise toml.read(options.config, overrides)[1].located(e) from None
     if options.svg is not None:
         title = f"{options.config}: {plan['layout']} of {plan['gpus']} x {plan['gpu']}, GiB per rank"
@@ -82,6 +90,8 @@ def planned_run(job: Job, cluster: Cluster) -> PlannedRun:
     """The sections of a job that decide the memory and the time of a step. Raises ConfigError."""
     degrees = job.parallelism.degrees(cluster.gpus)
     batch = BatchLayout.of(job.training, degrees.data_parallel)
+    if job.model.config.n_layers > MAX_BLOCKS:
+        raise ConfigError(f"a plan counts at most {MAX_BLOCKS:,} blocks", "model.overrides.n_layers")
     net = job.build_on_meta()
     return PlannedRun(
         net=net,
@@ -104,7 +114,10 @@ def planned_run(job: Job, cluster: Cluster) -> PlannedRun:
 def _plan(job: Job, options: Namespace) -> tuple[dict[str, Any], Layout]:
     measurement = read_measurement(options.measured) if options.measured else None
     gpus, card = planned_gpus(options.gpus, job.parallelism.fewest_ranks, DEFAULT_CARD, measurement)
-    cluster = Cluster(card, gpus, min(options.gpus_per_node, gpus))
+    per_node = min(options.gpus_per_node or GPUS_PER_NODE, gpus)
+    if options.gpus_per_node and gpus % per_node:
+        raise ConfigError(f"command line, --gpus-per-node: {gpus:,} GPUs are no multiple of {per_node}")
+    cluster = Cluster(card, gpus, per_node)
     if measurement is not None:
         cluster = cluster._replace(speeds=measurement.speeds)
     job.check(gpus)
@@ -283,11 +296,25 @@ def _notes(job: Job, run: PlannedRun, cluster: Cluster, measurement: Measurement
         notes.append("step time takes the shares of the peaks that H200 reaches; only H200 was measured")
     if run.activation_checkpoint.mode == "memory_budget":
         notes.append("activations under memory_budget are interpolated: the compiler chooses them")
+    if text := too_many_shards(run.degrees):
+        notes.append(text)
+    if _has_no_fused_attention(job, run, cluster):
+        notes.append(
+            "in fp32 with fewer key than query heads, torch has no fused attention kernel on CUDA: a run "
+            'needs attention.sdpa_kernel = "math", whose time and quadratic memory are not counted'
+        )
     if not knows_state(run.optimizer):
         notes.append(f"the state of {run.optimizer.name!r} is taken to be two fp32 moments per parameter")
     if job.data.mask_documents:
         notes.append("attention is counted over whole sequences; documents that are masked need less time")
     return notes
+
+
+def _has_no_fused_attention(job: Job, run: PlannedRun, cluster: Cluster) -> bool:
+    """Whether scaled_dot_product_attention is left with its slowest kernel. Masks are computed by flex."""
+    config, masks = run.net.config, job.data.mask_documents or run.degrees.cp > 1
+    grouped = config.n_kv_heads < config.n_heads
+    return run.param_dtype == torch.float32 and grouped and not masks and not cluster.card.is_cpu
 
 
 def _row(layout: Layout, given: PlannedRun, tokens: int) -> dict[str, Any]:
@@ -343,12 +370,15 @@ def _memory_text(plan: dict[str, Any]) -> str:
 
 def _time_text(plan: dict[str, Any]) -> str:
     time = plan["time"]
+    unit = "CPU" if plan["gpu"] == "CPU" else "GPU"
+    digits = 3 if time["step_s"] >= 0.1 else 6
     rows = [["step time", "s", "share"]]
-    rows += [[part, f"{s:.3f}", f"{s / time['step_s']:.0%}"] for part, s in time["parts_s"].items()]
-    rows.append(["together", f"{time['step_s']:.3f}", ""])
-    cost = "" if time["price"] is None else f", {time['price']:,.0f} at the price per GPU hour"
-    rate = f"{time['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU, MFU {time['mfu']:.1%}"
-    hours = f"{time['hours']:,.1f} hours, {time['gpu_hours']:,.0f} GPU hours{cost}"
+    rows += [[part, f"{s:.{digits}f}", f"{s / time['step_s']:.0%}"] for part, s in time["parts_s"].items()]
+    rows.append(["together", f"{time['step_s']:.{digits}f}", ""])
+    cost = "" if time["price"] is None else f", {_rounded(time['price'])} at the price per {unit} hour"
+    rate = f"{time['tokens_per_second_per_gpu']:,.0f} tokens/s per {unit}, MFU {time['mfu']:.1%}"
+    hours = f"{time['hours']:,.1f} hours" if time["hours"] >= 2 else span(time["hours"])
+    hours += f", {_rounded(time['gpu_hours'])} {unit} hours{cost}"
     text = f"{table(rows, num_texts=1)}\n{rate}; bound by {time['bound_by']}\n{hours}"
     if time["guess"]:
         text += f"\na guess, as are tokens/s, MFU, hours and cost: {'; '.join(time['guess'])}"
@@ -356,14 +386,17 @@ def _time_text(plan: dict[str, Any]) -> str:
 
 
 def _advice(plan: dict[str, Any]) -> str:
-    saved, best = plan["checkpoint"], plan["optimum"]
+    saved, best, run = plan["checkpoint"], plan["optimum"], plan["run"]
+    size = f"{saved['gib']:.1f} GiB" if saved["gib"] >= 1 else f"{1024 * saved['gib']:.1f} MiB"
     rate = " (the rate of Llama 3 405B)" * saved["is_usual_rate"]
     lost = f"{saved['lost_share']:.2%}" if saved["lost_share"] >= 0.0001 else "less than 0.01%"
+    interval = f"a save every {saved['best_interval_steps']:,} steps costs least, if storage keeps up"
+    if saved["best_interval_steps"] >= run["steps"]:
+        interval = "a save at the end costs least"
     lines = [
-        f"checkpoint: {saved['gib']:.1f} GiB; with a failure every {span(saved['hours_between_failures'])}"
-        f"{rate}, a save every {saved['best_interval_steps']:,} steps costs least, if storage keeps up",
+        f"checkpoint: {size}; with a failure every {span(saved['hours_between_failures'])}{rate}, {interval}",
         f"saves and steps repeated after failures: {lost} of the time; expected in this run: "
-        f"{saved['expected_failures']:.2g} failures, whose restarts are not counted",
+        f"{_rounded(saved['expected_failures'])} failures, whose restarts are not counted",
     ]
     if best is None:  # adapters: the law is of models trained from scratch; or the runs of --fit have a law
         return "\n".join(lines)
@@ -373,6 +406,9 @@ def _advice(plan: dict[str, Any]) -> str:
         f"{short(best['tokens'])} tokens, a loss {excess} nats lower (Besiroglu et al. 2024)",
         f"this run has {best['tokens_per_parameter']:.1f} tokens per parameter; the rule of thumb is {RULE}",
     ]
+    if plan["model"]["parameters"] < LEAST_PARAMETERS or run["tokens"] < LEAST_TOKENS:
+        least = f"{short(LEAST_PARAMETERS)} parameters and {short(LEAST_TOKENS)} tokens"
+        lines[-2] += f"; extrapolated, because the law's runs had at least {least}"
     if best["half"] is not None:
         lines.append(
             f"half the parameters reach the same loss on {short(best['half'])} tokens, for "
@@ -381,6 +417,13 @@ def _advice(plan: dict[str, Any]) -> str:
     else:
         lines.append("half the parameters do not reach the same loss on any number of tokens")
     return "\n".join(lines)
+
+
+def _rounded(number: float) -> str:
+    """A number as an integer, or with two digits if it is below 10."""
+    if number >= 10:
+        return f"{number:,.0f}"
+    return f"{number:.2g}" if number >= 0.01 or number == 0 else "less than 0.01"
 
 
 def _layouts_text(plan: dict[str, Any]) -> str:

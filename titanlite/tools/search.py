@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from titanlite.config import toml
 from titanlite.config.amount import DIVISIBLE, Amount
 from titanlite.config.axes import Axis, take_axes
 from titanlite.config.component import ConfigError
@@ -116,7 +117,10 @@ def _open(options: Namespace, axes: list[Axis], rest: list[str]) -> Search:
     trials, plan = grid(axes), rungs(math.prod(len(axis.values) for axis in axes), options.rungs)
     first = [*rest, *(f"--{axis.key}={value}" for axis, value in zip(axes, trials[0]))]
     job = load_job(options.config, first, options.gpus_per_trial, allow_imports=True)
-    _check(job, axes, len(plan))
+    try:
+        _check(job, axes, len(plan))
+    except ConfigError as e:
+        raise toml.read(options.config, first)[1].located(e) from None
     other_seed = job.training.seed + 1 if options.seeds > 1 else None
     asked = {
         "job": keys_of(job),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,37 +147,56 @@ def test_docs_quote_the_recorded_step_times() -> None:
 
 def test_speeds_of_another_gpu_are_refused() -> None:
     assert planned_gpus("8xH200", 1, H100, measurement()) == (8, H200)
-    assert planned_gpus("", 2, H100, measurement()) == (2, H200)
+    assert planned_gpus(None, 2, H100, measurement()) == (2, H200)
     with pytest.raises(ConfigError, match="measured on NVIDIA H200, which says nothing of H100"):
         planned_gpus("8xH100", 1, H100, measurement())
-    with pytest.raises(ConfigError, match="'8' is not a number and a GPU"):
-        planned_gpus("8", 1, H100, None)
+    for gpus in ("8", ""):
+        with pytest.raises(ConfigError, match=f"'{gpus}' is not a number and a GPU"):
+            planned_gpus(gpus, 1, H100, None)
+    for gpus in ("0", "1000000", "1000000xH200"):
+        with pytest.raises(ConfigError, match="is not a number of GPUs from 1 to 999,999"):
+            planned_gpus(gpus, 1, H100, measurement())
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("section", "field", "value", "message"),
     [
-        lambda tree: tree.clear(),
-        lambda tree: tree.update(format=2),
-        lambda tree: tree["planned"].pop("block"),
-        lambda tree: tree["measured"].update(head="0.1"),
-        lambda tree: tree["measured"].update(head=-0.1),
-        lambda tree: tree["measured"].update(link=float("nan")),
-        lambda tree: tree["card"].pop("memory_gib"),
-        lambda tree: tree["card"].update(memory_rate=None),
-        lambda tree: tree.update(keys=[]),
+        ("", "format", 2, 'its "format" is not 1'),
+        ("", "num_ranks", -3, "num_ranks is -3, not a number above 0"),
+        ("", "keys", [], "keys is [], not an object"),
+        ("planned", "block", 0, "planned.block is 0, not a number above 0"),
+        ("planned", "optimizer", 1e-12, "measured.optimizer is 9.0e+11 times planned.optimizer"),
+        ("planned", "link", None, "planned.link is None, not a number above 0"),
+        ("measured", "block", 0, "measured.block is 0, not a number above 0"),
+        ("measured", "head", "0.1", "measured.head is '0.1', not a number above 0"),
+        ("measured", "link", math.nan, "measured.link is nan, not a number above 0"),
+        ("card", "name", "CPU", "card.measured_flops is 0.0, not a number above 0"),
+        ("card", "memory_gib", "big", "card.memory_gib is 'big', not a number above 0"),
+        ("card", "memory_rate", 0, "card.memory_rate is 0, not a number above 0"),
+        ("card", "link_rate", True, "card.link_rate is True, not a number above 0"),
+        ("card", "is_cpu", None, "is_cpu is None, not true or false"),
     ],
 )
-def test_a_damaged_file_is_refused_in_one_line(
-    damage: Callable[[dict[str, Any]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_damaged_file_is_refused_with_the_name_of_the_field(
+    section: str, field: str, value: Any, message: str, tmp_path: Path
 ) -> None:
-    tree = json.loads(measurement().to_json())
-    damage(tree)
-    (tmp_path / "measured.json").write_text(json.dumps(tree))
-    assert cli.run(["plan", "llama3_8b", "--gpus=8", f"--measured={tmp_path / 'measured.json'}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "measured.json: " in line
-    assert line.endswith("it is no file that this version's `titanlite tune --measure` wrote")
+    file, tree = tmp_path / "measured.json", json.loads(measurement().to_json())
+    (tree[section] if section else tree)[field] = value
+    file.write_text(json.dumps(tree))
+    with pytest.raises(ConfigError) as error:
+        read_measurement(file)
+    wrote = "it is no file that this version's `titanlite tune --measure` wrote"
+    assert str(error.value) == f"command line, --measured: {file}: {message}; {wrote}"
+
+
+def test_a_missing_file_or_field_is_refused(tmp_path: Path) -> None:
+    file, tree = tmp_path / "measured.json", json.loads(measurement().to_json())
+    with pytest.raises(ConfigError, match=r"--measured: .*measured.json cannot be read: No such file or dir"):
+        read_measurement(file)
+    for section in ("card", "planned", "measured", "versions"):
+        file.write_text(json.dumps({key: value for key, value in tree.items() if key != section}))
+        with pytest.raises(ConfigError, match=f"{section} is missing"):
+            read_measurement(file)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,12 @@ def test_tensor_parallel_across_nodes_is_warned_about() -> None:
         )
 
 
+def test_many_shards_are_warned_about() -> None:
+    assert warnings(Degrees(1, 16, 1024, 1, 1)) == []
+    (text,) = warnings(Degrees(1, 1, 1024, 2, 1))
+    assert text.startswith("FSDP shards over 2,048 ranks: ")
+
+
 def test_padded_shards_are_warned_about() -> None:
     assert warnings(Degrees(1, 1, 64, 1, 1), size=109) == []
     (text,) = warnings(Degrees(1, 1, 64, 2, 1), size=178)

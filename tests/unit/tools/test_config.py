@@ -70,7 +70,10 @@ def test_the_number_of_ranks_counts(said) -> None:
     assert (
         "training.global_batch_size: 512 sequences are not a multiple of local_batch_size 1 x 3 ranks" in line
     )
-    assert said("config", "debug", "--ranks", "0") == (2, "titanlite: command line, --ranks: 0 is below 1")
+    assert said("config", "debug", "--ranks", "0") == (
+        2,
+        "titanlite: command line, --ranks: '0' is not an integer from 1",
+    )
     assert said("config", "debug", "--ranks=two")[0] == 2
 
 
@@ -183,5 +186,5 @@ def test_options_of_a_number_of_ranks_need_it(option, said) -> None:
 def test_files_are_looked_at_unless_told_otherwise(said) -> None:
     assert said("config", *SPREAD)[0] == 2
     assert said("config", *SPREAD, "--gpus-per-node=0") == (
-        2, "titanlite: command line, --gpus-per-node: 0 is below 1",
+        2, "titanlite: command line, --gpus-per-node: '0' is not an integer from 1",
     )  # fmt: skip

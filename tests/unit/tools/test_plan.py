@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,12 +158,64 @@ def test_times_between_failures_have_a_fitting_unit(hours: float, text: str) -> 
         (["--gpus=3xH100", "--parallelism.tensor_parallel_degree=2"], "parallelism: 3 ranks are no multiple"),
         (["--gpus-per-node=0"], "--gpus-per-node: 0 is below 1"),
         (["--training.steps=2 epochs"], "epochs cannot be counted"),
-        (["--tokens=1"], "--training.steps"),
+        (["--gpus="], "command line, --gpus: '' is not a number and a GPU such as 64xH100"),
+        (
+            ["--gpus=8xH100", "--gpus-per-node=3"],
+            "command line, --gpus-per-node: 8 GPUs are no multiple of 3",
+        ),
+        (["--tokens=1"], "command line, --tokens: '1 token' is less than one step, "),
+        (["--tokens="], "argument --tokens: '' is not a number of tokens such as 160B"),
+        (["--tokens=160 B"], "'160 B' is not a number of tokens such as 160B"),
+        (
+            ["--model.overrides.n_layers=1001"],
+            "command line, --model.overrides.n_layers: a plan counts at most",
+        ),
+        (["--svg=README.md"], "command line, --svg: README.md does not end in .svg"),
+        (["--mtbf=1e12"], "is not a number of hours such as 36.5, above 0 and below 1e12"),
         (["--mtbf=0"], "--mtbf: '0' is not a number of hours such as 36.5"),
         (["--mtbf=-3"], "is not a number of hours"),
-        (["--measured=no/such.json"], "no/such.json cannot be read: "),
+        (["--measured=no/such.json"], "command line, --measured: no/such.json cannot be read: No such file"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(capsys: Capture, words: list[str], message: str) -> None:
     assert cli.run(["plan", "llama3_8b", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("llama3_1B", "no configuration 'llama3_1B': there is no such file, and no shipped configuration"),
+        ("no/such", "no/such: cannot read the configuration: "),
+        (str(Path(__file__).parent), "name a TOML file or a run folder to plan: "),
+    ],
+)
+def test_what_is_no_configuration_is_refused(capsys: Capture, config: str, message: str) -> None:
+    assert cli.run(["plan", config]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_small_jobs_have_small_units(capsys: Capture) -> None:
+    assert cli.run(["plan", "debug", "--gpus=1xH100", "--price=2"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"\ntogether +0\.000\d{3}\n", text)
+    assert re.search(r"\n\d\.\d+ seconds, less than 0\.01 GPU hours, less than 0\.01 at the price", text)
+    assert "\ncheckpoint: 21.0 MiB; with a failure every 5.78 years " in text
+    assert ", a save at the end costs least\n" in text
+    assert "extrapolated, because the law's runs had at least 70M parameters and 5B tokens" in text
+    assert cli.run(["plan", "llama3_8b", "--gpus=64xH100"]) == 0
+    assert "extrapolated" not in capsys.readouterr().out  # control
+
+
+def test_layouts_that_are_slow_or_refused_are_noted(capsys: Capture) -> None:
+    def has(text: str, *words: str) -> bool:
+        return any(text in note for note in planned(capsys, "plan", "llama3_1b", *words)["notes"])
+
+    fp32 = "--training.mixed_precision_param=float32"
+    assert has("no fused attention kernel on CUDA", "--gpus=1xH100", fp32)
+    assert not has("no fused attention kernel", "--gpus=1xH100")
+    assert not has("no fused attention kernel", "--gpus=1xH100", fp32, "--model.overrides.n_kv_heads=32")
+    assert not has("no fused attention kernel", "--gpus=1xH100", fp32, "--data.mask_documents")
+    batch = "--training.global_batch_size=4096"
+    assert has("FSDP shards over 2,048 ranks", "--gpus=2048xH100", batch, "--training.local_batch_size=1")
+    assert not has("FSDP shards over", "--gpus=1024xH100", batch, "--training.local_batch_size=1")

@@ -42,7 +42,10 @@ def command(folder: Path, corpus: Path, *words: str) -> list[str]:
         ),
         (["--optimizer.lrr=0.1:2:3"], "unknown key 'lrr'; did you mean 'lr'?"),
         ([RANGE, "--rungs=0"], "--rungs: 0 is below 1"),
-        ([RANGE, "--validation.enable=false"], "a search compares validation losses: set it to true"),
+        (
+            [RANGE, "--validation.enable=false"],
+            "command line, --validation.enable: a search compares validation losses: set it to true",
+        ),
         (["--training.steps=4:8:2"], "--training.steps: a search sets this key itself"),
         (
             ["--optimizer.lr=1e-3:1e-1:5", "--lr_scheduler.total_steps=9"],
