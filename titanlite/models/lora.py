@@ -34,7 +34,7 @@ class LoRA:
     """Linear layers of the blocks that get an adapter, by the ends of their names, such as `q_proj` or
     `mlp.down_proj`, or by shell-style patterns of names, such as `*_proj` or `model.layers.0.*`. A target
     without a layer is an error. A run may resume with other targets that choose the same layers. Default:
-    all, except the routers of experts, which never get one."""
+    all. Experts and their routers never get one."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "rank")

@@ -27,8 +27,8 @@ MULTIPLE = 16  # the hardware needs matrices whose dims are multiples of this
 
 @dataclass(frozen=True, kw_only=True)
 class Float8:
-    """Float8 for the blocks' linear layers, on Ada, Hopper and newer GPUs. Needs torchao: `pip install
-    'titanlite[float8]'`."""
+    """Float8 for the blocks' linear layers, on Ada, Hopper and newer GPUs. Experts and routers are not
+    converted. Needs torchao: `pip install 'titanlite[float8]'`."""
 
     enable: bool = False
     """Whether to use float8. Needs compile.enable, because without the compiler it is slower than
@@ -161,6 +161,7 @@ def apply_float8(net: Decoder, config: Float8, sharded: bool, ranks: int = 1) ->
         recipe = replace(recipe, enable_fsdp_float8_all_gather=True)
     torchao.convert_to_float8_training(net, config=recipe, module_filter_fn=lambda _, name: name in converted)
     others = f"{_summary(excluded)} and the head" if excluded else "the head"
+    others = f"experts, routers, {others}" if net.moe_layers() else others
     logger.info(f"float8 {config.recipe}: {len(converted)} layers; not converted: {others}")
 
 

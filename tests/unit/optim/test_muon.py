@@ -15,6 +15,7 @@ from titanlite.config.component import ConfigError
 from titanlite.mesh import ALONE
 from titanlite.models.base import Decoder
 from titanlite.models.llama3 import Llama3
+from titanlite.models.qwen3_moe import Qwen3MoE
 from titanlite.optim import muon_optimizer
 from titanlite.optim.base import ParamGroup, guarded_step, make_state, set_lr
 from titanlite.optim.muon import Muon
@@ -106,6 +107,33 @@ def test_only_matrices_of_the_blocks_have_muons_rule() -> None:
     groups = [ParamGroup(pattern="*.q_proj.weight", rule="adamw"), ParamGroup(pattern=HEAD, rule="muon")]
     rules = rules_of(net, Muon(param_groups=groups).build(net, ALONE))
     assert (rules[Q], rules[HEAD], rules[DOWN]) == ("adamw", "muon", "muon")
+
+
+def test_the_matrices_of_experts_are_orthogonalised_one_by_one() -> None:
+    """Gate and up, which share a parameter, too. The router is AdamW's."""
+    experts = {"n_experts": 3, "n_experts_per_token": 2, "moe_hidden_dim": 24}
+    net = Qwen3MoE(flavor="debug", overrides={"dim": 32, "n_layers": 1, **experts}).build()
+    start = {name: torch.nn.init.normal_(p, std=0.02).clone() for name, p in net.named_parameters()}
+    mlp = "model.layers.0.mlp"
+    gate_up, down, router = f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj", f"{mlp}.gate.weight"
+    optimizer = Muon(lr=1.0, weight_decay=0.0, nesterov=False, adjust_lr_fn="spectral").build(net, ALONE)
+    rules = rules_of(net, optimizer)
+    assert [rules[name] for name in (gate_up, down, router)] == ["muon", "muon", "adamw"]
+    moved = {name: start[name] - p for name, p in train(net, optimizer, 1).items()}
+    coefficients = coefficients_of("polar_express", 5)
+    for name, shape in ((gate_up, (6, 24, 32)), (down, (3, 32, 24))):
+        update = gradient(name, 0, moved[name].shape).view(shape)
+        for i in range(len(update)):
+            wanted = _orthogonalized(update[i], coefficients) * math.sqrt(shape[1] / shape[2])
+            assert torch.allclose(moved[name].view(shape)[i], wanted, atol=1e-3)
+    together = _orthogonalized(gradient(gate_up, 0, (3, 48, 32))[0], coefficients) * math.sqrt(48 / 32)
+    assert (moved[gate_up][0] - together).norm() > 0.1 * together.norm(), "control"
+
+
+def _orthogonalized(matrix: torch.Tensor, coefficients: Any) -> torch.Tensor:
+    m, n = matrix.shape
+    wide = orthogonalize((matrix.mT if m > n else matrix)[None], coefficients, torch.float32)[0]
+    return wide.mT if m > n else wide
 
 
 def test_rates_follow_rule_and_group() -> None:
