@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 # Importing these modules registers the components that ship with titanlite.
+import titanlite.models.deepseek_v3
 import titanlite.models.llama3
 import titanlite.models.mistral
 import titanlite.models.olmoe

@@ -51,6 +51,10 @@ EXPERTS = [
     f"--model.overrides.{key}={value}"
     for key, value in {"n_experts": 8, "n_experts_per_token": 2, "moe_hidden_dim": 64}.items()
 ]
+LATENT = [
+    f"--model.overrides.{key}={value}"
+    for key, value in {"n_kv_heads": 4, "head_dim": 48, "rope_head_dim": 16, "v_head_dim": 32}.items()
+]
 TINY = {  # name: overrides of the job in tests/support/jobs.py
     "llama3": ["--training.local_batch_size=8"],
     "qwen3": ["--training.local_batch_size=8", "--model.name=qwen3"],
@@ -63,6 +67,12 @@ TINY = {  # name: overrides of the job in tests/support/jobs.py
     "qwen3_moe": ["--training.local_batch_size=8", "--model.name=qwen3_moe", *EXPERTS],
     "olmoe": [
         *("--training.local_batch_size=8", "--model.name=olmoe", "--model.overrides.hidden_dim=0", *EXPERTS)
+    ],
+    "deepseek_v3": [
+        *("--training.local_batch_size=8", "--model.name=deepseek_v3", *EXPERTS, *LATENT),
+        *("--model.overrides.rope_type=yarn", "--model.overrides.rope_factor=4.0"),
+        *("--model.overrides.rope_original_max_position=32", "--model.overrides.rope_attention_factor=1.0"),
+        "--model.overrides.rope_mscale_all_dim=1.0",
     ],
     "packed": [ACCUMULATED, "--data.packing=best_fit", "--data.mask_documents=true"],
 }

@@ -140,16 +140,24 @@ TP_PLAN = {
 MakeMLP = Callable[[Any, int], nn.Module]  # of a RotaryConfig and the number of a block
 
 
-class SelfAttention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+class AttentionLayer(nn.Module):
+    """Base of the attention layers of blocks, which are made from a RotaryConfig."""
 
     scales_queries: ClassVar[str] = "q_proj"
     """Name of the module whose weight, and bias if it has one, the queries are proportional to."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+
+
+class SelfAttention(AttentionLayer):
+    """Grouped-query attention with rotary positions."""
+
     qkv_bias: ClassVar[bool] = False
     """Whether the projections to queries, keys and values have biases."""
 
     def __init__(self, config: RotaryConfig):
-        super().__init__()
+        super().__init__(config)
         self.head_dim, self.scale = config.head_dim, config.attention_scale
         self.q_proj = Linear(config.dim, config.n_heads * config.head_dim, self.qkv_bias)
         self.k_proj = Linear(config.dim, config.n_kv_heads * config.head_dim, self.qkv_bias)
@@ -210,7 +218,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Embedding, blocks and final norm. In a pipeline stage, `embed_tokens` and `norm` may be None."""
 
-    def __init__(self, config: RotaryConfig, attention: type[SelfAttention], mlp: MakeMLP):
+    def __init__(self, config: RotaryConfig, attention: type[AttentionLayer], mlp: MakeMLP):
         super().__init__()
         self.config = config
         self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
@@ -246,7 +254,7 @@ class RotaryDecoder(Decoder):
     def __init__(
         self,
         config: RotaryConfig,
-        attention: type[SelfAttention] = SelfAttention,
+        attention: type[AttentionLayer] = SelfAttention,
         attention_plan: dict[str, str] | None = None,
         mlp: MakeMLP = dense_mlp,
     ):

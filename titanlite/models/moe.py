@@ -18,7 +18,14 @@ from torch import nn
 
 from titanlite.config.component import ConfigError
 from titanlite.models.base import ModelFamily, Role, is_adapter
-from titanlite.models.decoder import MLP_PLAN, MakeMLP, RotaryConfig, RotaryDecoder, SelfAttention
+from titanlite.models.decoder import (
+    MLP_PLAN,
+    AttentionLayer,
+    MakeMLP,
+    RotaryConfig,
+    RotaryDecoder,
+    SelfAttention,
+)
 from titanlite.models.grouped_mm import grouped_mm
 
 MULTIPLE = 8  # grouped products in bf16 need rows of a multiple of 16 bytes
@@ -195,7 +202,7 @@ class MoEDecoder(RotaryDecoder):
     def __init__(
         self,
         config: MoEConfig,
-        attention: type[SelfAttention] = SelfAttention,
+        attention: type[AttentionLayer] = SelfAttention,
         attention_plan: dict[str, str] | None = None,
         mlp: MakeMLP = moe_mlp,
     ):
